@@ -1,0 +1,56 @@
+"""FedAvg: the server takes the mean of the clients' models."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pflight.engines import ClientUpdates
+from pflight.errors import ConfigurationError
+from pflight.state import WeightedMean
+
+from .server import ServerCallback
+
+
+class FedAvg(ServerCallback):
+    r"""Federated averaging (McMahan et al. 2017, algorithm 1); FedProx with a proximal client.
+
+    The pseudo-gradient is :math:`\theta - \sum_{i \in S} w_i \theta_i`, so that the default server
+    optimizer, SGD with step 1, sets the server's model to the mean of the returned models.
+
+    Args:
+        weighting: ``"samples"`` for :math:`w_i = n_i / \sum_{j \in S} n_j`, ``"uniform"`` for
+            :math:`w_i = 1 / |S|`; both over the clients of the round that answered.
+        buffers: As in :class:`ServerCallback`.
+
+    Example:
+        >>> FedAvg(weighting="uniform").weighting
+        'uniform'
+    """
+
+    def __init__(
+        self,
+        weighting: Literal["samples", "uniform"] = "samples",
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__(buffers)
+        if weighting not in ("samples", "uniform"):
+            raise ConfigurationError(
+                f"{type(self).__name__}: weighting must be 'samples' or 'uniform', got {weighting!r}"
+            )
+        self.weighting = weighting
+
+    def begin(self) -> None:
+        """Start an empty mean."""
+        self.mean = WeightedMean(self.federation.server[0].tensors(self.sent_names))
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """Add a chunk's models to the mean."""
+        counts = updates.num_samples
+        weights = counts if self.weighting == "samples" else counts.new_ones(len(counts))
+        self.mean.add(updates.states, weights)
+
+    def step(self) -> None:
+        """Pull the server's model to the mean of the clients that answered."""
+        self.mean.all_reduce()
+        if self.mean.weights[0] > 0:
+            self.federation.pull(0, self.mean.compute()[0])

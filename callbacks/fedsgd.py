@@ -1,0 +1,62 @@
+"""FedSGD: clients send gradients, the server takes the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pflight.errors import ConfigurationError
+
+from .fedavg import FedAvg
+
+
+class FedSGD(FedAvg):
+    r"""Federated SGD (McMahan et al. 2017): :math:`\theta \leftarrow \theta - \eta \sum_i w_i g_i`.
+
+    :math:`g_i` is the gradient of client i's loss at the server's model, in training mode. With one
+    full-batch local step FedAvg gives the same.
+
+    Args:
+        lr: Step :math:`\eta` of the default server optimizer, SGD.
+        weighting: As in :class:`FedAvg`.
+        batches: Take the gradient over this many mini-batches instead of all the client's samples.
+        buffers: As in :class:`ServerCallback`.
+    """
+
+    def __init__(
+        self,
+        lr: float = 0.01,
+        weighting: Literal["samples", "uniform"] = "samples",
+        batches: int | None = None,
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__(weighting, buffers)
+        if lr <= 0:
+            raise ConfigurationError(f"FedSGD: lr must be positive, got {lr}")
+        if batches is not None and batches < 1:
+            raise ConfigurationError(f"FedSGD: batches must be at least 1, got {batches}")
+        self.lr = lr
+        self.batches = batches
+
+    def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Return SGD with this callback's step."""
+        return torch.optim.SGD(parameters, lr=self.lr)
+
+    def round(self, cohort: Tensor) -> None:
+        """Broadcast, collect gradients, and step."""
+        self.begin()
+        for clients in self.federation.chunks(cohort):
+            sent = self.broadcast(clients)
+            self.receive(self.federation.client_gradients(clients, sent, self.batches))
+        self.step()
+
+    def step(self) -> None:
+        """Set the server's gradient to the mean of the clients' gradients."""
+        self.mean.all_reduce()
+        if self.mean.weights[0] > 0:
+            mean = self.mean.compute()[0]
+            self.federation.pull(0, mean, gradient=True)

@@ -1,0 +1,114 @@
+"""The server half of an algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
+
+import lightning as L
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pflight.engines import ClientUpdates
+from pflight.errors import ConfigurationError
+from pflight.state import state_bytes
+
+if TYPE_CHECKING:
+    from pflight.federation import Federation
+
+
+class ServerCallback(L.Callback):
+    """The server half of an algorithm: what is sent, how updates are aggregated, who gets what.
+
+    A new algorithm is one file with a subclass. Most override :meth:`receive` and :meth:`step`, and
+    :meth:`personalize` where a client's model is not simply what the server sends:
+
+    - :meth:`setup_server` makes the server's models, once per federation;
+    - :meth:`round` is one communication round: :meth:`broadcast`, local training,
+      :meth:`receive` for every chunk of updates as it arrives, then :meth:`step`;
+    - :meth:`step` turns partial sums into pseudo-gradients, which the server optimizer applies;
+    - :meth:`personalize` gives the model by which each client is judged.
+
+    State that a resumed run needs goes into ``state_dict`` and ``load_state_dict``, which Lightning
+    calls; partial sums are added up over ranks before they are used (:class:`pflight.state.WeightedMean`).
+
+    Args:
+        buffers: What becomes of buffers such as BatchNorm's statistics: ``"shared"`` averages them
+            like parameters, ``"local"`` keeps them with the client, ``"reset"`` starts every
+            participation from the initial ones.
+
+    Attributes:
+        federation: Set before :meth:`setup_server` is called.
+        private: Names of the entries of a state that stay with the client and never travel.
+    """
+
+    federation: Federation
+
+    def __init__(self, buffers: Literal["shared", "local", "reset"] = "shared") -> None:
+        if buffers not in ("shared", "local", "reset"):
+            raise ConfigurationError(
+                f"{type(self).__name__}: buffers must be 'shared', 'local' or 'reset', "
+                f"got {buffers!r}"
+            )
+        self.buffers = buffers
+        self.private: frozenset[str] = frozenset()
+
+    def setup_server(self, federation: Federation) -> None:
+        """Make the server's parameters, by default one model; called once per federation.
+
+        The federation knows the client's layout, the data and the number of clients here. Raise
+        :class:`~pflight.errors.ConfigurationError` for options that don't fit them.
+        """
+        federation.add_server_models(1)
+        if self.buffers == "local":
+            self.private = frozenset(federation.layout.buffers)
+
+    def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Return the server optimizer: SGD with step 1, which sets a model to the aggregate."""
+        return torch.optim.SGD(parameters, lr=1.0)
+
+    def round(self, cohort: Tensor) -> None:
+        """Run one communication round with the clients of ``cohort`` ``[S]``."""
+        self.begin()
+        for clients in self.federation.chunks(cohort):
+            self.receive(self.federation.train_clients(clients, self.broadcast(clients)))
+        self.step()
+
+    def begin(self) -> None:
+        """Make empty partial sums for a new round."""
+
+    def broadcast(self, clients: Tensor) -> TensorDict:
+        """Return what each of the clients ``[C]`` is sent: a stack ``[C]`` without private entries.
+
+        It is laid over what the client kept, and counted as traffic. By default the first server
+        model, as a view.
+        """
+        return self.federation.server_state(0, self.sent_names, len(clients))
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """Fold the updates of a chunk of clients into partial sums."""
+        raise NotImplementedError(f"{type(self).__name__} does not define receive()")
+
+    def step(self) -> None:
+        """Turn the partial sums into pseudo-gradients of the server's parameters."""
+        raise NotImplementedError(f"{type(self).__name__} does not define step()")
+
+    def personalize(self, clients: Tensor) -> TensorDict:
+        """Return the model each of the clients ``[C]`` is judged by: a stack of full states.
+
+        By default what the server sends, laid over what the client kept.
+        """
+        return self.federation.lay_over(clients, self.broadcast(clients))
+
+    def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
+        """Return the bytes sent to the clients ``[C]`` in all, by default those of ``sent``."""
+        return len(clients) * state_bytes(sent)
+
+    @property
+    def sent_names(self) -> tuple[str, ...]:
+        """Names of the entries of a state that travel."""
+        layout = self.federation.layout
+        reset = layout.buffers if self.buffers == "reset" else ()
+        return tuple(n for n in layout.names if n not in self.private and n not in reset)

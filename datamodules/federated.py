@@ -1,0 +1,343 @@
+"""The data side of a federation: what each client holds, and which clients a loader yields."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from pflight.cohort import CohortLoader, CohortSampler, check_cohort_options
+from pflight.errors import ConfigurationError
+from pflight.randomness import Purpose, generator
+
+from .loaders import (
+    Batch,
+    ClientLoader,
+    EpochSampler,
+    IndexedSamples,
+    batch_loader,
+    sample_order,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Split = Literal["train", "val", "test"]
+SPLITS: tuple[Split, ...] = ("train", "val", "test")
+
+
+class FederatedDataModule(L.LightningDataModule):
+    """The data of a federation's clients, and the cohorts that train on them.
+
+    A data set of one's own says how many clients there are and what each of them holds:
+    ``num_clients`` and :meth:`samples` (and :meth:`num_samples` where counting is cheaper than
+    loading). Loaders, cohorts, newcomers and pictures follow from these.
+
+    Args:
+        num_classes: Number of classes; labels are ``0 .. num_classes - 1``.
+        cohort_size: Clients that train in a round; with neither this nor ``participation``, all.
+        participation: Share of the training clients that train in a round, in (0, 1].
+        cohort_sampling: ``uniform``, or ``samples``: in proportion to the clients' sample counts.
+        availability: Probability that a client can be sampled in a round.
+        dropout: Probability that a sampled client never answers.
+        batch_size: Samples of a local training batch; ``null`` means all of the client's.
+        eval_batch_size: Samples of a batch in evaluation; ``null`` means all of the client's.
+        eval_chunk: Clients that are evaluated at once.
+        holdout_clients: Share of the clients that never train: the newcomers of the test.
+        seed: Seed of the cohorts, the newcomers and the order of the samples.
+
+    Raises:
+        ConfigurationError: An option is out of its range.
+    """
+
+    num_clients: int
+    """Number of clients, newcomers included; known after ``setup``."""
+
+    num_classes: int
+    """Number of classes; labels are ``0 .. num_classes - 1``."""
+
+    def __init__(
+        self,
+        *,
+        num_classes: int,
+        cohort_size: int | None = None,
+        participation: float | None = None,
+        cohort_sampling: Literal["uniform", "samples"] = "uniform",
+        availability: float = 1.0,
+        dropout: float = 0.0,
+        batch_size: int | None = 32,
+        eval_batch_size: int | None = 1024,
+        eval_chunk: int = 64,
+        holdout_clients: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        check_cohort_options(cohort_size, participation, cohort_sampling, availability, dropout)
+        sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size}
+        sizes |= {"num_classes": num_classes, "eval_chunk": eval_chunk}
+        for name, value in sizes.items():
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{name} must be at least 1, got {value}")
+        if not 0 <= holdout_clients < 1:
+            raise ConfigurationError(f"holdout_clients must be in [0, 1), got {holdout_clients}")
+        if seed < 0:
+            raise ConfigurationError(f"seed must not be negative, got {seed}")
+        self.num_classes = num_classes
+        self.cohort_size = cohort_size
+        self.participation = participation
+        self.cohort_sampling = cohort_sampling
+        self.availability = availability
+        self.dropout = dropout
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.eval_chunk = eval_chunk
+        self.holdout_clients = holdout_clients
+        self.seed = seed
+
+    def samples(self, client: int, split: Split) -> tuple[Tensor, Tensor]:
+        """Return one client's samples.
+
+        Args:
+            client: The client's id.
+            split: ``"train"``, ``"val"`` or ``"test"``.
+
+        Returns:
+            Features ``[n, ...]`` and labels ``[n]`` (int64); ``n`` may be 0.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define samples(client, split)")
+
+    def setup(self, stage: str | None = None) -> None:
+        """Check the options against the data; doing it again changes nothing."""
+        _ = self.cohorts
+
+    def check_client(self, client: int) -> None:
+        """Raise unless ``client`` is one of the federation's.
+
+        Raises:
+            ConfigurationError: Names the client.
+        """
+        if not 0 <= client < self.num_clients:
+            raise ConfigurationError(
+                f"unknown client {client}: the ids are 0 to {self.num_clients - 1}"
+            )
+
+    def num_samples(self, split: Split = "train") -> Tensor:
+        """Return each client's number of samples, ``[num_clients]``."""
+        return self._counts[split]
+
+    def labels(self, client: int, split: Split) -> Tensor:
+        """Return one client's labels, ``[n]``."""
+        return self.samples(client, split)[1]
+
+    def class_counts(self, split: Split = "train") -> Tensor:
+        """Count each client's samples by class, ``[num_clients, num_classes]``."""
+        return torch.stack(
+            [
+                self.labels(client, split).bincount(minlength=self.num_classes)
+                for client in range(self.num_clients)
+            ]
+        )
+
+    @cached_property
+    def _counts(self) -> dict[Split, Tensor]:
+        clients = range(self.num_clients)
+        return {
+            split: torch.tensor([len(self.labels(client, split)) for client in clients])
+            for split in SPLITS
+        }
+
+    @cached_property
+    def new_clients(self) -> Tensor:
+        """Sorted ids of the newcomers: a seeded draw of ``holdout_clients`` of all clients."""
+        count = math.floor(self.holdout_clients * self.num_clients + 0.5)
+        random = generator(Purpose.PARTITION, self.seed, 2)
+        return torch.randperm(self.num_clients, generator=random)[:count].sort().values
+
+    @cached_property
+    def train_clients(self) -> Tensor:
+        """Sorted ids of the clients that may be sampled: newcomers and empty clients never are."""
+        may_train = self.num_samples("train") > 0
+        may_train[self.new_clients] = False
+        return may_train.nonzero().flatten()
+
+    @cached_property
+    def cohorts(self) -> CohortSampler:
+        """Which clients train in a round."""
+        return CohortSampler(
+            self.train_clients,
+            self.num_samples("train")[self.train_clients],
+            size=self.cohort_size,
+            participation=self.participation,
+            sampling=self.cohort_sampling,
+            availability=self.availability,
+            dropout=self.dropout,
+            seed=self.seed,
+        )
+
+    def order(self, client: int, round: int, epoch: int = 0) -> Tensor:
+        """Return the order in which a client sees its training samples, ``[n]``.
+
+        Args:
+            client: The client's id.
+            round: Index of the communication round.
+            epoch: Index of the local epoch within the round.
+        """
+        count = int(self.num_samples("train")[client])
+        return sample_order(count, self.seed, round, client, epoch)
+
+    def dataset(self, clients: Tensor, split: Split) -> IndexedSamples:
+        """Return the samples of some clients, one client after the other, as one torch Dataset."""
+        pairs = [self.samples(client, split) for client in clients.tolist()]
+        if len(pairs) == 1:
+            return IndexedSamples(*pairs[0])
+        x, y = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        return IndexedSamples(x, y)
+
+    def client(self, i: int) -> ClientData:
+        """Return client ``i``'s data as an ordinary data module, for a Trainer of its own."""
+        if hasattr(self, "num_clients"):
+            self.check_client(i)
+        return ClientData(self, i)
+
+    def centralized(self) -> Centralized:
+        """Return all clients' data, newcomers excepted, as one ordinary data module."""
+        return Centralized(self)
+
+    def train_dataloader(self) -> CohortLoader:
+        """Yield one cohort an epoch: sorted client ids ``[s]``."""
+        return CohortLoader(self.cohorts)
+
+    def val_dataloader(self) -> ClientLoader | list[Tensor]:
+        """Yield the ids of the clients with validation samples, newcomers excepted, in chunks."""
+        has_samples = self.num_samples("val") > 0
+        has_samples[self.new_clients] = False
+        return self._chunks(has_samples)
+
+    def test_dataloader(self) -> ClientLoader | list[Tensor]:
+        """Yield the ids of all clients with test samples, in chunks."""
+        return self._chunks(self.num_samples("test") > 0)
+
+    def predict_dataloader(self) -> ClientLoader | list[Tensor]:
+        """Yield the ids of all clients with test samples, in chunks."""
+        return self.test_dataloader()
+
+    def _chunks(self, chosen: Tensor) -> ClientLoader | list[Tensor]:
+        clients = chosen.nonzero().flatten()
+        # Lightning takes an empty list for "nothing to evaluate".
+        return ClientLoader(clients, self.eval_chunk) if len(clients) else []
+
+    def summary(self) -> str:
+        """Describe the partition in a small table of text."""
+        from .report import summary
+
+        return summary(self)
+
+    def partition_figure(self) -> Figure:
+        """Draw each client's samples by class as stacked bars."""
+        from .report import partition_figure
+
+        return partition_figure(self)
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+
+class _LocalData(L.LightningDataModule):
+    """Loaders over the samples of some clients of a federation."""
+
+    def __init__(self, data: FederatedDataModule, order_of: int) -> None:
+        super().__init__()
+        self.data = data
+        self.order_of = order_of
+
+    @property
+    def clients(self) -> Tensor:
+        """Ids of the clients whose samples these are."""
+        raise NotImplementedError
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes of the federation's data."""
+        return self.data.num_classes
+
+    def prepare_data(self) -> None:
+        """Fetch what the federation's data need."""
+        self.data.prepare_data()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Set the federation's data up."""
+        self.data.setup(stage)
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        """Yield shuffled training batches; the order depends on the seed and the epoch."""
+        dataset = self.data.dataset(self.clients, "train")
+        order = EpochSampler(len(dataset), self.data.seed, self.order_of)
+        return batch_loader(dataset, self.data.batch_size, order)
+
+    def val_dataloader(self) -> DataLoader[Batch] | list[Batch]:
+        """Yield validation batches in a fixed order."""
+        return self._evaluation("val")
+
+    def test_dataloader(self) -> DataLoader[Batch] | list[Batch]:
+        """Yield test batches in a fixed order."""
+        return self._evaluation("test")
+
+    def predict_dataloader(self) -> DataLoader[Batch] | list[Batch]:
+        """Yield test batches in a fixed order."""
+        return self._evaluation("test")
+
+    def _evaluation(self, split: Split) -> DataLoader[Batch] | list[Batch]:
+        dataset = self.data.dataset(self.clients, split)
+        return batch_loader(dataset, self.data.eval_batch_size) if len(dataset) else []
+
+
+class ClientData(_LocalData):
+    """One client's data as an ordinary data module.
+
+    In epoch ``t`` of a plain Trainer it yields the batches that the client sees in the first local
+    epoch of round ``t`` in a federation.
+
+    Args:
+        data: The federation's data.
+        client: The client's id.
+    """
+
+    def __init__(self, data: FederatedDataModule, client: int) -> None:
+        super().__init__(data, order_of=client)
+        self.client = client
+
+    def setup(self, stage: str | None = None) -> None:
+        """Set the federation's data up and check that it has this client."""
+        super().setup(stage)
+        self.data.check_client(self.client)
+
+    @property
+    def clients(self) -> Tensor:
+        """The client's id, ``[1]``."""
+        return torch.tensor([self.client])
+
+
+class Centralized(_LocalData):
+    """The union of all clients' data, newcomers excepted, as one ordinary data module.
+
+    Samples are shuffled by the seed and the epoch. With a single client the batches are those of
+    the federation, so that one epoch of a plain Trainer is one round of FedAvg.
+
+    Args:
+        data: The federation's data.
+    """
+
+    def __init__(self, data: FederatedDataModule) -> None:
+        super().__init__(data, order_of=0)
+
+    @property
+    def clients(self) -> Tensor:
+        """Ids of all clients but the newcomers."""
+        is_old = torch.ones(self.data.num_clients, dtype=torch.bool)
+        is_old[self.data.new_clients] = False
+        return is_old.nonzero().flatten()

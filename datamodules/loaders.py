@@ -1,0 +1,111 @@
+"""Loaders over client ids, and over samples that are gathered by the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from pflight.randomness import Purpose, generator
+
+Batch = tuple[Tensor, Tensor]
+
+
+class ClientLoader:
+    """Yields client ids in chunks, for evaluation.
+
+    It is no torch DataLoader, so Lightning leaves it as it is under any strategy.
+
+    Args:
+        clients: The ids to yield, ``[N]``.
+        chunk_size: Ids in a chunk; the last may have fewer.
+    """
+
+    def __init__(self, clients: Tensor, chunk_size: int) -> None:
+        self.clients = clients
+        self.chunk_size = chunk_size
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.clients) / self.chunk_size)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.clients.split(self.chunk_size))
+
+
+def sample_order(count: int, seed: int, round: int, client: int = 0, epoch: int = 0) -> Tensor:
+    """Return a permutation of ``count`` samples as a pure function of the arguments."""
+    random = generator(Purpose.ORDER, seed, round, client, epoch)
+    return torch.randperm(count, generator=random)
+
+
+class IndexedSamples(Dataset[Batch]):
+    """Samples of one tensor pair, given by their positions in it; batches are gathered at once.
+
+    Args:
+        x: Features of the whole data set, ``[N, ...]``.
+        y: Labels of the whole data set, ``[N]``.
+        indices: Positions of this data set's samples, ``[n]``; ``None`` means all.
+        transform: What is done to gathered features.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        y: Tensor,
+        indices: Tensor | None = None,
+        transform: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.x = x
+        self.y = y
+        self.indices = indices
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.y if self.indices is None else self.indices)
+
+    def __getitem__(self, index: int) -> Batch:
+        x, y = self.__getitems__([index])
+        return x[0], y[0]
+
+    def __getitems__(self, batch: Sequence[int]) -> Batch:
+        """Gather a batch: features ``[b, ...]`` and labels ``[b]``."""
+        chosen = torch.as_tensor(batch)
+        if self.indices is not None:
+            chosen = self.indices[chosen]
+        x = self.x[chosen]
+        return x if self.transform is None else self.transform(x), self.y[chosen]
+
+
+class EpochSampler(Sampler[int]):
+    """Yields :func:`sample_order` of the epoch that ``set_epoch`` chose."""
+
+    def __init__(self, count: int, seed: int, client: int) -> None:
+        self.count = count
+        self.seed = seed
+        self.client = client
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration yields; Lightning calls it."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sample_order(self.count, self.seed, self.epoch, self.client).tolist())
+
+
+def _as_gathered(batch: Batch) -> Batch:
+    return batch
+
+
+def batch_loader(
+    dataset: IndexedSamples, batch_size: int | None, sampler: EpochSampler | None = None
+) -> DataLoader[Batch]:
+    """Return a stock DataLoader of gathered batches; ``batch_size=None`` is one batch of all."""
+    size = max(1, len(dataset)) if batch_size is None else batch_size
+    return DataLoader(dataset, batch_size=size, sampler=sampler, collate_fn=_as_gathered)

@@ -1,0 +1,124 @@
+"""The client half of an algorithm: one client's model, loss and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics.functional.classification import multiclass_accuracy
+
+from pflight.state import StateModule
+
+Batch = tuple[Tensor, Tensor]
+
+
+class ClientModule(L.LightningModule):
+    """One client's model, loss and optimizer; trains alone under a stock Trainer too.
+
+    An algorithm's client half is a subclass with another :meth:`loss`. Inside a federation the
+    module is told, before it trains, what the server sent (:attr:`anchor`), what this client kept
+    from earlier rounds (:attr:`memory`), and three scalars (:attr:`num_samples`,
+    :attr:`mean_samples`, :attr:`seen`). None of these is a parameter or appears in ``state_dict()``;
+    a module without an anchor, as in centralized training, has a zero penalty.
+
+    Args:
+        network: Maps a batch of inputs ``[batch, ...]`` to logits ``[batch, num_classes]``.
+        num_classes: Number of classes.
+        optimizer: Builds the optimizer from the trainable parameters, anew at every participation.
+        gradient_clip_val: Clip this client's gradients at this value (``None``: no clipping). The
+            Trainer's option of the same name can't do it, because the Trainer sees the server only.
+        gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+
+    Attributes:
+        anchor: The state that the server sent this round, or ``None``.
+        memory: The state that this client kept, or ``None``.
+        num_samples: Scalar tensor, the client's number of training samples.
+        mean_samples: Scalar tensor, the mean of that number over all clients with data.
+        seen: Scalar tensor, 1 if this client's memory has been written, else 0.
+
+    Example:
+        >>> client = ClientModule(torch.nn.Linear(4, 2), num_classes=2)
+        >>> client.loss((torch.zeros(3, 4), torch.tensor([0, 1, 1]))).shape
+        torch.Size([])
+    """
+
+    num_samples: Tensor
+    mean_samples: Tensor
+    seen: Tensor
+
+    def __init__(
+        self,
+        network: nn.Module,
+        num_classes: int,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = lambda p: torch.optim.SGD(
+            p, lr=0.01
+        ),
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str = "norm",
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.num_classes = num_classes
+        self.optimizer = optimizer
+        self.gradient_clip_val = gradient_clip_val
+        self.gradient_clip_algorithm = gradient_clip_algorithm
+        self.anchor: StateModule | None = None
+        self.memory: StateModule | None = None
+        for name in ("num_samples", "mean_samples", "seen"):
+            self.register_buffer(name, torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits ``[batch, num_classes]`` of a batch of inputs."""
+        return self.network(x)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the scalar that this client minimises: mean cross-entropy plus its penalty."""
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the loss of a batch and log it as ``train/loss``."""
+        loss = self.loss(batch)
+        self.log("train/loss", loss.detach(), batch_size=len(batch[1]))
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log loss and accuracy when this module is validated by itself."""
+        self._log_quality(batch, "val")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log loss and accuracy when this module is tested by itself."""
+        self._log_quality(batch, "test")
+
+    def predict_step(self, batch: Batch | Tensor, batch_idx: int = 0) -> Tensor:
+        """Return the logits ``[batch, num_classes]`` of a batch, with or without labels."""
+        return self(batch if isinstance(batch, Tensor) else batch[0])
+
+    def configure_optimizers(self) -> Optimizer:
+        """Build the optimizer over the trainable parameters."""
+        return self.optimizer([p for p in self.parameters() if p.requires_grad])
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip at the client's own value, or at the Trainer's when it trains alone under one."""
+        if self.gradient_clip_val is None:
+            super().configure_gradient_clipping(
+                optimizer, gradient_clip_val, gradient_clip_algorithm
+            )
+        else:
+            self.clip_gradients(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
+
+    def _log_quality(self, batch: Batch, stage: str) -> None:
+        x, y = batch
+        logits = self(x)
+        accuracy = multiclass_accuracy(logits, y, num_classes=self.num_classes, average="micro")
+        values = {f"{stage}/loss": F.cross_entropy(logits, y), f"{stage}/acc": accuracy}
+        self.log_dict(values, prog_bar=True, batch_size=len(y))

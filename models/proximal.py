@@ -1,0 +1,81 @@
+"""The proximal client of FedProx and FeSEM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pflight.errors import ConfigurationError
+
+from .client import Batch, ClientModule
+
+
+class ProximalClient(ClientModule):
+    r"""A client whose parameters are pulled towards what the server sent.
+
+    With ``scaling="plain"`` the penalty is :math:`\frac{\mu}{2}\|w - w_{\text{anchor}}\|^2`
+    (FedProx, Li et al. 2020, eq. 2). With ``scaling="eq7"`` it is
+    :math:`\lambda_i\|w - w_{\text{anchor}}\|^2` with :math:`\lambda_i = \mu\,\bar n / n_i`
+    (FeSEM, Long et al. 2022, eq. 7 divided by :math:`\alpha_i`, so that the step size keeps its
+    meaning), where :math:`n_i` is the client's sample count, :math:`\bar n` its mean over all
+    clients, and :math:`\mu` the paper's :math:`\lambda`. Norms are over parameters, not buffers.
+
+    Args:
+        network: As in :class:`ClientModule`, like the other arguments not named here.
+        num_classes: Number of classes.
+        optimizer: Builds the optimizer from the trainable parameters.
+        gradient_clip_val: Clip the client's gradients, penalty included, at this value.
+        gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+        mu: Weight of the penalty; 0 gives plain training.
+        scaling: ``"plain"`` or ``"eq7"``.
+
+    Example:
+        >>> ProximalClient(torch.nn.Linear(4, 2), num_classes=2, mu=0.1).penalty()
+        tensor(0.)
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        num_classes: int,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = lambda p: torch.optim.SGD(
+            p, lr=0.01
+        ),
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str = "norm",
+        mu: float = 0.1,
+        scaling: Literal["plain", "eq7"] = "plain",
+    ) -> None:
+        super().__init__(
+            network, num_classes, optimizer, gradient_clip_val, gradient_clip_algorithm
+        )
+        if mu < 0:
+            raise ConfigurationError(f"ProximalClient: mu must not be negative, got {mu}")
+        if scaling not in ("plain", "eq7"):
+            raise ConfigurationError(
+                f"ProximalClient: scaling must be 'plain' or 'eq7', got {scaling!r}"
+            )
+        self.mu = mu
+        self.scaling = scaling
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the mean cross-entropy plus the proximal penalty."""
+        return super().loss(batch) + self.penalty()
+
+    def penalty(self) -> Tensor:
+        """Return the scalar penalty; 0 where there is no anchor."""
+        if self.anchor is None:
+            return torch.zeros((), device=self.device)
+        anchor = self.anchor.tensors()
+        distance = sum(
+            (parameter - anchor[name]).square().sum()
+            for name, parameter in self.named_parameters()
+            if parameter.requires_grad
+        )
+        if self.scaling == "plain":
+            return self.mu / 2 * distance
+        return self.mu * self.mean_samples / self.num_samples * distance

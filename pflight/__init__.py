@@ -1,0 +1,29 @@
+"""Personalized federated learning as plain PyTorch Lightning."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pflight import callbacks, datamodules, engines, models
+    from pflight.federation import Federation
+
+__version__ = "0.1.0"
+
+__all__ = ["Federation", "callbacks", "datamodules", "engines", "models"]
+
+_SUBPACKAGES = frozenset({"callbacks", "datamodules", "engines", "models"})
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use (PEP 562), so that ``import pflight`` costs next to nothing."""
+    if name in _SUBPACKAGES:
+        return import_module(f"pflight.{name}")
+    if name == "Federation":
+        return import_module("pflight.federation").Federation
+    raise AttributeError(f"module 'pflight' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,61 @@
+"""Checkpoints that survive a kill at any moment, and errors that name the file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from .errors import ConfigurationError
+
+
+def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
+    """Read a checkpoint of tensors and primitives.
+
+    Raises:
+        ConfigurationError: If the file is missing, or isn't a whole checkpoint.
+    """
+    if not Path(path).is_file():
+        raise ConfigurationError(f"there is no checkpoint {path}")
+    try:
+        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+    except Exception as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ConfigurationError(f"the checkpoint {path} can't be read: {first_line}") from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise ConfigurationError(f"{path} is not a Lightning checkpoint: it has no state_dict")
+    return checkpoint
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes beside the target, syncs, and replaces: the previous file is whole until the new one is."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Write ``checkpoint`` to ``path`` so that a kill leaves the old file or the new one."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.partial")
+        with partial.open("wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: Any = lambda storage, loc: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read a checkpoint; a missing or broken file is a one-line error."""
+        return read_checkpoint(path, map_location)

@@ -1,0 +1,160 @@
+"""Which clients take part in a round, and which of them answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pflight.errors import ConfigurationError
+from pflight.randomness import Purpose, generator
+
+
+def check_cohort_options(
+    size: int | None = None,
+    participation: float | None = None,
+    sampling: str = "uniform",
+    availability: float = 1.0,
+    dropout: float = 0.0,
+) -> None:
+    """Raise for cohort options that no federation can honour, whatever its clients.
+
+    Raises:
+        ConfigurationError: Names the option as the data modules spell it.
+    """
+    if size is not None and participation is not None:
+        raise ConfigurationError(
+            f"give cohort_size or participation, not both: got {size} and {participation}"
+        )
+    if size is not None and size < 1:
+        raise ConfigurationError(f"cohort_size must be at least 1, got {size}")
+    if participation is not None and not 0 < participation <= 1:
+        raise ConfigurationError(f"participation must be in (0, 1], got {participation}")
+    if sampling not in ("uniform", "samples"):
+        raise ConfigurationError(f"cohort_sampling must be uniform or samples, got {sampling!r}")
+    if not 0 < availability <= 1:
+        raise ConfigurationError(f"availability must be in (0, 1], got {availability}")
+    if not 0 <= dropout < 1:
+        raise ConfigurationError(f"dropout must be in [0, 1), got {dropout}")
+
+
+class CohortSampler:
+    r"""Draws the cohort of a round as a pure function of ``(seed, round)``.
+
+    The cohort has ``s = max(1, floor(participation * N + 0.5))`` of the ``N`` clients, or ``size``.
+    Each available client waits an exponential time whose rate is its weight (1, or its sample
+    count), and the ``s`` that come first are the cohort: uniform sampling without replacement, or
+    successive sampling in proportion to the data (Efraimidis and Spirakis, 2006).
+
+    Args:
+        clients: Ids that may be sampled, ``[N]``.
+        num_samples: Their training sample counts, ``[N]``.
+        size: Clients in a cohort; ``None`` with ``participation=None`` means all.
+        participation: Share of the ``N`` clients in a cohort, in (0, 1].
+        sampling: ``"uniform"``, or ``"samples"`` to sample in proportion to the data.
+        availability: Probability that a client can be sampled in a round; where fewer than ``s``
+            clients can, the cohort is smaller, and one always can.
+        dropout: Probability that a sampled client never answers; one always answers.
+        seed: Seed of all draws.
+
+    Raises:
+        ConfigurationError: An option is out of its range, or ``size`` exceeds ``N``.
+
+    Example:
+        >>> cohorts = CohortSampler(torch.arange(10), torch.ones(10), participation=0.25)
+        >>> cohorts.size
+        3
+        >>> torch.equal(cohorts.sample(7), cohorts.sample(7))
+        True
+    """
+
+    def __init__(
+        self,
+        clients: Tensor,
+        num_samples: Tensor,
+        size: int | None = None,
+        participation: float | None = None,
+        sampling: Literal["uniform", "samples"] = "uniform",
+        availability: float = 1.0,
+        dropout: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        check_cohort_options(size, participation, sampling, availability, dropout)
+        if len(clients) == 0:
+            raise ConfigurationError("no client has training samples, so no cohort can be drawn")
+        if size is not None and size > len(clients):
+            raise ConfigurationError(
+                f"cohort_size is {size}, but only {len(clients)} clients can be sampled"
+            )
+        self.clients, order = clients.sort()
+        self.num_samples = num_samples[order]
+        if participation is not None:
+            size = max(1, math.floor(participation * len(clients) + 0.5))
+        self.size = len(clients) if size is None else size
+        self.sampling = sampling
+        self.availability = availability
+        self.dropout = dropout
+        self.seed = seed
+
+    def sample(self, round: int) -> Tensor:
+        """Return the sorted ids of this round's cohort, ``[s]``."""
+        random = generator(Purpose.COHORT, self.seed, round)
+        luck = torch.rand(len(self.clients), generator=random, dtype=torch.float64)
+        wait = torch.empty_like(luck).exponential_(generator=random)
+        if self.sampling == "samples":
+            wait /= self.num_samples
+        available = luck <= self.availability
+        available[luck.argmin()] = True
+        wait[~available] = torch.inf
+        first = wait.argsort()[: min(self.size, int(available.sum()))]
+        return self.clients[first.sort().values]
+
+    def answers(self, round: int, clients: Tensor) -> Tensor:
+        """Say which of the sampled clients answer.
+
+        A client's fate in a round depends on nothing but ``(seed, round, client)``, unless all of
+        ``clients`` would fail: then the luckiest answers.
+
+        Args:
+            round: Index of the round.
+            clients: The whole cohort, ``[s]``.
+
+        Returns:
+            A BoolTensor ``[s]``, with at least one ``True``.
+        """
+        random = generator(Purpose.DROPOUT, self.seed, round)
+        luck = torch.rand(int(self.clients[-1]) + 1, generator=random, dtype=torch.float64)[clients]
+        answers = luck >= self.dropout
+        if len(answers):
+            answers[luck.argmax()] = True
+        return answers
+
+
+class CohortLoader:
+    """Yields the cohort of one round: an epoch of training is a round.
+
+    It is no torch DataLoader, so Lightning leaves it as it is under any strategy. It is its own
+    ``sampler``, whose ``set_epoch`` Lightning calls before each epoch.
+    """
+
+    def __init__(self, cohorts: CohortSampler) -> None:
+        self.cohorts = cohorts
+        self.round = 0
+
+    @property
+    def sampler(self) -> CohortLoader:
+        """What Lightning tells the epoch: the loader itself."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the round that the next iteration yields."""
+        self.round = epoch
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield self.cohorts.sample(self.round)

@@ -1,0 +1,6 @@
+"""How a cohort's local training runs."""
+
+from .sequential import SequentialEngine
+from .updates import ClientFailure, ClientUpdates, Evaluation
+
+__all__ = ["ClientFailure", "ClientUpdates", "Evaluation", "SequentialEngine"]

@@ -1,0 +1,413 @@
+"""One client after the other, through the real hooks of its LightningModule."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.optim import LBFGS
+
+from pflight.datamodules import FederatedDataModule
+from pflight.errors import ConfigurationError
+from pflight.models import ClientModule
+from pflight.randomness import Purpose, derive_seed, seed_everything
+from pflight.state import StateLayout, StateModule, state_tensors
+
+from .local_trainer import LocalTrainer
+from .updates import ClientFailure, ClientUpdates, Evaluation
+
+_TRANSFER_HOOKS = (
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+)
+_HOOKS = (
+    "on_train_start",
+    "on_train_epoch_start",
+    *_TRANSFER_HOOKS,
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+    "on_before_backward",
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "optimizer_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_train_end",
+)
+_GRADIENT_BATCH = 512  # samples in one pass where their number does not matter
+
+
+class SequentialEngine:
+    """Trains and evaluates clients one by one on a single copy of the client module.
+
+    Every participation loads the client's start into that copy, builds its optimizer anew, runs
+    the local epochs or steps with all of the module's hooks, and copies the result into a row of
+    the chunk. Batches are sliced out of tensors.
+
+    Args:
+        client: The client module; the engine trains a copy.
+        layout: Its state layout.
+        data: Where the clients' samples come from.
+        precision: The precision plugin of the federation's Trainer.
+        device: Where clients train.
+        seed: Of all local randomness, together with round and client.
+    """
+
+    def __init__(
+        self,
+        client: ClientModule,
+        layout: StateLayout,
+        data: FederatedDataModule,
+        precision: Precision,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.template = client
+        self.layout = layout
+        self.data = data
+        self.precision = precision
+        self.device = device
+        self.seed = seed
+        self.mean_samples = float(data.num_samples("train")[data.train_clients].double().mean())
+        self._build()
+
+    # Training
+
+    def train(
+        self,
+        clients: Tensor,
+        starts: TensorDict,
+        *,
+        round_index: int,
+        epochs: int = 1,
+        steps: int | None = None,
+        purpose: Purpose = Purpose.TRAIN,
+        on_client_end: Callable[[int], None] | None = None,
+    ) -> ClientUpdates:
+        """Train the clients ``[C]`` from their starts ``[C]``.
+
+        Args:
+            clients: Ids ``[C]``.
+            starts: What each client starts from, full states ``[C]``; also its anchor.
+            round_index: Keys the order of the batches and all other randomness.
+            epochs: Local epochs, unless ``steps`` is given.
+            steps: Batches to train on, over as many epochs as they take.
+            purpose: ``FINETUNE`` trains without an anchor, so that penalties vanish.
+            on_client_end: Called with the id of each client that has trained.
+        """
+
+        def train_one(client: int) -> list[Tensor]:
+            self._train_one(client, round_index, epochs, steps)
+            if on_client_end is not None:
+                on_client_end(client)
+            return self._tensors
+
+        return self._for_each_client(clients, starts, round_index, purpose, train_one)
+
+    def gradients(
+        self, clients: Tensor, states: TensorDict, *, round_index: int, batches: int | None = None
+    ) -> ClientUpdates:
+        """Return each client's gradient of its loss at the states ``[C]``, in training mode.
+
+        The gradient is over all of the client's training samples, or over the first ``batches``
+        mini-batches of its epoch. Buffers in the result are those after the pass.
+        """
+
+        def gradient(client: int) -> list[Tensor]:
+            return self._gradient(client, round_index, batches)
+
+        return self._for_each_client(clients, states, round_index, Purpose.TRAIN, gradient)
+
+    def _for_each_client(
+        self,
+        clients: Tensor,
+        starts: TensorDict,
+        round_index: int,
+        purpose: Purpose,
+        work: Callable[[int], list[Tensor]],
+    ) -> ClientUpdates:
+        columns = [starts[name] for name in self.layout.names]
+        results = [
+            torch.empty_like(column, memory_format=torch.contiguous_format) for column in columns
+        ]
+        rows: list[int] = []
+        failures: list[ClientFailure] = []
+        logs: dict[str, tuple[Tensor, int]] = {}
+        for row, client in enumerate(clients.tolist()):
+            seed_everything(derive_seed(purpose, self.seed, round_index, client), self.device)
+            try:
+                self._load([column[row] for column in columns], anchored=purpose is Purpose.TRAIN)
+                with torch.enable_grad():
+                    tensors = work(client)
+            except ConfigurationError:
+                raise
+            except Exception as error:
+                failures.append(ClientFailure(client, f"{type(error).__name__}: {error}", error))
+                self._build()
+                continue
+            with torch.no_grad():
+                torch._foreach_copy_([result[row] for result in results], tensors)
+            rows.append(row)
+            _add_logs(logs, self.trainer.logs)
+        states = TensorDict(
+            dict(zip(self.layout.names, results, strict=True)), batch_size=[len(clients)]
+        )
+        finite = _finite_rows(states)
+        for row in rows:
+            if not finite[row]:
+                failures.append(ClientFailure(int(clients[row]), "its result is NaN or infinite"))
+        kept = torch.tensor([row for row in rows if finite[row]], dtype=torch.long)
+        if len(kept) < len(clients):
+            states = states[kept.to(self.device)]
+        answered = clients[kept.to(clients.device)]
+        num_samples = self.data.num_samples("train")[answered.cpu()]
+        return ClientUpdates(answered, states, num_samples, failures, logs)
+
+    def _train_one(self, client_id: int, round_index: int, epochs: int, steps: int | None) -> None:
+        client, trainer = self.client, self.trainer
+        x, y = self._samples(client_id, "train")
+        sizes = self._batch_sizes(len(y))
+        client.num_samples.fill_(len(y))
+        trainer.start(None if steps is not None else epochs, len(sizes), steps)
+        trainer.configure_optimizers()
+        client.train()
+        self._call("on_train_start")
+        while sizes and not trainer.finished:
+            order = self.data.order(client_id, round_index, trainer.current_epoch).to(self.device)
+            self._train_epoch(x[order].split(sizes), y[order].split(sizes))
+        self._call("on_train_end")
+
+    def _train_epoch(self, inputs: tuple[Tensor, ...], labels: tuple[Tensor, ...]) -> None:
+        client, trainer = self.client, self.trainer
+        step = self._automatic_step if client.automatic_optimization else self._manual_step
+        self._call("on_train_epoch_start")
+        for index, batch in enumerate(zip(inputs, labels, strict=True)):
+            trainer.batch_size = len(batch[1])
+            if self._transfers:
+                batch = client.on_before_batch_transfer(batch, 0)
+                batch = client.transfer_batch_to_device(batch, self.device, 0)
+                batch = client.on_after_batch_transfer(batch, 0)
+            if self._call("on_train_batch_start", batch, index) == -1:
+                break
+            output = step(batch, index)
+            trainer.end_batch(last=index + 1 == len(labels))
+            self._call("on_train_batch_end", output, batch, index)
+            if trainer.finished:
+                break
+        self._call("on_train_epoch_end")
+        trainer.end_epoch()
+
+    def _automatic_step(self, batch: Any, index: int) -> Any:
+        """One step of automatic optimization, its hooks in Lightning's order."""
+        client, (optimizer,) = self.client, self.trainer.optimizers
+        output: Any = None
+
+        def closure() -> Tensor | None:
+            nonlocal output
+            with self._forward_context():
+                output = client.training_step(batch, index)
+            loss = output["loss"] if isinstance(output, dict) else output
+            self._call("on_before_zero_grad", optimizer)
+            if "optimizer_zero_grad" in self._hooks:
+                client.optimizer_zero_grad(self.trainer.current_epoch, index, optimizer)
+            else:
+                optimizer.zero_grad()
+            if loss is None:
+                return None
+            self._call("on_before_backward", loss)
+            if "backward" in self._hooks:
+                client.backward(loss)
+            else:
+                loss.backward()
+            self._call("on_after_backward")
+            self._call("on_before_optimizer_step", optimizer)
+            if self._clips:
+                client.configure_gradient_clipping(optimizer)
+            return loss
+
+        if "optimizer_step" in self._hooks:
+            client.optimizer_step(self.trainer.current_epoch, index, optimizer, closure)
+        elif isinstance(optimizer, LBFGS):
+            optimizer.step(closure)
+        elif closure() is not None:
+            optimizer.step()
+        self.trainer.global_step += 1
+        return output
+
+    def _manual_step(self, batch: Any, index: int) -> Any:
+        with self._forward_context():
+            return self.client.training_step(batch, index)
+
+    def _gradient(self, client_id: int, round_index: int, batches: int | None) -> list[Tensor]:
+        client = self.client
+        x, y = self._samples(client_id, "train")
+        client.num_samples.fill_(len(y))
+        self.trainer.start(1, 1)
+        client.train()
+        client.zero_grad()
+        if batches is not None:
+            order = self.data.order(client_id, round_index, 0).to(self.device)
+            order = order[: sum(self._batch_sizes(len(y))[:batches])]
+            x, y = x[order], y[order]
+        # A module that mixes the samples of a batch has to see them all at once.
+        part = max(len(y), 1) if self._mixes_samples else _GRADIENT_BATCH
+        for batch in zip(x.split(part), y.split(part), strict=True):
+            self.trainer.batch_size = len(batch[1])
+            with self._forward_context():
+                loss = client.training_step(batch, 0)
+            (loss * (len(batch[1]) / len(y))).backward()
+        zero = torch.zeros((), device=self.device)
+        return [
+            (zero if tensor.grad is None else tensor.grad).expand_as(tensor)
+            if name in self.layout.parameters
+            else tensor
+            for name, tensor in zip(self.layout.names, self._tensors, strict=True)
+        ]
+
+    # Evaluation
+
+    def check_input(self) -> None:
+        """Raise unless the network maps a client's samples to one logit per class.
+
+        Raises:
+            ConfigurationError: Naming the shape of the samples.
+        """
+        client = int(self.data.train_clients[0])
+        x, _ = self._samples(client, "train")
+        expected = (len(x[:2]), self.client.num_classes)
+        self.client.eval()
+        try:
+            with torch.no_grad():
+                logits = self._forward(x[:2])[0]
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ConfigurationError(
+                f"the network can't take the data's samples of shape {tuple(x.shape[1:])} "
+                f"({str(x.dtype).removeprefix('torch.')}): {reason}"
+            ) from error
+        if tuple(logits.shape) != expected:
+            raise ConfigurationError(
+                f"the network gives outputs of shape {tuple(logits.shape)} for {expected[0]} samples"
+                f" of {expected[1]} classes; it must give {expected}"
+            )
+
+    @torch.no_grad()
+    def evaluate(self, clients: Tensor, states: TensorDict, split: str) -> Evaluation:
+        """Run each client's model, a row of ``states`` ``[C]``, on its own samples of a split.
+
+        Where all rows are views of one state it is loaded once and sees the clients' samples in
+        common batches.
+        """
+        columns = [states[name] for name in self.layout.names]
+        shared = all(len(column) == 1 or column.stride(0) == 0 for column in columns)
+        samples = [self._samples(client, split) for client in clients.tolist()]
+        self.client.eval()
+        logits: list[Tensor] = []
+        if shared and samples:
+            self._load([column[0] for column in columns], anchored=False)
+            logits = self._forward(torch.cat([x for x, _ in samples]))
+        else:
+            for row, (x, _) in enumerate(samples):
+                self._load([column[row] for column in columns], anchored=False)
+                logits += self._forward(x)
+        outputs = torch.cat(logits)
+        if outputs.dtype.itemsize < 4:  # bfloat16 loses too much of a loss
+            outputs = outputs.float()
+        targets = torch.cat([y for _, y in samples])
+        counts = torch.tensor([len(y) for _, y in samples])
+        owners = clients.cpu().repeat_interleave(counts).to(self.device)
+        losses = F.cross_entropy(outputs, targets, reduction="none")
+        return Evaluation(owners, outputs, targets, losses)
+
+    def _forward(self, x: Tensor) -> list[Tensor]:
+        with self._forward_context():
+            return [self.client(part) for part in x.split(self.data.eval_batch_size or len(x) or 1)]
+
+    # The copy of the client in which everybody trains
+
+    def _build(self) -> None:
+        client = self.precision.convert_module(copy.deepcopy(self.template)).to(self.device)
+        client.mean_samples.fill_(self.mean_samples)
+        tensors = state_tensors(client)
+        self._tensors = list(tensors.values())
+        self._anchor = StateModule(
+            {name: tensors[name] for name in self.layout.parameters}, persistent=False
+        )
+        self._anchor_tensors = list(self._anchor.tensors().values())
+        self._parameters = [tensors[name] for name in self.layout.parameters]
+        self.client = client
+        self.trainer = LocalTrainer(client, self.precision)
+        client._trainer = self.trainer  # type: ignore[assignment]
+        client.log = self.trainer.log  # type: ignore[method-assign]
+        client.log_dict = self.trainer.log_dict  # type: ignore[method-assign]
+        self._hooks = {hook for hook in _HOOKS if is_overridden(hook, client)}
+        self._transfers = not self._hooks.isdisjoint(_TRANSFER_HOOKS)
+        self._clips = (
+            client.gradient_clip_val is not None
+            or type(client).configure_gradient_clipping
+            is not ClientModule.configure_gradient_clipping
+        )
+        self._mixes_samples = any(
+            isinstance(module, nn.modules.batchnorm._BatchNorm) for module in client.modules()
+        )
+
+    def _load(self, start: list[Tensor], anchored: bool) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(self._tensors, start)
+            if anchored:
+                torch._foreach_copy_(self._anchor_tensors, self._parameters)
+        self.client.anchor = self._anchor if anchored else None
+
+    def _samples(self, client_id: int, split: str) -> tuple[Tensor, Tensor]:
+        x, y = self.precision.convert_input(self.data.samples(client_id, split))
+        return x.to(self.device), y.to(self.device)
+
+    def _batch_sizes(self, num_samples: int) -> list[int]:
+        """Sizes of an epoch's batches.
+
+        BatchNorm can't train on a single sample: such a last batch joins the one before, and is
+        left out where it is the client's only one.
+        """
+        size = self.data.batch_size or max(num_samples, 1)
+        sizes = [size] * (num_samples // size)
+        if rest := num_samples % size:
+            sizes.append(rest)
+        if self._mixes_samples and sizes and sizes[-1] == 1:
+            sizes.pop()
+            if sizes:
+                sizes[-1] += 1
+        return sizes
+
+    def _call(self, hook: str, *args: Any) -> Any:
+        return getattr(self.client, hook)(*args) if hook in self._hooks else None
+
+    def _forward_context(self) -> AbstractContextManager[None]:
+        plain = type(self.precision) is Precision
+        return nullcontext() if plain else self.precision.forward_context()
+
+
+def _add_logs(into: dict[str, tuple[Tensor, int]], logs: dict[str, tuple[Tensor, int]]) -> None:
+    for name, (total, samples) in logs.items():
+        if name in into:
+            total, samples = into[name][0] + total, into[name][1] + samples
+        into[name] = (total, samples)
+
+
+def _finite_rows(states: TensorDict) -> list[bool]:
+    """Tell for each state of a stack whether all its floating values are finite."""
+    finite = torch.ones(len(states), dtype=torch.bool, device=states.device)
+    for leaf in states.values():
+        if leaf.is_floating_point() and leaf.numel():
+            finite &= torch.linalg.vector_norm(leaf.flatten(1), torch.inf, dim=1).isfinite()
+    return finite.tolist()

@@ -1,0 +1,51 @@
+"""What an engine gives back after local training or evaluation of some clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tensordict import TensorDict
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ClientFailure:
+    """One client's training that gave nothing: it raised, or its result is not finite."""
+
+    client: int
+    reason: str
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class ClientUpdates:
+    """The clients of a chunk that answered, and what they return.
+
+    Attributes:
+        clients: Ids ``[C]``, ascending.
+        states: Stacked states ``[C]``: the trained models or, from an engine's ``gradients``, the
+            gradients under the parameters' names and the updated buffers under theirs.
+        num_samples: Training samples of each client ``[C]``.
+        failures: The clients that were asked and gave nothing.
+        logs: What the clients logged: name to (sum over samples, number of samples).
+    """
+
+    clients: Tensor
+    states: TensorDict
+    num_samples: Tensor
+    failures: list[ClientFailure] = field(default_factory=list)
+    logs: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+
+
+class Evaluation(NamedTuple):
+    """The outputs of some clients' models on their own samples, ``B`` samples in all."""
+
+    clients: Tensor
+    """Whose sample it is ``[B]``."""
+    logits: Tensor
+    """``[B, num_classes]``."""
+    targets: Tensor
+    """True classes ``[B]``."""
+    losses: Tensor
+    """Cross-entropy of each sample ``[B]``."""

@@ -1,0 +1,784 @@
+"""The federation: one communication round is one training step of a LightningModule."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from .callbacks import FedAvg, ServerCallback
+from .checkpoint import AtomicCheckpointIO, read_checkpoint
+from .datamodules import FederatedDataModule
+from .engines import ClientFailure, ClientUpdates, Evaluation, SequentialEngine
+from .errors import ConfigurationError
+from .evaluation import FINETUNED, SERVER, USED, Evaluator
+from .history import Round, dump_history, load_history
+from .memory import ClientMemory
+from .metrics import F1Average
+from .models import ClientModule
+from .randomness import Purpose, derive_seed, isolated, seed_everything
+from .state import StateLayout, StateModule, expand_state, state_bytes
+
+_CHUNK_BYTES = 64 * 2**20  # a chunk of updates takes about this much memory
+_PRIVATE = "private"  # the memory slot of entries that never travel
+
+
+class ClientError(RuntimeError):
+    """A client failed and ``on_client_error`` is ``"raise"``."""
+
+
+class Federation(L.LightningModule):
+    """Clients that train one model each, and the server between them, as a LightningModule.
+
+    A cohort of clients is a batch, a communication round is a training step and one epoch, and the
+    server's update is an optimizer step, so that the stock ``lightning.Trainer`` runs a federation:
+    ``max_epochs`` is the number of rounds and ``global_step`` counts them. The algorithm is the
+    client module together with a :class:`~pflight.callbacks.ServerCallback` among the Trainer's
+    callbacks; without one it is FedAvg. The data comes from a
+    :class:`~pflight.datamodules.FederatedDataModule`.
+
+    Args:
+        client: The client module. Copies of it are trained; it is never changed.
+        local_epochs: Epochs of local training in a round.
+        local_steps: Batches of local training in a round, in place of ``local_epochs``.
+        finetune_epochs: If positive, clients are judged by a copy that was fine-tuned for this many
+            epochs on their training data, with the task loss alone, and is then discarded.
+        server_optimizer: Builds the server optimizer from the server's parameters; by default the
+            callback's own, SGD with step 1 for FedAvg.
+        server_scheduler: Builds a learning-rate scheduler of the server optimizer, stepped once a
+            round; ``ReduceLROnPlateau`` watches ``val/macro_acc``, or its ``monitor`` if it has one.
+        engine: How local training runs: ``"sequential"``, or ``"auto"`` to let pflight choose.
+        on_client_error: ``"skip"`` leaves a client that raises or returns NaN out of its round and
+            warns; ``"raise"`` stops the run.
+        seed: Keys all randomness of local training and of the server.
+        f1_average: The classes over which F1 is averaged inside a client: those in its labels or
+            predictions (``"union"``), in its labels (``"true"``), ``"all"``, or class 1 alone
+            (``"binary"``).
+
+    Attributes:
+        history: A :class:`~pflight.history.Round` for every round so far.
+
+    Raises:
+        ConfigurationError: Before training starts, when options, data, network or checkpoint do
+            not fit together.
+        ClientError: With ``on_client_error="raise"``, naming the client and the round.
+
+    Example:
+        >>> import lightning as L, pflight, torch
+        >>> train = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(3)]
+        >>> data = pflight.datamodules.TensorClients(train, num_classes=2)
+        >>> client = pflight.models.ClientModule(torch.nn.Linear(4, 2), num_classes=2)
+        >>> federation = pflight.Federation(client)
+        >>> trainer = L.Trainer(max_epochs=2, accelerator="cpu", logger=False,
+        ...     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+        >>> trainer.fit(federation, datamodule=data)
+        >>> [round.clients for round in federation.history]
+        [[0, 1, 2], [0, 1, 2]]
+    """
+
+    def __init__(
+        self,
+        client: ClientModule,
+        local_epochs: int = 1,
+        local_steps: int | None = None,
+        finetune_epochs: int = 0,
+        server_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+        server_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None = None,
+        engine: Literal["auto", "sequential"] = "auto",
+        on_client_error: Literal["skip", "raise"] = "skip",
+        seed: int = 0,
+        f1_average: F1Average = "union",
+    ) -> None:
+        super().__init__()
+        if not isinstance(client, ClientModule):
+            raise ConfigurationError(
+                f"client must be a pflight.models.ClientModule, got {type(client).__name__}"
+            )
+        _check_options(local_epochs, local_steps, finetune_epochs, engine, on_client_error, seed)
+        self.save_hyperparameters(ignore=["client", "server_optimizer", "server_scheduler"])
+        self.automatic_optimization = False
+        self.local_epochs = local_epochs
+        self.local_steps = local_steps
+        self.finetune_epochs = finetune_epochs
+        self.server_optimizer = server_optimizer
+        self.server_scheduler = server_scheduler
+        self.on_client_error = on_client_error
+        self.seed = seed
+        self.f1_average = f1_average
+        # In a tuple, so that the template is no submodule: its parameters are not the server's.
+        self._client = (copy.deepcopy(client),)
+        self.layout = StateLayout.of(client)
+        self.server = nn.ModuleList()
+        self.callback: ServerCallback | None = None
+        self.memory = ClientMemory()
+        self.history: list[Round] = []
+        self.on_client_end: Callable[[int], None] | None = None
+        self.num_clients = 0
+        self._engine: SequentialEngine | None = None
+        self._data: FederatedDataModule | None = None
+        self._evaluators: dict[str, Evaluator] = {}
+        self._round = Round(0, [])
+        self._logs: dict[str, tuple[Tensor, int]] = {}
+
+    # What a user asks for
+
+    @property
+    def client(self) -> ClientModule:
+        """The client module as it was given."""
+        return self._client[0]
+
+    def server_states(self) -> list[dict[str, Tensor]]:
+        """Return the server's models, each as in ``client.state_dict()``."""
+        return [_copied(model.tensors()) for model in self.server]
+
+    def client_state(self, client: int, finetuned: bool | None = None) -> dict[str, Tensor]:
+        """Return the model that a client is judged by, as in ``client.state_dict()``.
+
+        Args:
+            client: The client's id.
+            finetuned: Whether to fine-tune it as in evaluation; by default if ``finetune_epochs``
+                says so. Fine-tuning needs the data, so a Trainer must have run the federation.
+
+        Raises:
+            ConfigurationError: For an unknown client, or before the federation has been set up.
+        """
+        if not 0 <= client < self.num_clients:
+            known = f"clients are 0 to {self.num_clients - 1}" if self.num_clients else "none yet"
+            raise ConfigurationError(f"unknown client {client}: {known}")
+        clients = torch.tensor([client], device=self.device)
+        with self._server_work():
+            states = self._callback.personalize(clients)
+            if self.finetune_epochs > 0 if finetuned is None else finetuned:
+                states = self._finetune(clients, states)
+        return _copied(states[0])
+
+    def client_module(self, client: int) -> ClientModule:
+        """Return a client's own LightningModule: a new copy of the client with its weights."""
+        module = copy.deepcopy(self.client)
+        module.load_state_dict(self.client_state(client))
+        return module
+
+    def client_metrics(self, stage: str, model: str = "") -> dict[str, Tensor]:
+        """Return every client's ``acc``, ``f1``, ``loss`` and ``num_samples`` of the last evaluation.
+
+        Under several ranks all of them have to call it.
+
+        Args:
+            stage: ``"val"`` or ``"test"``.
+            model: ``""`` for the model that a client uses, ``"server/"``, or ``"finetuned/"``.
+
+        Returns:
+            Tensors ``[num_clients]``, NaN for clients without samples.
+        """
+        if stage not in self._evaluators:
+            raise ConfigurationError(f"there has been no {stage!r} evaluation yet")
+        return self._evaluators[stage].per_client(model)
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls,
+        checkpoint_path: str | os.PathLike[str],
+        map_location: Any = "cpu",
+        *,
+        client: ClientModule,
+        callback: ServerCallback | None = None,
+        **options: Any,
+    ) -> Federation:
+        """Return the federation of a checkpoint, ready for use without its data.
+
+        Args:
+            checkpoint_path: A checkpoint that a Trainer saved.
+            map_location: As in ``torch.load``.
+            client: A client module of the architecture that was trained; its weights don't matter.
+            callback: The server callback that trained it, FedAvg by default.
+            **options: Arguments of :class:`Federation` to change.
+
+        Raises:
+            ConfigurationError: If the file can't be read, or is of another architecture or callback.
+        """
+        checkpoint = read_checkpoint(checkpoint_path, map_location)
+        saved = checkpoint.get("hyper_parameters", {})
+        names = cls(client).hparams.keys()
+        federation = cls(client, **{**{k: saved[k] for k in names if k in saved}, **options})
+        record = checkpoint.get("pflight") or {}
+        federation.num_clients = int(record.get("num_clients", 0))
+        federation._set_up(callback or FedAvg())
+        federation.on_load_checkpoint(checkpoint)
+        federation.load_state_dict(checkpoint["state_dict"])
+        state = checkpoint.get("callbacks", {}).get(federation._callback.state_key)
+        if state is not None:
+            federation._callback.load_state_dict(state)
+        return federation
+
+    # What a server callback builds on
+
+    def add_server_models(self, count: int) -> None:
+        """Add ``count`` server models that start as the client module's weights."""
+        layout = self.layout
+        for _ in range(count):
+            self.server.append(StateModule(layout.template, parameters=layout.parameters))
+
+    def server_state(self, index: int, names: Iterable[str], count: int) -> TensorDict:
+        """Return entries of a server model for ``count`` clients, as a stack of views."""
+        return expand_state(self.server[index].tensors(names), count)
+
+    @torch.no_grad()
+    def set_server_state(self, index: int, state: Mapping[str, Tensor]) -> None:
+        """Set a server model outright, past the server optimizer."""
+        tensors = self.server[index].tensors()
+        if missing := [name for name in self.layout.parameters if name not in state]:
+            raise ConfigurationError(f"a server model was given without {missing[0]!r}")
+        for name, value in state.items():
+            if name not in tensors or tensors[name].shape != value.shape:
+                raise ConfigurationError(
+                    f"a server model was given {name!r} of shape {tuple(value.shape)}, which the "
+                    "client's network does not have"
+                )
+            tensors[name].copy_(value)
+
+    @torch.no_grad()
+    def pull(self, index: int, target: Mapping[str, Tensor], gradient: bool = False) -> None:
+        """Give a server model its pseudo-gradient and its new buffers.
+
+        Args:
+            index: Which server model.
+            target: The aggregate: the pseudo-gradient of each parameter is its distance to it, so
+                that SGD with step 1 goes all the way. Buffers are set to it.
+            gradient: The parameters' entries of ``target`` are gradients themselves.
+        """
+        tensors = self.server[index].tensors(target.keys())
+        for name, value in target.items():
+            tensor = tensors[name]
+            if isinstance(tensor, nn.Parameter):
+                tensor.grad = value.clone() if gradient else tensor - value
+            else:
+                tensor.copy_(value)
+
+    @property
+    def trainable_clients(self) -> Tensor:
+        """Ids of the clients that may take part in a round, ascending."""
+        return self._attached_data.train_clients
+
+    @property
+    def num_samples(self) -> Tensor:
+        """Number of training samples of every client ``[num_clients]``."""
+        return self._attached_data.num_samples("train")
+
+    def chunks(self, clients: Tensor) -> Iterator[Tensor]:
+        """Split the clients that this rank owns into chunks whose models fit into memory."""
+        size = max(1, _CHUNK_BYTES // max(1, self.layout.nbytes))
+        for chunk in self._owned(clients).split(size):
+            if len(chunk):
+                yield chunk
+
+    def train_clients(self, clients: Tensor, sent: TensorDict) -> ClientUpdates:
+        """Train the clients ``[C]`` locally from what they are sent ``[C]``; return what they send.
+
+        What is sent is laid over what a client kept; private entries of the result are kept again
+        and don't appear in the updates. Traffic, failures and the clients' logs are recorded.
+        """
+        return self._ask(clients, sent, self._train)
+
+    def client_gradients(
+        self, clients: Tensor, sent: TensorDict, batches: int | None = None
+    ) -> ClientUpdates:
+        """Return the clients' gradients at what they are sent, over all or some of their samples."""
+
+        def gradients(ids: Tensor, states: TensorDict) -> ClientUpdates:
+            return self._attached_engine.gradients(
+                ids, states, round_index=self._round.index, batches=batches
+            )
+
+        return self._ask(clients, sent, gradients)
+
+    def lay_over(self, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return full states ``[C]``: what is sent, over what was kept, over the initial model."""
+        private = self._callback.private
+        absent = [name for name in self.layout.names if name not in sent.keys()]  # noqa: SIM118
+        base = self.server_state(0, absent, len(clients))
+        if private:
+            kept = self.server_state(0, [n for n in absent if n in private], len(clients))
+            base.update(self.memory.read(_PRIVATE, clients, kept))
+        return TensorDict({**base, **sent}, batch_size=[len(clients)])
+
+    def has_kept(self, clients: Tensor) -> Tensor:
+        """Return a mask ``[C]`` of the clients that keep private entries from an earlier round."""
+        return self.memory.seen(_PRIVATE, clients)
+
+    def log_round(self, values: Mapping[str, float]) -> None:
+        """Log scalars of the current round and add them to its entry in :attr:`history`."""
+        self._round.metrics.update(values)
+
+    def log_histogram(self, name: str, values: Tensor) -> None:
+        """Log a distribution of the current round to TensorBoard, where there is one."""
+        for logger in self.loggers:
+            if isinstance(logger, TensorBoardLogger) and self.trainer.is_global_zero:
+                logger.experiment.add_histogram(name, values, self._round.index)
+
+    # What Lightning calls
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        """Check the Trainer's options and add FedAvg where there is no server callback."""
+        _check_trainer(self.trainer)
+        given = [c for c in self.trainer.callbacks if isinstance(c, ServerCallback)]
+        if len(given) > 1:
+            names = " and ".join(type(callback).__name__ for callback in given)
+            raise ConfigurationError(f"one server callback runs a federation, got {names}")
+        return [] if given else [self.callback or FedAvg()]
+
+    def setup(self, stage: str) -> None:
+        """Bring client, data and callback together; set the server up once."""
+        data = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, FederatedDataModule):
+            raise ConfigurationError(
+                "a federation needs federated data: pass datamodule=, a "
+                f"pflight.datamodules.FederatedDataModule, got {type(data).__name__}"
+            )
+        if data.num_classes != self.client.num_classes:
+            raise ConfigurationError(
+                f"the client has num_classes={self.client.num_classes}, the data {data.num_classes}"
+            )
+        if self.callback is not None and data.num_clients != self.num_clients:
+            raise ConfigurationError(
+                f"this federation was set up for {self.num_clients} clients, "
+                f"the data has {data.num_clients}"
+            )
+        self._data = data
+        self.num_clients = data.num_clients
+        strategy = self.trainer.strategy
+        self._engine = SequentialEngine(
+            self.client,
+            self.layout,
+            data,
+            strategy.precision_plugin,
+            strategy.root_device,
+            self.seed,
+        )
+        self._engine.check_input()
+        self._set_up(next(c for c in self.trainer.callbacks if isinstance(c, ServerCallback)))
+        if type(strategy.checkpoint_io) is TorchCheckpointIO:
+            strategy.checkpoint_io = AtomicCheckpointIO()
+
+    def configure_optimizers(self) -> Any:
+        """Return the server optimizer, with its scheduler if there is one."""
+        build = self.server_optimizer or self._callback.configure_optimizer
+        optimizer = build(list(self.server.parameters()))
+        if self.server_scheduler is None:
+            return optimizer
+        return [optimizer], [self.server_scheduler(optimizer)]
+
+    def training_step(self, cohort: Tensor, batch_idx: int) -> None:
+        """Run one communication round with a cohort of client ids ``[S]``."""
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self._round = Round(self.current_epoch, [])
+        self._logs = {}
+        with self._server_work():
+            self._callback.round(cohort)
+        self._end_round()
+        optimizer.step()
+
+    def on_train_epoch_end(self) -> None:
+        """Step the server's learning-rate scheduler."""
+        scheduler = self.lr_schedulers()
+        if isinstance(scheduler, ReduceLROnPlateau):
+            monitor = getattr(scheduler, "monitor", "val/macro_acc")
+            if monitor in self.trainer.callback_metrics:
+                scheduler.step(self.trainer.callback_metrics[monitor])
+        elif scheduler is not None:
+            scheduler.step()
+
+    def on_fit_end(self) -> None:
+        """Give every rank the whole client memory, so that any of them can be asked."""
+        self.memory.load_state_dict(_merge(_gather(self.memory.state_dict())))
+
+    def on_validation_epoch_start(self) -> None:
+        """Start to judge all clients on their validation samples."""
+        self._start_evaluation("val")
+
+    def validation_step(self, clients: Tensor, batch_idx: int) -> None:
+        """Judge a chunk of clients ``[C]`` on their validation samples."""
+        self._evaluate(clients, "val")
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the means over clients."""
+        self._log_evaluation("val", self._evaluators["val"].means("val", self._known_clients))
+
+    def on_test_epoch_start(self) -> None:
+        """Start to judge all clients on their test samples."""
+        self._start_evaluation("test")
+
+    def test_step(self, clients: Tensor, batch_idx: int) -> None:
+        """Judge a chunk of clients ``[C]`` on their test samples."""
+        self._evaluate(clients, "test")
+
+    def on_test_epoch_end(self) -> None:
+        """Log the means over clients, those that were held out of training apart."""
+        evaluator = self._evaluators["test"]
+        values = evaluator.means("test", self._known_clients)
+        newcomers = self._attached_data.new_clients
+        if len(newcomers):
+            values.update(evaluator.means("test/new", newcomers))
+        self._log_evaluation("test", values)
+
+    def predict_step(self, clients: Tensor, batch_idx: int) -> Evaluation:
+        """Return the outputs of a chunk of clients ``[C]`` on their test samples."""
+        with self._server_work():
+            clients = self._owned(clients)
+            states = self._used_models(clients, self._callback.personalize(clients))
+            outputs = self._attached_engine.evaluate(clients, states, "test")
+        return Evaluation(*(values.cpu() for values in outputs))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what a resumed run needs, as tensors and primitives."""
+        checkpoint["pflight"] = {
+            "version": 1,
+            "callback": type(self._callback).__name__,
+            "num_clients": self.num_clients,
+            "server_models": len(self.server),
+            "layout": self.layout.describe(),
+            "history": dump_history(self.history),
+            "memory": _merge(_gather(self.memory.state_dict(), to_all=False)),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Check that a checkpoint fits, and take over history and this rank's client memory."""
+        record = checkpoint.get("pflight")
+        if record is None:
+            raise ConfigurationError("the checkpoint is not one of a federation")
+        _check_fits("callback", record["callback"], type(self._callback).__name__)
+        _check_fits("number of clients", record["num_clients"], self.num_clients)
+        _check_fits("number of server models", record["server_models"], len(self.server))
+        for name, tensor in self.layout.describe().items():
+            _check_fits(f"network's {name}", record["layout"].get(name, "nothing"), tensor)
+        for name in record["layout"].keys() - self.layout.template.keys():
+            _check_fits(f"network's {name}", record["layout"][name], "nothing")
+        self.history = load_history(record["history"])
+        owned = self._owned(torch.arange(self.num_clients)).tolist()
+        self.memory.load_state_dict(record["memory"], owned=set(owned))
+
+    # Setting up
+
+    @property
+    def _callback(self) -> ServerCallback:
+        if self.callback is None:
+            raise ConfigurationError(
+                "the federation has no server yet: run it with a Trainer, or load a checkpoint"
+            )
+        return self.callback
+
+    @property
+    def _attached_data(self) -> FederatedDataModule:
+        if self._data is None:
+            raise ConfigurationError("the federation has no data yet: run it with a Trainer")
+        return self._data
+
+    @property
+    def _attached_engine(self) -> SequentialEngine:
+        if self._engine is None:
+            raise ConfigurationError("local training needs the data: run it with a Trainer")
+        return self._engine
+
+    def _set_up(self, callback: ServerCallback) -> None:
+        if self.callback is None:
+            callback.federation = self
+            callback.setup_server(self)
+        elif type(callback) is not type(self.callback):
+            raise ConfigurationError(
+                f"this federation was set up by {type(self.callback).__name__}, not by "
+                f"{type(callback).__name__}: make a new Federation for another algorithm"
+            )
+        elif callback is not self.callback:
+            vars(callback).update(vars(self.callback))  # what was trained goes on
+        self.callback = callback
+
+    def _owned(self, clients: Tensor) -> Tensor:
+        if not (dist.is_available() and dist.is_initialized()):
+            return clients
+        return clients[clients % dist.get_world_size() == dist.get_rank()]
+
+    # A round
+
+    @contextmanager
+    def _server_work(self) -> Iterator[None]:
+        """Outside autocast, inference mode and autograd, with random numbers of its own."""
+        device = self.device
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast(device.type, enabled=False),
+            isolated(device),
+        ):
+            seed_everything(derive_seed(Purpose.SERVER, self.seed, len(self.history)), device)
+            yield
+
+    def _train(self, clients: Tensor, starts: TensorDict) -> ClientUpdates:
+        return self._attached_engine.train(
+            clients,
+            starts,
+            round_index=self._round.index,
+            epochs=self.local_epochs,
+            steps=self.local_steps,
+            on_client_end=self.on_client_end,
+        )
+
+    def _ask(
+        self,
+        clients: Tensor,
+        sent: TensorDict,
+        work: Callable[[Tensor, TensorDict], ClientUpdates],
+    ) -> ClientUpdates:
+        current, callback = self._round, self._callback
+        current.clients += clients.tolist()
+        current.bytes_down += callback.bytes_down(clients, sent)
+        starts = self.lay_over(clients, sent)
+        answers = self._attached_data.cohorts.answers(current.index, clients.cpu())
+        current.failed += clients[~answers].tolist()
+        if not answers.all():
+            clients, starts = clients[answers], starts[answers]
+        updates = work(clients, starts)
+        self._note_failures(updates.failures)
+        for name, (total, samples) in updates.logs.items():
+            so_far = self._logs.get(name, (0.0, 0))
+            self._logs[name] = (so_far[0] + total, so_far[1] + samples)
+        if callback.private:
+            private = updates.states.select(*callback.private)
+            self.memory.write(_PRIVATE, updates.clients, private)
+        updates = replace(updates, states=updates.states.select(*callback.sent_names))
+        current.bytes_up += len(updates.clients) * state_bytes(updates.states)
+        return updates
+
+    def _note_failures(self, failures: list[ClientFailure]) -> None:
+        for failure in failures:
+            message = f"round {self._round.index}: client {failure.client} failed: {failure.reason}"
+            if self.on_client_error == "raise" or torch.is_anomaly_enabled():
+                raise ClientError(message) from failure.error
+            warnings.warn(f"{message}; it is left out of this round", stacklevel=2)
+            self._round.failed.append(failure.client)
+
+    def _end_round(self) -> None:
+        """Combine the round's record over ranks, and log it."""
+        current = self._round
+        mine = {
+            "clients": current.clients,
+            "failed": current.failed,
+            "bytes": (current.bytes_down, current.bytes_up),
+            "logs": {name: (float(total), n) for name, (total, n) in self._logs.items()},
+        }
+        ranks = _gather(mine)
+        current.clients = sorted(client for rank in ranks for client in rank["clients"])
+        current.failed = sorted(client for rank in ranks for client in rank["failed"])
+        current.bytes_down, current.bytes_up = (
+            sum(rank["bytes"][way] for rank in ranks) for way in (0, 1)
+        )
+        for name in sorted({name for rank in ranks for name in rank["logs"]}):
+            sums = [rank["logs"][name] for rank in ranks if name in rank["logs"]]
+            mean = sum(total for total, _ in sums) / sum(samples for _, samples in sums)
+            current.metrics[name] = mean
+        self.history.append(current)
+        current.metrics |= {
+            "clients/sampled": len(current.clients),
+            "clients/failed": len(current.failed),
+            "communication/bytes_down": current.bytes_down,
+            "communication/bytes_up": current.bytes_up,
+            "communication/total_bytes_down": self._total("bytes_down"),
+            "communication/total_bytes_up": self._total("bytes_up"),
+        }
+        self._log(current.metrics)
+
+    def _total(self, field: str) -> float:
+        before = self.history[-2].metrics[f"communication/total_{field}"] if self.history[1:] else 0
+        return before + getattr(self.history[-1], field)
+
+    def _log(self, values: Mapping[str, float], prog_bar: Iterable[str] = ()) -> None:
+        shown = set(prog_bar)
+        for name, value in values.items():
+            self.log(
+                name,
+                float(value),
+                prog_bar=name in shown,
+                on_step=False,
+                on_epoch=True,
+                batch_size=1,
+                sync_dist=self.trainer.world_size > 1,  # the values are equal already
+            )
+
+    # Evaluation
+
+    @property
+    def _known_clients(self) -> Tensor:
+        known = torch.ones(self.num_clients, dtype=torch.bool)
+        known[self._attached_data.new_clients] = False
+        return known.nonzero().flatten()
+
+    def _start_evaluation(self, stage: str) -> None:
+        models = (USED, SERVER, FINETUNED) if self.finetune_epochs else (USED, SERVER)
+        classes = self.client.num_classes
+        with torch.inference_mode(False):
+            self._evaluators[stage] = Evaluator(
+                models, self.num_clients, classes, self.f1_average, self.device
+            )
+
+    def _evaluate(self, clients: Tensor, stage: str) -> None:
+        evaluator, engine, callback = self._evaluators[stage], self._attached_engine, self._callback
+        clients = self._owned(clients)
+        if not len(clients):
+            return
+        with self._server_work():
+            sent = callback.broadcast(clients)
+            server = TensorDict(
+                {**self.server_state(0, self.layout.names, len(clients)), **sent}, [len(clients)]
+            )
+            outputs = engine.evaluate(clients, server, stage)
+            evaluator.add(SERVER, outputs)
+            overridden = type(callback).personalize is not ServerCallback.personalize
+            if overridden or callback.private:
+                personal = callback.personalize(clients)
+                outputs = engine.evaluate(clients, personal, stage)
+            else:
+                personal = server
+            if self.finetune_epochs:
+                outputs = engine.evaluate(clients, self._finetune(clients, personal), stage)
+                evaluator.add(FINETUNED, outputs)
+            evaluator.add(USED, outputs)
+
+    def _used_models(self, clients: Tensor, personal: TensorDict) -> TensorDict:
+        return self._finetune(clients, personal) if self.finetune_epochs else personal
+
+    def _finetune(self, clients: Tensor, states: TensorDict) -> TensorDict:
+        """Return copies of the models after fine-tuning on the clients' training samples."""
+        updates = self._attached_engine.train(
+            clients,
+            states,
+            round_index=len(self.history),
+            epochs=max(1, self.finetune_epochs),
+            purpose=Purpose.FINETUNE,
+        )
+        for failure in updates.failures:
+            warnings.warn(
+                f"fine-tuning failed for client {failure.client}: {failure.reason}; "
+                "it is judged without",
+                stacklevel=2,
+            )
+        if not updates.failures:
+            return updates.states
+        tuned = states.clone()
+        tuned[torch.isin(clients, updates.clients)] = updates.states
+        return tuned
+
+    def _log_evaluation(self, stage: str, values: dict[str, float]) -> None:
+        self._log(values, prog_bar=(f"{stage}/macro_acc", f"{stage}/micro_acc"))
+        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking and self.history:
+            self.history[-1].metrics.update(values)
+
+
+def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+def _gather(value: Any, to_all: bool = True) -> list[Any]:
+    """Return the values of all ranks, in order; without ``to_all`` only rank 0 gets them all."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values = [None] * dist.get_world_size()
+    if to_all:
+        dist.all_gather_object(values, value)
+        return values
+    first = dist.get_rank() == 0
+    dist.gather_object(value, values if first else None)
+    return values if first else [value]
+
+
+def _merge(memories: list[dict[str, dict[int, Any]]]) -> dict[str, dict[int, Any]]:
+    """Merge the ranks' memories: each client is in the memory of the rank that owns it."""
+    merged: dict[str, dict[int, Any]] = {}
+    for rank, memory in enumerate(memories):
+        for slot, clients in memory.items():
+            kept = merged.setdefault(slot, {})
+            for client, state in clients.items():
+                if client not in kept or client % len(memories) == rank:
+                    kept[client] = state
+    return merged
+
+
+def _check_fits(what: str, saved: object, here: object) -> None:
+    if saved != here:
+        raise ConfigurationError(
+            f"the checkpoint does not fit: its {what} is {saved}, here it is {here}"
+        )
+
+
+def _check_options(
+    local_epochs: int,
+    local_steps: int | None,
+    finetune_epochs: int,
+    engine: str,
+    on_client_error: str,
+    seed: int,
+) -> None:
+    if local_epochs < 1:
+        raise ConfigurationError(f"local_epochs must be at least 1, got {local_epochs}")
+    if local_steps is not None and local_steps < 1:
+        raise ConfigurationError(f"local_steps must be at least 1, got {local_steps}")
+    if finetune_epochs < 0:
+        raise ConfigurationError(f"finetune_epochs must not be negative, got {finetune_epochs}")
+    if engine not in ("auto", "sequential"):
+        raise ConfigurationError(f"engine must be 'auto' or 'sequential', got {engine!r}")
+    if on_client_error not in ("skip", "raise"):
+        raise ConfigurationError(
+            f"on_client_error must be 'skip' or 'raise', got {on_client_error!r}"
+        )
+    if seed < 0:
+        raise ConfigurationError(f"seed must not be negative, got {seed}")
+
+
+def _check_trainer(trainer: L.Trainer) -> None:
+    """Refuse what has no meaning for a federation, naming what to use instead."""
+    if trainer.gradient_clip_val is not None:
+        raise ConfigurationError(
+            "gradient_clip_val is an option of the client, not of the Trainer: set it in "
+            "ClientModule(gradient_clip_val=...) (--model.client.init_args.gradient_clip_val)"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigurationError(
+            "accumulate_grad_batches has no meaning for rounds: set the data's batch_size, or "
+            "accumulate in a client with manual optimization"
+        )
+    for name in (
+        "limit_train_batches",
+        "limit_val_batches",
+        "limit_test_batches",
+        "limit_predict_batches",
+        "overfit_batches",
+    ):
+        limit = getattr(trainer, name)
+        if isinstance(limit, float) and limit not in (0.0, 1.0):
+            raise ConfigurationError(
+                f"{name}={limit} is a fraction, but a batch is a cohort: give an integer, or set "
+                "the data's cohort_size or participation"
+            )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ConfigurationError(
+            f"precision {trainer.precision} scales gradients, which a federation's pseudo-gradients "
+            "can't bear: use bf16-mixed"
+        )
+    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+        raise ConfigurationError(
+            f"a federation runs on one device or with strategy ddp, not with "
+            f"{type(trainer.strategy).__name__}"
+        )

@@ -1,0 +1,213 @@
+"""Accuracy and F1 of every client, and their micro and macro means over clients."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from pflight.errors import ConfigurationError
+
+F1Average = Literal["union", "true", "all", "binary"]
+
+
+class ClientMetrics(Metric):
+    """Accuracy, F1 and loss of all clients from counts per client and class.
+
+    With the true positives, false positives and false negatives of client ``i`` and class ``c``,
+    ``acc_i = sum_c tp_ic / n_i`` and ``f1_i`` is the mean over classes of
+    ``2 tp_ic / (2 tp_ic + fp_ic + fn_ic)``, which is 0 where the denominator is. Over clients,
+    *micro* is the mean weighted by their sample counts ``n_i``, and *macro* the plain mean over
+    those that have samples. This isn't what scikit-learn calls micro and macro.
+
+    The counts are exact, they are summed over processes, and one update takes the samples of many
+    clients at once. Memory grows with ``num_clients * num_classes``, not with the samples.
+
+    Args:
+        num_clients: Number of clients; their ids are ``0, ..., num_clients - 1``.
+        num_classes: Number of classes of labels and predictions.
+        f1_average: The classes over which a client's F1 is averaged. ``"union"``: those among its
+            labels or its predictions, which is scikit-learn's default; ``"true"``: those among its
+            labels; ``"all"``: all ``num_classes``; ``"binary"``: class 1 alone.
+
+    Raises:
+        ConfigurationError: An argument is out of its range.
+
+    Example:
+        >>> import torch
+        >>> metrics = ClientMetrics(num_clients=3, num_classes=4)
+        >>> metrics.update(
+        ...     clients=torch.tensor([0, 0, 0, 0, 1]),
+        ...     preds=torch.tensor([0, 1, 1, 1, 3]),
+        ...     target=torch.tensor([0, 0, 1, 2, 3]),
+        ... )
+        >>> metrics.per_client()["f1"]
+        tensor([0.3889, 1.0000,    nan], dtype=torch.float64)
+        >>> {name: round(value.item(), 4) for name, value in metrics.compute().items()}
+        {'micro_acc': 0.6, 'macro_acc': 0.75, 'micro_f1': 0.5111, 'macro_f1': 0.6944,
+         'pooled_acc': 0.6, 'worst_decile_acc': 0.5, 'loss': nan}
+
+    References:
+        Long et al., Multi-Center Federated Learning: Clients Clustering for Better
+        Personalization, World Wide Web 2023, https://arxiv.org/abs/2108.08647.
+    """
+
+    is_differentiable = False
+    full_state_update = False
+
+    tp: Tensor
+    fp: Tensor
+    fn: Tensor
+    loss_sum: Tensor
+
+    def __init__(
+        self, num_clients: int, num_classes: int, *, f1_average: F1Average = "union"
+    ) -> None:
+        # Without the cache, which would answer compute(newcomers) with the value for all clients.
+        super().__init__(compute_with_cache=False)
+        if num_clients < 1:
+            raise ConfigurationError(f"num_clients must be at least 1, not {num_clients}")
+        if num_classes < 1:
+            raise ConfigurationError(f"num_classes must be at least 1, not {num_classes}")
+        if f1_average not in get_args(F1Average):
+            raise ConfigurationError(
+                f"f1_average must be one of {', '.join(get_args(F1Average))}, not {f1_average!r}"
+            )
+        if f1_average == "binary" and num_classes != 2:
+            raise ConfigurationError(
+                f"f1_average='binary' needs num_classes=2, not num_classes={num_classes}"
+            )
+        self.num_clients = num_clients
+        self.num_classes = num_classes
+        self.f1_average = f1_average
+        for name in ("tp", "fp", "fn"):
+            counts = torch.zeros(num_clients, num_classes, dtype=torch.int64)
+            self.add_state(name, counts, dist_reduce_fx="sum")
+        loss_sum = torch.zeros(num_clients, dtype=torch.float64)
+        self.add_state("loss_sum", loss_sum, dist_reduce_fx="sum")
+
+    def update(
+        self, clients: Tensor, preds: Tensor, target: Tensor, loss: Tensor | None = None
+    ) -> None:
+        """Count a batch of samples, which may belong to many clients.
+
+        Args:
+            clients: The client of each sample ``[B]``.
+            preds: Predicted class of each sample ``[B]``.
+            target: True class of each sample ``[B]``.
+            loss: Loss of each sample ``[B]``; without it these clients' mean loss is NaN.
+
+        Raises:
+            ConfigurationError: Shapes differ, or an id or a class is out of range.
+        """
+        loss = torch.full(target.shape, torch.nan, device=target.device) if loss is None else loss
+        if clients.ndim != 1 or not clients.shape == preds.shape == target.shape == loss.shape:
+            raise ConfigurationError(
+                "clients, preds, target and loss must be vectors of one length, not of shapes "
+                f"{[tuple(values.shape) for values in (clients, preds, target, loss)]}"
+            )
+        clients, preds, target = clients.long(), preds.long(), target.long()
+        _check_range("client", clients, self.num_clients)
+        _check_range("predicted class", preds, self.num_classes)
+        _check_range("label", target, self.num_classes)
+        hit = preds == target
+        for counts, classes, counted in (
+            (self.tp, target, hit),
+            (self.fp, preds, ~hit),
+            (self.fn, target, ~hit),
+        ):
+            counts.index_put_((clients, classes), counted.long(), accumulate=True)
+        self.loss_sum.index_add_(0, clients, loss.detach().double())
+
+    def per_client(self) -> dict[str, Tensor]:
+        """Return every client's ``acc``, ``f1``, ``loss`` and ``num_samples``.
+
+        Returns:
+            Tensors ``[num_clients]``: the number of samples, and float64 values that are NaN for a
+            client without samples.
+        """
+        with self.sync_context(
+            dist_sync_fn=self.dist_sync_fn,
+            should_sync=self._to_sync,
+            should_unsync=self._should_unsync,
+        ):
+            return self._per_client()
+
+    def compute(self, clients: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the means over clients.
+
+        Args:
+            clients: Ids of the clients to report; all of them by default.
+
+        Returns:
+            Scalars, NaN if none of the clients has samples: ``micro_acc``, ``macro_acc``,
+            ``micro_f1``, ``macro_f1``; ``pooled_acc``, the accuracy over all samples together;
+            ``worst_decile_acc``, the mean accuracy of the worst tenth of the clients with samples,
+            rounded up; and ``loss``, the mean over samples.
+
+        Raises:
+            ConfigurationError: The id of a client is out of range.
+        """
+        values = self._per_client()
+        chosen = values["num_samples"] > 0
+        if clients is not None:
+            _check_range("client", clients, self.num_clients)
+            chosen &= torch.zeros_like(chosen).index_fill(0, clients.to(chosen.device), True)
+        num_samples, acc, f1, loss = (
+            values[name][chosen].double() for name in ("num_samples", "acc", "f1", "loss")
+        )
+        worst = acc.sort().values[: math.ceil(len(acc) / 10)]
+        return {
+            "micro_acc": (num_samples * acc).sum() / num_samples.sum(),
+            "macro_acc": acc.mean(),
+            "micro_f1": (num_samples * f1).sum() / num_samples.sum(),
+            "macro_f1": f1.mean(),
+            "pooled_acc": self.tp[chosen].sum() / num_samples.sum(),
+            "worst_decile_acc": worst.mean(),
+            "loss": (num_samples * loss).sum() / num_samples.sum(),
+        }
+
+    def reset(self) -> None:
+        """Set all counts to zero.
+
+        They are ordinary tensors also after a reset in inference mode, where Lightning evaluates.
+        """
+        with torch.inference_mode(mode=False):
+            super().reset()
+
+    def _per_client(self) -> dict[str, Tensor]:
+        num_samples = (self.tp + self.fn).sum(dim=1)
+        f1 = torch.where(num_samples > 0, self._f1(), torch.nan)
+        return {
+            "acc": self.tp.sum(dim=1).double() / num_samples,
+            "f1": f1,
+            "loss": self.loss_sum / num_samples,
+            "num_samples": num_samples,
+        }
+
+    def _f1(self) -> Tensor:
+        """Average the F1 of the classes that count, for every client ``[num_clients]``."""
+        labels = self.tp + self.fn
+        denominator = labels + self.tp + self.fp
+        f1 = 2 * self.tp.double() / denominator.clamp(min=1)
+        match self.f1_average:
+            case "union":
+                counts = denominator > 0
+            case "true":
+                counts = labels > 0
+            case "all":
+                counts = torch.ones_like(labels, dtype=torch.bool)
+            case "binary":
+                return f1[:, 1]
+        return (f1 * counts).sum(dim=1) / counts.sum(dim=1)
+
+
+def _check_range(name: str, values: Tensor, size: int) -> None:
+    outside = (values < 0) | (values >= size)
+    if outside.any():
+        raise ConfigurationError(
+            f"{name} {int(values[outside][0])} is out of range: it must lie in 0..{size - 1}"
+        )

@@ -1,0 +1,226 @@
+"""Model states: which tensors make up a client's model, and arithmetic on stacks of them.
+
+A *state* maps names, as in ``client.state_dict()``, to tensors. A stack of ``C`` states is a
+TensorDict of batch size ``[C]`` with the same names: what the server broadcasts, what clients
+return and what they keep all have this form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+
+class StateModule(nn.Module):
+    """Holds a state under its own dotted names, as parameters or as buffers.
+
+    Args:
+        state: Names to tensors; every tensor is cloned.
+        parameters: Names that become trainable parameters; all others become buffers.
+        persistent: Whether the buffers appear in ``state_dict()``.
+
+    Example:
+        >>> held = StateModule({"network.weight": torch.ones(2)}, parameters=["network.weight"])
+        >>> list(held.state_dict())
+        ['network.weight']
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, Tensor],
+        parameters: Collection[str] = (),
+        persistent: bool = True,
+    ) -> None:
+        super().__init__()
+        self._names = tuple(state)
+        for name, value in state.items():
+            *path, leaf = name.split(".")
+            module: nn.Module = self
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            value = value.detach().clone()
+            if name in parameters:
+                module.register_parameter(leaf, nn.Parameter(value))
+            else:
+                module.register_buffer(leaf, value, persistent=persistent)
+
+    def tensors(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Return the tensors themselves by name: all, in the order given, or those of ``names``."""
+        held: dict[str, Tensor] = dict(self.named_parameters())
+        held.update(self.named_buffers())
+        return {name: held[name] for name in (self._names if names is None else names)}
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The tensors of one client's model: names, shapes and kinds.
+
+    Attributes:
+        template: Every tensor by name, in ``state_dict()`` order, as the client was given.
+        parameters: Names of trainable parameters (``P`` in the literature's notation).
+        averaged: Names of the other floating tensors, such as BatchNorm's running statistics.
+        counters: Names of integer tensors, such as ``num_batches_tracked``.
+    """
+
+    template: dict[str, Tensor]
+    parameters: tuple[str, ...]
+    averaged: tuple[str, ...]
+    counters: tuple[str, ...]
+
+    @classmethod
+    def of(cls, client: nn.Module) -> StateLayout:
+        """Read the layout of a client module."""
+        tensors = state_tensors(client)
+        trainable = {name for name, p in client.named_parameters() if p.requires_grad}
+        floating = [n for n, t in tensors.items() if t.is_floating_point() or t.is_complex()]
+        return cls(
+            template={name: t.detach().clone() for name, t in tensors.items()},
+            parameters=tuple(n for n in tensors if n in trainable),
+            averaged=tuple(n for n in floating if n not in trainable),
+            counters=tuple(n for n in tensors if n not in floating),
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, in ``state_dict()`` order."""
+        return tuple(self.template)
+
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """Names of everything that is not a trainable parameter."""
+        return self.averaged + self.counters
+
+    @property
+    def nbytes(self) -> int:
+        """Size of one state in bytes."""
+        return sum(t.nbytes for t in self.template.values())
+
+    def describe(self) -> dict[str, str]:
+        """Return shape and dtype by name, as primitives that a checkpoint can hold."""
+        return {
+            name: f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+            for name, t in self.template.items()
+        }
+
+
+def state_tensors(client: nn.Module) -> dict[str, Tensor]:
+    """Return the live tensors of a client's model by name, ``state_dict()`` order."""
+    return client.state_dict(keep_vars=True)
+
+
+def state_bytes(states: TensorDict) -> int:
+    """Return the size in bytes of each state of a stack ``[C]``.
+
+    Example:
+        >>> state_bytes(TensorDict({"w": torch.zeros(3, 5)}, [3]))
+        20
+    """
+    return sum(leaf[0].nbytes for leaf in states.values()) if len(states) else 0
+
+
+def squared_distance(states: TensorDict, center: Mapping[str, Tensor]) -> Tensor:
+    """Return the squared L2 distance ``[C]`` of each state of a stack to one state.
+
+    The sum runs over the names of ``center``; differences are formed before they are squared, so
+    that close models keep their precision.
+    """
+    return sum((states[name] - value).square().flatten(1).sum(1) for name, value in center.items())
+
+
+class WeightedMean:
+    """Streams stacks of states into weighted means of ``groups`` groups.
+
+    Floating tensors are averaged with the weights given, integer tensors take their maximum, so
+    that ``num_batches_tracked`` stays an integer and does not depend on the order. Memory is that
+    of ``groups`` states, whatever the number of states added.
+
+    Args:
+        like: One state that gives names, shapes, dtypes and the device.
+        groups: Number of means.
+
+    Example:
+        >>> mean = WeightedMean({"w": torch.zeros(2)})
+        >>> mean.add(TensorDict({"w": torch.tensor([[1.0, 1.0], [4.0, 4.0]])}, [2]), torch.tensor([1.0, 2.0]))
+        >>> mean.compute()["w"]
+        tensor([[3., 3.]])
+    """
+
+    def __init__(self, like: Mapping[str, Tensor], groups: int = 1) -> None:
+        device = next(iter(like.values())).device if like else torch.device("cpu")
+        self.weights = torch.zeros(groups, dtype=torch.float64, device=device)
+        self.sums: dict[str, Tensor] = {}
+        self.maxima: dict[str, Tensor] = {}
+        for name, value in like.items():
+            shape = (groups, *value.shape)
+            if value.is_floating_point() or value.is_complex():
+                dtype = torch.promote_types(value.dtype, torch.float32)
+                self.sums[name] = torch.zeros(shape, dtype=dtype, device=device)
+            else:
+                lowest = torch.iinfo(value.dtype).min if value.dtype != torch.bool else False
+                self.maxima[name] = torch.full(shape, lowest, dtype=value.dtype, device=device)
+        self._dtypes = {name: value.dtype for name, value in like.items()}
+
+    def add(self, states: TensorDict, weights: Tensor, groups: Tensor | None = None) -> None:
+        """Add ``C`` states with weights ``[C]`` to the groups ``[C]`` (all to the first if None)."""
+        weights = weights.to(self.weights)
+        if groups is None:
+            groups = torch.zeros(len(weights), dtype=torch.long, device=weights.device)
+        self.weights.index_add_(0, groups, weights)
+        for name, total in self.sums.items():
+            leaf = states[name].to(total.dtype)
+            scale = weights.to(total.dtype).view(-1, *[1] * (leaf.dim() - 1))
+            total.index_add_(0, groups, leaf * scale)
+        for name, maximum in self.maxima.items():
+            for group, value in zip(groups.tolist(), states[name], strict=True):
+                torch.maximum(maximum[group], value, out=maximum[group])
+
+    def all_reduce(self) -> None:
+        """Add up the sums of all ranks; every rank has to call it."""
+        for total in (self.weights, *self.sums.values()):
+            all_reduce(total, dist.ReduceOp.SUM)
+        for maximum in self.maxima.values():
+            all_reduce(maximum, dist.ReduceOp.MAX)
+
+    def compute(self) -> TensorDict:
+        """Return the means ``[groups]``; rows of zero weight are meaningless."""
+        means = {}
+        for name, total in self.sums.items():
+            mean = total / self.weights.to(total.dtype).view(-1, *[1] * (total.dim() - 1))
+            means[name] = mean.to(self._dtypes[name])
+        return TensorDict({**means, **self.maxima}, batch_size=[len(self.weights)])
+
+
+def all_reduce(tensor: Tensor, op: Any) -> Tensor:
+    """Combine a tensor over all ranks, in place; with one process it stays as it is."""
+    if dist.is_available() and dist.is_initialized():
+        on_gpu = dist.get_backend() == "nccl" and not tensor.is_cuda
+        moved = tensor.cuda() if on_gpu else tensor
+        dist.all_reduce(moved, op=op)
+        tensor.copy_(moved)
+    return tensor
+
+
+def stack_states(states: Iterable[Mapping[str, Tensor]]) -> TensorDict:
+    """Stack single states into a TensorDict of batch size ``[C]``."""
+    states = list(states)
+    names = states[0].keys()
+    return TensorDict(
+        {name: torch.stack([state[name].detach() for state in states]) for name in names},
+        batch_size=[len(states)],
+    )
+
+
+def expand_state(state: Mapping[str, Tensor], count: int) -> TensorDict:
+    """Return ``count`` copies of one state as a stack of views: no memory is used."""
+    return TensorDict(
+        {name: value.detach().expand(count, *value.shape) for name, value in state.items()},
+        batch_size=[count],
+    )
