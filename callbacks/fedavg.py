@@ -35,13 +35,14 @@ class FedAvg(ServerCallback):
         super().__init__(buffers)
         if weighting not in ("samples", "uniform"):
             raise ConfigurationError(
-                f"{type(self).__name__}: weighting must be 'samples' or 'uniform', got {weighting!r}"
+                f"{type(self).__name__}: weighting must be 'samples' or 'uniform', "
+                f"got {weighting!r}"
             )
         self.weighting = weighting
 
     def begin(self) -> None:
         """Start an empty mean."""
-        self.mean = WeightedMean(self.federation.server[0].tensors(self.sent_names))
+        self.mean = WeightedMean(self.federation.server.tensors(0, self.sent_names))
 
     def receive(self, updates: ClientUpdates) -> None:
         """Add a chunk's models to the mean."""
@@ -53,4 +54,4 @@ class FedAvg(ServerCallback):
         """Pull the server's model to the mean of the clients that answered."""
         self.mean.all_reduce()
         if self.mean.weights[0] > 0:
-            self.federation.pull(0, self.mean.compute()[0])
+            self.federation.server.pull(0, self.mean.compute()[0])

@@ -58,5 +58,4 @@ class FedSGD(FedAvg):
         """Set the server's gradient to the mean of the clients' gradients."""
         self.mean.all_reduce()
         if self.mean.weights[0] > 0:
-            mean = self.mean.compute()[0]
-            self.federation.pull(0, mean, gradient=True)
+            self.federation.server.descend(0, self.mean.compute()[0])

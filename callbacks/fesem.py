@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
+from pflight.distributed import all_max, all_sum
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.randomness import Purpose, derive_seed, generator
-from pflight.state import WeightedMean, all_reduce, expand_state, squared_distance, stack_states
+from pflight.state import WeightedMean, expand_state, squared_distance, stack_states
 
 from .server import ServerCallback
 
@@ -91,9 +91,9 @@ class FeSEM(ServerCallback):
                 f"FeSEM: num_clusters ({self.num_clusters}) exceeds the number of clients "
                 f"({federation.num_clients})"
             )
-        federation.add_server_models(self.num_clusters - 1)
+        federation.server.add(self.num_clusters - 1)
         for index, center in enumerate(self.centers or ()):
-            federation.set_server_state(index, center)
+            federation.server.replace(index, center)
         self.assignments = torch.full((federation.num_clients,), -1)
         self.weights = torch.zeros(self.num_clusters, dtype=torch.double)
 
@@ -112,7 +112,7 @@ class FeSEM(ServerCallback):
     def begin(self) -> None:
         """Start empty means, one per center."""
         self.mean = WeightedMean(
-            self.federation.server[0].tensors(self.sent_names), self.num_clusters
+            self.federation.server.tensors(0, self.sent_names), self.num_clusters
         )
         self._assigned = torch.full_like(self.assignments, -1)
 
@@ -120,8 +120,10 @@ class FeSEM(ServerCallback):
         """Return each client's center, or the weighted mean of all centers if it has none yet."""
         federation = self.federation
         if self.num_clusters == 1 or not self.initialized:
-            return federation.server_state(0, self.sent_names, len(clients))
-        centers = stack_states(center.tensors(self.sent_names) for center in federation.server)
+            return federation.server.expand(0, self.sent_names, len(clients))
+        centers = stack_states(
+            federation.server.tensors(k, self.sent_names) for k in range(self.num_clusters)
+        )
         index = self.assignments[clients.cpu()].to(centers[self.sent_names[0]].device)
         if (index >= 0).all():
             return centers[index]
@@ -135,8 +137,8 @@ class FeSEM(ServerCallback):
         """E-step: assign each client to the nearest center as sent, and add it to its mean."""
         parameters = [n for n in self.federation.layout.parameters if n in self.sent_names]
         distances = [
-            squared_distance(updates.states, center.tensors(parameters))
-            for center in self.federation.server
+            squared_distance(updates.states, self.federation.server.tensors(k, parameters))
+            for k in range(self.num_clusters)
         ]
         nearest = torch.stack(distances, dim=1).argmin(dim=1)
         self._assign(updates, nearest)
@@ -145,7 +147,7 @@ class FeSEM(ServerCallback):
         """M-step: pull each center to the mean of its members that answered."""
         means = self._reduce()
         for k in self.mean.weights.nonzero().flatten().tolist():
-            self.federation.pull(k, means[k])
+            self.federation.server.pull(k, means[k])
 
     def _assign(self, updates: ClientUpdates, clusters: Tensor) -> None:
         self.mean.add(updates.states, torch.ones(len(clusters)), clusters)
@@ -154,7 +156,7 @@ class FeSEM(ServerCallback):
     def _reduce(self) -> TensorDict:
         """Add up means and assignments over ranks; return the means."""
         self.mean.all_reduce()
-        assigned = all_reduce(self._assigned, dist.ReduceOp.MAX)
+        assigned = all_max(self._assigned)
         self.assignments = torch.where(assigned >= 0, assigned, self.assignments)
         known = self.assignments >= 0
         samples = self.federation.num_samples[known].double()
@@ -181,7 +183,7 @@ class FeSEM(ServerCallback):
             leaves = [update.states[name].flatten(1) for name in federation.layout.parameters]
             points[update.clients.cpu(), :-1] = torch.cat(leaves, dim=1).cpu().double()
             points[update.clients.cpu(), -1] = 1
-        points = all_reduce(points, dist.ReduceOp.SUM)
+        points = all_sum(points)
         answered = points[:, -1] > 0
         if answered.sum() < self.num_clusters:
             return  # too few answered: the next round tries again
@@ -192,7 +194,7 @@ class FeSEM(ServerCallback):
             self._assign(update, clusters[update.clients.cpu()].to(update.clients.device))
         means = self._reduce()
         for k in range(self.num_clusters):
-            federation.set_server_state(k, means[k])
+            federation.server.replace(k, means[k])
         self.initialized = True
 
     def _kmeans(self, points: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ class ServerCallback(L.Callback):
     - :meth:`personalize` gives the model by which each client is judged.
 
     State that a resumed run needs goes into ``state_dict`` and ``load_state_dict``, which Lightning
-    calls; partial sums are added up over ranks before they are used (:class:`pflight.state.WeightedMean`).
+    calls. Partial sums are added up over ranks before they are used, as
+    :class:`pflight.state.WeightedMean` does it.
 
     Args:
         buffers: What becomes of buffers such as BatchNorm's statistics: ``"shared"`` averages them
@@ -61,7 +62,7 @@ class ServerCallback(L.Callback):
         The federation knows the client's layout, the data and the number of clients here. Raise
         :class:`~pflight.errors.ConfigurationError` for options that don't fit them.
         """
-        federation.add_server_models(1)
+        federation.server.add(1)
         if self.buffers == "local":
             self.private = frozenset(federation.layout.buffers)
 
@@ -85,7 +86,7 @@ class ServerCallback(L.Callback):
         It is laid over what the client kept, and counted as traffic. By default the first server
         model, as a view.
         """
-        return self.federation.server_state(0, self.sent_names, len(clients))
+        return self.federation.server.expand(0, self.sent_names, len(clients))
 
     def receive(self, updates: ClientUpdates) -> None:
         """Fold the updates of a chunk of clients into partial sums."""
@@ -101,6 +102,12 @@ class ServerCallback(L.Callback):
         By default what the server sends, laid over what the client kept.
         """
         return self.federation.lay_over(clients, self.broadcast(clients))
+
+    @property
+    def personalizes(self) -> bool:
+        """Whether a client may be judged by another model than what the server sends."""
+        overridden = type(self).personalize is not ServerCallback.personalize
+        return overridden or bool(self.private)
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the bytes sent to the clients ``[C]`` in all, by default those of ``sent``."""

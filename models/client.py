@@ -22,8 +22,8 @@ class ClientModule(L.LightningModule):
     An algorithm's client half is a subclass with another :meth:`loss`. Inside a federation the
     module is told, before it trains, what the server sent (:attr:`anchor`), what this client kept
     from earlier rounds (:attr:`memory`), and three scalars (:attr:`num_samples`,
-    :attr:`mean_samples`, :attr:`seen`). None of these is a parameter or appears in ``state_dict()``;
-    a module without an anchor, as in centralized training, has a zero penalty.
+    :attr:`mean_samples`, :attr:`seen`). None of these is a parameter or part of ``state_dict()``. A
+    module without an anchor, as in centralized training, has a zero penalty.
 
     Args:
         network: Maps a batch of inputs ``[batch, ...]`` to logits ``[batch, num_classes]``.

@@ -31,7 +31,7 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target, syncs, and replaces: the previous file is whole until the new one is."""
+    """Writes beside the target, syncs, and replaces: there is always a whole file to go on from."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None

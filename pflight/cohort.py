@@ -84,7 +84,9 @@ class CohortSampler:
     ) -> None:
         check_cohort_options(size, participation, sampling, availability, dropout)
         if len(clients) == 0:
-            raise ConfigurationError("no client has training samples, so no cohort can be drawn")
+            raise ConfigurationError(
+                "no client can train: all are held out or without training samples"
+            )
         if size is not None and size > len(clients):
             raise ConfigurationError(
                 f"cohort_size is {size}, but only {len(clients)} clients can be sampled"

@@ -1,59 +1,122 @@
-"""Which models are judged, and the tags under which their quality is logged."""
+"""Which models of a client are judged, and the tags under which their quality is logged."""
 
 from __future__ import annotations
 
+import warnings
+from typing import TYPE_CHECKING, Literal
+
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
+from .distributed import owned
 from .engines import Evaluation
-from .metrics import ClientMetrics, F1Average
+from .errors import ConfigurationError
+from .metrics import ClientMetrics
+from .randomness import Purpose
 
-USED = ""
-"""Tag prefix of the model that a client would use."""
-SERVER = "server/"
-"""Tag prefix of the model that the server would send it."""
-FINETUNED = "finetuned/"
-"""Tag prefix of that model after fine-tuning."""
+if TYPE_CHECKING:
+    from .federation import Federation
+
+Judged = Literal["", "server/", "finetuned/"]
+"""Tag prefixes: the model that a client would use, what the server would send it, and the former
+after fine-tuning, where there is any."""
 
 
 class Evaluator:
-    """Gathers the quality of several models of every client over one pass through the data.
+    """Judges the models of all clients in one pass over their samples of a split.
 
     Args:
-        models: The tag prefixes of the models that are judged.
-        num_clients: Number of clients.
-        num_classes: Number of classes.
-        f1_average: As in :class:`~pflight.metrics.ClientMetrics`.
-        device: Where the outputs come from.
+        federation: Whose clients are judged.
+        split: ``"val"`` or ``"test"``; also the prefix of the tags.
     """
 
-    def __init__(
-        self,
-        models: tuple[str, ...],
-        num_clients: int,
-        num_classes: int,
-        f1_average: F1Average,
-        device: torch.device,
-    ) -> None:
-        self._metrics = {
-            model: ClientMetrics(num_clients, num_classes, f1_average=f1_average).to(device)
-            for model in models
-        }
+    def __init__(self, federation: Federation, split: Literal["val", "test"]) -> None:
+        self.federation = federation
+        self.split = split
+        models: tuple[Judged, ...] = ("", "server/")
+        if federation.finetune_epochs:
+            models += ("finetuned/",)
+        with torch.inference_mode(False):
+            self._metrics = {
+                model: ClientMetrics(
+                    federation.num_clients,
+                    federation.client.num_classes,
+                    f1_average=federation.f1_average,
+                ).to(federation.device)
+                for model in models
+            }
 
-    def add(self, model: str, outputs: Evaluation) -> None:
-        """Count the outputs of one model of some clients."""
-        self._metrics[model].update(
-            outputs.clients, outputs.logits.argmax(dim=1), outputs.targets, outputs.losses
-        )
+    def judge(self, clients: Tensor) -> None:
+        """Run all models of those of the clients ``[C]`` that this rank owns."""
+        federation = self.federation
+        callback, engine = federation.attached_callback, federation.attached_engine
+        clients = owned(clients)
+        if not len(clients):
+            return
+        states = federation.complete(clients, callback.broadcast(clients))
+        outputs = engine.evaluate(clients, states, self.split)
+        self._add("server/", outputs)
+        if callback.personalizes:
+            states = callback.personalize(clients)
+            outputs = engine.evaluate(clients, states, self.split)
+        if federation.finetune_epochs:
+            outputs = engine.evaluate(clients, finetune(federation, clients, states), self.split)
+            self._add("finetuned/", outputs)
+        self._add("", outputs)
 
-    def means(self, prefix: str, clients: Tensor) -> dict[str, float]:
-        """Return ``{prefix}/{model}{metric}`` over some clients ``[C]``, those of all ranks."""
+    def means(self) -> dict[str, float]:
+        """Return all metrics by tag, over the clients of all ranks, newcomers apart as ``new/``."""
+        newcomers = self.federation.attached_data.new_clients
+        everyone = torch.arange(self.federation.num_clients)
+        groups = {"": everyone[~torch.isin(everyone, newcomers)]}
+        if self.split == "test" and len(newcomers):
+            groups["new/"] = newcomers
         return {
-            f"{prefix}/{model}{name}": value.item()
+            f"{self.split}/{group}{model}{name}": value.item()
+            for group, clients in groups.items()
             for model, metrics in self._metrics.items()
             for name, value in metrics.compute(clients).items()
         }
 
-    def per_client(self, model: str = USED) -> dict[str, Tensor]:
-        """Return every client's ``acc``, ``f1``, ``loss`` and ``num_samples``, each ``[num_clients]``."""
+    def per_client(self, model: Judged = "") -> dict[str, Tensor]:
+        """Return every client's ``acc``, ``f1``, ``loss`` and ``num_samples`` ``[num_clients]``."""
+        if model not in self._metrics:
+            raise ConfigurationError(f"no model {model!r} was judged, only {list(self._metrics)}")
         return {name: value.cpu() for name, value in self._metrics[model].per_client().items()}
+
+    def _add(self, model: Judged, outputs: Evaluation) -> None:
+        predictions = outputs.logits.argmax(dim=1)
+        self._metrics[model].update(outputs.clients, predictions, outputs.targets, outputs.losses)
+
+
+def used_models(federation: Federation, clients: Tensor) -> TensorDict:
+    """Return the model that each of the clients ``[C]`` would use, fine-tuned if so configured."""
+    states = federation.attached_callback.personalize(clients)
+    return finetune(federation, clients, states) if federation.finetune_epochs else states
+
+
+def finetune(federation: Federation, clients: Tensor, states: TensorDict) -> TensorDict:
+    """Return copies of the models ``[C]`` trained on the clients' training samples.
+
+    The loss is the task's alone: without an anchor, penalties vanish. A client whose training fails
+    keeps its model.
+    """
+    updates = federation.attached_engine.train(
+        clients,
+        states,
+        round_index=len(federation.history),
+        epochs=federation.finetune_epochs,
+        purpose=Purpose.FINETUNE,
+    )
+    for failure in updates.failures:
+        warnings.warn(
+            f"fine-tuning failed for client {failure.client}, which is judged without: "
+            f"{failure.reason}",
+            stacklevel=2,
+        )
+    if not updates.failures:
+        return updates.states
+    tuned = states.clone()
+    tuned[torch.isin(clients, updates.clients)] = updates.states
+    return tuned

@@ -12,10 +12,8 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,16 +21,19 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .callbacks import FedAvg, ServerCallback
 from .checkpoint import AtomicCheckpointIO, read_checkpoint
+from .checks import check_options, check_record, check_trainer
 from .datamodules import FederatedDataModule
+from .distributed import gather, gather_to_first, owned
 from .engines import ClientFailure, ClientUpdates, Evaluation, SequentialEngine
 from .errors import ConfigurationError
-from .evaluation import FINETUNED, SERVER, USED, Evaluator
-from .history import Round, dump_history, load_history
+from .evaluation import Evaluator, Judged, used_models
+from .history import Round, add_logs, dump_history, load_history, traffic
 from .memory import ClientMemory
 from .metrics import F1Average
 from .models import ClientModule
 from .randomness import Purpose, derive_seed, isolated, seed_everything
-from .state import StateLayout, StateModule, expand_state, state_bytes
+from .server import ServerModels
+from .state import StateLayout, state_bytes
 
 _CHUNK_BYTES = 64 * 2**20  # a chunk of updates takes about this much memory
 _PRIVATE = "private"  # the memory slot of entries that never travel
@@ -61,7 +62,7 @@ class Federation(L.LightningModule):
         server_optimizer: Builds the server optimizer from the server's parameters; by default the
             callback's own, SGD with step 1 for FedAvg.
         server_scheduler: Builds a learning-rate scheduler of the server optimizer, stepped once a
-            round; ``ReduceLROnPlateau`` watches ``val/macro_acc``, or its ``monitor`` if it has one.
+            round; a ``ReduceLROnPlateau`` watches its ``monitor``, or else ``val/macro_acc``.
         engine: How local training runs: ``"sequential"``, or ``"auto"`` to let pflight choose.
         on_client_error: ``"skip"`` leaves a client that raises or returns NaN out of its round and
             warns; ``"raise"`` stops the run.
@@ -109,7 +110,7 @@ class Federation(L.LightningModule):
             raise ConfigurationError(
                 f"client must be a pflight.models.ClientModule, got {type(client).__name__}"
             )
-        _check_options(local_epochs, local_steps, finetune_epochs, engine, on_client_error, seed)
+        check_options(local_epochs, local_steps, finetune_epochs, engine, on_client_error, seed)
         self.save_hyperparameters(ignore=["client", "server_optimizer", "server_scheduler"])
         self.automatic_optimization = False
         self.local_epochs = local_epochs
@@ -123,7 +124,7 @@ class Federation(L.LightningModule):
         # In a tuple, so that the template is no submodule: its parameters are not the server's.
         self._client = (copy.deepcopy(client),)
         self.layout = StateLayout.of(client)
-        self.server = nn.ModuleList()
+        self.server = ServerModels(self.layout)
         self.callback: ServerCallback | None = None
         self.memory = ClientMemory()
         self.history: list[Round] = []
@@ -144,15 +145,13 @@ class Federation(L.LightningModule):
 
     def server_states(self) -> list[dict[str, Tensor]]:
         """Return the server's models, each as in ``client.state_dict()``."""
-        return [_copied(model.tensors()) for model in self.server]
+        return [_copied(self.server.tensors(k)) for k in range(len(self.server))]
 
-    def client_state(self, client: int, finetuned: bool | None = None) -> dict[str, Tensor]:
+    def client_state(self, client: int) -> dict[str, Tensor]:
         """Return the model that a client is judged by, as in ``client.state_dict()``.
 
-        Args:
-            client: The client's id.
-            finetuned: Whether to fine-tune it as in evaluation; by default if ``finetune_epochs``
-                says so. Fine-tuning needs the data, so a Trainer must have run the federation.
+        With ``finetune_epochs`` it is fine-tuned as in evaluation. This needs the client's data, so
+        a Trainer must have run this federation.
 
         Raises:
             ConfigurationError: For an unknown client, or before the federation has been set up.
@@ -162,10 +161,7 @@ class Federation(L.LightningModule):
             raise ConfigurationError(f"unknown client {client}: {known}")
         clients = torch.tensor([client], device=self.device)
         with self._server_work():
-            states = self._callback.personalize(clients)
-            if self.finetune_epochs > 0 if finetuned is None else finetuned:
-                states = self._finetune(clients, states)
-        return _copied(states[0])
+            return _copied(used_models(self, clients)[0])
 
     def client_module(self, client: int) -> ClientModule:
         """Return a client's own LightningModule: a new copy of the client with its weights."""
@@ -173,21 +169,20 @@ class Federation(L.LightningModule):
         module.load_state_dict(self.client_state(client))
         return module
 
-    def client_metrics(self, stage: str, model: str = "") -> dict[str, Tensor]:
-        """Return every client's ``acc``, ``f1``, ``loss`` and ``num_samples`` of the last evaluation.
-
-        Under several ranks all of them have to call it.
+    def client_metrics(self, split: str = "test", model: Judged = "") -> dict[str, Tensor]:
+        """Return every client's values of the last evaluation; all ranks have to call it.
 
         Args:
-            stage: ``"val"`` or ``"test"``.
+            split: ``"val"`` or ``"test"``.
             model: ``""`` for the model that a client uses, ``"server/"``, or ``"finetuned/"``.
 
         Returns:
-            Tensors ``[num_clients]``, NaN for clients without samples.
+            ``acc``, ``f1``, ``loss`` and ``num_samples``, tensors ``[num_clients]``; values are NaN
+            for clients without samples.
         """
-        if stage not in self._evaluators:
-            raise ConfigurationError(f"there has been no {stage!r} evaluation yet")
-        return self._evaluators[stage].per_client(model)
+        if split not in self._evaluators:
+            raise ConfigurationError(f"there has been no evaluation of {split!r} samples yet")
+        return self._evaluators[split].per_client(model)
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]
@@ -209,7 +204,7 @@ class Federation(L.LightningModule):
             **options: Arguments of :class:`Federation` to change.
 
         Raises:
-            ConfigurationError: If the file can't be read, or is of another architecture or callback.
+            ConfigurationError: If the file can't be read, or is of another network or callback.
         """
         checkpoint = read_checkpoint(checkpoint_path, map_location)
         saved = checkpoint.get("hyper_parameters", {})
@@ -227,62 +222,20 @@ class Federation(L.LightningModule):
 
     # What a server callback builds on
 
-    def add_server_models(self, count: int) -> None:
-        """Add ``count`` server models that start as the client module's weights."""
-        layout = self.layout
-        for _ in range(count):
-            self.server.append(StateModule(layout.template, parameters=layout.parameters))
-
-    def server_state(self, index: int, names: Iterable[str], count: int) -> TensorDict:
-        """Return entries of a server model for ``count`` clients, as a stack of views."""
-        return expand_state(self.server[index].tensors(names), count)
-
-    @torch.no_grad()
-    def set_server_state(self, index: int, state: Mapping[str, Tensor]) -> None:
-        """Set a server model outright, past the server optimizer."""
-        tensors = self.server[index].tensors()
-        if missing := [name for name in self.layout.parameters if name not in state]:
-            raise ConfigurationError(f"a server model was given without {missing[0]!r}")
-        for name, value in state.items():
-            if name not in tensors or tensors[name].shape != value.shape:
-                raise ConfigurationError(
-                    f"a server model was given {name!r} of shape {tuple(value.shape)}, which the "
-                    "client's network does not have"
-                )
-            tensors[name].copy_(value)
-
-    @torch.no_grad()
-    def pull(self, index: int, target: Mapping[str, Tensor], gradient: bool = False) -> None:
-        """Give a server model its pseudo-gradient and its new buffers.
-
-        Args:
-            index: Which server model.
-            target: The aggregate: the pseudo-gradient of each parameter is its distance to it, so
-                that SGD with step 1 goes all the way. Buffers are set to it.
-            gradient: The parameters' entries of ``target`` are gradients themselves.
-        """
-        tensors = self.server[index].tensors(target.keys())
-        for name, value in target.items():
-            tensor = tensors[name]
-            if isinstance(tensor, nn.Parameter):
-                tensor.grad = value.clone() if gradient else tensor - value
-            else:
-                tensor.copy_(value)
-
     @property
     def trainable_clients(self) -> Tensor:
         """Ids of the clients that may take part in a round, ascending."""
-        return self._attached_data.train_clients
+        return self.attached_data.train_clients
 
     @property
     def num_samples(self) -> Tensor:
         """Number of training samples of every client ``[num_clients]``."""
-        return self._attached_data.num_samples("train")
+        return self.attached_data.num_samples("train")
 
     def chunks(self, clients: Tensor) -> Iterator[Tensor]:
         """Split the clients that this rank owns into chunks whose models fit into memory."""
         size = max(1, _CHUNK_BYTES // max(1, self.layout.nbytes))
-        for chunk in self._owned(clients).split(size):
+        for chunk in owned(clients).split(size):
             if len(chunk):
                 yield chunk
 
@@ -297,10 +250,10 @@ class Federation(L.LightningModule):
     def client_gradients(
         self, clients: Tensor, sent: TensorDict, batches: int | None = None
     ) -> ClientUpdates:
-        """Return the clients' gradients at what they are sent, over all or some of their samples."""
+        """Return the clients' gradients at what they are sent, over all or some samples."""
 
         def gradients(ids: Tensor, states: TensorDict) -> ClientUpdates:
-            return self._attached_engine.gradients(
+            return self.attached_engine.gradients(
                 ids, states, round_index=self._round.index, batches=batches
             )
 
@@ -308,13 +261,20 @@ class Federation(L.LightningModule):
 
     def lay_over(self, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Return full states ``[C]``: what is sent, over what was kept, over the initial model."""
-        private = self._callback.private
-        absent = [name for name in self.layout.names if name not in sent.keys()]  # noqa: SIM118
-        base = self.server_state(0, absent, len(clients))
-        if private:
-            kept = self.server_state(0, [n for n in absent if n in private], len(clients))
-            base.update(self.memory.read(_PRIVATE, clients, kept))
-        return TensorDict({**base, **sent}, batch_size=[len(clients)])
+        private = self.attached_callback.private
+        if not private:
+            return self.complete(clients, sent)
+        initial = self.server.expand(0, private, len(clients))
+        kept = self.memory.read(_PRIVATE, clients, initial)
+        return self.complete(clients, TensorDict({**kept, **sent}, batch_size=[len(clients)]))
+
+    def complete(self, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return full states ``[C]``: what is sent, over the initial model's other entries."""
+        missing = [name for name in self.layout.names if name not in sent.keys()]  # noqa: SIM118
+        if not missing:
+            return sent
+        initial = self.server.expand(0, missing, len(clients))
+        return TensorDict({**initial, **sent}, batch_size=[len(clients)])
 
     def has_kept(self, clients: Tensor) -> Tensor:
         """Return a mask ``[C]`` of the clients that keep private entries from an earlier round."""
@@ -334,7 +294,7 @@ class Federation(L.LightningModule):
 
     def configure_callbacks(self) -> list[L.Callback]:
         """Check the Trainer's options and add FedAvg where there is no server callback."""
-        _check_trainer(self.trainer)
+        check_trainer(self.trainer)
         given = [c for c in self.trainer.callbacks if isinstance(c, ServerCallback)]
         if len(given) > 1:
             names = " and ".join(type(callback).__name__ for callback in given)
@@ -376,7 +336,7 @@ class Federation(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Return the server optimizer, with its scheduler if there is one."""
-        build = self.server_optimizer or self._callback.configure_optimizer
+        build = self.server_optimizer or self.attached_callback.configure_optimizer
         optimizer = build(list(self.server.parameters()))
         if self.server_scheduler is None:
             return optimizer
@@ -389,7 +349,7 @@ class Federation(L.LightningModule):
         self._round = Round(self.current_epoch, [])
         self._logs = {}
         with self._server_work():
-            self._callback.round(cohort)
+            self.attached_callback.round(cohort)
         self._end_round()
         optimizer.step()
 
@@ -405,77 +365,75 @@ class Federation(L.LightningModule):
 
     def on_fit_end(self) -> None:
         """Give every rank the whole client memory, so that any of them can be asked."""
-        self.memory.load_state_dict(_merge(_gather(self.memory.state_dict())))
+        self.memory.load_state_dict(_merge(gather(self.memory.state_dict())))
 
     def on_validation_epoch_start(self) -> None:
         """Start to judge all clients on their validation samples."""
-        self._start_evaluation("val")
+        self._evaluators["val"] = Evaluator(self, "val")
 
     def validation_step(self, clients: Tensor, batch_idx: int) -> None:
         """Judge a chunk of clients ``[C]`` on their validation samples."""
-        self._evaluate(clients, "val")
+        with self._server_work():
+            self._evaluators["val"].judge(clients)
 
     def on_validation_epoch_end(self) -> None:
         """Log the means over clients."""
-        self._log_evaluation("val", self._evaluators["val"].means("val", self._known_clients))
+        values = self._evaluators["val"].means()
+        self._log(values, prog_bar=("val/macro_acc", "val/micro_acc"))
+        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking and self.history:
+            self.history[-1].metrics.update(values)
 
     def on_test_epoch_start(self) -> None:
         """Start to judge all clients on their test samples."""
-        self._start_evaluation("test")
+        self._evaluators["test"] = Evaluator(self, "test")
 
     def test_step(self, clients: Tensor, batch_idx: int) -> None:
         """Judge a chunk of clients ``[C]`` on their test samples."""
-        self._evaluate(clients, "test")
+        with self._server_work():
+            self._evaluators["test"].judge(clients)
 
     def on_test_epoch_end(self) -> None:
         """Log the means over clients, those that were held out of training apart."""
-        evaluator = self._evaluators["test"]
-        values = evaluator.means("test", self._known_clients)
-        newcomers = self._attached_data.new_clients
-        if len(newcomers):
-            values.update(evaluator.means("test/new", newcomers))
-        self._log_evaluation("test", values)
+        self._log(self._evaluators["test"].means(), prog_bar=("test/macro_acc", "test/micro_acc"))
 
     def predict_step(self, clients: Tensor, batch_idx: int) -> Evaluation:
         """Return the outputs of a chunk of clients ``[C]`` on their test samples."""
+        clients = owned(clients)
         with self._server_work():
-            clients = self._owned(clients)
-            states = self._used_models(clients, self._callback.personalize(clients))
-            outputs = self._attached_engine.evaluate(clients, states, "test")
+            states = used_models(self, clients)
+            outputs = self.attached_engine.evaluate(clients, states, "test")
         return Evaluation(*(values.cpu() for values in outputs))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what a resumed run needs, as tensors and primitives."""
         checkpoint["pflight"] = {
-            "version": 1,
-            "callback": type(self._callback).__name__,
-            "num_clients": self.num_clients,
-            "server_models": len(self.server),
-            "layout": self.layout.describe(),
+            **self._record(),
             "history": dump_history(self.history),
-            "memory": _merge(_gather(self.memory.state_dict(), to_all=False)),
+            "memory": _merge(gather_to_first(self.memory.state_dict())),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check that a checkpoint fits, and take over history and this rank's client memory."""
         record = checkpoint.get("pflight")
-        if record is None:
-            raise ConfigurationError("the checkpoint is not one of a federation")
-        _check_fits("callback", record["callback"], type(self._callback).__name__)
-        _check_fits("number of clients", record["num_clients"], self.num_clients)
-        _check_fits("number of server models", record["server_models"], len(self.server))
-        for name, tensor in self.layout.describe().items():
-            _check_fits(f"network's {name}", record["layout"].get(name, "nothing"), tensor)
-        for name in record["layout"].keys() - self.layout.template.keys():
-            _check_fits(f"network's {name}", record["layout"][name], "nothing")
+        check_record(record, self._record())
         self.history = load_history(record["history"])
-        owned = self._owned(torch.arange(self.num_clients)).tolist()
-        self.memory.load_state_dict(record["memory"], owned=set(owned))
+        mine = owned(torch.arange(self.num_clients)).tolist()
+        self.memory.load_state_dict(record["memory"], owned=set(mine))
 
     # Setting up
 
+    def _record(self) -> dict[str, Any]:
+        """Return what a checkpoint must agree with."""
+        return {
+            "callback": type(self.attached_callback).__name__,
+            "num_clients": self.num_clients,
+            "server_models": len(self.server),
+            "layout": self.layout.describe(),
+        }
+
     @property
-    def _callback(self) -> ServerCallback:
+    def attached_callback(self) -> ServerCallback:
+        """The server callback that set this federation up; an error before that."""
         if self.callback is None:
             raise ConfigurationError(
                 "the federation has no server yet: run it with a Trainer, or load a checkpoint"
@@ -483,13 +441,15 @@ class Federation(L.LightningModule):
         return self.callback
 
     @property
-    def _attached_data(self) -> FederatedDataModule:
+    def attached_data(self) -> FederatedDataModule:
+        """The data of the Trainer that runs this federation; an error without one."""
         if self._data is None:
             raise ConfigurationError("the federation has no data yet: run it with a Trainer")
         return self._data
 
     @property
-    def _attached_engine(self) -> SequentialEngine:
+    def attached_engine(self) -> SequentialEngine:
+        """What trains the clients; an error before a Trainer has run this federation."""
         if self._engine is None:
             raise ConfigurationError("local training needs the data: run it with a Trainer")
         return self._engine
@@ -507,11 +467,6 @@ class Federation(L.LightningModule):
             vars(callback).update(vars(self.callback))  # what was trained goes on
         self.callback = callback
 
-    def _owned(self, clients: Tensor) -> Tensor:
-        if not (dist.is_available() and dist.is_initialized()):
-            return clients
-        return clients[clients % dist.get_world_size() == dist.get_rank()]
-
     # A round
 
     @contextmanager
@@ -528,7 +483,7 @@ class Federation(L.LightningModule):
             yield
 
     def _train(self, clients: Tensor, starts: TensorDict) -> ClientUpdates:
-        return self._attached_engine.train(
+        return self.attached_engine.train(
             clients,
             starts,
             round_index=self._round.index,
@@ -543,19 +498,17 @@ class Federation(L.LightningModule):
         sent: TensorDict,
         work: Callable[[Tensor, TensorDict], ClientUpdates],
     ) -> ClientUpdates:
-        current, callback = self._round, self._callback
+        current, callback = self._round, self.attached_callback
         current.clients += clients.tolist()
         current.bytes_down += callback.bytes_down(clients, sent)
         starts = self.lay_over(clients, sent)
-        answers = self._attached_data.cohorts.answers(current.index, clients.cpu())
+        answers = self.attached_data.cohorts.answers(current.index, clients.cpu())
         current.failed += clients[~answers].tolist()
         if not answers.all():
             clients, starts = clients[answers], starts[answers]
         updates = work(clients, starts)
         self._note_failures(updates.failures)
-        for name, (total, samples) in updates.logs.items():
-            so_far = self._logs.get(name, (0.0, 0))
-            self._logs[name] = (so_far[0] + total, so_far[1] + samples)
+        add_logs(self._logs, updates.logs)
         if callback.private:
             private = updates.states.select(*callback.private)
             self.memory.write(_PRIVATE, updates.clients, private)
@@ -573,37 +526,9 @@ class Federation(L.LightningModule):
 
     def _end_round(self) -> None:
         """Combine the round's record over ranks, and log it."""
-        current = self._round
-        mine = {
-            "clients": current.clients,
-            "failed": current.failed,
-            "bytes": (current.bytes_down, current.bytes_up),
-            "logs": {name: (float(total), n) for name, (total, n) in self._logs.items()},
-        }
-        ranks = _gather(mine)
-        current.clients = sorted(client for rank in ranks for client in rank["clients"])
-        current.failed = sorted(client for rank in ranks for client in rank["failed"])
-        current.bytes_down, current.bytes_up = (
-            sum(rank["bytes"][way] for rank in ranks) for way in (0, 1)
-        )
-        for name in sorted({name for rank in ranks for name in rank["logs"]}):
-            sums = [rank["logs"][name] for rank in ranks if name in rank["logs"]]
-            mean = sum(total for total, _ in sums) / sum(samples for _, samples in sums)
-            current.metrics[name] = mean
-        self.history.append(current)
-        current.metrics |= {
-            "clients/sampled": len(current.clients),
-            "clients/failed": len(current.failed),
-            "communication/bytes_down": current.bytes_down,
-            "communication/bytes_up": current.bytes_up,
-            "communication/total_bytes_down": self._total("bytes_down"),
-            "communication/total_bytes_up": self._total("bytes_up"),
-        }
-        self._log(current.metrics)
-
-    def _total(self, field: str) -> float:
-        before = self.history[-2].metrics[f"communication/total_{field}"] if self.history[1:] else 0
-        return before + getattr(self.history[-1], field)
+        self._round.combine_ranks(self._logs)
+        self.history.append(self._round)
+        self._log(self._round.metrics | traffic(self.history))
 
     def _log(self, values: Mapping[str, float], prog_bar: Iterable[str] = ()) -> None:
         shown = set(prog_bar)
@@ -618,90 +543,9 @@ class Federation(L.LightningModule):
                 sync_dist=self.trainer.world_size > 1,  # the values are equal already
             )
 
-    # Evaluation
-
-    @property
-    def _known_clients(self) -> Tensor:
-        known = torch.ones(self.num_clients, dtype=torch.bool)
-        known[self._attached_data.new_clients] = False
-        return known.nonzero().flatten()
-
-    def _start_evaluation(self, stage: str) -> None:
-        models = (USED, SERVER, FINETUNED) if self.finetune_epochs else (USED, SERVER)
-        classes = self.client.num_classes
-        with torch.inference_mode(False):
-            self._evaluators[stage] = Evaluator(
-                models, self.num_clients, classes, self.f1_average, self.device
-            )
-
-    def _evaluate(self, clients: Tensor, stage: str) -> None:
-        evaluator, engine, callback = self._evaluators[stage], self._attached_engine, self._callback
-        clients = self._owned(clients)
-        if not len(clients):
-            return
-        with self._server_work():
-            sent = callback.broadcast(clients)
-            server = TensorDict(
-                {**self.server_state(0, self.layout.names, len(clients)), **sent}, [len(clients)]
-            )
-            outputs = engine.evaluate(clients, server, stage)
-            evaluator.add(SERVER, outputs)
-            overridden = type(callback).personalize is not ServerCallback.personalize
-            if overridden or callback.private:
-                personal = callback.personalize(clients)
-                outputs = engine.evaluate(clients, personal, stage)
-            else:
-                personal = server
-            if self.finetune_epochs:
-                outputs = engine.evaluate(clients, self._finetune(clients, personal), stage)
-                evaluator.add(FINETUNED, outputs)
-            evaluator.add(USED, outputs)
-
-    def _used_models(self, clients: Tensor, personal: TensorDict) -> TensorDict:
-        return self._finetune(clients, personal) if self.finetune_epochs else personal
-
-    def _finetune(self, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Return copies of the models after fine-tuning on the clients' training samples."""
-        updates = self._attached_engine.train(
-            clients,
-            states,
-            round_index=len(self.history),
-            epochs=max(1, self.finetune_epochs),
-            purpose=Purpose.FINETUNE,
-        )
-        for failure in updates.failures:
-            warnings.warn(
-                f"fine-tuning failed for client {failure.client}: {failure.reason}; "
-                "it is judged without",
-                stacklevel=2,
-            )
-        if not updates.failures:
-            return updates.states
-        tuned = states.clone()
-        tuned[torch.isin(clients, updates.clients)] = updates.states
-        return tuned
-
-    def _log_evaluation(self, stage: str, values: dict[str, float]) -> None:
-        self._log(values, prog_bar=(f"{stage}/macro_acc", f"{stage}/micro_acc"))
-        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking and self.history:
-            self.history[-1].metrics.update(values)
-
 
 def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in state.items()}
-
-
-def _gather(value: Any, to_all: bool = True) -> list[Any]:
-    """Return the values of all ranks, in order; without ``to_all`` only rank 0 gets them all."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    values = [None] * dist.get_world_size()
-    if to_all:
-        dist.all_gather_object(values, value)
-        return values
-    first = dist.get_rank() == 0
-    dist.gather_object(value, values if first else None)
-    return values if first else [value]
 
 
 def _merge(memories: list[dict[str, dict[int, Any]]]) -> dict[str, dict[int, Any]]:
@@ -714,71 +558,3 @@ def _merge(memories: list[dict[str, dict[int, Any]]]) -> dict[str, dict[int, Any
                 if client not in kept or client % len(memories) == rank:
                     kept[client] = state
     return merged
-
-
-def _check_fits(what: str, saved: object, here: object) -> None:
-    if saved != here:
-        raise ConfigurationError(
-            f"the checkpoint does not fit: its {what} is {saved}, here it is {here}"
-        )
-
-
-def _check_options(
-    local_epochs: int,
-    local_steps: int | None,
-    finetune_epochs: int,
-    engine: str,
-    on_client_error: str,
-    seed: int,
-) -> None:
-    if local_epochs < 1:
-        raise ConfigurationError(f"local_epochs must be at least 1, got {local_epochs}")
-    if local_steps is not None and local_steps < 1:
-        raise ConfigurationError(f"local_steps must be at least 1, got {local_steps}")
-    if finetune_epochs < 0:
-        raise ConfigurationError(f"finetune_epochs must not be negative, got {finetune_epochs}")
-    if engine not in ("auto", "sequential"):
-        raise ConfigurationError(f"engine must be 'auto' or 'sequential', got {engine!r}")
-    if on_client_error not in ("skip", "raise"):
-        raise ConfigurationError(
-            f"on_client_error must be 'skip' or 'raise', got {on_client_error!r}"
-        )
-    if seed < 0:
-        raise ConfigurationError(f"seed must not be negative, got {seed}")
-
-
-def _check_trainer(trainer: L.Trainer) -> None:
-    """Refuse what has no meaning for a federation, naming what to use instead."""
-    if trainer.gradient_clip_val is not None:
-        raise ConfigurationError(
-            "gradient_clip_val is an option of the client, not of the Trainer: set it in "
-            "ClientModule(gradient_clip_val=...) (--model.client.init_args.gradient_clip_val)"
-        )
-    if trainer.accumulate_grad_batches != 1:
-        raise ConfigurationError(
-            "accumulate_grad_batches has no meaning for rounds: set the data's batch_size, or "
-            "accumulate in a client with manual optimization"
-        )
-    for name in (
-        "limit_train_batches",
-        "limit_val_batches",
-        "limit_test_batches",
-        "limit_predict_batches",
-        "overfit_batches",
-    ):
-        limit = getattr(trainer, name)
-        if isinstance(limit, float) and limit not in (0.0, 1.0):
-            raise ConfigurationError(
-                f"{name}={limit} is a fraction, but a batch is a cohort: give an integer, or set "
-                "the data's cohort_size or participation"
-            )
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise ConfigurationError(
-            f"precision {trainer.precision} scales gradients, which a federation's pseudo-gradients "
-            "can't bear: use bf16-mixed"
-        )
-    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
-        raise ConfigurationError(
-            f"a federation runs on one device or with strategy ddp, not with "
-            f"{type(trainer.strategy).__name__}"
-        )

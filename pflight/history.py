@@ -7,6 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from .distributed import gather
+
+Logs = dict[str, tuple[Tensor, int]]
+"""What clients logged: name to (sum over samples, number of samples)."""
 
 
 @dataclass
@@ -28,6 +34,46 @@ class Round:
     bytes_down: int = 0
     bytes_up: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+
+    def combine_ranks(self, logs: Logs) -> None:
+        """Combine this round over all ranks, and add what the clients logged to the metrics."""
+        mine = {
+            "clients": self.clients,
+            "failed": self.failed,
+            "bytes_down": self.bytes_down,
+            "bytes_up": self.bytes_up,
+            "logs": {name: (float(total), samples) for name, (total, samples) in logs.items()},
+        }
+        ranks = gather(mine)
+        self.clients = sorted(client for rank in ranks for client in rank["clients"])
+        self.failed = sorted(client for rank in ranks for client in rank["failed"])
+        self.bytes_down = sum(rank["bytes_down"] for rank in ranks)
+        self.bytes_up = sum(rank["bytes_up"] for rank in ranks)
+        combined: dict[str, tuple[float, int]] = {}
+        for rank in ranks:
+            add_logs(combined, rank["logs"])
+        self.metrics |= {name: total / samples for name, (total, samples) in combined.items()}
+        self.metrics["clients/sampled"] = len(self.clients)
+        self.metrics["clients/failed"] = len(self.failed)
+
+
+def add_logs(into: Logs, logs: Logs) -> None:
+    """Add sums over samples, by name, to those so far."""
+    for name, (total, samples) in logs.items():
+        if name in into:
+            total, samples = into[name][0] + total, into[name][1] + samples
+        into[name] = (total, samples)
+
+
+def traffic(history: list[Round]) -> dict[str, int]:
+    """Return the bytes of the last round and of all rounds, by tag."""
+    last = history[-1]
+    return {
+        "communication/bytes_down": last.bytes_down,
+        "communication/bytes_up": last.bytes_up,
+        "communication/total_bytes_down": sum(entry.bytes_down for entry in history),
+        "communication/total_bytes_up": sum(entry.bytes_up for entry in history),
+    }
 
 
 def dump_history(history: Iterable[Round]) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ def derive_seed(purpose: Purpose, *keys: int) -> int:
 
 
 def generator(purpose: Purpose, *keys: int) -> torch.Generator:
-    """Return a CPU generator keyed by ``purpose`` and integers such as ``(seed, round, client)``."""
+    """Return a CPU generator keyed by a purpose and integers such as ``(seed, round, client)``."""
     return torch.Generator().manual_seed(derive_seed(purpose, *keys))
 
 

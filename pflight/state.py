@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
+
+from .distributed import all_max, all_sum
 
 
 class StateModule(nn.Module):
@@ -148,7 +148,8 @@ class WeightedMean:
 
     Example:
         >>> mean = WeightedMean({"w": torch.zeros(2)})
-        >>> mean.add(TensorDict({"w": torch.tensor([[1.0, 1.0], [4.0, 4.0]])}, [2]), torch.tensor([1.0, 2.0]))
+        >>> states = TensorDict({"w": torch.tensor([[1.0, 1.0], [4.0, 4.0]])}, [2])
+        >>> mean.add(states, weights=torch.tensor([1.0, 2.0]))
         >>> mean.compute()["w"]
         tensor([[3., 3.]])
     """
@@ -169,7 +170,7 @@ class WeightedMean:
         self._dtypes = {name: value.dtype for name, value in like.items()}
 
     def add(self, states: TensorDict, weights: Tensor, groups: Tensor | None = None) -> None:
-        """Add ``C`` states with weights ``[C]`` to the groups ``[C]`` (all to the first if None)."""
+        """Add ``C`` states with weights ``[C]`` to groups ``[C]``, or all to the first."""
         weights = weights.to(self.weights)
         if groups is None:
             groups = torch.zeros(len(weights), dtype=torch.long, device=weights.device)
@@ -185,27 +186,17 @@ class WeightedMean:
     def all_reduce(self) -> None:
         """Add up the sums of all ranks; every rank has to call it."""
         for total in (self.weights, *self.sums.values()):
-            all_reduce(total, dist.ReduceOp.SUM)
+            all_sum(total)
         for maximum in self.maxima.values():
-            all_reduce(maximum, dist.ReduceOp.MAX)
+            all_max(maximum)
 
     def compute(self) -> TensorDict:
-        """Return the means ``[groups]``; rows of zero weight are meaningless."""
+        """Return the means ``[groups]``; a group of zero weight has no meaningful mean."""
         means = {}
         for name, total in self.sums.items():
-            mean = total / self.weights.to(total.dtype).view(-1, *[1] * (total.dim() - 1))
-            means[name] = mean.to(self._dtypes[name])
+            weights = self.weights.to(total.dtype).view(-1, *[1] * (total.dim() - 1))
+            means[name] = (total / weights).to(self._dtypes[name])
         return TensorDict({**means, **self.maxima}, batch_size=[len(self.weights)])
-
-
-def all_reduce(tensor: Tensor, op: Any) -> Tensor:
-    """Combine a tensor over all ranks, in place; with one process it stays as it is."""
-    if dist.is_available() and dist.is_initialized():
-        on_gpu = dist.get_backend() == "nccl" and not tensor.is_cuda
-        moved = tensor.cuda() if on_gpu else tensor
-        dist.all_reduce(moved, op=op)
-        tensor.copy_(moved)
-    return tensor
 
 
 def stack_states(states: Iterable[Mapping[str, Tensor]]) -> TensorDict:

@@ -17,6 +17,7 @@ from torch.optim import LBFGS
 
 from pflight.datamodules import FederatedDataModule
 from pflight.errors import ConfigurationError
+from pflight.history import Logs, add_logs
 from pflight.models import ClientModule
 from pflight.randomness import Purpose, derive_seed, seed_everything
 from pflight.state import StateLayout, StateModule, state_tensors
@@ -143,7 +144,7 @@ class SequentialEngine:
         ]
         rows: list[int] = []
         failures: list[ClientFailure] = []
-        logs: dict[str, tuple[Tensor, int]] = {}
+        logs: Logs = {}
         for row, client in enumerate(clients.tolist()):
             seed_everything(derive_seed(purpose, self.seed, round_index, client), self.device)
             try:
@@ -159,7 +160,7 @@ class SequentialEngine:
             with torch.no_grad():
                 torch._foreach_copy_([result[row] for result in results], tensors)
             rows.append(row)
-            _add_logs(logs, self.trainer.logs)
+            add_logs(logs, self.trainer.logs)
         states = TensorDict(
             dict(zip(self.layout.names, results, strict=True)), batch_size=[len(clients)]
         )
@@ -298,8 +299,8 @@ class SequentialEngine:
             ) from error
         if tuple(logits.shape) != expected:
             raise ConfigurationError(
-                f"the network gives outputs of shape {tuple(logits.shape)} for {expected[0]} samples"
-                f" of {expected[1]} classes; it must give {expected}"
+                f"the network gives outputs of shape {tuple(logits.shape)} for {expected[0]} "
+                f"samples of {expected[1]} classes; it must give {expected}"
             )
 
     @torch.no_grad()
@@ -395,13 +396,6 @@ class SequentialEngine:
     def _forward_context(self) -> AbstractContextManager[None]:
         plain = type(self.precision) is Precision
         return nullcontext() if plain else self.precision.forward_context()
-
-
-def _add_logs(into: dict[str, tuple[Tensor, int]], logs: dict[str, tuple[Tensor, int]]) -> None:
-    for name, (total, samples) in logs.items():
-        if name in into:
-            total, samples = into[name][0] + total, into[name][1] + samples
-        into[name] = (total, samples)
 
 
 def _finite_rows(states: TensorDict) -> list[bool]:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from tensordict import TensorDict
 from torch import Tensor
 
+from pflight.history import Logs
+
 
 @dataclass(frozen=True)
 class ClientFailure:
@@ -35,7 +37,7 @@ class ClientUpdates:
     states: TensorDict
     num_samples: Tensor
     failures: list[ClientFailure] = field(default_factory=list)
-    logs: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
+    logs: Logs = field(default_factory=dict)
 
 
 class Evaluation(NamedTuple):

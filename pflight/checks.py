@@ -1,0 +1,92 @@
+"""What a federation refuses before it starts, with what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from .errors import ConfigurationError
+
+
+def check_options(
+    local_epochs: int,
+    local_steps: int | None,
+    finetune_epochs: int,
+    engine: str,
+    on_client_error: str,
+    seed: int,
+) -> None:
+    """Raise unless the options of a federation are in range."""
+    if local_epochs < 1:
+        raise ConfigurationError(f"local_epochs must be at least 1, got {local_epochs}")
+    if local_steps is not None and local_steps < 1:
+        raise ConfigurationError(f"local_steps must be at least 1, got {local_steps}")
+    if finetune_epochs < 0:
+        raise ConfigurationError(f"finetune_epochs must not be negative, got {finetune_epochs}")
+    if engine not in ("auto", "sequential"):
+        raise ConfigurationError(f"engine must be 'auto' or 'sequential', got {engine!r}")
+    if on_client_error not in ("skip", "raise"):
+        raise ConfigurationError(
+            f"on_client_error must be 'skip' or 'raise', got {on_client_error!r}"
+        )
+    if seed < 0:
+        raise ConfigurationError(f"seed must not be negative, got {seed}")
+
+
+def check_trainer(trainer: L.Trainer) -> None:
+    """Raise on Trainer options that have no meaning for a federation."""
+    if trainer.gradient_clip_val is not None:
+        raise ConfigurationError(
+            "gradient_clip_val is an option of the client, not of the Trainer: set it in "
+            "ClientModule(gradient_clip_val=...) (--model.client.init_args.gradient_clip_val)"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigurationError(
+            "accumulate_grad_batches has no meaning for rounds: set the data's batch_size, or "
+            "accumulate in a client with manual optimization"
+        )
+    for name in ("train", "val", "test", "predict"):
+        _check_limit(f"limit_{name}_batches", getattr(trainer, f"limit_{name}_batches"))
+    _check_limit("overfit_batches", trainer.overfit_batches)
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ConfigurationError(
+            f"precision {trainer.precision} scales gradients, which the server's pseudo-gradients "
+            "can't bear: use bf16-mixed"
+        )
+    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+        raise ConfigurationError(
+            "a federation runs on one device or with strategy ddp, not with "
+            f"{type(trainer.strategy).__name__}"
+        )
+
+
+def check_record(record: Mapping[str, Any] | None, here: Mapping[str, Any]) -> None:
+    """Raise unless a checkpoint's record of a federation agrees with the federation at hand.
+
+    Args:
+        record: What the checkpoint says, ``None`` if it says nothing.
+        here: What the federation says: ``callback``, ``num_clients``, ``server_models`` and
+            ``layout``, a mapping from the names of the network's tensors to shape and dtype.
+    """
+    if record is None:
+        raise ConfigurationError("the checkpoint is not one of a federation")
+    saved = {**record, **record["layout"]}
+    wanted = {**here, **here["layout"]}
+    for name in sorted(saved.keys() | wanted.keys()):
+        if name in ("callback", "num_clients", "server_models") or "." in name:
+            then, now = saved.get(name, "nothing"), wanted.get(name, "nothing")
+            if then != now:
+                raise ConfigurationError(
+                    f"the checkpoint does not fit: its {name} is {then}, here it is {now}"
+                )
+
+
+def _check_limit(name: str, limit: float) -> None:
+    if isinstance(limit, float) and limit not in (0.0, 1.0):
+        raise ConfigurationError(
+            f"{name}={limit} is a fraction, but a batch is a cohort of clients: give an integer, "
+            "or set the data's cohort_size or participation"
+        )

@@ -1,0 +1,57 @@
+"""What several ranks exchange; with one process every function gives back what it was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def is_distributed() -> bool:
+    """Return whether there are several ranks that can talk to each other."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def owned(clients: Tensor) -> Tensor:
+    """Return those of the clients ``[C]`` that this rank trains, evaluates and remembers."""
+    if not is_distributed():
+        return clients
+    return clients[clients % dist.get_world_size() == dist.get_rank()]
+
+
+def all_sum(tensor: Tensor) -> Tensor:
+    """Add a tensor up over all ranks, in place."""
+    return _all_reduce(tensor, dist.ReduceOp.SUM)
+
+
+def all_max(tensor: Tensor) -> Tensor:
+    """Take the elementwise maximum of a tensor over all ranks, in place."""
+    return _all_reduce(tensor, dist.ReduceOp.MAX)
+
+
+def gather(value: Any) -> list[Any]:
+    """Return the picklable values of all ranks, in order."""
+    if not is_distributed():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def gather_to_first(value: Any) -> list[Any]:
+    """Return the picklable values of all ranks on rank 0, and its own alone on any other."""
+    if not is_distributed():
+        return [value]
+    values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values)
+    return [value] if values is None else values
+
+
+def _all_reduce(tensor: Tensor, op: Any) -> Tensor:
+    if is_distributed():
+        needs_gpu = dist.get_backend() == "nccl" and not tensor.is_cuda
+        moved = tensor.cuda() if needs_gpu else tensor
+        dist.all_reduce(moved, op=op)
+        tensor.copy_(moved)
+    return tensor

@@ -1,0 +1,84 @@
+"""The server's models, as parameters that the server optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from .errors import ConfigurationError
+from .state import StateLayout, StateModule, expand_state
+
+
+class ServerModels(nn.ModuleList):
+    """The models that the server keeps, each a :class:`~pflight.state.StateModule`.
+
+    Args:
+        layout: The layout of the client's state; its template is where every model starts.
+    """
+
+    def __init__(self, layout: StateLayout) -> None:
+        super().__init__()
+        self.layout = layout
+
+    def add(self, count: int) -> None:
+        """Add ``count`` models that start as the client module's weights."""
+        for _ in range(count):
+            self.append(StateModule(self.layout.template, parameters=self.layout.parameters))
+
+    def tensors(self, index: int, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Return the live tensors of one model by name."""
+        model = self[index]
+        assert isinstance(model, StateModule)
+        return model.tensors(names)
+
+    def expand(self, index: int, names: Iterable[str], count: int) -> TensorDict:
+        """Return entries of one model for ``count`` clients: a stack ``[count]`` of views."""
+        return expand_state(self.tensors(index, names), count)
+
+    @torch.no_grad()
+    def pull(self, index: int, aggregate: Mapping[str, Tensor]) -> None:
+        """Give a model its pseudo-gradient, its distance to the aggregate; set its buffers to it.
+
+        SGD with step 1 then takes the parameters all the way to the aggregate. A model that is not
+        pulled in a round has no gradient and stays where it is, whatever the optimizer.
+        """
+        tensors = self.tensors(index)
+        for name, value in aggregate.items():
+            tensor = tensors[name]
+            if isinstance(tensor, nn.Parameter):
+                tensor.grad = tensor - value
+            else:
+                tensor.copy_(value)
+
+    @torch.no_grad()
+    def descend(self, index: int, gradients: Mapping[str, Tensor]) -> None:
+        """Give a model the gradients of its parameters; set its buffers to the other entries."""
+        tensors = self.tensors(index)
+        for name, value in gradients.items():
+            tensor = tensors[name]
+            if isinstance(tensor, nn.Parameter):
+                tensor.grad = value.clone()
+            else:
+                tensor.copy_(value)
+
+    @torch.no_grad()
+    def replace(self, index: int, state: Mapping[str, Tensor]) -> None:
+        """Set a model outright, past the server optimizer.
+
+        Raises:
+            ConfigurationError: If a parameter is missing, or an entry is not the network's.
+        """
+        tensors = self.tensors(index)
+        for name in self.layout.parameters:
+            if name not in state:
+                raise ConfigurationError(f"a server model was given without {name!r}")
+        for name, value in state.items():
+            if name not in tensors or tensors[name].shape != value.shape:
+                raise ConfigurationError(
+                    f"a server model was given {name!r} of shape {tuple(value.shape)}, which the "
+                    "client's network does not have"
+                )
+            tensors[name].copy_(value)
