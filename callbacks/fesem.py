@@ -127,7 +127,7 @@ class FeSEM(ServerCallback):
         index = self.assignments[clients.cpu()].to(centers[self.sent_names[0]].device)
         if (index >= 0).all():
             return centers[index]
-        mean = WeightedMean(centers[0])
+        mean = WeightedMean(federation.server.tensors(0, self.sent_names))
         known = self.weights.sum() > 0
         mean.add(centers, self.weights if known else torch.ones_like(self.weights))
         newcomers = expand_state(mean.compute()[0], 1)
@@ -177,25 +177,37 @@ class FeSEM(ServerCallback):
             federation.train_clients(clients, self.broadcast(clients))
             for clients in federation.chunks(sample)
         ]
-        size = sum(federation.layout.template[n].numel() for n in federation.layout.parameters)
-        points = torch.zeros(federation.num_clients, size + 1, dtype=torch.double)
-        for update in updates:
-            leaves = [update.states[name].flatten(1) for name in federation.layout.parameters]
-            points[update.clients.cpu(), :-1] = torch.cat(leaves, dim=1).cpu().double()
-            points[update.clients.cpu(), -1] = 1
-        points = all_sum(points)
-        answered = points[:, -1] > 0
-        if answered.sum() < self.num_clusters:
+        clusters = self._cluster(sample, updates)
+        if clusters is None:
             return  # too few answered: the next round tries again
-        clusters = torch.full((federation.num_clients,), -1)
-        clusters[answered] = self._kmeans(points[answered, :-1])
         self.begin()
         for update in updates:
-            self._assign(update, clusters[update.clients.cpu()].to(update.clients.device))
+            self._assign(update, clusters[torch.searchsorted(sample, update.clients.cpu())])
         means = self._reduce()
+        filled = self.mean.weights > 0
         for k in range(self.num_clusters):
-            federation.server.replace(k, means[k])
+            # With fewer distinct models than clusters, an empty one repeats another's center.
+            federation.server.replace(k, means[k if filled[k] else int(filled.long().argmax())])
         self.initialized = True
+
+    def _cluster(self, sample: Tensor, updates: list[ClientUpdates]) -> Tensor | None:
+        """Return the cluster of each client of the sample ``[M]``, -1 where it did not answer."""
+        layout = self.federation.layout
+        size = sum(layout.template[name].numel() for name in layout.parameters)
+        points = torch.zeros(len(sample), size, dtype=torch.double)
+        answered = torch.zeros(len(sample), dtype=torch.long)
+        for update in updates:
+            rows = torch.searchsorted(sample, update.clients.cpu())
+            leaves = [update.states[name].flatten(1) for name in layout.parameters]
+            points[rows] = torch.cat(leaves, dim=1).cpu().double()
+            answered[rows] = 1
+        all_sum(points)
+        present = all_sum(answered) > 0
+        if present.sum() < self.num_clusters:
+            return None
+        clusters = torch.full((len(sample),), -1)
+        clusters[present] = self._kmeans(points[present])
+        return clusters
 
     def _kmeans(self, points: Tensor) -> Tensor:
         from sklearn.cluster import KMeans

@@ -26,7 +26,7 @@ class Local(ServerCallback):
     def setup_server(self, federation: Federation) -> None:
         """Keep the common initial model; everything is private to the clients."""
         super().setup_server(federation)
-        self.private = frozenset(federation.layout.names)
+        self.private = federation.layout.names
 
     def receive(self, updates: ClientUpdates) -> None:
         """Receive nothing: clients keep their models."""

@@ -42,7 +42,8 @@ class ServerCallback(L.Callback):
 
     Attributes:
         federation: Set before :meth:`setup_server` is called.
-        private: Names of the entries of a state that stay with the client and never travel.
+        private: Names of the entries of a state that stay with the client and never travel, in the
+            layout's order.
     """
 
     federation: Federation
@@ -54,7 +55,7 @@ class ServerCallback(L.Callback):
                 f"got {buffers!r}"
             )
         self.buffers = buffers
-        self.private: frozenset[str] = frozenset()
+        self.private: tuple[str, ...] = ()
 
     def setup_server(self, federation: Federation) -> None:
         """Make the server's parameters, by default one model; called once per federation.
@@ -64,7 +65,7 @@ class ServerCallback(L.Callback):
         """
         federation.server.add(1)
         if self.buffers == "local":
-            self.private = frozenset(federation.layout.buffers)
+            self.private = federation.layout.buffers
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return the server optimizer: SGD with step 1, which sets a model to the aggregate."""
@@ -118,4 +119,5 @@ class ServerCallback(L.Callback):
         """Names of the entries of a state that travel."""
         layout = self.federation.layout
         reset = layout.buffers if self.buffers == "reset" else ()
-        return tuple(n for n in layout.names if n not in self.private and n not in reset)
+        stay = {*self.private, *layout.frozen, *reset}
+        return tuple(name for name in layout.names if name not in stay)

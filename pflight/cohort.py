@@ -128,7 +128,8 @@ class CohortSampler:
             A BoolTensor ``[s]``, with at least one ``True``.
         """
         random = generator(Purpose.DROPOUT, self.seed, round)
-        luck = torch.rand(int(self.clients[-1]) + 1, generator=random, dtype=torch.float64)[clients]
+        luck = torch.rand(int(self.clients[-1]) + 1, generator=random, dtype=torch.float64)
+        luck = luck[clients.cpu()]
         answers = luck >= self.dropout
         if len(answers):
             answers[luck.argmax()] = True

@@ -215,9 +215,9 @@ class Federation(L.LightningModule):
         federation._set_up(callback or FedAvg())
         federation.on_load_checkpoint(checkpoint)
         federation.load_state_dict(checkpoint["state_dict"])
-        state = checkpoint.get("callbacks", {}).get(federation._callback.state_key)
+        state = checkpoint.get("callbacks", {}).get(federation.attached_callback.state_key)
         if state is not None:
-            federation._callback.load_state_dict(state)
+            federation.attached_callback.load_state_dict(state)
         return federation
 
     # What a server callback builds on
@@ -270,11 +270,8 @@ class Federation(L.LightningModule):
 
     def complete(self, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Return full states ``[C]``: what is sent, over the initial model's other entries."""
-        missing = [name for name in self.layout.names if name not in sent.keys()]  # noqa: SIM118
-        if not missing:
-            return sent
-        initial = self.server.expand(0, missing, len(clients))
-        return TensorDict({**initial, **sent}, batch_size=[len(clients)])
+        states = {**self.server.expand(0, self.layout.names, len(clients)), **sent}
+        return TensorDict(states, batch_size=[len(clients)])
 
     def has_kept(self, clients: Tensor) -> Tensor:
         """Return a mask ``[C]`` of the clients that keep private entries from an earlier round."""
@@ -318,6 +315,8 @@ class Federation(L.LightningModule):
                 f"this federation was set up for {self.num_clients} clients, "
                 f"the data has {data.num_clients}"
             )
+        if not data.val_dataloader():
+            warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
         self._data = data
         self.num_clients = data.num_clients
         strategy = self.trainer.strategy

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from .distributed import all_max, all_sum
+from .errors import ConfigurationError
 
 
 class StateModule(nn.Module):
@@ -65,28 +66,39 @@ class StateLayout:
 
     Attributes:
         template: Every tensor by name, in ``state_dict()`` order, as the client was given.
-        parameters: Names of trainable parameters (``P`` in the literature's notation).
-        averaged: Names of the other floating tensors, such as BatchNorm's running statistics.
-        counters: Names of integer tensors, such as ``num_batches_tracked``.
+        parameters: Names of trainable parameters.
+        averaged: Names of floating buffers, such as BatchNorm's running statistics.
+        counters: Names of integer buffers, such as ``num_batches_tracked``.
+        frozen: Names of parameters that are not trained: they never change and never travel.
     """
 
     template: dict[str, Tensor]
     parameters: tuple[str, ...]
     averaged: tuple[str, ...]
     counters: tuple[str, ...]
+    frozen: tuple[str, ...]
 
     @classmethod
     def of(cls, client: nn.Module) -> StateLayout:
-        """Read the layout of a client module."""
+        """Read the layout of a client module.
+
+        Raises:
+            ConfigurationError: If it has no trainable parameter.
+        """
         tensors = state_tensors(client)
-        trainable = {name for name, p in client.named_parameters() if p.requires_grad}
-        floating = [n for n, t in tensors.items() if t.is_floating_point() or t.is_complex()]
-        return cls(
+        trained = {name: p.requires_grad for name, p in client.named_parameters()}
+        buffers = [name for name in tensors if name not in trained]
+        floating = [n for n in buffers if tensors[n].is_floating_point() or tensors[n].is_complex()]
+        layout = cls(
             template={name: t.detach().clone() for name, t in tensors.items()},
-            parameters=tuple(n for n in tensors if n in trainable),
-            averaged=tuple(n for n in floating if n not in trainable),
-            counters=tuple(n for n in tensors if n not in floating),
+            parameters=tuple(n for n in tensors if trained.get(n, False)),
+            averaged=tuple(floating),
+            counters=tuple(n for n in buffers if n not in floating),
+            frozen=tuple(n for n in tensors if not trained.get(n, True)),
         )
+        if not layout.parameters:
+            raise ConfigurationError(f"{type(client).__name__} has no trainable parameter")
+        return layout
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,7 +107,7 @@ class StateLayout:
 
     @property
     def buffers(self) -> tuple[str, ...]:
-        """Names of everything that is not a trainable parameter."""
+        """Names of all buffers."""
         return self.averaged + self.counters
 
     @property
@@ -155,7 +167,7 @@ class WeightedMean:
     """
 
     def __init__(self, like: Mapping[str, Tensor], groups: int = 1) -> None:
-        device = next(iter(like.values())).device if like else torch.device("cpu")
+        device = next((value.device for value in like.values()), torch.device("cpu"))
         self.weights = torch.zeros(groups, dtype=torch.float64, device=device)
         self.sums: dict[str, Tensor] = {}
         self.maxima: dict[str, Tensor] = {}

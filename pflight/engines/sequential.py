@@ -339,6 +339,9 @@ class SequentialEngine:
 
     def _build(self) -> None:
         client = self.precision.convert_module(copy.deepcopy(self.template)).to(self.device)
+        dtype = self.layout.template[self.layout.parameters[0]].dtype
+        for name in ("num_samples", "mean_samples", "seen"):  # as precise as the network
+            setattr(client, name, getattr(client, name).to(dtype))
         client.mean_samples.fill_(self.mean_samples)
         tensors = state_tensors(client)
         self._tensors = list(tensors.values())

@@ -1,0 +1,247 @@
+"""A progress bar over rounds, with the clients of the round inside it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ProgressBar
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from pflight.federation import Federation
+
+_MIN_INTERVAL = 0.1  # seconds between two drawings
+_PLAIN_LINES = 10  # lines in all where there is no terminal
+
+
+class FederationProgressBar(ProgressBar):
+    """Shows rounds, the clients of the current round, and the micro and macro accuracy so far.
+
+    Where the output is not a terminal it prints about ten plain lines instead.
+
+    Args:
+        console: Where to draw; standard output by default.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        super().__init__()
+        self._console = console
+        self._enabled = True
+        self._progress: Progress | None = None
+        self._drawn = 0.0
+        self._done = 0
+
+    def enable(self) -> None:
+        """Draw again after :meth:`disable`."""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Draw nothing; Lightning calls it on all ranks but the first."""
+        self._enabled = False
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print above the bar."""
+        self.console.print(*args)
+
+    @property
+    def console(self) -> Console:
+        """Where the bar is drawn."""
+        if self._console is None:
+            self._console = Console()
+        return self._console
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin to draw, and to be told of every client that has trained."""
+        if not self._enabled:
+            return
+        if isinstance(pl_module, Federation):
+            pl_module.on_client_end = self._on_client_end
+        rounds = trainer.max_epochs if trainer.max_epochs != -1 else None
+        unit = "Round" if isinstance(pl_module, Federation) else "Epoch"
+        self._open(unit, rounds, trainer.current_epoch, inner=True)
+        self._plain(trainer, f"{unit.lower()}s {trainer.current_epoch + 1} to {rounds or '...'}")
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Show the round's number."""
+        self._update(round=f"{trainer.current_epoch + 1}/{trainer.max_epochs}")
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Start to count the clients of a cohort."""
+        if isinstance(pl_module, Federation):
+            self._start_inner("clients", len(batch))
+        elif batch_idx == 0:
+            self._start_inner("batches", int(trainer.num_training_batches))
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Count a batch where a module trains alone."""
+        if not isinstance(pl_module, Federation):
+            self._on_client_end(batch_idx)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Advance by a round, and show the accuracies of the latest evaluation."""
+        if self._progress is not None:
+            self._progress.advance(self._progress.task_ids[0])
+            self._update(accuracy=_accuracy(trainer))
+        rounds = trainer.max_epochs
+        every = max(1, rounds // _PLAIN_LINES) if rounds and rounds > 0 else _PLAIN_LINES
+        done = trainer.current_epoch + 1
+        if done % every == 0 or done == rounds:
+            self._plain(trainer, f"{done}/{rounds}  {_accuracy(trainer)}".rstrip())
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave the bar of the rounds as it stands."""
+        if isinstance(pl_module, Federation):
+            pl_module.on_client_end = None
+        self._close()
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Give the terminal back."""
+        if isinstance(pl_module, Federation):
+            pl_module.on_client_end = None
+        self._close()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Count what is evaluated: inside the round, or by itself."""
+        total = int(sum(trainer.num_val_batches))
+        if self._progress is None:
+            self._open("Validate", total)
+        else:
+            self._start_inner("evaluate", total)
+
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Count a chunk of clients."""
+        self._on_evaluated()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Close the bar if it was that of a validation alone."""
+        if not trainer.state.fn == "fit":
+            self._close()
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin to count chunks of clients."""
+        self._open("Test", int(sum(trainer.num_test_batches)))
+
+    def on_test_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Count a chunk of clients."""
+        self._on_evaluated()
+
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Close the bar."""
+        self._close()
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin to count chunks of clients."""
+        self._open("Predict", int(sum(trainer.num_predict_batches)))
+
+    def on_predict_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Count a chunk of clients."""
+        self._on_evaluated()
+
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Close the bar."""
+        self._close()
+
+    def _on_client_end(self, client: int) -> None:
+        # Called for every client: nothing but a count, unless it is time to draw.
+        self._done += 1
+        if self._progress is not None and time.monotonic() - self._drawn > _MIN_INTERVAL:
+            self._progress.update(self._progress.task_ids[-1], completed=self._done)
+            self._draw()
+
+    def _on_evaluated(self) -> None:
+        if self._progress is not None:
+            self._progress.advance(self._progress.task_ids[-1])
+            self._draw()
+
+    def _open(
+        self, unit: str, total: int | None, completed: int = 0, *, inner: bool = False
+    ) -> None:
+        if not self._enabled or not self.console.is_terminal:
+            return
+        self._progress = Progress(
+            TextColumn("{task.fields[unit]}"),
+            BarColumn(),
+            TextColumn("{task.fields[round]}"),
+            _OfOuter(TimeElapsedColumn()),
+            _OfOuter(TimeRemainingColumn()),
+            TextColumn("{task.fields[accuracy]}"),
+            console=self.console,
+            auto_refresh=False,
+        )
+        fields = {"accuracy": "", "round": "", "outer": True}
+        self._progress.add_task("", total=total, completed=completed, unit=unit, **fields)
+        if inner:
+            fields["outer"] = False
+            self._progress.add_task("", total=1, unit="clients", **fields)
+        self._progress.start()
+
+    def _close(self) -> None:
+        if self._progress is None:
+            return
+        for task in self._progress.task_ids[1:]:
+            self._progress.remove_task(task)
+        self._progress.refresh()
+        self._progress.stop()
+        self._progress = None
+
+    def _start_inner(self, unit: str, total: int) -> None:
+        self._done = 0
+        if self._progress is not None:
+            inner = self._progress.task_ids[-1]
+            self._progress.update(inner, total=total, completed=0, unit=unit, round=f"of {total}")
+            self._draw()
+
+    def _update(self, **fields: str) -> None:
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], **fields)
+            self._draw()
+
+    def _draw(self) -> None:
+        now = time.monotonic()
+        if self._progress is not None and now - self._drawn > _MIN_INTERVAL:
+            self._drawn = now
+            self._progress.refresh()
+
+    def _plain(self, trainer: L.Trainer, line: str) -> None:
+        if self._enabled and self._progress is None:
+            self.console.print(line, highlight=False, soft_wrap=True)
+
+
+class _OfOuter(ProgressColumn):
+    """A column that is empty in the row of the clients."""
+
+    def __init__(self, column: ProgressColumn) -> None:
+        super().__init__()
+        self._column = column
+
+    def render(self, task: Any) -> Any:
+        return self._column(task) if task.fields["outer"] else ""
+
+
+def _accuracy(trainer: L.Trainer) -> str:
+    metrics = trainer.callback_metrics
+    return "  ".join(
+        f"{name} acc {metrics[f'val/{name}_acc']:.3f}"
+        for name in ("micro", "macro")
+        if f"val/{name}_acc" in metrics
+    )

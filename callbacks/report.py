@@ -1,0 +1,169 @@
+"""What is left when a run ends: a table of the results, and each client's predictions."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from pflight.datamodules import FederatedDataModule
+from pflight.engines import Evaluation
+from pflight.federation import Federation
+
+_COLUMNS = {
+    "micro_acc": "micro acc",
+    "macro_acc": "macro acc",
+    "macro_f1": "macro F1",
+    "worst_decile_acc": "worst decile",
+}
+_ROWS = {
+    "": "used by the clients",
+    "server/": "sent by the server",
+    "finetuned/": "fine-tuned",
+    "new/": "newcomers: used",
+    "new/server/": "newcomers: sent",
+    "new/finetuned/": "newcomers: fine-tuned",
+}
+
+
+class ResultTable(L.Callback):
+    """Prints a small table when ``fit``, ``validate`` or ``test`` ends.
+
+    A row for each model that was judged, with the accuracies as means over clients; below it the
+    rounds, the traffic, and the best round by ``val/macro_acc``.
+
+    Args:
+        console: Where to print; standard output by default.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Print the last evaluation of the run."""
+        if isinstance(pl_module, Federation) and pl_module.history:
+            evaluated = [r for r in pl_module.history if "val/macro_acc" in r.metrics]
+            metrics = evaluated[-1].metrics if evaluated else {}
+            self._print(trainer, pl_module, "val", "validation", metrics)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Print the results, unless the validation is part of ``fit``."""
+        if isinstance(pl_module, Federation) and trainer.state.fn != "fit":
+            self._print(trainer, pl_module, "val", "validation", trainer.callback_metrics)
+
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Print the results of the test."""
+        if isinstance(pl_module, Federation):
+            self._print(trainer, pl_module, "test", "test", trainer.callback_metrics)
+
+    def _print(
+        self, trainer: L.Trainer, federation: Federation, stage: str, name: str, metrics: Any
+    ) -> None:
+        if not trainer.is_global_zero:
+            return
+        console = self._console or Console()
+        title = f"{type(federation.callback).__name__} on {trainer.datamodule}, {name}"
+        table = Table(title=title, title_justify="left", caption=_caption(federation, stage))
+        table.caption_justify = "left"
+        table.add_column("model")
+        for column in _COLUMNS.values():
+            table.add_column(column, justify="right")
+        for prefix, label in _ROWS.items():
+            tags = [f"{stage}/{prefix}{metric}" for metric in _COLUMNS]
+            if all(tag in metrics for tag in tags):
+                table.add_row(label, *(f"{float(metrics[tag]):.4f}" for tag in tags))
+        console.print(table if table.row_count else _caption(federation, stage))
+
+
+class PredictionWriter(L.Callback):
+    """Writes each client's predictions on its test samples to one file when ``predict`` ends.
+
+    The file is a table with the columns client, index (of the sample among the client's test
+    samples), label, prediction, and the predicted class's probability.
+
+    Args:
+        path: The file; by default ``predictions.csv`` in ``trainer.default_root_dir``.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        self.path = path
+        self._outputs: list[Evaluation] = []
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start with nothing."""
+        self._outputs = []
+
+    def on_predict_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep the outputs of a chunk of clients."""
+        if isinstance(outputs, Evaluation):
+            self._outputs.append(outputs)
+
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the predictions of all ranks' clients, in the order of their ids."""
+        if not isinstance(pl_module, Federation):
+            return
+        ranks = [self._outputs]
+        if dist.is_available() and dist.is_initialized():
+            ranks = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(ranks, self._outputs)
+        self._outputs = []
+        if trainer.is_global_zero:
+            path = Path(self.path or Path(trainer.default_root_dir, "predictions.csv"))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            rows = _write(path, [chunk for chunks in ranks for chunk in chunks])
+            Console().print(f"{rows:,} predictions in {path}", highlight=False, soft_wrap=True)
+
+
+def _write(path: Path, chunks: list[Evaluation]) -> int:
+    columns = [torch.cat(parts) for parts in zip(*chunks, strict=True)] if chunks else []
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["client", "index", "label", "prediction", "probability"])
+        if not columns:
+            return 0
+        clients, logits, labels, _ = columns
+        order = clients.argsort(stable=True)
+        clients, logits, labels = clients[order], logits[order], labels[order]
+        probability, predicted = logits.float().softmax(dim=1).max(dim=1)
+        first = torch.searchsorted(clients, clients)
+        index = torch.arange(len(clients)) - first
+        fields = (clients, index, labels, predicted)
+        values = zip(*(field.tolist() for field in fields), probability.tolist(), strict=True)
+        writer.writerows((*row[:-1], f"{row[-1]:.6f}") for row in values)
+    return len(clients)
+
+
+def _caption(federation: Federation, stage: str) -> str:
+    history = federation.history
+    parts = [f"{len(history)} rounds"]
+    if history:
+        down, up = (sum(getattr(r, f"bytes_{way}") for r in history) for way in ("down", "up"))
+        parts.append(f"{_bytes(down)} down, {_bytes(up)} up")
+    judged = [r for r in history if "val/macro_acc" in r.metrics]
+    if stage == "val" and judged:
+        best = max(judged, key=lambda r: r.metrics["val/macro_acc"])
+        parts.append(f"best round {best.index} (macro acc {best.metrics['val/macro_acc']:.4f})")
+    return "; ".join(parts)
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

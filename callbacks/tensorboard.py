@@ -1,0 +1,171 @@
+"""What TensorBoard shows of a federation besides its scalars."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from pflight.datamodules import FederatedDataModule
+from pflight.federation import Federation
+
+Primitive = bool | int | float | str
+
+_HPARAMS = ".hparams"
+_TEST = ".test"
+
+
+class RoundLogger(TensorBoardLogger):
+    """A TensorBoardLogger whose step is the round, with one point a round for every tag.
+
+    It writes straight into its folder, without ``version_N``. A scalar's step is the 0-based index
+    of its round, also where Lightning's own count of batches would be another one, and a tag that
+    already has a point at this round or a later one keeps it.
+
+    Args:
+        save_dir: The run folder.
+        purge_step: On resume, the first round that is trained anew: TensorBoard drops points that
+            an interrupted run had logged from this round on.
+        **kwargs: Further arguments of torch's ``SummaryWriter``.
+    """
+
+    def __init__(
+        self, save_dir: str | os.PathLike[str], purge_step: int | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(
+            save_dir, "", "", default_hp_metric=False, purge_step=purge_step, **kwargs
+        )
+        self.round: int | None = None
+        self._latest: dict[str, int] = {}
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Write the scalars of a round; Lightning's ``epoch`` is the round, and no scalar itself."""
+        epoch = metrics.get("epoch", step)
+        step = self.round if self.round is not None else None if epoch is None else int(epoch)
+        if step is None:
+            super().log_metrics(metrics, step)
+            return
+        new = {
+            tag: value
+            for tag, value in metrics.items()
+            if tag != "epoch" and self._latest.get(tag, -1) < step
+        }
+        self._latest.update(dict.fromkeys(new, step))
+        super().log_metrics(new, step)
+
+
+class TensorBoardReport(L.Callback):
+    """Adds to TensorBoard what a run was: config, partition, and hyper-parameters with results.
+
+    The HParams page compares runs by the final value of their metrics. Scalars are flushed before
+    every checkpoint is written, so that a run that is killed and resumed has each point once.
+
+    Args:
+        config: The resolved configuration as text; the command line fills it in.
+        hparams: Hyper-parameters for the HParams page; by default the federation's options, the
+            algorithm, the client module and the data by name.
+    """
+
+    def __init__(
+        self, config: str | None = None, hparams: Mapping[str, Primitive] | None = None
+    ) -> None:
+        self.config = config
+        self.hparams = hparams
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the config and, once per run, the partition."""
+        logger = _tensorboard(trainer)
+        if logger is None:
+            return
+        writer, start = logger.experiment, trainer.current_epoch
+        if self.config is not None:
+            writer.add_text("config", _code(self.config), start)
+        data = getattr(trainer, "datamodule", None)
+        if start == 0 and isinstance(data, FederatedDataModule):
+            from matplotlib import pyplot
+
+            writer.add_text("data/summary", _code(data.summary()), start)
+            figure = data.partition_figure()
+            writer.add_figure("data/partition", figure, start, close=False)
+            pyplot.close(figure)
+        writer.flush()
+
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Write and flush what the round has logged so far: a checkpoint never runs ahead of it."""
+        logger = _tensorboard(trainer)
+        if logger is None:
+            return
+        if isinstance(logger, RoundLogger) and isinstance(pl_module, Federation):
+            for latest in pl_module.history[-1:]:
+                logger.log_metrics(latest.metrics, latest.index)
+        logger.experiment.flush()
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the hyper-parameters, with the metrics by which the HParams page compares runs."""
+        logger = _tensorboard(trainer)
+        if logger is None or trainer.fast_dev_run:
+            return
+        from torch.utils.tensorboard import FileWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        compared = {
+            tag: float(value)
+            for tag, value in trainer.callback_metrics.items()
+            if tag.startswith(("val/", "train/"))
+        }
+        # A file of its own, which a resumed run replaces: TensorBoard shows the first record only.
+        folder = Path(logger.log_dir)
+        for earlier in folder.glob(f"events.out.tfevents.*{_HPARAMS}"):
+            earlier.unlink()
+        writer = FileWriter(str(folder), filename_suffix=_HPARAMS)
+        given = self.hparams if self.hparams is not None else describe(trainer)
+        for summary in hparams(dict(given), compared):
+            writer.add_summary(summary)
+        writer.close()
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Put the results of a test at the last round that was trained."""
+        logger = _tensorboard(trainer)
+        if isinstance(logger, RoundLogger) and isinstance(pl_module, Federation):
+            logger.round = max(0, len(pl_module.history) - 1)
+
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Go back to rounds as steps."""
+        logger = _tensorboard(trainer)
+        if isinstance(logger, RoundLogger):
+            logger.round = None
+
+
+def describe(trainer: L.Trainer) -> dict[str, Primitive]:
+    """Return what can be said of a run by its objects alone: names, and the federation's options."""
+    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    described: dict[str, Primitive] = {"rounds": trainer.max_epochs or 0}
+    if isinstance(module, Federation):
+        described["algorithm"] = type(module.callback).__name__
+        described["client"] = type(module.client).__name__
+    else:
+        described["model"] = type(module).__name__
+    if data is not None:
+        described["data"] = type(data).__name__
+    options = {k: v for k, v in module.hparams.items() if isinstance(v, Primitive)}
+    return described | options
+
+
+def _tensorboard(trainer: L.Trainer) -> TensorBoardLogger | None:
+    if not trainer.is_global_zero:
+        return None
+    found = (logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger))
+    return next(found, None)
+
+
+def _code(text: str) -> str:
+    """Return text as a block of code in TensorBoard's Markdown."""
+    return "\n".join(f"    {line}" for line in text.splitlines())

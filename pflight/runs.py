@@ -1,0 +1,120 @@
+"""The folder of a run: what is in it, which checkpoint continues it, and where an earlier run goes."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import count
+from pathlib import Path
+
+from .errors import ConfigurationError
+
+CHECKPOINTS = "checkpoints"
+CONFIG = "config.yaml"
+PREDICTIONS = "predictions.csv"
+_EVENTS = "events.out.tfevents.*"
+_NAMED = ("last", "best")
+
+
+class RunFolder:
+    """A folder that holds one run: its config, TensorBoard events, checkpoints and predictions.
+
+    Files of other names are nobody's business: they are neither looked at nor moved.
+
+    Args:
+        path: The folder, ``trainer.default_root_dir``; it need not exist yet.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._aside: Path | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.path / CHECKPOINTS
+
+    def events(self, suffix: str = "") -> list[Path]:
+        """Return the event files in the folder whose names end in ``suffix``."""
+        return sorted(self.path.glob(_EVENTS + suffix))
+
+    def has_run(self) -> bool:
+        """Return whether a round has left a trace here, a checkpoint or a logged scalar.
+
+        What a start-up writes before the first round, such as the config, is not a run.
+        """
+        return any(self.checkpoints.glob("*.ckpt")) or any(map(_has_scalars, self.events()))
+
+    def resolve(self, checkpoint: str, may_start: bool = False) -> Path | None:
+        """Return the file of a checkpoint: ``"last"`` and ``"best"`` are those of this folder.
+
+        Args:
+            checkpoint: ``"last"``, ``"best"``, or the path of a file.
+            may_start: Return ``None`` for ``"last"`` where there has been no run.
+
+        Raises:
+            ConfigurationError: If there is no such checkpoint.
+        """
+        path = self.checkpoints / f"{checkpoint}.ckpt" if checkpoint in _NAMED else Path(checkpoint)
+        if path.is_file():
+            return path
+        if may_start and checkpoint == "last" and not self.has_run():
+            return None
+        if checkpoint not in _NAMED:
+            raise ConfigurationError(f"there is no checkpoint {checkpoint}")
+        state = "holds a run without it" if self.has_run() else "holds no run"
+        raise ConfigurationError(
+            f"there is no {checkpoint!r} checkpoint: looked for {path}, and {self.path} {state}"
+        )
+
+    def set_aside(self) -> Path | None:
+        """Make room for a new run: move an earlier one to ``<folder>.1``, ``.2``, ...
+
+        What a start-up that never came to a round left behind is removed.
+
+        Returns:
+            Where the earlier run is now; ``None`` if there was none.
+        """
+        if not self.has_run():
+            self._clear()
+            return None
+        folder = self.path.resolve()
+        numbered = (folder.with_name(f"{folder.name}.{n}") for n in count(1))
+        target = next(path for path in numbered if not path.exists())
+        target.mkdir()
+        _move(self._own(), target)
+        self._aside = target
+        return self.path.with_name(target.name) if self.path.name else target
+
+    def put_back(self) -> None:
+        """Undo :meth:`set_aside` if the new run never came to its first round."""
+        if self._aside is not None and not self.has_run():
+            self._clear()
+            _move(list(self._aside.iterdir()), self.path)
+            self._aside.rmdir()
+            self._aside = None
+
+    def _own(self) -> list[Path]:
+        names = (CHECKPOINTS, CONFIG, PREDICTIONS, "hparams.yaml")
+        return [p for name in names if (p := self.path / name).exists()] + self.events()
+
+    def _clear(self) -> None:
+        for path in self._own():
+            if path.is_dir():
+                shutil.rmtree(path) if not any(path.iterdir()) else None
+            else:
+                path.unlink()
+
+
+def _move(paths: list[Path], folder: Path) -> None:
+    for path in paths:
+        shutil.move(path, folder / path.name)
+
+
+def _has_scalars(events: Path) -> bool:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    return any(
+        value.metadata.plugin_data.plugin_name == "scalars"
+        for event in EventFileLoader(str(events)).Load()
+        for value in event.summary.value
+    )
