@@ -14,7 +14,7 @@ from pflight.distributed import all_max, all_sum
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.randomness import Purpose, derive_seed, generator
-from pflight.state import WeightedMean, expand_state, squared_distance, stack_states
+from pflight.state import WeightedMean, expand_state, rows, squared_distance, stack_states
 
 from .server import ServerCallback
 
@@ -197,10 +197,10 @@ class FeSEM(ServerCallback):
         points = torch.zeros(len(sample), size, dtype=torch.double)
         answered = torch.zeros(len(sample), dtype=torch.long)
         for update in updates:
-            rows = torch.searchsorted(sample, update.clients.cpu())
-            leaves = [update.states[name].flatten(1) for name in layout.parameters]
-            points[rows] = torch.cat(leaves, dim=1).cpu().double()
-            answered[rows] = 1
+            members = torch.searchsorted(sample, update.clients.cpu())
+            leaves = [rows(update.states[name]) for name in layout.parameters]
+            points[members] = torch.cat(leaves, dim=1).cpu().double()
+            answered[members] = 1
         all_sum(points)
         present = all_sum(answered) > 0
         if present.sum() < self.num_clusters:

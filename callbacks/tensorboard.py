@@ -37,9 +37,7 @@ class RoundLogger(TensorBoardLogger):
     def __init__(
         self, save_dir: str | os.PathLike[str], purge_step: int | None = None, **kwargs: Any
     ) -> None:
-        super().__init__(
-            save_dir, "", "", default_hp_metric=False, purge_step=purge_step, **kwargs
-        )
+        super().__init__(save_dir, "", "", default_hp_metric=False, purge_step=purge_step, **kwargs)
         self.round: int | None = None
         self._latest: dict[str, int] = {}
 

@@ -108,7 +108,8 @@ class StateLayout:
     @property
     def buffers(self) -> tuple[str, ...]:
         """Names of all buffers."""
-        return self.averaged + self.counters
+        held = {*self.averaged, *self.counters}
+        return tuple(name for name in self.template if name in held)
 
     @property
     def nbytes(self) -> int:
@@ -144,7 +145,17 @@ def squared_distance(states: TensorDict, center: Mapping[str, Tensor]) -> Tensor
     The sum runs over the names of ``center``; differences are formed before they are squared, so
     that close models keep their precision.
     """
-    return sum((states[name] - value).square().flatten(1).sum(1) for name, value in center.items())
+    return sum(rows(states[name] - value).square().sum(1) for name, value in center.items())
+
+
+def rows(leaf: Tensor) -> Tensor:
+    """Flatten one entry of a stack, ``[C, ...]``, to ``[C, size]``.
+
+    Example:
+        >>> rows(torch.zeros(3)).shape, rows(torch.zeros(3, 2, 4)).shape
+        (torch.Size([3, 1]), torch.Size([3, 8]))
+    """
+    return leaf.flatten(1) if leaf.dim() > 1 else leaf.unsqueeze(1)
 
 
 class WeightedMean:

@@ -20,7 +20,7 @@ from pflight.errors import ConfigurationError
 from pflight.history import Logs, add_logs
 from pflight.models import ClientModule
 from pflight.randomness import Purpose, derive_seed, seed_everything
-from pflight.state import StateLayout, StateModule, state_tensors
+from pflight.state import StateLayout, StateModule, rows, state_tensors
 
 from .local_trainer import LocalTrainer
 from .updates import ClientFailure, ClientUpdates, Evaluation
@@ -142,7 +142,7 @@ class SequentialEngine:
         results = [
             torch.empty_like(column, memory_format=torch.contiguous_format) for column in columns
         ]
-        rows: list[int] = []
+        done: list[int] = []
         failures: list[ClientFailure] = []
         logs: Logs = {}
         for row, client in enumerate(clients.tolist()):
@@ -159,16 +159,16 @@ class SequentialEngine:
                 continue
             with torch.no_grad():
                 torch._foreach_copy_([result[row] for result in results], tensors)
-            rows.append(row)
+            done.append(row)
             add_logs(logs, self.trainer.logs)
         states = TensorDict(
             dict(zip(self.layout.names, results, strict=True)), batch_size=[len(clients)]
         )
         finite = _finite_rows(states)
-        for row in rows:
+        for row in done:
             if not finite[row]:
                 failures.append(ClientFailure(int(clients[row]), "its result is NaN or infinite"))
-        kept = torch.tensor([row for row in rows if finite[row]], dtype=torch.long)
+        kept = torch.tensor([row for row in done if finite[row]], dtype=torch.long)
         if len(kept) < len(clients):
             states = states[kept.to(self.device)]
         answered = clients[kept.to(clients.device)]
@@ -406,5 +406,5 @@ def _finite_rows(states: TensorDict) -> list[bool]:
     finite = torch.ones(len(states), dtype=torch.bool, device=states.device)
     for leaf in states.values():
         if leaf.is_floating_point() and leaf.numel():
-            finite &= torch.linalg.vector_norm(leaf.flatten(1), torch.inf, dim=1).isfinite()
+            finite &= torch.linalg.vector_norm(rows(leaf), torch.inf, dim=1).isfinite()
     return finite.tolist()
