@@ -14,7 +14,7 @@ from pflight.distributed import all_max, all_sum
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.randomness import Purpose, derive_seed, generator
-from pflight.state import WeightedMean, expand_state, rows, squared_distance, stack_states
+from pflight.state import WeightedMean, rows, squared_distance, stack_states
 
 from .server import ServerCallback
 
@@ -130,8 +130,7 @@ class FeSEM(ServerCallback):
         mean = WeightedMean(federation.server.tensors(0, self.sent_names))
         known = self.weights.sum() > 0
         mean.add(centers, self.weights if known else torch.ones_like(self.weights))
-        newcomers = expand_state(mean.compute()[0], 1)
-        return torch.cat([centers, newcomers])[index]  # -1 is the last row
+        return TensorDict.cat([centers, mean.compute()])[index]  # -1 is the last row, the mean
 
     def receive(self, updates: ClientUpdates) -> None:
         """E-step: assign each client to the nearest center as sent, and add it to its mean."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from .digits import Digits
-from .federated import Centralized, ClientData, FederatedDataModule
+from .fashion_mnist import FashionMNIST
+from .federated import Centralized, ClientData, FederatedDataModule, Split
 from .loaders import IndexedSamples
+from .omniglot import Omniglot
 from .partition import IID, ClassesPerClient, Dirichlet, DominantClasses, Natural, Partition
 from .partitioned import PartitionedDataModule
 from .tensors import TensorClients
@@ -17,10 +19,13 @@ __all__ = [
     "Digits",
     "Dirichlet",
     "DominantClasses",
+    "FashionMNIST",
     "FederatedDataModule",
     "IndexedSamples",
     "Natural",
+    "Omniglot",
     "Partition",
     "PartitionedDataModule",
+    "Split",
     "TensorClients",
 ]

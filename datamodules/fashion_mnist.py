@@ -18,9 +18,7 @@ from .partitioned import PartitionedDataModule
 _MEAN = 0.2860
 _STD = 0.3530
 _PARTS = ("train", "t10k")
-_FILES = tuple(
-    f"{part}-{kind}-ubyte" for part in _PARTS for kind in ("images-idx3", "labels-idx1")
-)
+_FILES = tuple(f"{part}-{kind}-ubyte" for part in _PARTS for kind in ("images-idx3", "labels-idx1"))
 
 
 class FashionMNIST(PartitionedDataModule):
@@ -90,11 +88,12 @@ class FashionMNIST(PartitionedDataModule):
         arrays = {name: read_idx(path) for name, path in found.items() if path is not None}
         images = [arrays[f"{part}-images-idx3-ubyte"] for part in _PARTS]
         labels = [arrays[f"{part}-labels-idx1-ubyte"] for part in _PARTS]
-        for x, y in zip(images, labels, strict=True):
-            if x.shape[1:] != (28, 28) or y.shape != x.shape[:1] or y.max(initial=0) > 9:
+        for pixels, kinds in zip(images, labels, strict=True):
+            highest = kinds.max(initial=0)
+            if pixels.shape[1:] != (28, 28) or kinds.shape != pixels.shape[:1] or highest > 9:
                 raise ConfigurationError(
                     f"the files in {self.root} are not Fashion-MNIST: images of shape "
-                    f"{list(x.shape)}, labels of shape {list(y.shape)} up to {y.max(initial=0)}"
+                    f"{list(pixels.shape)}, labels of shape {list(kinds.shape)} up to {highest}"
                 )
         x = torch.from_numpy(np.concatenate(images)).unsqueeze(1)
         return x, torch.from_numpy(np.concatenate(labels)).long(), None

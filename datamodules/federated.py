@@ -21,6 +21,7 @@ from .loaders import (
     EpochSampler,
     IndexedSamples,
     batch_loader,
+    nothing,
     sample_order,
 )
 
@@ -39,7 +40,8 @@ class FederatedDataModule(L.LightningDataModule):
     loading). Loaders, cohorts, newcomers and pictures follow from these.
 
     Args:
-        num_classes: Number of classes; labels are ``0 .. num_classes - 1``.
+        num_classes: Number of classes, labels are ``0 .. num_classes - 1``; ``None`` where a data
+            set finds it out and defines it.
         cohort_size: Clients that train in a round; with neither this nor ``participation``, all.
         participation: Share of the training clients that train in a round, in (0, 1].
         cohort_sampling: ``uniform``, or ``samples``: in proportion to the clients' sample counts.
@@ -64,7 +66,7 @@ class FederatedDataModule(L.LightningDataModule):
     def __init__(
         self,
         *,
-        num_classes: int,
+        num_classes: int | None,
         cohort_size: int | None = None,
         participation: float | None = None,
         cohort_sampling: Literal["uniform", "samples"] = "uniform",
@@ -87,7 +89,8 @@ class FederatedDataModule(L.LightningDataModule):
             raise ConfigurationError(f"holdout_clients must be in [0, 1), got {holdout_clients}")
         if seed < 0:
             raise ConfigurationError(f"seed must not be negative, got {seed}")
-        self.num_classes = num_classes
+        if num_classes is not None:
+            self.num_classes = num_classes
         self.cohort_size = cohort_size
         self.participation = participation
         self.cohort_sampling = cohort_sampling
@@ -228,8 +231,7 @@ class FederatedDataModule(L.LightningDataModule):
 
     def _chunks(self, chosen: Tensor) -> ClientLoader | list[Tensor]:
         clients = chosen.nonzero().flatten()
-        # Lightning takes an empty list for "nothing to evaluate".
-        return ClientLoader(clients, self.eval_chunk) if len(clients) else []
+        return ClientLoader(clients, self.eval_chunk) if len(clients) else nothing()
 
     def summary(self) -> str:
         """Describe the partition in a small table of text."""
@@ -279,21 +281,21 @@ class _LocalData(L.LightningDataModule):
         order = EpochSampler(len(dataset), self.data.seed, self.order_of)
         return batch_loader(dataset, self.data.batch_size, order)
 
-    def val_dataloader(self) -> DataLoader[Batch] | list[Batch]:
+    def val_dataloader(self) -> DataLoader[Batch] | list[Tensor]:
         """Yield validation batches in a fixed order."""
         return self._evaluation("val")
 
-    def test_dataloader(self) -> DataLoader[Batch] | list[Batch]:
+    def test_dataloader(self) -> DataLoader[Batch] | list[Tensor]:
         """Yield test batches in a fixed order."""
         return self._evaluation("test")
 
-    def predict_dataloader(self) -> DataLoader[Batch] | list[Batch]:
+    def predict_dataloader(self) -> DataLoader[Batch] | list[Tensor]:
         """Yield test batches in a fixed order."""
         return self._evaluation("test")
 
-    def _evaluation(self, split: Split) -> DataLoader[Batch] | list[Batch]:
+    def _evaluation(self, split: Split) -> DataLoader[Batch] | list[Tensor]:
         dataset = self.data.dataset(self.clients, split)
-        return batch_loader(dataset, self.data.eval_batch_size) if len(dataset) else []
+        return batch_loader(dataset, self.data.eval_batch_size) if len(dataset) else nothing()
 
 
 class ClientData(_LocalData):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import re
 import zipfile
+import zlib
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
@@ -18,21 +20,13 @@ from pflight.errors import ConfigurationError
 from .partition import Ints, Natural, Partition
 from .partitioned import PartitionedDataModule
 
-_COMPLETE = ("images_background", "images_evaluation")
-_ARCHIVES = (*_COMPLETE, "images_background_small1", "images_background_small2")
+_COMPLETE = ["images_background", "images_evaluation"]
+_ARCHIVES = [*_COMPLETE, "images_background_small1", "images_background_small2"]
 _MEMBER = re.compile(r"[^/]+/(?P<alphabet>[^/]+)/(?P<character>[^/]+)/\d+_(?P<drawer>\d+)\.png")
 
 
-class _Drawing(NamedTuple):
-    alphabet: str
-    character: str
-    drawer: int
-    archive: Path
-    member: str
-
-
 class Omniglot(PartitionedDataModule):
-    """Handwritten characters of up to 50 alphabets, each drawn once by 20 people (Lake et al., 2015).
+    """Handwritten characters of up to 50 alphabets, each drawn by 20 people (Lake et al., 2015).
 
     Images are read straight from the zip archives and kept as bytes; strokes are 1 on a ground of
     0: features are float32 ``[n, 1, image_size, image_size]`` in [0, 1]. An image that is in two
@@ -69,16 +63,118 @@ class Omniglot(PartitionedDataModule):
         test_fraction: float = 0.2,
         **kwargs: Any,
     ) -> None:
-        self.root = root
-        self.download = download
-        self.archives = archives
-        self.target = target
-        self.image_size = image_size
         super().__init__(
-            num_classes=1,
+            num_classes=None,
             partition=partition,
             num_clients=num_clients,
             val_fraction=val_fraction,
             test_fraction=test_fraction,
             **kwargs,
         )
+        if target not in ("character", "alphabet"):
+            raise ConfigurationError(f"target must be character or alphabet, got {target!r}")
+        if image_size < 1:
+            raise ConfigurationError(f"image_size must be at least 1, got {image_size}")
+        self.root = root
+        self.download = download
+        self.archives = archives
+        self.target = target
+        self.image_size = image_size
+
+    @cached_property
+    def num_classes(self) -> int:  # type: ignore[override]
+        """Number of characters, or of alphabets; asking for it fetches missing archives."""
+        self.prepare_data()
+        return len({self._class_of(drawing) for drawing in self._drawings})
+
+    def prepare_data(self) -> None:
+        """Download the archives that are missing, if ``download`` allows it."""
+        found = self._found()
+        missing = set(self.archives) - set(found) if self.archives else set(_COMPLETE)
+        if not self.download or not missing or (found and not self.archives):
+            return
+        from torchvision import datasets
+        from torchvision.datasets.utils import download_url
+
+        source = datasets.Omniglot
+        for name in sorted(missing):
+            url = f"{source.download_url_prefix}/{name}.zip"
+            try:
+                download_url(url, self._folders()[1], f"{name}.zip", source.zips_md5.get(name))
+            except (OSError, RuntimeError) as error:
+                raise ConfigurationError(f"could not download {url}: {error}") from error
+
+    def load(self) -> tuple[Tensor, Tensor, Ints | None]:
+        """See :meth:`PartitionedDataModule.load`."""
+        classes = sorted({self._class_of(drawing) for drawing in self._drawings})
+        number = {kind: label for label, kind in enumerate(classes)}
+        images = np.empty((len(self._drawings), 1, self.image_size, self.image_size), np.uint8)
+        by_archive: dict[Path, list[tuple[int, str]]] = {}
+        for position, (path, member) in enumerate(self._drawings.values()):
+            by_archive.setdefault(path, []).append((position, member))
+        for path, members in by_archive.items():
+            with _opened(path) as archive:
+                for position, member in members:
+                    images[position] = self._read(archive, member)
+        labels = [number[self._class_of(drawing)] for drawing in self._drawings]
+        drawers = np.array([int(drawer) for _, _, drawer in self._drawings])
+        return torch.from_numpy(images), torch.tensor(labels), drawers
+
+    def transform(self, x: Tensor) -> Tensor:
+        """Scale bytes to [0, 1]."""
+        return x.float().div_(255)
+
+    @cached_property
+    def _drawings(self) -> dict[tuple[str, str, str], tuple[Path, str]]:
+        """Archive and member of each (alphabet, character, drawer), sorted."""
+        found = self._found()
+        missing = [name for name in self.archives or [] if name not in found]
+        if missing or not found:
+            folders = " and ".join(str(folder) for folder in self._folders())
+            wanted = ", ".join(f"{name}.zip" for name in missing or _ARCHIVES)
+            raise ConfigurationError(
+                f"Omniglot's {wanted} not found in {folders}; download=True fetches them in "
+                "prepare_data()"
+            )
+        drawings: dict[tuple[str, str, str], tuple[Path, str]] = {}
+        for path in found.values():
+            with _opened(path) as archive:
+                for member in filter(None, map(_MEMBER.fullmatch, archive.namelist())):
+                    drawing = member["alphabet"], member["character"], member["drawer"]
+                    drawings[drawing] = path, member.string
+        if not drawings:
+            raise ConfigurationError(f"{', '.join(map(str, found.values()))}: no Omniglot images")
+        return dict(sorted(drawings.items()))
+
+    def _class_of(self, drawing: tuple[str, str, str]) -> tuple[str, ...]:
+        return drawing[:1] if self.target == "alphabet" else drawing[:2]
+
+    def _read(self, archive: zipfile.ZipFile, member: str) -> NDArray[np.uint8]:
+        """Decode and scale one image, strokes white on black."""
+        from PIL import Image, ImageOps
+
+        try:
+            image = Image.open(io.BytesIO(archive.read(member))).convert("L")
+        except (OSError, zipfile.BadZipFile, zlib.error) as error:
+            raise ConfigurationError(f"{archive.filename} is damaged: {member}: {error}") from error
+        size = self.image_size, self.image_size
+        return np.asarray(ImageOps.invert(image).resize(size, Image.Resampling.BOX))
+
+    def _folders(self) -> tuple[Path, Path]:
+        return Path(self.root), Path(self.root, "omniglot-py")
+
+    def _found(self) -> dict[str, Path]:
+        """Return the archives to read that are there."""
+        paths = [
+            folder / f"{name}.zip"
+            for name in self.archives or _ARCHIVES
+            for folder in reversed(self._folders())
+        ]
+        return {path.stem: path for path in paths if path.is_file()}
+
+
+def _opened(path: Path) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(path)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise ConfigurationError(f"{path} is damaged: {error}") from error

@@ -92,9 +92,9 @@ class Dirichlet(Partition):
     def __post_init__(self) -> None:
         if not self.alpha > 0:
             raise ConfigurationError(f"Dirichlet alpha must be over 0, got {self.alpha}")
-        if self.min_samples < 0:
+        if self.min_samples < 1:
             raise ConfigurationError(
-                f"Dirichlet min_samples must not be negative, got {self.min_samples}"
+                f"Dirichlet min_samples must be at least 1, got {self.min_samples}"
             )
         if self.too_few not in ("error", "move"):
             raise ConfigurationError(
@@ -348,13 +348,13 @@ def _stratified_pair(
 
 
 def _checked(num_clients: int | None, num_samples: int, least: int = 1) -> int:
-    """Return ``num_clients`` if each client can have ``least`` samples, and one at least."""
+    """Return ``num_clients`` if each client can have ``least`` samples."""
     if num_clients is None or num_clients < 1:
         raise ConfigurationError(f"num_clients must be at least 1, got {num_clients}")
-    if num_samples < num_clients * max(1, least):
+    if num_samples < num_clients * least:
         raise ConfigurationError(
             f"{num_samples} samples are too few for {num_clients} clients "
-            f"with at least {max(1, least)} each"
+            f"with at least {least} each"
         )
     return num_clients
 

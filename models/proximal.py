@@ -71,11 +71,10 @@ class ProximalClient(ClientModule):
         if self.anchor is None:
             return torch.zeros((), device=self.device)
         anchor = self.anchor.tensors()
-        distance = sum(
-            (parameter - anchor[name]).square().sum()
-            for name, parameter in self.named_parameters()
-            if parameter.requires_grad
-        )
+        distance = torch.zeros((), device=self.device)
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                distance = distance + (parameter - anchor[name]).square().sum()
         if self.scaling == "plain":
             return self.mu / 2 * distance
         return self.mu * self.mean_samples / self.num_samples * distance

@@ -50,7 +50,7 @@ def check_trainer(trainer: L.Trainer) -> None:
         )
     for name in ("train", "val", "test", "predict"):
         _check_limit(f"limit_{name}_batches", getattr(trainer, f"limit_{name}_batches"))
-    _check_limit("overfit_batches", trainer.overfit_batches)
+    _check_limit("overfit_batches", trainer.overfit_batches)  # type: ignore[attr-defined]
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ConfigurationError(
             f"precision {trainer.precision} scales gradients, which the server's pseudo-gradients "
@@ -63,15 +63,15 @@ def check_trainer(trainer: L.Trainer) -> None:
         )
 
 
-def check_record(record: Mapping[str, Any] | None, here: Mapping[str, Any]) -> None:
+def check_record(record: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise unless a checkpoint's record of a federation agrees with the federation at hand.
 
     Args:
-        record: What the checkpoint says, ``None`` if it says nothing.
+        record: What the checkpoint says; empty if it is another module's.
         here: What the federation says: ``callback``, ``num_clients``, ``server_models`` and
             ``layout``, a mapping from the names of the network's tensors to shape and dtype.
     """
-    if record is None:
+    if not record:
         raise ConfigurationError("the checkpoint is not one of a federation")
     saved = {**record, **record["layout"]}
     wanted = {**here, **here["layout"]}

@@ -134,6 +134,7 @@ class Federation(L.LightningModule):
         self._data: FederatedDataModule | None = None
         self._evaluators: dict[str, Evaluator] = {}
         self._round = Round(0, [])
+        self._silent = torch.empty(0, dtype=torch.long)
         self._logs: dict[str, tuple[Tensor, int]] = {}
 
     # What a user asks for
@@ -233,7 +234,13 @@ class Federation(L.LightningModule):
         return self.attached_data.num_samples("train")
 
     def chunks(self, clients: Tensor) -> Iterator[Tensor]:
-        """Split the clients that this rank owns into chunks whose models fit into memory."""
+        """Split the clients of a round, this rank's, into chunks whose models fit into memory.
+
+        Args:
+            clients: All clients that take part ``[S]``; which of them never answer is drawn here.
+        """
+        answers = self.attached_data.cohorts.answers(self._round.index, clients.cpu())
+        self._silent = clients[~answers.to(clients.device)]
         size = max(1, _CHUNK_BYTES // max(1, self.layout.nbytes))
         for chunk in owned(clients).split(size):
             if len(chunk):
@@ -292,7 +299,7 @@ class Federation(L.LightningModule):
     def configure_callbacks(self) -> list[L.Callback]:
         """Check the Trainer's options and add FedAvg where there is no server callback."""
         check_trainer(self.trainer)
-        given = [c for c in self.trainer.callbacks if isinstance(c, ServerCallback)]
+        given = _server_callbacks(self.trainer)
         if len(given) > 1:
             names = " and ".join(type(callback).__name__ for callback in given)
             raise ConfigurationError(f"one server callback runs a federation, got {names}")
@@ -329,7 +336,7 @@ class Federation(L.LightningModule):
             self.seed,
         )
         self._engine.check_input()
-        self._set_up(next(c for c in self.trainer.callbacks if isinstance(c, ServerCallback)))
+        self._set_up(*_server_callbacks(self.trainer))
         if type(strategy.checkpoint_io) is TorchCheckpointIO:
             strategy.checkpoint_io = AtomicCheckpointIO()
 
@@ -344,6 +351,7 @@ class Federation(L.LightningModule):
     def training_step(self, cohort: Tensor, batch_idx: int) -> None:
         """Run one communication round with a cohort of client ids ``[S]``."""
         optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)  # as configure_optimizers returns it
         optimizer.zero_grad()
         self._round = Round(self.current_epoch, [])
         self._logs = {}
@@ -355,6 +363,7 @@ class Federation(L.LightningModule):
     def on_train_epoch_end(self) -> None:
         """Step the server's learning-rate scheduler."""
         scheduler = self.lr_schedulers()
+        assert not isinstance(scheduler, list)  # as configure_optimizers returns it
         if isinstance(scheduler, ReduceLROnPlateau):
             monitor = getattr(scheduler, "monitor", "val/macro_acc")
             if monitor in self.trainer.callback_metrics:
@@ -413,7 +422,7 @@ class Federation(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check that a checkpoint fits, and take over history and this rank's client memory."""
-        record = checkpoint.get("pflight")
+        record = checkpoint.get("pflight", {})
         check_record(record, self._record())
         self.history = load_history(record["history"])
         mine = owned(torch.arange(self.num_clients)).tolist()
@@ -501,10 +510,10 @@ class Federation(L.LightningModule):
         current.clients += clients.tolist()
         current.bytes_down += callback.bytes_down(clients, sent)
         starts = self.lay_over(clients, sent)
-        answers = self.attached_data.cohorts.answers(current.index, clients.cpu())
-        current.failed += clients[~answers].tolist()
-        if not answers.all():
-            clients, starts = clients[answers], starts[answers]
+        silent = torch.isin(clients, self._silent)
+        if silent.any():
+            current.failed += clients[silent].tolist()
+            clients, starts = clients[~silent], starts[~silent]
         updates = work(clients, starts)
         self._note_failures(updates.failures)
         add_logs(self._logs, updates.logs)
@@ -541,6 +550,11 @@ class Federation(L.LightningModule):
                 batch_size=1,
                 sync_dist=self.trainer.world_size > 1,  # the values are equal already
             )
+
+
+def _server_callbacks(trainer: L.Trainer) -> list[ServerCallback]:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, ServerCallback)]
 
 
 def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .distributed import gather
 
-Logs = dict[str, tuple[Tensor, int]]
+Logs = dict[str, tuple[Any, int]]
 """What clients logged: name to (sum over samples, number of samples)."""
 
 

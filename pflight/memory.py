@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from .state import stack_states
+from .state import entries
 
 
 class ClientMemory:
@@ -32,7 +32,7 @@ class ClientMemory:
     def write(self, slot: str, clients: Tensor, states: TensorDict) -> None:
         """Keep the states of a stack ``[C]`` for the clients ``[C]``, replacing what was kept."""
         kept = self._slots.setdefault(slot, {})
-        columns = {name: leaf.detach().cpu() for name, leaf in states.items()}
+        columns = {name: leaf.detach().cpu() for name, leaf in entries(states)}
         for row, client in enumerate(clients.tolist()):
             kept[client] = {name: column[row].clone() for name, column in columns.items()}
 
@@ -42,9 +42,16 @@ class ClientMemory:
         ids = clients.tolist()
         if not any(client in kept for client in ids):
             return default
-        device = next(iter(default.values())).device
-        rows = [kept[i] if i in kept else default[row] for row, i in enumerate(ids)]
-        return stack_states({n: r[n].to(device) for n in default.keys()} for r in rows)  # noqa: SIM118
+        columns = {
+            name: torch.stack(
+                [
+                    kept[client][name].to(leaf.device) if client in kept else leaf[row]
+                    for row, client in enumerate(ids)
+                ]
+            )
+            for name, leaf in entries(default)
+        }
+        return TensorDict(columns, batch_size=[len(ids)])
 
     def seen(self, slot: str, clients: Tensor) -> Tensor:
         """Return a mask ``[C]`` of the clients whose slot has been written."""

@@ -7,7 +7,7 @@ return and what they keep all have this form.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -136,7 +136,7 @@ def state_bytes(states: TensorDict) -> int:
         >>> state_bytes(TensorDict({"w": torch.zeros(3, 5)}, [3]))
         20
     """
-    return sum(leaf[0].nbytes for leaf in states.values()) if len(states) else 0
+    return sum(leaf[0].nbytes for _, leaf in entries(states)) if len(states) else 0
 
 
 def squared_distance(states: TensorDict, center: Mapping[str, Tensor]) -> Tensor:
@@ -145,7 +145,16 @@ def squared_distance(states: TensorDict, center: Mapping[str, Tensor]) -> Tensor
     The sum runs over the names of ``center``; differences are formed before they are squared, so
     that close models keep their precision.
     """
-    return sum(rows(states[name] - value).square().sum(1) for name, value in center.items())
+    parts = [rows(states[name] - value).square().sum(1) for name, value in center.items()]
+    return torch.stack(parts).sum(0)
+
+
+def entries(states: TensorDict) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the names and tensors of a stack, as the flat dict that it is."""
+    for name, leaf in states.items():
+        assert isinstance(name, str)
+        assert isinstance(leaf, Tensor)
+        yield name, leaf
 
 
 def rows(leaf: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from pflight.errors import ConfigurationError
+from pflight.history import Logs, add_logs
 
 
 class LocalTrainer:
@@ -74,8 +75,9 @@ class LocalTrainer:
         self.optimizers: list[Optimizer] = []
         self.lr_scheduler_configs: list[LRSchedulerConfig] = []
         self._wrapped: list[LightningOptimizer] = []
-        self.logs: dict[str, tuple[Tensor, int]] = {}
+        self.logs: Logs = {}
         self.callback_metrics: dict[str, Tensor] = {}
+        self._epoch_logs: Logs = {}
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
@@ -97,17 +99,29 @@ class LocalTrainer:
             return self.batches_seen >= self.max_batches
         return self.max_epochs is not None and self.current_epoch >= self.max_epochs
 
-    def end_batch(self, last: bool) -> None:
-        """Count a batch and step the schedulers that are due, ``last`` at the end of an epoch."""
-        self.batches_seen += 1
-        if self.lr_scheduler_configs:
-            self._step_schedulers("step")
-            if last:
-                self._step_schedulers("epoch")
+    def step_schedulers(self, interval: str, index: int, plateau: bool = False) -> None:
+        """Step the schedulers that are due, those of ``ReduceLROnPlateau`` apart from the others.
+
+        Args:
+            interval: ``"step"`` or ``"epoch"``.
+            index: Number of the batch in its epoch, or of the epoch, from 0.
+            plateau: Whether it is the turn of those that wait for a metric.
+        """
+        if not self.lightning_module.automatic_optimization:
+            return
+        for config in self.lr_scheduler_configs:
+            due = config.interval == interval and (index + 1) % config.frequency == 0
+            if due and config.reduce_on_plateau == plateau:
+                metric = self._monitored(config) if plateau else None
+                self.lightning_module.lr_scheduler_step(config.scheduler, metric)
 
     def end_epoch(self) -> None:
         """Step the schedulers that wait for a metric of the epoch, and count the epoch."""
-        self._step_schedulers("epoch", plateau=True)
+        self.callback_metrics |= {
+            n: total / count for n, (total, count) in self._epoch_logs.items()
+        }
+        self._epoch_logs = {}
+        self.step_schedulers("epoch", self.current_epoch, plateau=True)
         self.current_epoch += 1
 
     # What the client's own methods reach through `trainer.strategy`.
@@ -166,26 +180,13 @@ class LocalTrainer:
         self.global_step += 1
         return optimizer.step(closure=closure_and_hook, **kwargs)
 
-    def _step_schedulers(self, interval: str, plateau: bool = False) -> None:
-        if not self.lightning_module.automatic_optimization:
-            return
-        count = self.global_step if interval == "step" else self.current_epoch + 1
-        for config in self.lr_scheduler_configs:
-            if config.interval != interval or count % config.frequency:
-                continue
-            if config.reduce_on_plateau != plateau:
-                continue
-            metric = None
-            if plateau:
-                name = str(config.monitor)
-                if name not in self.logs:
-                    raise ConfigurationError(
-                        f"the client's ReduceLROnPlateau monitors {name!r}, which it did not log; "
-                        f"it logged {sorted(self.logs)}"
-                    )
-                total, samples = self.logs[name]
-                metric = total / samples
-            self.lightning_module.lr_scheduler_step(config.scheduler, metric)
+    def _monitored(self, config: LRSchedulerConfig) -> Tensor:
+        if config.monitor not in self.callback_metrics:
+            raise ConfigurationError(
+                f"the client's ReduceLROnPlateau monitors {config.monitor!r}, which it did not "
+                f"log; it logged {sorted(self.callback_metrics)}"
+            )
+        return self.callback_metrics[config.monitor]
 
     # `self.log(...)` of the client.
 
@@ -194,16 +195,23 @@ class LocalTrainer:
         name: str,
         value: Tensor | float | Metric,
         *_: Any,
+        on_epoch: bool | None = None,
         batch_size: int | None = None,
         **__: Any,
     ) -> None:
-        """Add a value to this client's sample-weighted mean of that name."""
+        """Add a value to this client's sample-weighted mean of that name.
+
+        A scheduler that monitors it sees the last value or, with ``on_epoch``, the epoch's mean.
+        """
         if isinstance(value, Metric):
             value = value.compute() if value._forward_cache is None else value._forward_cache
         count = batch_size or self.batch_size or 1
-        value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
-        total, samples = self.logs.get(name, (0.0, 0))
-        self.logs[name] = (total + value * count, samples + count)
+        value = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
+        added = {name: (value * count, count)}
+        add_logs(self.logs, added)
+        self.callback_metrics[name] = value
+        if on_epoch:
+            add_logs(self._epoch_logs, added)
 
     def log_dict(
         self, dictionary: Mapping[str, Tensor | float | Metric], *_: Any, **kwargs: Any

@@ -15,12 +15,12 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import LBFGS
 
-from pflight.datamodules import FederatedDataModule
+from pflight.datamodules import FederatedDataModule, Split
 from pflight.errors import ConfigurationError
 from pflight.history import Logs, add_logs
 from pflight.models import ClientModule
 from pflight.randomness import Purpose, derive_seed, seed_everything
-from pflight.state import StateLayout, StateModule, rows, state_tensors
+from pflight.state import StateLayout, StateModule, entries, rows, state_tensors
 
 from .local_trainer import LocalTrainer
 from .updates import ClientFailure, ClientUpdates, Evaluation
@@ -199,11 +199,16 @@ class SequentialEngine:
                 batch = client.on_before_batch_transfer(batch, 0)
                 batch = client.transfer_batch_to_device(batch, self.device, 0)
                 batch = client.on_after_batch_transfer(batch, 0)
-            if self._call("on_train_batch_start", batch, index) == -1:
+            skip = self._call("on_train_batch_start", batch, index) == -1
+            output = None if skip else step(batch, index)
+            trainer.batches_seen += 1
+            trainer.step_schedulers("step", index)
+            if index + 1 == len(labels):
+                trainer.step_schedulers("epoch", trainer.current_epoch)
+            if skip:
                 break
-            output = step(batch, index)
-            trainer.end_batch(last=index + 1 == len(labels))
-            self._call("on_train_batch_end", output, batch, index)
+            self._call("on_train_batch_end", _detached(output), batch, index)
+            trainer.step_schedulers("step", index, plateau=True)
             if trainer.finished:
                 break
         self._call("on_train_epoch_end")
@@ -224,14 +229,13 @@ class SequentialEngine:
                 client.optimizer_zero_grad(self.trainer.current_epoch, index, optimizer)
             else:
                 optimizer.zero_grad()
-            if loss is None:
-                return None
-            self._call("on_before_backward", loss)
-            if "backward" in self._hooks:
-                client.backward(loss)
-            else:
-                loss.backward()
-            self._call("on_after_backward")
+            if loss is not None:
+                self._call("on_before_backward", loss)
+                if "backward" in self._hooks:
+                    client.backward(loss)
+                else:
+                    loss.backward()
+                self._call("on_after_backward")
             self._call("on_before_optimizer_step", optimizer)
             if self._clips:
                 client.configure_gradient_clipping(optimizer)
@@ -241,7 +245,8 @@ class SequentialEngine:
             client.optimizer_step(self.trainer.current_epoch, index, optimizer, closure)
         elif isinstance(optimizer, LBFGS):
             optimizer.step(closure)
-        elif closure() is not None:
+        else:
+            closure()
             optimizer.step()
         self.trainer.global_step += 1
         return output
@@ -304,7 +309,7 @@ class SequentialEngine:
             )
 
     @torch.no_grad()
-    def evaluate(self, clients: Tensor, states: TensorDict, split: str) -> Evaluation:
+    def evaluate(self, clients: Tensor, states: TensorDict, split: Split) -> Evaluation:
         """Run each client's model, a row of ``states`` ``[C]``, on its own samples of a split.
 
         Where all rows are views of one state it is loaded once and sees the clients' samples in
@@ -338,7 +343,8 @@ class SequentialEngine:
     # The copy of the client in which everybody trains
 
     def _build(self) -> None:
-        client = self.precision.convert_module(copy.deepcopy(self.template)).to(self.device)
+        client = copy.deepcopy(self.template)
+        self.precision.convert_module(client).to(self.device)
         dtype = self.layout.template[self.layout.parameters[0]].dtype
         for name in ("num_samples", "mean_samples", "seen"):  # as precise as the network
             setattr(client, name, getattr(client, name).to(dtype))
@@ -353,8 +359,8 @@ class SequentialEngine:
         self.client = client
         self.trainer = LocalTrainer(client, self.precision)
         client._trainer = self.trainer  # type: ignore[assignment]
-        client.log = self.trainer.log  # type: ignore[method-assign]
-        client.log_dict = self.trainer.log_dict  # type: ignore[method-assign]
+        client.log = self.trainer.log  # type: ignore[method-assign, assignment]
+        client.log_dict = self.trainer.log_dict  # type: ignore[method-assign, assignment]
         self._hooks = {hook for hook in _HOOKS if is_overridden(hook, client)}
         self._transfers = not self._hooks.isdisjoint(_TRANSFER_HOOKS)
         self._clips = (
@@ -373,7 +379,7 @@ class SequentialEngine:
                 torch._foreach_copy_(self._anchor_tensors, self._parameters)
         self.client.anchor = self._anchor if anchored else None
 
-    def _samples(self, client_id: int, split: str) -> tuple[Tensor, Tensor]:
+    def _samples(self, client_id: int, split: Split) -> tuple[Tensor, Tensor]:
         x, y = self.precision.convert_input(self.data.samples(client_id, split))
         return x.to(self.device), y.to(self.device)
 
@@ -401,10 +407,17 @@ class SequentialEngine:
         return nullcontext() if plain else self.precision.forward_context()
 
 
+def _detached(output: Any) -> Any:
+    """Return a step's output as Lightning hands it to ``on_train_batch_end``."""
+    if isinstance(output, Tensor):
+        return {"loss": output.detach()}
+    return output
+
+
 def _finite_rows(states: TensorDict) -> list[bool]:
     """Tell for each state of a stack whether all its floating values are finite."""
     finite = torch.ones(len(states), dtype=torch.bool, device=states.device)
-    for leaf in states.values():
+    for _, leaf in entries(states):
         if leaf.is_floating_point() and leaf.numel():
             finite &= torch.linalg.vector_norm(rows(leaf), torch.inf, dim=1).isfinite()
     return finite.tolist()

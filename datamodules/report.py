@@ -1,0 +1,138 @@
+"""What a partition looks like: a table of text and a stacked bar chart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from .federated import SPLITS, FederatedDataModule
+from .partition import Ints
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Petroff (2021), "Accessible color sequences for data visualization", arXiv:2107.02270.
+_COLORS = (
+    "#3f90da",
+    "#ffa90e",
+    "#bd1f01",
+    "#94a4a2",
+    "#832db6",
+    "#a96b59",
+    "#e76300",
+    "#b9ac70",
+    "#717581",
+    "#92dadd",
+)
+_MOST_NAMED = 60
+_MOST_BARS = 200
+
+
+def summary(data: FederatedDataModule) -> str:
+    """Return a table of the clients' sample counts and classes.
+
+    Args:
+        data: Data that are set up.
+
+    Returns:
+        Lines of text: a title, a row for each split and for all, and the classes per client.
+    """
+    counts = {split: data.num_samples(split) for split in SPLITS}
+    total = sum(counts.values(), start=counts["train"].new_zeros(data.num_clients))
+    title = [f"{type(data).__name__}: {data.num_clients} clients", f"{data.num_classes} classes"]
+    if partition := getattr(data, "partition", None):
+        title.append(str(partition))
+    if len(data.new_clients):
+        title.append(f"{len(data.new_clients)} clients held out as newcomers")
+    rows = [("", "clients", "samples", "min", "median", "max")]
+    for name, sizes in (*counts.items(), ("all", total)):
+        rows.append((name, str(int((sizes > 0).sum())), f"{int(sizes.sum()):,}", *_spread(sizes)))
+    classes = (_class_counts(data) > 0).sum(dim=1)
+    rows.append(("classes", "", "", *_spread(classes)))
+    lines = ["{:<8}{:>8}{:>10}{:>8}{:>8}{:>8}".format(*row) for row in rows]
+    return "\n".join([", ".join(title), *lines])
+
+
+def _spread(values: Tensor) -> tuple[str, str, str]:
+    """Return the minimum, median and maximum over clients."""
+    median = values.double().quantile(0.5).item()
+    return str(int(values.min())), f"{median:g}", str(int(values.max()))
+
+
+def _class_counts(data: FederatedDataModule) -> Tensor:
+    """Count the samples of all splits, ``[clients, classes]``."""
+    train, val, test = (data.class_counts(split) for split in SPLITS)
+    return train + val + test
+
+
+def partition_figure(data: FederatedDataModule) -> Figure:
+    """Draw each client's samples by class, all splits together, as stacked bars.
+
+    More than 10 classes are drawn as 10 ranges of labels. Up to 60 clients stand in the order of
+    their ids; more are sorted by their most frequent class, and of more than 200 an evenly spaced
+    selection is drawn. Newcomers are pale.
+
+    Args:
+        data: Data that are set up.
+
+    Returns:
+        A figure without a window, ready for a logger or ``savefig``.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
+
+    groups = np.array_split(np.arange(data.num_classes), min(data.num_classes, len(_COLORS)))
+    by_class = _class_counts(data).numpy()
+    counts = np.stack([by_class[:, group].sum(axis=1) for group in groups], axis=1)
+    clients = np.arange(data.num_clients)
+    named = len(clients) <= _MOST_NAMED
+    label = "client"
+    if not named:
+        clients = np.lexsort((-counts.sum(axis=1), counts.argmax(axis=1)))
+        chosen = np.linspace(0, len(clients) - 1, min(len(clients), _MOST_BARS)).round().astype(int)
+        clients = clients[chosen]
+        some = f"{len(clients)} of " if len(clients) < data.num_clients else ""
+        label = f"{some}{data.num_clients:,} clients, sorted by most frequent class"
+    counts = counts[clients]
+    pale = np.where(np.isin(clients, data.new_clients.numpy()), 0.35, 1.0)
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.add_subplot()
+    places = np.arange(len(clients))
+    bottom = np.zeros(len(clients))
+    for heights, color in zip(counts.T, _COLORS, strict=False):
+        shown = np.flatnonzero(heights)
+        axes.bar(
+            places[shown],
+            heights[shown],
+            bottom=bottom[shown],
+            width=0.8 if named else 1.0,
+            color=[(color, alpha) for alpha in pale[shown]],
+        )
+        bottom += heights
+    keys = [
+        Patch(color=color, label=_range(group))
+        for group, color in zip(groups, _COLORS, strict=False)
+    ]
+    if (pale < 1).any():
+        keys.append(Patch(color=(_COLORS[3], 0.35), label="pale: new client"))
+    figure.legend(
+        handles=keys, title="class", loc="outside right upper", frameon=False, reverse=True
+    )
+    axes.set_xlim(-0.6, len(clients) - 0.4)
+    axes.set_xlabel(label)
+    axes.set_ylabel("samples")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    if named:
+        axes.set_xticks(places[:: 1 + len(places) // 31])
+    else:
+        axes.set_xticks([])
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _range(classes: Ints) -> str:
+    return str(classes[0]) if len(classes) == 1 else f"{classes[0]} to {classes[-1]}"

@@ -1,0 +1,347 @@
+"""The command line: ``pflight fit|validate|test|predict``, a LightningCLI."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from jsonargparse import ArgumentError, Namespace
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.cli import ArgsType, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from . import __version__, datamodules, models
+from .callbacks import (
+    FederationProgressBar,
+    PredictionWriter,
+    ResultTable,
+    RoundLogger,
+    ServerCallback,
+    TensorBoardReport,
+)
+from .callbacks.tensorboard import Primitive
+from .checkpoint import read_checkpoint
+from .errors import ConfigurationError
+from .federation import Federation
+from .runs import CONFIG, RunFolder
+
+__all__ = ["FederationCLI", "datamodules", "main", "models"]
+
+_EPILOG = (
+    "Options of the federation: --model.help Federation; of its parts, for example: "
+    "--data.help Digits, --model.client.help ProximalClient, --trainer.callbacks.help FeSEM. "
+    "--print_config shows what a run would use."
+)
+_TRAINER_DEFAULTS = {
+    "default_root_dir": "runs/default",
+    "max_epochs": 100,
+    "num_sanity_val_steps": 0,
+    "enable_model_summary": False,
+}
+_FEDERATION = {
+    "class_path": "pflight.Federation",
+    "init_args": {"client": {"class_path": "pflight.models.ClientModule"}},
+}
+
+
+class FederationCLI(LightningCLI):
+    """LightningCLI for federations, with one run in one folder.
+
+    The model is a :class:`~pflight.Federation` unless another class is named, its client a
+    :class:`~pflight.models.ClientModule`. The run folder is ``trainer.default_root_dir``: it gets
+    ``config.yaml``, TensorBoard's events and ``checkpoints/`` with ``last.ckpt`` of every round and
+    ``best.ckpt`` by ``val/macro_acc``, unless the configuration brings a logger or a
+    ``ModelCheckpoint`` of its own. ``--ckpt_path last`` and ``best`` are those of this folder.
+
+    Args:
+        args: Arguments in place of those of the process.
+    """
+
+    def __init__(self, args: ArgsType = None) -> None:
+        self._resumed_round: int | None = None
+        settings = {"exit_on_error": False}
+        commands = {name: {**settings, "epilog": _EPILOG} for name in self.subcommands()}
+        super().__init__(
+            L.LightningModule,
+            L.LightningDataModule,
+            save_config_callback=SaveRunConfig,
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults=_TRAINER_DEFAULTS,
+            seed_everything_default=0,
+            parser_kwargs={
+                **settings,
+                "prog": "pflight",
+                "description": "Personalized federated learning with PyTorch Lightning",
+                "version": f"pflight {__version__}",
+                **commands,
+            },
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            args=args,
+        )
+
+    def add_arguments_to_parser(self, parser: Any) -> None:
+        """Let the model be a federation unless another class is named."""
+        parser.set_defaults({"model": _FEDERATION})
+
+    def parse_arguments(self, parser: Any, args: ArgsType) -> None:
+        """Parse, with the shipped configs behind the files at hand."""
+        given = sys.argv[1:] if args is None else args
+        self.config = parser.parse_args(_with_shipped_configs(given))
+
+    def _parse_ckpt_path(self) -> None:
+        """Take nothing from the checkpoint: what was configured holds."""
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run folder."""
+        return RunFolder(self._get(self.config, "trainer").default_root_dir)
+
+    def before_instantiate_classes(self) -> None:
+        """Find the checkpoint and check that it can be read."""
+        config = self.config[self.subcommand]
+        if config.get("ckpt_path") is None:
+            return
+        path = self.folder.resolve(config.ckpt_path, may_start=self.subcommand == "fit")
+        config.ckpt_path = None if path is None else str(path)
+        if path is None:
+            _say(f"no run in {self.folder.path} yet: starting one")
+            return
+        record = read_checkpoint(path)
+        history = record.get("pflight", {}).get("history")
+        self._resumed_round = record.get("epoch", -1) + 1 if history is None else len(history)
+        if self.subcommand == "fit":
+            _say(f"continuing after round {self._resumed_round} from {path}")
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """Make the Trainer, with the project's monitors where the configuration has none."""
+        given = self._get(self.config_init, "trainer")
+        callbacks = list(_as_list(given.callbacks))
+        defaults: list[L.Callback] = []
+        if not _any_of(callbacks, TensorBoardReport):
+            defaults.append(TensorBoardReport())
+        if given.enable_progress_bar is not False and not _any_of(callbacks, ProgressBar):
+            defaults.append(FederationProgressBar())
+        if not _any_of(callbacks, ResultTable):
+            defaults.append(ResultTable())
+        if self.subcommand == "predict" and not _any_of(callbacks, PredictionWriter):
+            defaults.append(PredictionWriter())
+        if given.enable_checkpointing is not False and not _any_of(callbacks, ModelCheckpoint):
+            defaults += self._checkpoints()
+        if given.logger in (None, True) and not given.fast_dev_run:
+            kwargs["logger"] = self._logger()
+        trainer = super().instantiate_trainer(callbacks=callbacks + defaults, **kwargs)
+        for report in _of(trainer.callbacks, TensorBoardReport):
+            report.config = report.config or self._dump()
+            report.hparams = report.hparams or _hparams(self.config[self.subcommand], callbacks)
+        return trainer
+
+    def fit(self, **kwargs: Any) -> None:
+        """Train in the run folder; an earlier run there moves aside unless it is continued."""
+        checkpoint = kwargs.get("ckpt_path")
+        folder = self.folder
+        in_place = checkpoint and Path(checkpoint).resolve().is_relative_to(folder.path.resolve())
+        if rank_zero_only.rank == 0 and not in_place and not self.trainer.fast_dev_run:
+            if moved := folder.set_aside():
+                _say(f"moved the earlier run in {folder.path} to {moved}")
+        try:
+            self.trainer.fit(**kwargs)
+        except ConfigurationError:
+            if rank_zero_only.rank == 0:
+                folder.put_back()
+            raise
+
+    def test(self, **kwargs: Any) -> None:
+        """Test; the results of an earlier test of this run are replaced."""
+        if rank_zero_only.rank == 0 and isinstance(self.trainer.logger, RoundLogger):
+            for earlier in self.folder.events(".test"):
+                earlier.unlink()
+        self.trainer.test(**self._without_table(kwargs))
+
+    def validate(self, **kwargs: Any) -> None:
+        """Judge the clients on their validation samples."""
+        self.trainer.validate(**self._without_table(kwargs))
+
+    def predict(self, **kwargs: Any) -> None:
+        """Write the clients' predictions to the run folder."""
+        self.trainer.predict(**{**kwargs, "return_predictions": False})
+
+    def _without_table(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        own = isinstance(self.model, Federation)
+        return {**kwargs, "verbose": kwargs.get("verbose", True) and not own}
+
+    def _logger(self) -> RoundLogger | bool:
+        """Return TensorBoard in the run folder; a validation would repeat points of the fit."""
+        root = self.folder.path
+        if self.subcommand == "fit":
+            return RoundLogger(root, purge_step=self._resumed_round)
+        return RoundLogger(root, filename_suffix=".test") if self.subcommand == "test" else False
+
+    def _checkpoints(self) -> list[L.Callback]:
+        folder = self.folder.checkpoints
+        shared: dict[str, Any] = {"dirpath": folder, "enable_version_counter": False}
+        last = ModelCheckpoint(
+            save_last=True, save_top_k=0, save_on_train_epoch_end=True, every_n_epochs=1, **shared
+        )
+        if not isinstance(self.model, Federation):
+            return [last]
+        best = ModelCheckpoint(filename="best", monitor="val/macro_acc", mode="max", **shared)
+        return [best, last]
+
+    def _dump(self) -> str:
+        return _dumped(self._parser(self.subcommand), self.config[self.subcommand])
+
+
+class SaveRunConfig(SaveConfigCallback):
+    """Saves the configuration of a ``fit`` to the run folder, without the checkpoint it began from."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Write ``config.yaml`` when a fit begins."""
+        if stage != "fit" or not trainer.is_global_zero:
+            return
+        folder = Path(trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG).write_text(_dumped(self.parser, self.config))
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line; what the user got wrong is one line on stderr and exit status 2."""
+    _quieten()
+    try:
+        FederationCLI(None if args is None else list(args))
+    except ArgumentError as error:
+        _fail(_one_line(str(error)))
+    except Exception as error:
+        cause = _configuration_error(error)
+        if cause is None:
+            raise
+        _fail(" ".join(str(cause).split()))
+
+
+def _fail(message: str) -> None:
+    sys.stderr.write(f"pflight: error: {message}\n")
+    sys.exit(2)
+
+
+def _configuration_error(error: BaseException | None) -> ConfigurationError | None:
+    """Return the ConfigurationError that an exception is or stems from."""
+    while error is not None and not isinstance(error, ConfigurationError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _one_line(message: str) -> str:
+    """Return jsonargparse's report on an argument as ``key: what is wrong with it``."""
+    keys: list[str] = []
+    said: list[str] = []
+    noise = ("Does not validate", "Subtypes:", "Errors:", "Given value", "Problem with given")
+    for line in (line.strip(" -") for line in message.splitlines()):
+        if found := re.fullmatch(r'Parser key "([^"]+)":(.*)', line):
+            keys.append(found[1])
+            line = found[2].strip()
+        if line and not line.startswith(noise) and "<class 'NoneType'>" not in line:
+            said.append(line)
+    where = [f"{'.'.join(keys)}:"] if keys else []
+    return " ".join([*where, "; ".join(dict.fromkeys(said)) or " ".join(message.split())])
+
+
+@rank_zero_only
+def _say(line: str) -> None:
+    print(f"pflight: {line}", flush=True)
+
+
+def _with_shipped_configs(args: Sequence[str]) -> list[str]:
+    """Return the arguments; a config file that isn't there is the one that pflight ships."""
+    found = list(args)
+    for position, arg in enumerate(found):
+        option, equals, value = arg.partition("=")
+        if option not in ("--config", "-c"):
+            continue
+        if equals:
+            found[position] = f"{option}={_config_file(value)}"
+        elif position + 1 < len(found):
+            found[position + 1] = _config_file(found[position + 1])
+    return found
+
+
+def _config_file(path: str) -> str:
+    if Path(path).exists():
+        return path
+    shipped = files("pflight.configs").joinpath(path.removeprefix("configs/"))
+    if not shipped.is_file():
+        raise ConfigurationError(f"there is no config file {path}, nor does pflight ship one")
+    return str(shipped)
+
+
+def _dumped(parser: Any, config: Namespace) -> str:
+    """Return the configuration as YAML, without the checkpoint that a run begins from."""
+    config = config.clone()
+    config.ckpt_path = None
+    return parser.dump(config, skip_none=False)
+
+
+def _hparams(config: Namespace, callbacks: Sequence[L.Callback]) -> dict[str, Primitive]:
+    """Flatten what tells one run from another: algorithm, client, data, optimizer and rounds."""
+    trainer, model, data = (config[name].as_dict() for name in ("trainer", "model", "data"))
+    flat: dict[str, Primitive] = {"rounds": trainer["max_epochs"] or 0}
+    servers = {type(callback).__name__ for callback in _of(callbacks, ServerCallback)}
+    for spec in _as_list(trainer["callbacks"]):
+        if spec["class_path"].rpartition(".")[2] in servers:
+            flat.update(_flatten("algorithm", spec))
+    options = dict(model.get("init_args") or {})
+    if (client := options.pop("client", None)) is not None:
+        flat.setdefault("algorithm", "FedAvg")
+        flat.update(_flatten("client", client))
+        flat.update(_flatten("federation", options))
+    else:
+        flat.update(_flatten("model", model))
+    return flat | dict(_flatten("data", data))
+
+
+def _flatten(key: str, value: Any) -> Iterator[tuple[str, Primitive]]:
+    if isinstance(value, Mapping) and "class_path" in value:
+        yield key, value["class_path"].rpartition(".")[2]
+        value = {**(value.get("init_args") or {}), **(value.get("dict_kwargs") or {})}
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from _flatten(f"{key}/{name}", part)
+    elif isinstance(value, list):
+        yield key, str(value)
+    elif isinstance(value, Primitive):
+        yield key, value
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _of(callbacks: Sequence[Any], kind: type) -> list[Any]:
+    return [callback for callback in callbacks if isinstance(callback, kind)]
+
+
+def _any_of(callbacks: Sequence[Any], kind: type) -> bool:
+    return bool(_of(callbacks, kind))
+
+
+def _quieten() -> None:
+    """Leave out what libraries say at every start; warnings of pflight's own stay."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in (
+        r".*does not have many workers",
+        r".*isinstance\(treespec, LeafSpec\).*",
+        r".*Checkpoint directory .* exists and is not empty",
+        r".*GPU available but not used",
+        r".*The number of training batches .* is smaller than the logging interval",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module="lightning")

@@ -1,0 +1,85 @@
+import pytest
+import torch
+
+from pflight.callbacks import FedAvg, FedSGD
+from pflight.errors import ConfigurationError
+from tests import reference
+from tests.runs import (
+    CLASSES,
+    batches_of,
+    flat,
+    linear_client,
+    quadratic_client,
+    run,
+    sgd,
+    small_data,
+    world_q,
+)
+
+
+def test_q1() -> None:
+    federation = run(quadratic_client(), world_q(), FedSGD(lr=0.1))
+    assert flat(federation.server_states()[0]) == pytest.approx([0.25, 0.15], abs=1e-12)
+
+
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+def test_several_rounds_with_partial_participation(weighting: str) -> None:
+    data = small_data(cohort_size=3, dtype=torch.float64)
+    client = linear_client(double=True)
+    federation = run(client, data, FedSGD(lr=0.3, weighting=weighting), rounds=4)
+    world = reference.SoftmaxRegression(
+        [data.samples(i, "train") for i in range(data.num_clients)], CLASSES
+    )
+    cohorts = [entry.clients for entry in federation.history]
+    expected = reference.fedsgd(world, flat(client.state_dict()), cohorts, 0.3, weighting)
+    assert flat(federation.server_states()[0]) == pytest.approx(expected, rel=1e-12, abs=1e-14)
+
+
+def test_a_gradient_over_more_samples_than_fit_one_pass_is_still_their_mean() -> None:
+    data = small_data(counts=[700, 1100], dtype=torch.float64)
+    client = linear_client(double=True)
+    federation = run(client, data, FedSGD(lr=0.3))
+    world = reference.SoftmaxRegression([data.samples(i, "train") for i in range(2)], CLASSES)
+    expected = reference.fedsgd(world, flat(client.state_dict()), [[0, 1]], 0.3)
+    assert flat(federation.server_states()[0]) == pytest.approx(expected, rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+def test_it_is_fedavg_with_one_full_batch_step(weighting: str) -> None:
+    data = small_data(batch_size=None, cohort_size=4, dtype=torch.float64)
+    client = linear_client(double=True, optimizer=sgd(0.2))
+    gradients = run(client, data, FedSGD(lr=0.2, weighting=weighting), rounds=3)
+    models = run(client, data, FedAvg(weighting), rounds=3, local_steps=1)
+    assert flat(gradients.server_states()[0]) == pytest.approx(
+        flat(models.server_states()[0]), rel=1e-12, abs=1e-14
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_the_stochastic_variant_takes_the_first_batches_of_the_epoch(count: int) -> None:
+    data = small_data(counts=[10], dtype=torch.float64)  # batches of 4, 4 and 2
+    client = linear_client(double=True)
+    federation = run(client, data, FedSGD(lr=0.1, batches=count))
+    world = reference.SoftmaxRegression([data.samples(0, "train")], CLASSES)
+    chosen = torch.cat([torch.from_numpy(b) for b in batches_of(data, 0, 0, 1)[:count]]).numpy()
+    start = flat(client.state_dict())
+    assert flat(federation.server_states()[0]) == pytest.approx(
+        start - 0.1 * world.gradient(start, 0, chosen), rel=1e-12, abs=1e-14
+    )
+
+
+def test_a_users_server_optimizer_takes_the_gradient() -> None:
+    data = small_data(dtype=torch.float64)
+    client = linear_client(double=True)
+    federation = run(client, data, FedSGD(), server_optimizer=sgd(0.5, weight_decay=0.1))
+    world = reference.SoftmaxRegression([data.samples(i, "train") for i in range(6)], CLASSES)
+    start = flat(client.state_dict())
+    (cohort,) = (entry.clients for entry in federation.history)
+    expected = reference.fedsgd(world, start, [cohort], 0.5) - 0.5 * 0.1 * start
+    assert flat(federation.server_states()[0]) == pytest.approx(expected, rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("options", [{"lr": 0.0}, {"batches": 0}, {"weighting": "size"}])
+def test_bad_options(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError, match="FedSGD"):
+        FedSGD(**options)

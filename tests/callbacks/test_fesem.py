@@ -1,0 +1,377 @@
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pflight.callbacks import FedAvg, FeSEM, Local
+from pflight.datamodules import TensorClients
+from pflight.engines import ClientUpdates
+from pflight.errors import ConfigurationError
+from pflight.federation import Federation
+from pflight.models import ProximalClient
+from tests import reference
+from tests.runs import (
+    CLASSES,
+    Point,
+    QuadraticClient,
+    assert_same,
+    batches_of,
+    batchnorm_client,
+    flat,
+    linear_client,
+    quadratic_client,
+    run,
+    sgd,
+    small_data,
+    world_q,
+)
+
+
+class Recording(FeSEM):
+    """Keeps what the clients sent."""
+
+    received: ClientUpdates
+
+    def receive(self, updates: ClientUpdates) -> None:
+        self.received = updates
+        super().receive(updates)
+
+
+def point(*theta: float) -> dict[str, Tensor]:
+    return {"network.theta": torch.tensor(theta, dtype=torch.float64)}
+
+
+def targets(*models: tuple[float, float]) -> TensorClients:
+    """Return clients that return these models after one step of size 1 from anywhere."""
+    train = [
+        (torch.tensor([[1.0, 1.0, *model]], dtype=torch.float64), torch.zeros(1, dtype=torch.long))
+        for model in models
+    ]
+    return TensorClients(train, num_classes=2)
+
+
+def target_client() -> QuadraticClient:
+    return QuadraticClient(Point(), num_classes=2, optimizer=sgd(1.0))
+
+
+def inertia(models: np.ndarray, labels: np.ndarray) -> float:
+    return sum(
+        ((models[labels == k] - models[labels == k].mean(0)) ** 2).sum() for k in set(labels)
+    )
+
+
+def softmax_world(data: TensorClients) -> reference.SoftmaxRegression:
+    clients = range(data.num_clients)
+    return reference.SoftmaxRegression([data.samples(i, "train") for i in clients], CLASSES)
+
+
+def perturbed(count: int) -> list[dict[str, Tensor]]:
+    """Return distinct centers around the client's own weights."""
+    random = torch.Generator().manual_seed(3)
+    return [
+        {
+            name: value + 0.3 * torch.randn(value.shape, generator=random, dtype=torch.float64)
+            for name, value in linear_client(double=True).state_dict().items()
+        }
+        for _ in range(count)
+    ]
+
+
+C4 = (0.0, 0.0), (0.0, 2.0), (10.0, 0.0), (10.0, 4.0)
+
+
+def test_c4_e_step_and_m_step() -> None:
+    callback = FeSEM(2, centers=[point(1, 1), point(9, 1)])
+    federation = run(target_client(), targets(*C4), callback)
+    assert callback.assignments.tolist() == [0, 0, 1, 1]
+    assert [flat(state).tolist() for state in federation.server_states()] == [[0, 1], [10, 2]]
+    assert [flat(federation.client_state(i)).tolist() for i in range(4)] == [
+        [0, 1],
+        [0, 1],
+        [10, 2],
+        [10, 2],
+    ]
+
+
+def test_c4_the_initialisation_finds_the_same_clusters() -> None:
+    callback = FeSEM(2)
+    federation = run(target_client(), targets(*C4), callback)
+    first, second = callback.assignments.tolist()[::2]
+    assert callback.assignments.tolist() == [first, first, second, second]
+    centers = {k: flat(federation.server_states()[k]).tolist() for k in (first, second)}
+    assert centers == {first: [0, 1], second: [10, 2]}
+    assert inertia(np.array(C4), callback.assignments.numpy()) == 10
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"), [("eq7", [0.186, 0.296]), ("plain", [0.189, 0.284])]
+)
+def test_c4_proximal_steps(scaling: str, expected: list[float]) -> None:
+    callback = Recording(1, centers=[point(0, 1)])
+    run(quadratic_client(mu=0.1, scaling=scaling), world_q(), callback, local_steps=2)
+    assert callback.received.states["network.theta"][0].tolist() == pytest.approx(
+        expected, abs=1e-12
+    )
+
+
+@pytest.mark.parametrize("scaling", ["eq7", "plain"])
+@pytest.mark.parametrize("clusters", [2, 3])
+def test_several_rounds_with_partial_participation(scaling: str, clusters: int) -> None:
+    data = small_data(cohort_size=3, dtype=torch.float64)
+    centers = perturbed(clusters)
+    callback = FeSEM(clusters, centers=centers)
+    client = linear_client(ProximalClient, double=True, mu=0.4, scaling=scaling)
+    federation = run(client, data, callback, rounds=6, local_epochs=2)
+    expected, assignments = reference.fesem(
+        softmax_world(data),
+        [flat(center) for center in centers],
+        [entry.clients for entry in federation.history],
+        lambda t, i: batches_of(data, t, i, 2),
+        lr=0.1,
+        strength=0.4,
+        scaling=scaling,
+    )
+    assert callback.assignments.tolist() == assignments
+    for state, center in zip(federation.server_states(), expected, strict=True):
+        assert flat(state) == pytest.approx(center, rel=1e-12, abs=1e-14)
+
+
+def test_mean_samples_is_over_all_clients_with_data_whatever_the_cohort() -> None:
+    data = small_data(counts=[5, 0, 12, 7], cohort_size=1, dtype=torch.float64)
+    client = linear_client(ProximalClient, double=True, mu=0.4, scaling="eq7")
+    centers = perturbed(1)
+    federation = run(client, data, FeSEM(1, centers=centers), rounds=2, local_epochs=2)
+    expected, _ = reference.fesem(
+        softmax_world(data),
+        [flat(center) for center in centers],
+        [entry.clients for entry in federation.history],
+        lambda t, i: batches_of(data, t, i, 2),
+        lr=0.1,
+        strength=0.4,
+    )
+    assert flat(federation.server_states()[0]) == pytest.approx(expected[0], rel=1e-12, abs=1e-14)
+
+
+class TestInitialisation:
+    def run(self, rounds: int, **options: int) -> tuple[Federation, TensorClients]:
+        data = small_data(cohort_size=2, dtype=torch.float64)
+        client = linear_client(ProximalClient, double=True, mu=0.4, scaling="eq7")
+        return run(client, data, FeSEM(2, **options), rounds, local_epochs=2), data
+
+    def models(self, data: TensorClients) -> np.ndarray:
+        start = flat(linear_client(double=True).state_dict())
+        world = softmax_world(data)
+        pull = 2 * 0.4 * world.counts.mean()
+        return np.stack(
+            [
+                reference.local_training(
+                    world, start, i, batches_of(data, 0, i, 2), 0.1, pull / world.counts[i]
+                )
+                for i in range(data.num_clients)
+            ]
+        )
+
+    def test_all_clients_train_once_and_no_partition_is_better(self) -> None:
+        federation, data = self.run(rounds=1)
+        assert federation.history[0].clients == list(range(6))
+        models, labels = self.models(data), federation.callback.assignments.numpy()
+        best = min(
+            inertia(models, np.array(partition))
+            for partition in product((0, 1), repeat=6)
+            if len(set(partition)) == 2
+        )
+        assert inertia(models, labels) == pytest.approx(best, rel=1e-12)
+        for k, state in enumerate(federation.server_states()):
+            assert flat(state) == pytest.approx(models[labels == k].mean(0), rel=1e-12, abs=1e-14)
+
+    def test_its_traffic_counts(self) -> None:
+        federation, _ = self.run(rounds=1)
+        assert federation.history[0].bytes_down == 6 * 15 * 8
+        assert federation.history[0].bytes_up == 6 * 15 * 8
+
+    def test_rounds_go_on_from_its_centers(self) -> None:
+        first, data = self.run(rounds=1)
+        last, _ = self.run(rounds=4)
+        centers, assignments = reference.fesem(
+            softmax_world(data),
+            [flat(state) for state in first.server_states()],
+            [entry.clients for entry in last.history[1:]],
+            lambda t, i: batches_of(data, t, i, 2),
+            lr=0.1,
+            strength=0.4,
+            assignments=first.callback.assignments.tolist(),
+            first_round=1,
+        )
+        assert last.callback.assignments.tolist() == assignments
+        for state, center in zip(last.server_states(), centers, strict=True):
+            assert flat(state) == pytest.approx(center, rel=1e-12, abs=1e-14)
+
+    def test_a_sample_of_clients_trains_and_the_others_come_as_newcomers(self) -> None:
+        first, data = self.run(rounds=1, init_clients=4)
+        seen = first.callback.assignments >= 0
+        assert first.history[0].clients == seen.nonzero().flatten().tolist()
+        assert seen.sum() == 4
+        last, _ = self.run(rounds=5, init_clients=4)
+        centers, assignments = reference.fesem(
+            softmax_world(data),
+            [flat(state) for state in first.server_states()],
+            [entry.clients for entry in last.history[1:]],
+            lambda t, i: batches_of(data, t, i, 2),
+            lr=0.1,
+            strength=0.4,
+            assignments=first.callback.assignments.tolist(),
+            first_round=1,
+        )
+        assert last.callback.assignments.tolist() == assignments
+        for state, center in zip(last.server_states(), centers, strict=True):
+            assert flat(state) == pytest.approx(center, rel=1e-12, abs=1e-14)
+
+    def test_one_client_per_cluster(self) -> None:
+        callback = FeSEM(4)
+        federation = run(target_client(), targets(*C4), callback)
+        assert sorted(callback.assignments.tolist()) == [0, 1, 2, 3]
+        for i, model in enumerate(C4):
+            assert tuple(flat(federation.client_state(i))) == model
+
+    def test_equal_models_fill_no_two_clusters_but_training_goes_on(self) -> None:
+        callback = FeSEM(3)
+        federation = run(target_client(), targets((1, 1), (1, 1), (1, 1), (5, 5)), callback, 3)
+        for state in federation.server_states():
+            assert np.isfinite(flat(state)).all()
+        assert flat(federation.client_state(0)).tolist() == [1, 1]
+        assert flat(federation.client_state(3)).tolist() == [5, 5]
+
+
+def test_ties_go_to_the_lowest_index_and_memberless_centers_stay() -> None:
+    callback = FeSEM(3, centers=[point(2, 2), point(2, 2), point(50, 50)])
+    federation = run(target_client(), targets(*C4), callback)
+    assert callback.assignments.tolist() == [0, 0, 0, 0]
+    assert [flat(state).tolist() for state in federation.server_states()] == [
+        [5, 1.5],
+        [2, 2],
+        [50, 50],
+    ]
+
+
+def test_the_e_step_of_a_round_uses_the_centers_as_sent_whatever_the_chunks() -> None:
+    class OneByOne(FeSEM):
+        def round(self, cohort):
+            self.begin()
+            for client in cohort.split(1):
+                self.receive(self.federation.train_clients(client, self.broadcast(client)))
+            self.step()
+
+    data = small_data(dtype=torch.float64)
+    chunked, whole = (kind(2, centers=perturbed(2)) for kind in (OneByOne, FeSEM))
+    one = run(linear_client(double=True), data, chunked, rounds=4)
+    other = run(linear_client(double=True), data, whole, rounds=4)
+    assert torch.equal(chunked.assignments, whole.assignments)
+    for left, right in zip(one.server_states(), other.server_states(), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
+
+
+def test_newcomers_are_served_the_mean_of_the_centers_by_their_members_samples() -> None:
+    data = small_data(counts=[5, 12, 7, 9, 3, 10], holdout_clients=0.34, dtype=torch.float64)
+    callback = FeSEM(2, centers=perturbed(2))
+    federation = run(linear_client(double=True), data, callback, rounds=2)
+    counts, assignments = data.num_samples().numpy(), callback.assignments.numpy()
+    weights = [counts[assignments == k].sum() for k in range(2)]
+    centers = [flat(state) for state in federation.server_states()]
+    for newcomer in data.new_clients.tolist():
+        assert assignments[newcomer] == -1
+        assert flat(federation.client_state(newcomer)) == pytest.approx(
+            np.average(centers, axis=0, weights=weights), rel=1e-12, abs=1e-14
+        )
+
+
+def test_distances_are_over_trainable_parameters_only() -> None:
+    callback = FeSEM(2)
+    client = batchnorm_client()
+    run(client, small_data(), callback)
+    states = [client.state_dict(), client.state_dict()]
+    states[1] = {
+        name: value + 100 if "running" in name else value for name, value in states[1].items()
+    }
+    again = FeSEM(2, centers=states)
+    run(batchnorm_client(), small_data(), again)
+    assert again.assignments.tolist() == [0] * 6  # ties, whatever the buffers
+
+
+def test_every_center_owns_averaged_buffers() -> None:
+    federation = run(batchnorm_client(), small_data(), FeSEM(2), rounds=3)
+    for state in federation.server_states():
+        assert state["network.1.num_batches_tracked"].dtype == torch.int64
+        assert state["network.1.num_batches_tracked"] > 0
+    first, second = federation.server_states()
+    assert not torch.equal(first["network.1.running_mean"], second["network.1.running_mean"])
+
+
+class TestReductions:
+    def test_one_cluster_without_a_pull_is_uniform_fedavg(self) -> None:
+        data = small_data(cohort_size=3, dtype=torch.float64)
+        client = linear_client(double=True)
+        callback = FeSEM(1, centers=[client.state_dict()])
+        fesem = run(client, data, callback, rounds=4, local_epochs=2)
+        fedavg = run(client, data, FedAvg("uniform"), rounds=4, local_epochs=2)
+        assert_same(fesem.server_states()[0], fedavg.server_states()[0])
+
+    def test_one_cluster_with_a_plain_pull_is_uniform_fedprox(self) -> None:
+        data = small_data(cohort_size=3, dtype=torch.float64)
+        client = linear_client(ProximalClient, double=True, mu=0.7, scaling="plain")
+        callback = FeSEM(1, centers=[client.state_dict()])
+        fesem = run(client, data, callback, rounds=4, local_epochs=2)
+        fedprox = run(client, data, FedAvg("uniform"), rounds=4, local_epochs=2)
+        assert_same(fesem.server_states()[0], fedprox.server_states()[0])
+
+    def test_as_many_clusters_as_clients_are_local_training(self) -> None:
+        data = small_data(counts=[5, 12, 7, 9], dtype=torch.float64)
+        callback = FeSEM(4)
+        client = linear_client(double=True, optimizer=sgd(0.02))
+        fesem = run(client, data, callback, rounds=4)
+        local = run(client, data, Local(), rounds=4)
+        assert sorted(callback.assignments.tolist()) == [0, 1, 2, 3]
+        for i in range(4):
+            assert flat(fesem.client_state(i)) == pytest.approx(
+                flat(local.client_state(i)), rel=1e-12, abs=1e-14
+            )
+
+
+def test_known_groups_are_recovered() -> None:
+    means = [(0.0, 0.0), (8.0, 8.0), (-8.0, 8.0)]
+    groups = [0, 1, 2, 2, 1, 0, 0, 1, 2, 1]
+    random = np.random.default_rng(5)
+    data = targets(*(tuple(random.normal(means[group], 0.5)) for group in groups))
+    callback = FeSEM(3)
+    run(target_client(), data, callback, rounds=2)
+    pairs = {(group, k) for group, k in zip(groups, callback.assignments.tolist(), strict=True)}
+    assert len(pairs) == 3
+
+
+def test_sizes_are_logged_every_round() -> None:
+    federation = run(linear_client(), small_data(), FeSEM(2), rounds=3)
+    for entry in federation.history:
+        sizes = [entry.metrics[f"fesem/size_{k}"] for k in range(2)]
+        assert sum(sizes) == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_clusters": 0}, "num_clusters must be at least 1"),
+        ({"num_clusters": 2, "num_restarts": 0}, "num_restarts must be at least 1"),
+        ({"num_clusters": 3, "init_clients": 2}, r"init_clients \(2\)"),
+        ({"num_clusters": 3, "centers": []}, "0 centers were given"),
+        ({"num_clusters": 2, "matching": "bbp"}, "unknown matching 'bbp'"),
+        ({"num_clusters": 2, "buffers": "mine"}, "buffers must be"),
+    ],
+)
+def test_bad_options(options: dict, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        FeSEM(**options)
+
+
+def test_centers_of_another_network() -> None:
+    with pytest.raises(ConfigurationError, match=r"'network.theta' of shape \(3,\)"):
+        run(target_client(), targets(*C4), FeSEM(1, centers=[point(1, 2, 3)]))

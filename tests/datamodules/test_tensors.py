@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+
+from pflight.datamodules import TensorClients
+from pflight.errors import ConfigurationError
+
+
+def pair(n: int = 6, features: int = 3, num_classes: int = 2) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    return torch.randn(n, features, generator=generator), torch.arange(n) % num_classes
+
+
+def test_tensors_are_kept_without_a_copy_and_in_their_type():
+    x, y = torch.randn(5, 2, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1])
+    data = TensorClients([(x, y)], [(x, y)], num_classes=2)
+    for split in ("train", "test"):
+        features, labels = data.samples(0, split)
+        assert features is x
+        assert labels.data_ptr() == y.data_ptr()
+    assert len(data.samples(0, "val")[0]) == 0
+    batch = next(iter(data.client(0).train_dataloader()))
+    assert batch[0].dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float32, torch.bool])
+def test_labels_of_whole_numbers_are_cast(dtype):
+    x, y = pair()
+    data = TensorClients([(x, y.to(dtype))], num_classes=2)
+    assert torch.equal(data.samples(0, "train")[1], y)
+
+
+def test_everything_is_known_before_setup():
+    data = TensorClients([pair(4), pair(8), pair(2)], num_classes=2, cohort_size=2)
+    assert data.num_clients == 3
+    assert data.num_samples().tolist() == [4, 8, 2]
+    assert data.train_clients.tolist() == [0, 1, 2]
+    assert data.new_clients.tolist() == []
+    assert data.class_counts().tolist() == [[2, 2], [4, 4], [1, 1]]
+    before = data.cohorts
+    data.setup("fit")
+    data.setup("fit")
+    assert data.cohorts is before
+
+
+def test_a_client_may_be_empty_but_never_trains():
+    nothing = torch.empty(0), torch.empty(0)
+    data = TensorClients([pair(4), nothing, pair(4)], [nothing, pair(4), nothing], num_classes=2)
+    assert data.train_clients.tolist() == [0, 2]
+    assert data.num_samples().tolist() == [4, 0, 4]
+    x, y = data.samples(1, "train")
+    assert x.shape == (0, 3)
+    assert y.dtype == torch.int64
+    assert [ids.tolist() for ids in data.test_dataloader()] == [[1]]
+    assert data.val_dataloader() == []
+    assert len(data.client(1).train_dataloader()) == 0
+    assert len(data.centralized().train_dataloader().dataset) == 8
+
+
+GOOD = pair()
+X, Y = GOOD
+
+
+@pytest.mark.parametrize(
+    ("train", "options", "message"),
+    [
+        ([], {}, "train is empty"),
+        ([(X[:0], Y[:0])], {}, "train is empty"),
+        ([(X[:0], Y[:0])], {"test": [GOOD]}, "no client can train"),
+        ([GOOD, (X, Y + 1)], {}, r"client 1, train: labels go from 1 to 2, but num_classes is 2"),
+        ([GOOD, (X, Y - 1)], {}, r"client 1, train: labels go from -1 to 0"),
+        ([GOOD, (X, Y + 0.5)], {}, r"client 1, train: labels must be whole numbers"),
+        ([GOOD, (X, Y * torch.nan)], {}, r"client 1, train: labels must be whole numbers"),
+        ([GOOD, (X[:5], Y)], {}, r"client 1, train: features of shape \[5, 3\]"),
+        ([GOOD, (X, Y[:, None])], {}, r"client 1, train: .* labels of shape \[6, 1\]"),
+        ([GOOD, (X[:, :2], Y)], {}, r"client 1, train: features are torch.float32 of shape \[2\]"),
+        ([GOOD, (X.double(), Y)], {}, r"client 1, train: features are torch.float64"),
+        ([GOOD, (X * torch.nan, Y)], {}, r"client 1, train: features contain NaN"),
+        ([GOOD, (X, Y.tolist())], {}, r"client 1, train: .* must be tensors, got Tensor and list"),
+        ([GOOD, X], {}, r"client 1, train: expected a pair"),
+        ([GOOD], {"test": [GOOD, GOOD]}, "test has 2 clients, but train has 1"),
+        ([GOOD], {"test": [(X, Y + 1)]}, "client 0, test: labels"),
+        ([GOOD], {"val": [(X[:, :1], Y)]}, "client 0, val: features"),
+        ([GOOD], {"cohort_size": 2}, "cohort_size is 2, but only 1 clients"),
+        ([GOOD], {"cohort_size": 0}, "cohort_size"),
+        ([GOOD], {"participation": 0.0}, "participation"),
+        ([GOOD], {"batch_size": 0}, "batch_size"),
+        ([GOOD], {"eval_chunk": 0}, "eval_chunk"),
+        ([GOOD], {"holdout_clients": 1.0}, "holdout_clients"),
+        ([GOOD], {"holdout_clients": 0.9}, "no client can train: all are held out"),
+        ([GOOD], {"seed": -1}, "seed"),
+    ],
+)
+def test_bad_data_are_named(train, options, message):
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        TensorClients(train, num_classes=2, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("client", [-1, 3])
+def test_an_unknown_client_is_named(client):
+    data = TensorClients([GOOD] * 3, num_classes=2)
+    for ask in (lambda: data.samples(client, "train"), lambda: data.client(client)):
+        with pytest.raises(ConfigurationError, match=f"unknown client {client}: .* 0 to 2"):
+            ask()
+
+
+def test_data_survive_pickling():
+    data = TensorClients([GOOD] * 3, num_classes=2, cohort_size=2)
+    copy = pickle.loads(pickle.dumps(data))
+    assert torch.equal(copy.cohorts.sample(1), data.cohorts.sample(1))
+    assert torch.equal(copy.samples(2, "train")[0], X)
+    assert len(pickle.loads(pickle.dumps(data.client(1).train_dataloader()))) == 1

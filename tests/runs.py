@@ -1,0 +1,181 @@
+"""Short federations for the tests: clients, data and a quiet stock Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from pflight import Federation
+from pflight.callbacks import ServerCallback
+from pflight.datamodules import FederatedDataModule, TensorClients
+from pflight.models import ClientModule, ProximalClient
+
+FEATURES, CLASSES = 4, 3
+
+
+def quiet_trainer(rounds: int = 1, *callbacks: L.Callback, **options: Any) -> L.Trainer:
+    """Return a stock Trainer on the CPU that writes nothing unless it is asked to."""
+    quiet = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": any(
+            isinstance(callback, L.pytorch.callbacks.Checkpoint) for callback in callbacks
+        ),
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return L.Trainer(max_epochs=rounds, callbacks=list(callbacks), **{**quiet, **options})
+
+
+def run(
+    client: ClientModule,
+    data: FederatedDataModule,
+    callback: ServerCallback | None = None,
+    rounds: int = 1,
+    *callbacks: L.Callback,
+    trainer: dict[str, Any] | None = None,
+    ckpt_path: Any = None,
+    **options: Any,
+) -> Federation:
+    """Fit a federation and return it."""
+    federation = Federation(client, **options)
+    servers = [] if callback is None else [callback]
+    fitter = quiet_trainer(rounds, *servers, *callbacks, **(trainer or {}))
+    fitter.fit(federation, datamodule=data, ckpt_path=ckpt_path)
+    return federation
+
+
+def sgd(lr: float = 0.1, **options: Any) -> Callable[[Iterable[nn.Parameter]], SGD]:
+    return partial(SGD, lr=lr, **options)
+
+
+def linear_client(
+    kind: type[ClientModule] = ClientModule, double: bool = False, **options: Any
+) -> ClientModule:
+    """Return a softmax regression with the same initial weights every time."""
+    torch.manual_seed(7)
+    client = kind(nn.Linear(FEATURES, CLASSES), CLASSES, **{"optimizer": sgd(), **options})
+    return client.double() if double else client
+
+
+def network_client(
+    network: nn.Module, kind: type[ClientModule] = ClientModule, seed: int = 7, **options: Any
+) -> ClientModule:
+    """Return a client whose network's weights come from ``seed``."""
+    torch.manual_seed(seed)
+    for module in network.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    return kind(network, CLASSES, **{"optimizer": sgd(), **options})
+
+
+def dropout_client(kind: type[ClientModule] = ClientModule, **options: Any) -> ClientModule:
+    layers = nn.Linear(FEATURES, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, CLASSES)
+    return network_client(nn.Sequential(*layers), kind, **options)
+
+
+def batchnorm_client(kind: type[ClientModule] = ClientModule, **options: Any) -> ClientModule:
+    layers = nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, CLASSES)
+    return network_client(nn.Sequential(*layers), kind, **options)
+
+
+def samples(count: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, FEATURES, generator=random, dtype=torch.float64)
+    return x.to(dtype), torch.randint(CLASSES, (count,), generator=random)
+
+
+def small_data(
+    counts: Iterable[int] = (5, 12, 7, 9, 3, 10), dtype: torch.dtype = torch.float32, **options: Any
+) -> TensorClients:
+    """Return unequal clients of random samples, with samples to validate and to test on."""
+    counts = list(counts)
+    splits = [
+        [samples(count, 100 * index + client, dtype) for client, count in enumerate(sizes)]
+        for index, sizes in enumerate((counts, [6] * len(counts), [4] * len(counts)))
+    ]
+    train, test, val = splits
+    options = {"num_classes": CLASSES, "batch_size": 4, **options}
+    return TensorClients(train, test, val, **options)
+
+
+def batches_of(data: FederatedDataModule, round: int, client: int, epochs: int) -> list[np.ndarray]:
+    """Return the positions of the samples in each local batch, in the order of training."""
+    size = data.batch_size or int(data.num_samples()[client])
+    return [
+        batch.numpy()
+        for epoch in range(epochs)
+        for batch in data.order(client, round, epoch).split(size)
+    ]
+
+
+def flat(state: dict[str, Tensor]) -> np.ndarray:
+    """Return a state as one vector of float64, in its own order."""
+    return torch.cat([value.detach().double().flatten() for value in state.values()]).numpy()
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """Compare two states bit for bit."""
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+# World Q: client i's loss is half the sum over d of a_id (theta_d - b_id)^2.
+
+
+class Point(nn.Module):
+    """Two parameters, which are also the logits of every sample."""
+
+    def __init__(self, start: tuple[float, float] = (0.0, 0.0)) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(torch.tensor(start, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.theta.expand(len(x), 2)
+
+
+class Quadratic:
+    """Replaces the task loss; a sample carries its client's ``a`` and ``b``."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        a, b = batch[0].split(2, dim=1)
+        quadratic = (a / 2 * (self.network.theta - b).square()).sum(1).mean()
+        return quadratic + (self.penalty() if isinstance(self, ProximalClient) else 0)
+
+
+class QuadraticClient(Quadratic, ClientModule):
+    """A client of world Q."""
+
+
+class ProximalQuadraticClient(Quadratic, ProximalClient):
+    """A client of world Q that is pulled to its anchor."""
+
+
+def quadratic_client(start: tuple[float, float] = (0.0, 0.0), **proximal: Any) -> ClientModule:
+    kind = ProximalQuadraticClient if proximal else QuadraticClient
+    return kind(Point(start), num_classes=2, optimizer=sgd(0.1), **proximal)
+
+
+A = ((1.0, 2.0), (2.0, 1.0), (1.0, 1.0))
+B = ((1.0, -1.0), (3.0, 1.0), (-2.0, 4.0))
+N = (1, 3, 2)
+
+
+def world_q(clients: Iterable[int] = (0, 1, 2), counts: Iterable[int] = N) -> TensorClients:
+    """Return the data of world Q: every sample of a client carries ``a`` and ``b``."""
+    counts = list(counts)
+    train = [
+        (
+            torch.tensor([[*A[i], *B[i]]] * counts[i], dtype=torch.float64),
+            torch.zeros(counts[i], dtype=torch.long),
+        )
+        for i in clients
+    ]
+    return TensorClients(train, num_classes=2, batch_size=None)
