@@ -45,6 +45,7 @@ _TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,
     "enable_model_summary": False,
 }
+_MONITOR = "val/macro_acc"
 _FEDERATION = {
     "class_path": "pflight.Federation",
     "init_args": {"client": {"class_path": "pflight.models.ClientModule"}},
@@ -187,15 +188,15 @@ class FederationCLI(LightningCLI):
         return RoundLogger(root, filename_suffix=".test") if self.subcommand == "test" else False
 
     def _checkpoints(self) -> list[L.Callback]:
-        folder = self.folder.checkpoints
-        shared: dict[str, Any] = {"dirpath": folder, "enable_version_counter": False}
-        last = ModelCheckpoint(
-            save_last=True, save_top_k=0, save_on_train_epoch_end=True, every_n_epochs=1, **shared
-        )
+        always: dict[str, Any] = {
+            "dirpath": self.folder.checkpoints,
+            "save_on_train_epoch_end": True,
+            "enable_version_counter": False,  # the file of the round before is replaced
+        }
+        last = ModelCheckpoint(filename="last", **always)
         if not isinstance(self.model, Federation):
             return [last]
-        best = ModelCheckpoint(filename="best", monitor="val/macro_acc", mode="max", **shared)
-        return [best, last]
+        return [ModelCheckpoint(filename="best", monitor=_MONITOR, mode="max", **always), last]
 
     def _dump(self) -> str:
         return _dumped(self._parser(self.subcommand), self.config[self.subcommand])
@@ -243,13 +244,21 @@ def _one_line(message: str) -> str:
     """Return jsonargparse's report on an argument as ``key: what is wrong with it``."""
     keys: list[str] = []
     said: list[str] = []
-    noise = ("Does not validate", "Subtypes:", "Errors:", "Given value", "Problem with given")
+    noise = (
+        "Does not validate",
+        "Subtypes:",
+        "Errors:",
+        "Given value",
+        "Problem with given",
+        "Expected a path but",
+    )
     for line in (line.strip(" -") for line in message.splitlines()):
         if found := re.fullmatch(r'Parser key "([^"]+)":(.*)', line):
             keys.append(found[1])
             line = found[2].strip()
         if line and not line.startswith(noise) and "<class 'NoneType'>" not in line:
-            said.append(line)
+            line = re.sub(r"<class '([^']+)'>", r"\1", line)
+            said.append(re.sub(r"Expected a dot import path string: ", "unknown class ", line))
     where = [f"{'.'.join(keys)}:"] if keys else []
     return " ".join([*where, "; ".join(dict.fromkeys(said)) or " ".join(message.split())])
 
@@ -341,6 +350,7 @@ def _quieten() -> None:
         r".*isinstance\(treespec, LeafSpec\).*",
         r".*Checkpoint directory .* exists and is not empty",
         r".*GPU available but not used",
+        rf".*`ModelCheckpoint\(monitor='{_MONITOR}'\)` could not find",  # not validated yet
         r".*The number of training batches .* is smaller than the logging interval",
     ):
         warnings.filterwarnings("ignore", message=message)

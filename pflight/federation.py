@@ -37,6 +37,10 @@ from .state import StateLayout, state_bytes
 
 _CHUNK_BYTES = 64 * 2**20  # a chunk of updates takes about this much memory
 _PRIVATE = "private"  # the memory slot of entries that never travel
+_MEANINGLESS = (  # Lightning's hints that don't hold for a federation
+    "The number of training batches .* is smaller than the logging interval",
+    "It is recommended to use .*sync_dist=True",
+)
 
 
 class ClientError(RuntimeError):
@@ -322,8 +326,8 @@ class Federation(L.LightningModule):
                 f"this federation was set up for {self.num_clients} clients, "
                 f"the data has {data.num_clients}"
             )
-        if not data.val_dataloader():
-            warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
+        for hint in _MEANINGLESS:
+            warnings.filterwarnings("ignore", hint)
         self._data = data
         self.num_clients = data.num_clients
         strategy = self.trainer.strategy
@@ -366,8 +370,8 @@ class Federation(L.LightningModule):
         assert not isinstance(scheduler, list)  # as configure_optimizers returns it
         if isinstance(scheduler, ReduceLROnPlateau):
             monitor = getattr(scheduler, "monitor", "val/macro_acc")
-            if monitor in self.trainer.callback_metrics:
-                scheduler.step(self.trainer.callback_metrics[monitor])
+            if monitor in self.history[-1].metrics:
+                scheduler.step(self.history[-1].metrics[monitor])
         elif scheduler is not None:
             scheduler.step()
 
@@ -387,8 +391,8 @@ class Federation(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Log the means over clients."""
         values = self._evaluators["val"].means()
-        self._log(values, prog_bar=("val/macro_acc", "val/micro_acc"))
-        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking and self.history:
+        self._log(values)
+        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
             self.history[-1].metrics.update(values)
 
     def on_test_epoch_start(self) -> None:
@@ -402,7 +406,7 @@ class Federation(L.LightningModule):
 
     def on_test_epoch_end(self) -> None:
         """Log the means over clients, those that were held out of training apart."""
-        self._log(self._evaluators["test"].means(), prog_bar=("test/macro_acc", "test/micro_acc"))
+        self._log(self._evaluators["test"].means())
 
     def predict_step(self, clients: Tensor, batch_idx: int) -> Evaluation:
         """Return the outputs of a chunk of clients ``[C]`` on their test samples."""
@@ -538,18 +542,13 @@ class Federation(L.LightningModule):
         self.history.append(self._round)
         self._log(self._round.metrics | traffic(self.history))
 
-    def _log(self, values: Mapping[str, float], prog_bar: Iterable[str] = ()) -> None:
-        shown = set(prog_bar)
-        for name, value in values.items():
-            self.log(
-                name,
-                float(value),
-                prog_bar=name in shown,
-                on_step=False,
-                on_epoch=True,
-                batch_size=1,
-                sync_dist=self.trainer.world_size > 1,  # the values are equal already
-            )
+    def _log(self, values: Mapping[str, float]) -> None:
+        """Log values that are equal on all ranks, at the round as the logger's step."""
+        # Lightning takes a value of this name for the step, and then adds no `epoch` of its own.
+        step = {"step": max(0, len(self.history) - 1)}
+        for name, value in {**values, **step}.items():
+            shown = name in ("val/micro_acc", "val/macro_acc", "test/micro_acc", "test/macro_acc")
+            self.log(name, float(value), prog_bar=shown, on_step=False, on_epoch=True, batch_size=1)
 
 
 def _server_callbacks(trainer: L.Trainer) -> list[ServerCallback]:

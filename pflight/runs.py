@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
@@ -42,14 +43,14 @@ class RunFolder:
 
         What a start-up writes before the first round, such as the config, is not a run.
         """
-        return any(self.checkpoints.glob("*.ckpt")) or any(map(_has_scalars, self.events()))
+        return self._has_checkpoint() or any(True for path in self.events() for _ in _steps(path))
 
     def resolve(self, checkpoint: str, may_start: bool = False) -> Path | None:
         """Return the file of a checkpoint: ``"last"`` and ``"best"`` are those of this folder.
 
         Args:
             checkpoint: ``"last"``, ``"best"``, or the path of a file.
-            may_start: Return ``None`` for ``"last"`` where there has been no run.
+            may_start: Return ``None`` for ``"last"`` where no round has been completed.
 
         Raises:
             ConfigurationError: If there is no such checkpoint.
@@ -57,7 +58,7 @@ class RunFolder:
         path = self.checkpoints / f"{checkpoint}.ckpt" if checkpoint in _NAMED else Path(checkpoint)
         if path.is_file():
             return path
-        if may_start and checkpoint == "last" and not self.has_run():
+        if may_start and checkpoint == "last" and not self._completed_round():
             return None
         if checkpoint not in _NAMED:
             raise ConfigurationError(f"there is no checkpoint {checkpoint}")
@@ -93,15 +94,22 @@ class RunFolder:
             self._aside.rmdir()
             self._aside = None
 
+    def _has_checkpoint(self) -> bool:
+        return any(self.checkpoints.glob("*.ckpt"))
+
+    def _completed_round(self) -> bool:
+        # A run that is killed in its first round may have logged it, and saved no checkpoint yet.
+        return self._has_checkpoint() or any(
+            step > 0 for path in self.events() for step in _steps(path)
+        )
+
     def _own(self) -> list[Path]:
         names = (CHECKPOINTS, CONFIG, PREDICTIONS, "hparams.yaml")
         return [p for name in names if (p := self.path / name).exists()] + self.events()
 
     def _clear(self) -> None:
         for path in self._own():
-            if path.is_dir():
-                shutil.rmtree(path) if not any(path.iterdir()) else None
-            else:
+            if path.is_file():
                 path.unlink()
 
 
@@ -110,11 +118,11 @@ def _move(paths: list[Path], folder: Path) -> None:
         shutil.move(path, folder / path.name)
 
 
-def _has_scalars(events: Path) -> bool:
+def _steps(events: Path) -> Iterator[int]:
+    """Yield the step of every scalar in an event file."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    return any(
-        value.metadata.plugin_data.plugin_name == "scalars"
-        for event in EventFileLoader(str(events)).Load()
-        for value in event.summary.value
-    )
+    for event in EventFileLoader(str(events)).Load():
+        for value in event.summary.value:
+            if value.metadata.plugin_data.plugin_name == "scalars":
+                yield event.step
