@@ -80,7 +80,7 @@ class FederationCLI(LightningCLI):
                 **settings,
                 "prog": "pflight",
                 "description": "Personalized federated learning with PyTorch Lightning",
-                "version": f"pflight {__version__}",
+                "version": __version__,
                 **commands,
             },
             subclass_mode_model=True,
@@ -151,9 +151,9 @@ class FederationCLI(LightningCLI):
         checkpoint = kwargs.get("ckpt_path")
         folder = self.folder
         in_place = checkpoint and Path(checkpoint).resolve().is_relative_to(folder.path.resolve())
-        if rank_zero_only.rank == 0 and not in_place and not self.trainer.fast_dev_run:
-            if moved := folder.set_aside():
-                _say(f"moved the earlier run in {folder.path} to {moved}")
+        starts_here = not in_place and not self.trainer.fast_dev_run
+        if starts_here and rank_zero_only.rank == 0 and (moved := folder.set_aside()):
+            _say(f"moved the earlier run in {folder.path} to {moved}")
         try:
             self.trainer.fit(**kwargs)
         except ConfigurationError:
@@ -203,7 +203,7 @@ class FederationCLI(LightningCLI):
 
 
 class SaveRunConfig(SaveConfigCallback):
-    """Saves the configuration of a ``fit`` to the run folder, without the checkpoint it began from."""
+    """Saves the configuration of a ``fit`` to the run folder, without ``ckpt_path``."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Write ``config.yaml`` when a fit begins."""
@@ -295,7 +295,9 @@ def _dumped(parser: Any, config: Namespace) -> str:
     """Return the configuration as YAML, without the checkpoint that a run begins from."""
     config = config.clone()
     config.ckpt_path = None
-    return parser.dump(config, skip_none=False)
+    with warnings.catch_warnings():  # jsonargparse 4.49 renamed the argument
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return parser.dump(config, skip_none=False)
 
 
 def _hparams(config: Namespace, callbacks: Sequence[L.Callback]) -> dict[str, Primitive]:

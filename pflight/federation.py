@@ -35,7 +35,7 @@ from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .server import ServerModels
 from .state import StateLayout, state_bytes
 
-_CHUNK_BYTES = 64 * 2**20  # a chunk of updates takes about this much memory
+_CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
 _PRIVATE = "private"  # the memory slot of entries that never travel
 _MEANINGLESS = (  # Lightning's hints that don't hold for a federation
     "The number of training batches .* is smaller than the logging interval",
@@ -418,6 +418,8 @@ class Federation(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what a resumed run needs, as tensors and primitives."""
+        if self.callback is None:  # saved because the set-up failed
+            return
         checkpoint["pflight"] = {
             **self._record(),
             "history": dump_history(self.history),

@@ -1,4 +1,4 @@
-"""The folder of a run: what is in it, which checkpoint continues it, and where an earlier run goes."""
+"""The folder of a run: what is in it, what continues it, and where an earlier run goes."""
 
 from __future__ import annotations
 

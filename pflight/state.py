@@ -39,7 +39,7 @@ class StateModule(nn.Module):
         persistent: bool = True,
     ) -> None:
         super().__init__()
-        self._names = tuple(state)
+        self._places: dict[str, tuple[nn.Module, str]] = {}
         for name, value in state.items():
             *path, leaf = name.split(".")
             module: nn.Module = self
@@ -52,12 +52,17 @@ class StateModule(nn.Module):
                 module.register_parameter(leaf, nn.Parameter(value))
             else:
                 module.register_buffer(leaf, value, persistent=persistent)
+            self._places[name] = (module, leaf)
 
     def tensors(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Return the tensors themselves by name: all, in the order given, or those of ``names``."""
-        held: dict[str, Tensor] = dict(self.named_parameters())
-        held.update(self.named_buffers())
-        return {name: held[name] for name in (self._names if names is None else names)}
+        chosen = self._places if names is None else names
+        return {name: getattr(*self._places[name]) for name in chosen}
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Hold other tensors, in the same order, without copying them; buffers only."""
+        for (module, leaf), tensor in zip(self._places.values(), tensors, strict=True):
+            module._buffers[leaf] = tensor
 
 
 @dataclass(frozen=True)
@@ -206,11 +211,12 @@ class WeightedMean:
         weights = weights.to(self.weights)
         if groups is None:
             groups = torch.zeros(len(weights), dtype=torch.long, device=weights.device)
-        self.weights.index_add_(0, groups, weights)
+        spread = torch.zeros(len(self.weights), len(weights)).to(weights)  # [groups, C]
+        spread[groups, torch.arange(len(weights), device=weights.device)] = weights
+        self.weights += spread.sum(1)
         for name, total in self.sums.items():
-            leaf = states[name].to(total.dtype)
-            scale = weights.to(total.dtype).view(-1, *[1] * (leaf.dim() - 1))
-            total.index_add_(0, groups, leaf * scale)
+            leaf = rows(states[name]).to(total.dtype)
+            total += (spread.to(total.dtype) @ leaf).view_as(total)
         for name, maximum in self.maxima.items():
             for group, value in zip(groups.tolist(), states[name], strict=True):
                 torch.maximum(maximum[group], value, out=maximum[group])
