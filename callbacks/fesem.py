@@ -86,10 +86,10 @@ class FeSEM(ServerCallback):
     def setup_server(self, federation: Federation) -> None:
         """Make K models, equal until the first round unless ``centers`` were given."""
         super().setup_server(federation)
-        if self.num_clusters > federation.num_clients:
+        if self.num_clusters > len(federation.trainable_clients):
             raise ConfigurationError(
-                f"FeSEM: num_clusters ({self.num_clusters}) exceeds the number of clients "
-                f"({federation.num_clients})"
+                f"FeSEM: num_clusters ({self.num_clusters}) exceeds the number of clients that can "
+                f"train ({len(federation.trainable_clients)})"
             )
         federation.server.add(self.num_clusters - 1)
         for index, center in enumerate(self.centers or ()):

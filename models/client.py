@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics.functional.classification import multiclass_accuracy
 
+from pflight.errors import ConfigurationError
 from pflight.state import StateModule
 
 Batch = tuple[Tensor, Tensor]
@@ -32,6 +33,9 @@ class ClientModule(L.LightningModule):
         gradient_clip_val: Clip this client's gradients at this value (``None``: no clipping). The
             Trainer's option of the same name can't do it, because the Trainer sees the server only.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
 
     Attributes:
         anchor: The state that the server sent this round, or ``None``.
@@ -61,6 +65,12 @@ class ClientModule(L.LightningModule):
         gradient_clip_algorithm: str = "norm",
     ) -> None:
         super().__init__()
+        if gradient_clip_val is not None and gradient_clip_val <= 0:
+            raise ConfigurationError(f"gradient_clip_val must be positive, got {gradient_clip_val}")
+        if gradient_clip_algorithm not in ("norm", "value"):
+            raise ConfigurationError(
+                f"gradient_clip_algorithm must be 'norm' or 'value', got {gradient_clip_algorithm!r}"
+            )
         self.network = network
         self.num_classes = num_classes
         self.optimizer = optimizer

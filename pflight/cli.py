@@ -6,7 +6,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ _TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,
     "enable_model_summary": False,
 }
+_TEST = ".test"
 _MONITOR = "val/macro_acc"
 _FEDERATION = {
     "class_path": "pflight.Federation",
@@ -65,7 +66,7 @@ class FederationCLI(LightningCLI):
         args: Arguments in place of those of the process.
     """
 
-    def __init__(self, args: ArgsType = None) -> None:
+    def __init__(self, args: list[str] | None = None) -> None:
         self._resumed_round: int | None = None
         settings = {"exit_on_error": False}
         commands = {name: {**settings, "epilog": _EPILOG} for name in self.subcommands()}
@@ -96,7 +97,7 @@ class FederationCLI(LightningCLI):
 
     def parse_arguments(self, parser: Any, args: ArgsType) -> None:
         """Parse, with the shipped configs behind the files at hand."""
-        given = sys.argv[1:] if args is None else args
+        given = args if isinstance(args, list) else sys.argv[1:]
         self.config = parser.parse_args(_with_shipped_configs(given))
 
     def _parse_ckpt_path(self) -> None:
@@ -140,32 +141,29 @@ class FederationCLI(LightningCLI):
             defaults += self._checkpoints()
         if given.logger in (None, True) and not given.fast_dev_run:
             kwargs["logger"] = self._logger()
-        trainer = super().instantiate_trainer(callbacks=callbacks + defaults, **kwargs)
-        for report in _of(trainer.callbacks, TensorBoardReport):
+        callbacks += defaults
+        for report in _of(callbacks, TensorBoardReport):
             report.config = report.config or self._dump()
             report.hparams = report.hparams or _hparams(self.config[self.subcommand], callbacks)
-        return trainer
+        return super().instantiate_trainer(callbacks=callbacks, **kwargs)
 
     def fit(self, **kwargs: Any) -> None:
         """Train in the run folder; an earlier run there moves aside unless it is continued."""
         checkpoint = kwargs.get("ckpt_path")
         folder = self.folder
         in_place = checkpoint and Path(checkpoint).resolve().is_relative_to(folder.path.resolve())
-        starts_here = not in_place and not self.trainer.fast_dev_run
-        if starts_here and rank_zero_only.rank == 0 and (moved := folder.set_aside()):
-            _say(f"moved the earlier run in {folder.path} to {moved}")
+        if not in_place and not self._get(self.config, "trainer").fast_dev_run:
+            _set_aside(folder)
         try:
             self.trainer.fit(**kwargs)
         except ConfigurationError:
-            if rank_zero_only.rank == 0:
-                folder.put_back()
+            folder.put_back()
             raise
 
     def test(self, **kwargs: Any) -> None:
         """Test; the results of an earlier test of this run are replaced."""
-        if rank_zero_only.rank == 0 and isinstance(self.trainer.logger, RoundLogger):
-            for earlier in self.folder.events(".test"):
-                earlier.unlink()
+        if isinstance(self.trainer.logger, RoundLogger):
+            _remove(self.folder.events(_TEST))
         self.trainer.test(**self._without_table(kwargs))
 
     def validate(self, **kwargs: Any) -> None:
@@ -185,7 +183,7 @@ class FederationCLI(LightningCLI):
         root = self.folder.path
         if self.subcommand == "fit":
             return RoundLogger(root, purge_step=self._resumed_round)
-        return RoundLogger(root, filename_suffix=".test") if self.subcommand == "test" else False
+        return RoundLogger(root, filename_suffix=_TEST) if self.subcommand == "test" else False
 
     def _checkpoints(self) -> list[L.Callback]:
         always: dict[str, Any] = {
@@ -266,6 +264,18 @@ def _one_line(message: str) -> str:
 @rank_zero_only
 def _say(line: str) -> None:
     print(f"pflight: {line}", flush=True)
+
+
+@rank_zero_only
+def _set_aside(folder: RunFolder) -> None:
+    if moved := folder.set_aside():
+        _say(f"moved the earlier run in {folder.path} to {moved}")
+
+
+@rank_zero_only
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink()
 
 
 def _with_shipped_configs(args: Sequence[str]) -> list[str]:

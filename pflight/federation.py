@@ -229,8 +229,10 @@ class Federation(L.LightningModule):
 
     @property
     def trainable_clients(self) -> Tensor:
-        """Ids of the clients that may take part in a round, ascending."""
-        return self.attached_data.train_clients
+        """Ids of the clients that may take part in a round, ascending; all if there is no data."""
+        if self._data is None:
+            return torch.arange(self.num_clients)
+        return self._data.train_clients
 
     @property
     def num_samples(self) -> Tensor:
@@ -363,17 +365,17 @@ class Federation(L.LightningModule):
             self.attached_callback.round(cohort)
         self._end_round()
         optimizer.step()
+        scheduler = self.lr_schedulers()
+        if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step()
 
     def on_train_epoch_end(self) -> None:
-        """Step the server's learning-rate scheduler."""
+        """Step the server's scheduler if it waits for a metric, which only now is known."""
         scheduler = self.lr_schedulers()
-        assert not isinstance(scheduler, list)  # as configure_optimizers returns it
         if isinstance(scheduler, ReduceLROnPlateau):
             monitor = getattr(scheduler, "monitor", "val/macro_acc")
             if monitor in self.history[-1].metrics:
                 scheduler.step(self.history[-1].metrics[monitor])
-        elif scheduler is not None:
-            scheduler.step()
 
     def on_fit_end(self) -> None:
         """Give every rank the whole client memory, so that any of them can be asked."""

@@ -108,9 +108,10 @@ class RunFolder:
         return [p for name in names if (p := self.path / name).exists()] + self.events()
 
     def _clear(self) -> None:
-        for path in self._own():
-            if path.is_file():
-                path.unlink()
+        for path in [*self.events(), self.path / "hparams.yaml"]:
+            path.unlink(missing_ok=True)
+        if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
+            self.checkpoints.rmdir()
 
 
 def _move(paths: list[Path], folder: Path) -> None:
@@ -120,9 +121,11 @@ def _move(paths: list[Path], folder: Path) -> None:
 
 def _steps(events: Path) -> Iterator[int]:
     """Yield the step of every scalar in an event file."""
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.backend.event_processing import (  # type: ignore[import-untyped]
+        event_file_loader,
+    )
 
-    for event in EventFileLoader(str(events)).Load():
+    for event in event_file_loader.EventFileLoader(str(events)).Load():
         for value in event.summary.value:
             if value.metadata.plugin_data.plugin_name == "scalars":
                 yield event.step

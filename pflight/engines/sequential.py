@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -151,7 +152,7 @@ class SequentialEngine:
                 self._load([column[row] for column in columns], anchored=purpose is Purpose.TRAIN)
                 with torch.enable_grad():
                     tensors = work(client)
-            except ConfigurationError:
+            except MisconfigurationException:  # a mistake for all clients, not this one's failure
                 raise
             except Exception as error:
                 failures.append(ClientFailure(client, f"{type(error).__name__}: {error}", error))
