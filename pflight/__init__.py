@@ -1,4 +1,4 @@
-"""Personalized federated learning as plain PyTorch Lightning."""
+"""Personalised federated learning as plain PyTorch Lightning."""
 
 from __future__ import annotations
 
@@ -7,21 +7,34 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pflight import callbacks, datamodules, engines, models
+    from pflight.errors import ClientError, ConfigurationError
     from pflight.federation import Federation
 
 __version__ = "0.1.0"
 
-__all__ = ["Federation", "callbacks", "datamodules", "engines", "models"]
+__all__ = [
+    "ClientError",
+    "ConfigurationError",
+    "Federation",
+    "callbacks",
+    "datamodules",
+    "engines",
+    "models",
+]
 
-_SUBPACKAGES = frozenset({"callbacks", "datamodules", "engines", "models"})
+_HOMES = {
+    "ClientError": "pflight.errors",
+    "ConfigurationError": "pflight.errors",
+    "Federation": "pflight.federation",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use (PEP 562), so that ``import pflight`` costs next to nothing."""
-    if name in _SUBPACKAGES:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if name in __all__:
         return import_module(f"pflight.{name}")
-    if name == "Federation":
-        return import_module("pflight.federation").Federation
     raise AttributeError(f"module 'pflight' has no attribute {name!r}")
 
 

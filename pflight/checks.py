@@ -73,15 +73,18 @@ def check_record(record: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """
     if not record:
         raise ConfigurationError("the checkpoint is not one of a federation")
-    saved = {**record, **record["layout"]}
-    wanted = {**here, **here["layout"]}
+    for name in ("callback", "num_clients", "server_models"):
+        _check_equal(name, record.get(name), here[name])
+    saved, wanted = record["layout"], here["layout"]
     for name in sorted(saved.keys() | wanted.keys()):
-        if name in ("callback", "num_clients", "server_models") or "." in name:
-            then, now = saved.get(name, "nothing"), wanted.get(name, "nothing")
-            if then != now:
-                raise ConfigurationError(
-                    f"the checkpoint does not fit: its {name} is {then}, here it is {now}"
-                )
+        _check_equal(name, saved.get(name, "missing"), wanted.get(name, "missing"))
+
+
+def _check_equal(name: str, saved: object, here: object) -> None:
+    if saved != here:
+        raise ConfigurationError(
+            f"the checkpoint does not fit: its {name} is {saved}, here it is {here}"
+        )
 
 
 def _check_limit(name: str, limit: float) -> None:

@@ -1,4 +1,4 @@
-"""The one exception that pflight raises for what its user asked for."""
+"""The exceptions that pflight raises."""
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -9,3 +9,7 @@ class ConfigurationError(MisconfigurationException, ValueError):
     It is both Lightning's ``MisconfigurationException`` and a ``ValueError``. The command line
     prints its message as one line, without a traceback.
     """
+
+
+class ClientError(RuntimeError):
+    """A client failed and the federation's ``on_client_error`` is ``"raise"``."""

@@ -25,7 +25,7 @@ from .checks import check_options, check_record, check_trainer
 from .datamodules import FederatedDataModule
 from .distributed import gather, gather_to_first, owned
 from .engines import ClientFailure, ClientUpdates, Evaluation, SequentialEngine
-from .errors import ConfigurationError
+from .errors import ClientError, ConfigurationError
 from .evaluation import Evaluator, Judged, used_models
 from .history import Round, add_logs, dump_history, load_history, traffic
 from .memory import ClientMemory
@@ -41,10 +41,6 @@ _MEANINGLESS = (  # Lightning's hints that don't hold for a federation
     "The number of training batches .* is smaller than the logging interval",
     "It is recommended to use .*sync_dist=True",
 )
-
-
-class ClientError(RuntimeError):
-    """A client failed and ``on_client_error`` is ``"raise"``."""
 
 
 class Federation(L.LightningModule):
@@ -171,7 +167,7 @@ class Federation(L.LightningModule):
     def client_module(self, client: int) -> ClientModule:
         """Return a client's own LightningModule: a new copy of the client with its weights."""
         module = copy.deepcopy(self.client)
-        module.load_state_dict(self.client_state(client))
+        module.load_state_dict(self.client_state(client), assign=True)  # keeps a float64 model
         return module
 
     def client_metrics(self, split: str = "test", model: Judged = "") -> dict[str, Tensor]:
@@ -549,7 +545,7 @@ class Federation(L.LightningModule):
     def _log(self, values: Mapping[str, float]) -> None:
         """Log values that are equal on all ranks, at the round as the logger's step."""
         # Lightning takes a value of this name for the step, and then adds no `epoch` of its own.
-        step = {"step": max(0, len(self.history) - 1)}
+        step = {"step": self.history[-1].index if self.history else 0}
         for name, value in {**values, **step}.items():
             shown = name in ("val/micro_acc", "val/macro_acc", "test/micro_acc", "test/macro_acc")
             self.log(name, float(value), prog_bar=shown, on_step=False, on_epoch=True, batch_size=1)

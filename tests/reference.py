@@ -78,9 +78,7 @@ def fedavg(
 ) -> Vector:
     """Return the server's weights after FedAvg, or with ``mu`` after FedProx."""
     for round_, cohort in enumerate(cohorts):
-        models = [
-            local_training(world, theta, i, batches(round_, i), lr, pull=mu) for i in cohort
-        ]
+        models = [local_training(world, theta, i, batches(round_, i), lr, pull=mu) for i in cohort]
         weights = world.counts[list(cohort)] if weighting == "samples" else np.ones(len(cohort))
         theta = np.average(models, axis=0, weights=weights)
     return theta

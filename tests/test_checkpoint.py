@@ -260,7 +260,7 @@ def test_a_checkpoint_of_something_else(tmp_path: Path) -> None:
 # A crash while a checkpoint is written
 
 
-class Crash(Exception):
+class CrashError(Exception):
     """Stands for the end of the process."""
 
 
@@ -279,11 +279,11 @@ class TestAtomicWriting:
         self.write(path, 1.0)
 
         def crash(*_: Any, **__: Any) -> None:
-            raise Crash
+            raise CrashError
 
         def half(checkpoint: Any, file: Any, **_: Any) -> None:
             file.write(b"PK\x03\x04half")
-            raise Crash
+            raise CrashError
 
         with monkeypatch.context() as patch:
             if where == "replace":
@@ -292,7 +292,7 @@ class TestAtomicWriting:
                 patch.setattr(os, "fsync", crash)
             else:
                 patch.setattr(torch, "save", half)
-            with pytest.raises(Crash):
+            with pytest.raises(CrashError):
                 self.write(path, 2.0)
         assert self.read(path) == 1.0
         self.write(path, 3.0)
@@ -312,13 +312,13 @@ class TestAtomicWriting:
             nonlocal count
             count += 1
             if count == 3:
-                raise Crash
+                raise CrashError
             replace(source, target)
 
         saver = saving(tmp_path, filename="last", save_top_k=1, enable_version_counter=False)
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", crash)
-            with pytest.raises(Crash):
+            with pytest.raises(CrashError):
                 run(dropout_client(), data(), Local(), 6, saver)
         resumed = run(dropout_client(), data(), Local(), 6, ckpt_path=tmp_path / "last.ckpt")
         assert_equal_runs(resumed, run(dropout_client(), data(), Local(), 6))
@@ -355,12 +355,12 @@ def test_a_checkpoint_can_be_saved_in_an_interrupted_round(tmp_path: Path) -> No
     class Interrupt(L.Callback):
         def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
             if trainer.current_epoch == 3:
-                raise Crash
+                raise CrashError
 
         def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
             trainer.save_checkpoint(tmp_path / "interrupted.ckpt")
 
-    with pytest.raises(Crash):
+    with pytest.raises(CrashError):
         run(dropout_client(), data(), Local(), 5, Interrupt())
     resumed = run(dropout_client(), data(), Local(), 5, ckpt_path=tmp_path / "interrupted.ckpt")
     assert_equal_runs(resumed, run(dropout_client(), data(), Local(), 5))

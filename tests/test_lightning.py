@@ -160,9 +160,7 @@ class TestPrecision:
         assert torch.isfinite(torch.tensor(federation.history[-1].metrics["val/loss"]))
 
     def test_bf16_mixed_keeps_float32_weights_and_is_near(self) -> None:
-        mixed = run(
-            linear_client(), small_data(), FedAvg(), 3, trainer={"precision": "bf16-mixed"}
-        )
+        mixed = run(linear_client(), small_data(), FedAvg(), 3, trainer={"precision": "bf16-mixed"})
         full = run(linear_client(), small_data(), FedAvg(), 3)
         state = mixed.server_states()[0]
         assert {value.dtype for value in state.values()} == {torch.float32}
@@ -191,9 +189,7 @@ class TestServerSchedulers:
             server_scheduler=lambda optimizer: StepLR(optimizer, 2, gamma=0.1),
         )
         rates = [
-            float(row["lr-SGD"])
-            for row in rows(federation.trainer.logger)
-            if row.get("lr-SGD")
+            float(row["lr-SGD"]) for row in rows(federation.trainer.logger) if row.get("lr-SGD")
         ]
         assert rates == pytest.approx([1, 1, 0.1, 0.1, 0.01])
 
@@ -297,7 +293,7 @@ class TestSeveralRuns:
         before = federation.server_states()[0]
         (values,) = federation.trainer.test(federation, datamodule=data, verbose=False)
         assert_same(federation.server_states()[0], before)
-        x, y = (torch.cat(p) for p in zip(*(data.samples(i, "test") for i in range(6))))
+        x, y = data.dataset(torch.arange(6), "test").__getitems__(range(36))
         right = federation.client_module(0)(x).argmax(1) == y
         assert values["test/pooled_acc"] == pytest.approx(right.float().mean().item())
         again = quiet_trainer(1, FedAvg()).test(federation, datamodule=data, verbose=False)

@@ -1,6 +1,6 @@
 """Trains a federation in a process of its own, on from the last checkpoint if there is one.
 
-``python -m tests.training_script ALGORITHM ROUNDS FOLDER`` is killed and started again by the tests.
+The tests kill ``python -m tests.training_script ALGORITHM ROUNDS FOLDER`` and start it again.
 """
 
 from __future__ import annotations

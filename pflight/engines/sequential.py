@@ -83,6 +83,8 @@ class SequentialEngine:
         self.seed = seed
         self.mean_samples = float(data.num_samples("train")[data.train_clients].double().mean())
         self._build()
+        if self._mixes_samples and data.batch_size == 1:
+            raise ConfigurationError("batch_size=1 can't train a network with BatchNorm")
 
     # Training
 
@@ -263,13 +265,13 @@ class SequentialEngine:
         self.trainer.start(1, 1)
         client.train()
         client.zero_grad()
+        sizes = self._batch_sizes(len(y))[:batches]
         if batches is not None:
-            order = self.data.order(client_id, round_index, 0).to(self.device)
-            order = order[: sum(self._batch_sizes(len(y))[:batches])]
+            order = self.data.order(client_id, round_index, 0)[: sum(sizes)].to(self.device)
             x, y = x[order], y[order]
         # A module that mixes the samples of a batch has to see them all at once.
         part = max(len(y), 1) if self._mixes_samples else _GRADIENT_BATCH
-        for batch in zip(x.split(part), y.split(part), strict=True):
+        for batch in zip(x.split(part), y.split(part), strict=True) if sizes else ():
             self.trainer.batch_size = len(batch[1])
             with self._forward_context():
                 loss = client.training_step(batch, 0)

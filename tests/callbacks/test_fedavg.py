@@ -267,7 +267,9 @@ def test_a_client_of_world_q_may_have_no_bias_or_buffers() -> None:
         a, b = world_q().samples(i, "train")[0][0].float().split(2)
         curvature += count * a
         pull += count * a * b
-    assert flat(federation.server_states()[0]) == pytest.approx((pull / curvature).numpy(), abs=1e-3)
+    assert flat(federation.server_states()[0]) == pytest.approx(
+        (pull / curvature).numpy(), abs=1e-3
+    )
 
 
 def test_it_is_the_default_server() -> None:

@@ -7,6 +7,7 @@ from tests import reference
 from tests.runs import (
     CLASSES,
     batches_of,
+    batchnorm_client,
     flat,
     linear_client,
     quadratic_client,
@@ -83,3 +84,23 @@ def test_a_users_server_optimizer_takes_the_gradient() -> None:
 def test_bad_options(options: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match="FedSGD"):
         FedSGD(**options)
+
+
+def test_batchnorm_takes_all_samples_in_one_pass_as_fedavgs_step_does() -> None:
+    data = small_data(counts=[600, 9], batch_size=None)
+    client = batchnorm_client(optimizer=sgd(0.2))
+    gradients = run(client, data, FedSGD(lr=0.2), rounds=2)
+    models = run(client, data, FedAvg(), rounds=2, local_steps=1)
+    torch.testing.assert_close(
+        gradients.server_states()[0], models.server_states()[0], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_batchnorm_skips_a_client_with_one_sample_as_fedavg_does() -> None:
+    data = small_data(counts=[1, 9], batch_size=None)
+    client = batchnorm_client(optimizer=sgd(0.2))
+    gradients = run(client, data, FedSGD(lr=0.2))
+    models = run(client, data, FedAvg(), local_steps=1)
+    torch.testing.assert_close(
+        gradients.server_states()[0], models.server_states()[0], rtol=1e-5, atol=1e-6
+    )

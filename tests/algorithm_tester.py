@@ -1,0 +1,212 @@
+"""What every algorithm must stand, whatever it computes: a new one adds one line to the list."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from pflight import Federation
+from pflight.callbacks import FedAvg, FedSGD, FeSEM, Local, ServerCallback
+from pflight.datamodules import TensorClients
+from pflight.models import ClientModule, ProximalClient
+from tests.runs import (
+    assert_same,
+    batchnorm_client,
+    dropout_client,
+    linear_client,
+    quiet_trainer,
+    run,
+    small_data,
+)
+
+
+class Algorithm(NamedTuple):
+    """The two halves of an algorithm."""
+
+    callback: Callable[[], ServerCallback]
+    client: type[ClientModule] = ClientModule
+
+
+ALGORITHMS = {
+    "FedAvg": Algorithm(FedAvg),
+    "FedAvg-uniform": Algorithm(lambda: FedAvg("uniform")),
+    "FedAvg-local-buffers": Algorithm(lambda: FedAvg(buffers="local")),
+    "FedAvg-reset-buffers": Algorithm(lambda: FedAvg(buffers="reset")),
+    "FedProx": Algorithm(FedAvg, ProximalClient),
+    "FedSGD": Algorithm(FedSGD),
+    "FedSGD-batches": Algorithm(lambda: FedSGD(batches=1)),
+    "Local": Algorithm(Local),
+    "FeSEM": Algorithm(lambda: FeSEM(2), ProximalClient),
+    "FeSEM-sample": Algorithm(lambda: FeSEM(2, init_clients=3), ProximalClient),
+}
+
+
+class AlgorithmTester:
+    """Puts an algorithm through everything that does not depend on its mathematics."""
+
+    @pytest.fixture(params=ALGORITHMS)
+    def algorithm(self, request: pytest.FixtureRequest) -> Algorithm:
+        return ALGORITHMS[request.param]
+
+    def train(
+        self,
+        algorithm: Algorithm,
+        rounds: int = 3,
+        data: TensorClients | None = None,
+        make: Callable[[type[ClientModule]], ClientModule] = dropout_client,
+        kind: type[ClientModule] | None = None,
+        **options: object,
+    ) -> Federation:
+        data = small_data(cohort_size=3) if data is None else data
+        client = make(algorithm.client if kind is None else kind)
+        return run(client, data, algorithm.callback(), rounds, **options)
+
+    def test_the_same_seed_gives_the_same_run(self, algorithm: Algorithm) -> None:
+        torch.manual_seed(1)
+        one = self.train(algorithm)
+        torch.manual_seed(2)
+        assert_equal(one, self.train(algorithm))
+
+    def test_resumed_is_uninterrupted(self, algorithm: Algorithm, tmp_path: Path) -> None:
+        half = self.train(algorithm, rounds=2)
+        half.trainer.save_checkpoint(tmp_path / "half.ckpt")
+        torch.load(tmp_path / "half.ckpt", weights_only=True)
+        resumed = self.train(algorithm, rounds=4, ckpt_path=tmp_path / "half.ckpt")
+        assert_equal(resumed, self.train(algorithm, rounds=4))
+
+    def test_loaded_is_saved(self, algorithm: Algorithm, tmp_path: Path) -> None:
+        federation = self.train(algorithm)
+        federation.trainer.save_checkpoint(tmp_path / "run.ckpt")
+        loaded = Federation.load_from_checkpoint(
+            tmp_path / "run.ckpt",
+            client=dropout_client(algorithm.client),
+            callback=algorithm.callback(),
+        )
+        assert_equal(federation, loaded)
+
+    def test_the_callback_is_pickled_and_copied(self, algorithm: Algorithm) -> None:
+        callback = algorithm.callback()
+        for other in (pickle.loads(pickle.dumps(callback)), copy.deepcopy(callback)):
+            assert type(other) is type(callback)
+            assert_equal(
+                run(dropout_client(algorithm.client), small_data(), other, 2),
+                self.train(algorithm, 2, small_data()),
+            )
+
+    def test_every_client_can_be_asked_and_tested(self, algorithm: Algorithm) -> None:
+        data = small_data(cohort_size=3, holdout_clients=0.34)
+        federation = self.train(algorithm, data=data)
+        (values,) = federation.trainer.test(federation, datamodule=data, verbose=False)
+        for tag in ("test/macro_acc", "test/new/macro_acc", "test/server/micro_f1"):
+            assert 0 <= values[tag] <= 1
+        assert_finite(federation)
+        assert [entry.metrics["clients/sampled"] for entry in federation.history][1:] == [3, 3]
+        predictions = quiet_trainer().predict(federation, datamodule=data)
+        assert sum(len(chunk.targets) for chunk in predictions) == 6 * 6
+
+    def test_newcomers_do_not_change_the_others(self, algorithm: Algorithm) -> None:
+        """A client's model does not depend on who else is asked."""
+        data = small_data(holdout_clients=0.34)
+        federation = self.train(algorithm, data=data)
+        everybody = federation.callback.personalize(torch.arange(6))
+        for i in range(6):
+            alone = {name: value[i] for name, value in everybody.items()}
+            state = federation.client_state(i)
+            assert_same({name: alone[name] for name in state}, state)
+
+    @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+    @pytest.mark.parametrize("value", [None, torch.nan])
+    def test_a_failing_client_is_left_out(self, algorithm: Algorithm, value: float | None) -> None:
+        class Failing(algorithm.client):
+            def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+                loss = super().loss(batch)
+                if self.num_samples == 9:  # client 3
+                    assert value is not None
+                    return loss * value
+                return loss
+
+        federation = self.train(algorithm, data=small_data(), kind=Failing)
+        for entry in federation.history:
+            assert entry.failed == ([3] if 3 in entry.clients else [])
+        assert any(entry.failed for entry in federation.history)
+        assert_finite(federation)
+
+    def test_clients_that_never_answer(self, algorithm: Algorithm) -> None:
+        federation = self.train(algorithm, rounds=5, data=small_data(dropout=0.6))
+        assert any(entry.failed for entry in federation.history)
+        assert_finite(federation)
+
+    def test_a_cohort_of_one(self, algorithm: Algorithm) -> None:
+        federation = self.train(algorithm, rounds=6, data=small_data(cohort_size=1))
+        assert all(len(entry.clients) == 1 for entry in federation.history[1:])
+        assert_finite(federation)
+
+    def test_few_clients(self, algorithm: Algorithm) -> None:
+        clients = max(1, getattr(algorithm.callback(), "num_clusters", 1))
+        assert_finite(self.train(algorithm, data=small_data(counts=[7] * clients)))
+
+    def test_clients_of_one_sample_and_clients_of_none(self, algorithm: Algorithm) -> None:
+        data = small_data(counts=[1, 0, 5, 1, 8])
+        assert_finite(self.train(algorithm, data=data))
+        assert_finite(self.train(algorithm, data=data, make=batchnorm_client))
+
+    def test_batchnorm(self, algorithm: Algorithm) -> None:
+        federation = self.train(algorithm, make=batchnorm_client)
+        template = batchnorm_client().state_dict()
+        for state in [*federation.server_states(), *map(federation.client_state, range(6))]:
+            for name, value in state.items():
+                assert value.dtype == template[name].dtype
+                assert value.shape == template[name].shape
+            assert (state["network.1.running_var"] > 0).all()
+        assert_finite(federation)
+
+    def test_float64(self, algorithm: Algorithm) -> None:
+        single = self.train(algorithm, make=linear_client)
+        double = self.train(
+            algorithm,
+            data=small_data(cohort_size=3, dtype=torch.float64),
+            make=lambda kind: linear_client(kind, double=True),
+        )
+        by_trainer = self.train(algorithm, make=linear_client, trainer={"precision": "64-true"})
+        for i in range(6):
+            for federation in (double, by_trainer):
+                state = federation.client_state(i)
+                assert {value.dtype for value in state.values()} == {torch.float64}
+                rounded = {name: value.float() for name, value in state.items()}
+                torch.testing.assert_close(rounded, single.client_state(i), rtol=0, atol=1e-4)
+
+    def test_finetuning_changes_no_training(self, algorithm: Algorithm) -> None:
+        tuned = self.train(algorithm, finetune_epochs=1)
+        plain = self.train(algorithm)
+        for left, right in zip(tuned.server_states(), plain.server_states(), strict=True):
+            assert_same(left, right)
+        assert "val/finetuned/macro_acc" in tuned.history[-1].metrics
+
+    def test_the_users_client_is_untouched(self, algorithm: Algorithm) -> None:
+        client = dropout_client(algorithm.client)
+        before = {name: value.clone() for name, value in client.state_dict().items()}
+        run(client, small_data(), algorithm.callback(), 2)
+        assert_same(dict(client.state_dict()), before)
+
+
+def assert_equal(one: Federation, other: Federation) -> None:
+    """Compare all models and the cohorts bit for bit."""
+    for left, right in zip(one.server_states(), other.server_states(), strict=True):
+        assert_same(left, right)
+    for i in range(one.num_clients):
+        assert_same(one.client_state(i), other.client_state(i))
+    assert [entry.clients for entry in one.history] == [entry.clients for entry in other.history]
+
+
+def assert_finite(federation: Federation) -> None:
+    """Look for NaN in every model."""
+    clients = range(federation.num_clients)
+    for state in [*federation.server_states(), *map(federation.client_state, clients)]:
+        assert all(torch.isfinite(value).all() for value in state.values())

@@ -1,0 +1,207 @@
+"""The monitors under a stock Trainer: progress bar, table, predictions, TensorBoard."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from rich.console import Console
+from torch import nn
+
+from pflight import Federation
+from pflight.callbacks import (
+    FedAvg,
+    FederationProgressBar,
+    FeSEM,
+    Local,
+    PredictionWriter,
+    ResultTable,
+    RoundLogger,
+    TensorBoardReport,
+)
+from pflight.datamodules import TensorClients
+from pflight.models import ClientModule
+from tests.event_files import read_events
+
+CLIENTS = 5
+
+
+@pytest.fixture
+def data() -> TensorClients:
+    torch.manual_seed(0)
+    samples = [(torch.randn(6, 4), torch.randint(3, (6,))) for _ in range(2 * CLIENTS)]
+    return TensorClients(samples[:CLIENTS], samples[CLIENTS:], num_classes=3, cohort_size=3)
+
+
+def federation(**options: int) -> Federation:
+    torch.manual_seed(0)
+    return Federation(ClientModule(nn.Linear(4, 3), num_classes=3), **options)
+
+
+def trainer(rounds: int, *callbacks: L.Callback, **options: object) -> L.Trainer:
+    options = {"logger": False, "enable_checkpointing": False} | options
+    return L.Trainer(
+        max_epochs=rounds,
+        callbacks=list(callbacks),
+        accelerator="cpu",
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def console(terminal: bool) -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(file=file, force_terminal=terminal, width=120), file
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+class TestProgressBar:
+    def test_draws_rounds_and_the_clients_inside_them(self, data, monkeypatch):
+        monkeypatch.setattr("pflight.callbacks.progress._MIN_INTERVAL", -1)
+        terminal, file = console(terminal=True)
+        module = federation()
+        trainer(3, FederationProgressBar(terminal)).fit(module, datamodule=data)
+        drawn = plain(file.getvalue())
+        for seen in ("0/3", "1/3", "2/3", "3/3"):
+            assert re.search(rf"Round .* {seen} ", drawn)
+        for client in (1, 2, 3):
+            assert re.search(rf"clients .* {client}/3", drawn)
+        assert module.on_client_end is None
+
+    def test_shows_micro_and_macro_accuracy(self, monkeypatch):
+        monkeypatch.setattr("pflight.callbacks.progress._MIN_INTERVAL", -1)
+        from pflight.datamodules import Digits
+
+        terminal, file = console(terminal=True)
+        module = Federation(ClientModule(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), 10))
+        run = trainer(1, FederationProgressBar(terminal), num_sanity_val_steps=0)
+        run.fit(module, datamodule=Digits(num_clients=5))
+        shown = plain(file.getvalue())
+        micro, macro = (run.callback_metrics[f"val/{name}_acc"] for name in ("micro", "macro"))
+        assert f"micro acc {micro:.3f}  macro acc {macro:.3f}" in shown
+        assert "evaluate" in shown
+
+    def test_does_not_draw_for_every_client(self, data, monkeypatch):
+        monkeypatch.setattr("pflight.callbacks.progress._MIN_INTERVAL", 1000)
+        terminal, _ = console(terminal=True)
+        bar = FederationProgressBar(terminal)
+        bar._open("Round", 1, inner=True)
+        bar._start_inner("clients", 10_000)
+        monkeypatch.setattr(bar._progress, "refresh", lambda: pytest.fail("drew for a client"))
+        for client in range(10_000):
+            bar._on_client_end(client)
+        monkeypatch.undo()
+        bar._close()
+
+    def test_prints_few_plain_lines_without_a_terminal(self, data):
+        output, file = console(terminal=False)
+        trainer(40, FederationProgressBar(output)).fit(federation(), datamodule=data)
+        lines = file.getvalue().splitlines()
+        assert "\x1b" not in file.getvalue()
+        assert "\r" not in file.getvalue()
+        assert len(lines) == 11
+        assert lines[-1].startswith("40/40")
+
+    def test_gives_the_terminal_back_after_an_error(self, data, monkeypatch):
+        terminal, file = console(terminal=True)
+        bar = FederationProgressBar(terminal)
+        module = federation()
+
+        def broken(*args: object) -> None:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(module, "_end_round", broken)
+        with pytest.raises(RuntimeError, match="a bug"):
+            trainer(2, bar).fit(module, datamodule=data)
+        assert bar._progress is None
+        assert module.on_client_end is None
+        assert file.getvalue().endswith("\x1b[?25h")  # the cursor is shown again
+
+    def test_test_and_predict(self, data, monkeypatch):
+        monkeypatch.setattr("pflight.callbacks.progress._MIN_INTERVAL", -1)
+        terminal, file = console(terminal=True)
+        module, run = federation(), trainer(1, FederationProgressBar(terminal))
+        run.fit(module, datamodule=data)
+        run.test(module, datamodule=data, verbose=False)
+        run.predict(module, datamodule=data)
+        assert {"Test", "Predict"} <= set(re.findall(r"\w+", plain(file.getvalue())))
+
+
+class TestResultTable:
+    def test_rows_are_the_models_that_were_judged(self, data):
+        output, file = console(terminal=False)
+        module, run = federation(finetune_epochs=1), trainer(2, Local(), ResultTable(output))
+        run.fit(module, datamodule=data)
+        file.truncate(0)
+        metrics = run.test(module, datamodule=data, verbose=False)[0]
+        text = file.getvalue()
+        assert "Local on TensorClients, test" in text
+        for label, prefix in (
+            ("used by the clients", ""),
+            ("sent by the server", "server/"),
+            ("fine-tuned", "finetuned/"),
+        ):
+            row = next(line for line in text.splitlines() if label in line)
+            names = ("micro_acc", "macro_acc", "macro_f1", "worst_decile_acc")
+            values = [metrics[f"test/{prefix}{name}"] for name in names]
+            assert re.findall(r"\d\.\d{4}", row) == [f"{value:.4f}" for value in values]
+        down = sum(entry.bytes_down for entry in module.history)
+        assert f"2 rounds; {down} B down, 0 B up" in text
+
+    def test_without_validation_data_it_still_tells_the_traffic(self, data):
+        output, file = console(terminal=False)
+        trainer(1, ResultTable(output)).fit(federation(), datamodule=data)
+        assert file.getvalue().startswith("1 round;")
+
+
+class TestPredictionWriter:
+    def test_writes_where_it_is_told(self, data, tmp_path):
+        path = tmp_path / "deep" / "out.csv"
+        module, run = federation(), trainer(1, PredictionWriter(str(path)))
+        run.fit(module, datamodule=data)
+        run.predict(module, datamodule=data)
+        lines = path.read_text().splitlines()
+        assert lines[0] == "client,index,label,prediction,probability"
+        assert len(lines) == 1 + 6 * CLIENTS
+        labels = [int(line.split(",")[2]) for line in lines[1:]]
+        assert labels == torch.cat([data.samples(i, "test")[1] for i in range(CLIENTS)]).tolist()
+
+
+class TestTensorBoard:
+    def test_report_in_python(self, data, tmp_path):
+        run = trainer(3, FeSEM(2), TensorBoardReport(), logger=RoundLogger(tmp_path))
+        module = federation()
+        run.fit(module, datamodule=data)
+        run.test(module, datamodule=data, verbose=False)
+        events = read_events(tmp_path)
+        assert events.images == {"data/partition": [0]}
+        assert events.texts == {"data/summary": [0]}
+        assert events.hparams["algorithm"] == "FeSEM"
+        assert events.hparams["local_epochs"] == 1
+        assert events.compared == {"train/loss"}
+        assert events.scalars["train/loss"] == [0, 1, 2]
+        assert events.scalars["test/macro_acc"] == [2]
+        assert "epoch" not in events.scalars
+
+    def test_other_loggers_are_left_alone(self, data, tmp_path):
+        run = trainer(1, FedAvg(), TensorBoardReport(), logger=CSVLogger(tmp_path))
+        run.fit(federation(), datamodule=data)
+        assert not list(Path(tmp_path).rglob("events*"))
+
+    def test_a_tag_has_one_point_a_round(self, tmp_path):
+        logger = RoundLogger(tmp_path)
+        logger.log_metrics({"a": 1.0, "epoch": 0}, step=7)
+        logger.log_metrics({"a": 2.0, "b": 3.0}, step=0)
+        logger.log_metrics({"a": 4.0}, step=1)
+        logger.finalize("success")
+        events = read_events(tmp_path)
+        assert events.scalars == {"a": [0, 1], "b": [0]}
+        assert events.values == {"a": [1.0, 4.0], "b": [3.0]}

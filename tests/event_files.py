@@ -1,0 +1,56 @@
+"""What TensorBoard reads from a folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+
+@dataclass
+class Events:
+    """The steps of the points by tag; hyper-parameters, and the metrics they are compared by."""
+
+    scalars: dict[str, list[int]]
+    values: dict[str, list[float]]
+    images: dict[str, list[int]]
+    histograms: dict[str, list[int]]
+    texts: dict[str, list[int]]
+    hparams: dict[str, Any]
+    compared: set[str]
+
+
+def read_events(folder: str | Path) -> Events:
+    """Read all event files of a folder as TensorBoard does, points that were purged left out."""
+    kept = dict.fromkeys(("scalars", "tensors", "histograms", "images"), 0)
+    found = EventAccumulator(str(folder), size_guidance=kept)
+    found.Reload()
+    tags = found.Tags()
+    suffix = "/text_summary"
+    hparams: dict[str, Any] = {}
+    compared: set[str] = set()
+    for content in found.PluginTagToContent("hparams").values() if _has_hparams(found) else ():
+        record = HParamsPluginData.FromString(content)
+        compared |= {info.name.tag for info in record.experiment.metric_infos}
+        for name, value in record.session_start_info.hparams.items():
+            hparams[name] = getattr(value, value.WhichOneof("kind"))
+    return Events(
+        scalars={tag: [e.step for e in found.Scalars(tag)] for tag in tags["scalars"]},
+        values={tag: [e.value for e in found.Scalars(tag)] for tag in tags["scalars"]},
+        images={tag: [e.step for e in found.Images(tag)] for tag in tags["images"]},
+        histograms={tag: [e.step for e in found.Histograms(tag)] for tag in tags["histograms"]},
+        texts={
+            tag.removesuffix(suffix): [e.step for e in found.Tensors(tag)]
+            for tag in tags["tensors"]
+            if tag.endswith(suffix)
+        },
+        hparams=hparams,
+        compared=compared,
+    )
+
+
+def _has_hparams(found: EventAccumulator) -> bool:
+    return "hparams" in {d.plugin_data.plugin_name for d in found.summary_metadata.values()}

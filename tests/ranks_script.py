@@ -1,0 +1,81 @@
+"""Trains federations on one or two ranks; ``python -m tests.ranks_script FOLDER`` runs two.
+
+Everything that the ranks know at the end is written to ``FOLDER``, for the tests to compare.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from pflight import Federation
+from pflight.callbacks import FedAvg, FeSEM, Local
+from pflight.models import ClientModule, ProximalClient
+from tests.runs import batchnorm_client, dropout_client, quiet_trainer, small_data
+
+ROUNDS, SAVED = 4, 2
+ALGORITHMS: dict[str, Any] = {
+    "fedavg": (FedAvg, batchnorm_client, ClientModule),
+    "fesem": (lambda: FeSEM(2), dropout_client, ProximalClient),
+    "local": (Local, dropout_client, ClientModule),
+}
+
+
+def failing(kind: type[ClientModule]) -> type[ClientModule]:
+    """Return a kind of client of which one, with 9 samples, always fails."""
+
+    def on_train_end(self: ClientModule) -> None:
+        if self.num_samples == 9:
+            raise RuntimeError("out of battery")
+
+    return type("Failing", (kind,), {"on_train_end": on_train_end})
+
+
+def fit(name: str, folder: Path, ckpt_path: Path | None = None, **options: Any) -> dict[str, Any]:
+    """Train, save a checkpoint after some rounds, test, and return all that is known."""
+    callback, client, kind = ALGORITHMS[name]
+    data = small_data(cohort_size=4, dropout=0.2, holdout_clients=0.2, eval_chunk=3)
+    federation = Federation(client(failing(kind)), local_epochs=2, finetune_epochs=1)
+    saver = ModelCheckpoint(folder, f"{name}-{{epoch}}", save_top_k=-1, every_n_epochs=SAVED)
+    trainer = quiet_trainer(ROUNDS, callback(), saver, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(federation, datamodule=data, ckpt_path=ckpt_path)
+        (tested,) = trainer.test(federation, datamodule=data, verbose=False)
+        clients = [federation.client_state(i) for i in range(data.num_clients)]
+    judged = federation.client_metrics("test")
+    return {
+        "server": federation.server_states(),
+        "clients": clients,
+        "cohorts": [entry.clients for entry in federation.history],
+        "failed": [entry.failed for entry in federation.history],
+        "bytes": [(entry.bytes_down, entry.bytes_up) for entry in federation.history],
+        "metrics": [entry.metrics for entry in federation.history],
+        "tested": tested,
+        "judged": judged,
+        "global_step": trainer.global_step,
+        "assignments": getattr(federation.callback, "assignments", torch.empty(0)),
+    }
+
+
+def main(folder: str) -> None:
+    """Run every algorithm on two ranks, from the start and on from one rank's checkpoint."""
+    two = {"strategy": "ddp", "devices": 2}
+    results = {}
+    for name in ALGORITHMS:
+        results[name] = fit(name, Path(folder) / "two", **two)
+        saved = Path(folder) / "one" / f"{name}-epoch={SAVED - 1}.ckpt"
+        results[f"{name} resumed"] = fit(name, Path(folder) / "resumed", saved, **two)
+    rank = torch.distributed.get_rank()
+    torch.save(results, Path(folder) / f"rank{rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,186 @@
+"""What can't be done is said in one line, before any training."""
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from pflight import Federation
+from pflight.callbacks import FedAvg, FeSEM, Local
+from pflight.errors import ConfigurationError
+from pflight.models import ClientModule
+from tests.runs import (
+    CLASSES,
+    FEATURES,
+    linear_client,
+    network_client,
+    quiet_trainer,
+    run,
+    small_data,
+)
+
+
+def fails(message: str, call: Any, *args: Any, **kwargs: Any) -> None:
+    with pytest.raises(ConfigurationError, match=message) as error:
+        call(*args, **kwargs)
+    text = str(error.value)
+    assert "\n" not in text
+    assert len(text) < 250
+
+
+def test_it_is_lightnings_error_and_a_value_error() -> None:
+    assert issubclass(ConfigurationError, ValueError)
+    assert issubclass(ConfigurationError, L.pytorch.utilities.exceptions.MisconfigurationException)
+
+
+def test_two_server_callbacks() -> None:
+    trainer = quiet_trainer(1, FedAvg(), Local())
+    fails("FedAvg and Local", trainer.fit, Federation(linear_client()), datamodule=small_data())
+
+
+@pytest.mark.parametrize("client", [-1, 6, 100])
+def test_an_unknown_client(client: int) -> None:
+    federation = run(linear_client(), small_data())
+    fails(rf"unknown client {client}: .*0 to 5", federation.client_state, client)
+    fails(rf"unknown client {client}", federation.client_module, client)
+    fails(rf"unknown client {client}", small_data().samples, client, "train")
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (nn.Linear(FEATURES + 1, CLASSES), r"samples of shape \(4,\) \(float32\)"),
+        (nn.Conv2d(1, 3, 3), r"samples of shape \(4,\)"),
+        (nn.Linear(FEATURES, CLASSES + 2), r"\(2, 5\).* 3 classes"),
+        (nn.Linear(FEATURES, CLASSES - 1), r"\(2, 2\).* 3 classes"),
+        (nn.Sequential(nn.Linear(FEATURES, 3), nn.Unflatten(1, (3, 1))), r"\(2, 3, 1\)"),
+    ],
+)
+@pytest.mark.parametrize("callback", [FedAvg, lambda: FeSEM(2)])
+def test_a_network_that_does_not_fit_the_data(network: nn.Module, message: str, callback: Any):
+    fails(message, run, network_client(network), small_data(), callback())
+
+
+def test_a_network_of_another_precision_than_the_data() -> None:
+    fails("float64", run, linear_client(), small_data(dtype=torch.float64))
+
+
+@pytest.mark.parametrize("participation", [0, 0.0, -0.1, 1.01, 2])
+def test_participation_out_of_range(participation: float) -> None:
+    fails(r"participation must be in \(0, 1\]", small_data, participation=participation)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cohort_size": 7}, "cohort_size is 7, but only 6 clients"),
+        ({"cohort_size": 0}, "cohort_size must be at least 1"),
+        ({"cohort_size": 2, "participation": 0.5}, "cohort_size or participation, not both"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"num_classes": 2}, "num_classes is 2"),
+        ({"holdout_clients": 1.0}, "holdout_clients"),
+    ],
+)
+def test_data_options(options: dict[str, Any], message: str) -> None:
+    fails(message, small_data, **options)
+
+
+def test_more_clusters_than_clients() -> None:
+    fails(r"num_clusters \(7\) exceeds .*\(6\)", run, linear_client(), small_data(), FeSEM(7))
+
+
+def test_more_clusters_than_clients_that_train() -> None:
+    data = small_data(counts=[4, 0, 0, 0, 5, 6])
+    fails("num_clusters", run, linear_client(), data, FeSEM(4))
+
+
+def test_data_that_is_not_federated() -> None:
+    trainer, federation = quiet_trainer(), Federation(linear_client())
+    fails("got ClientData", trainer.fit, federation, datamodule=small_data().client(0))
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`:UserWarning")
+def test_no_data() -> None:
+    loader = torch.utils.data.DataLoader([torch.zeros(3)])
+    with pytest.raises(ConfigurationError, match="federated data"):
+        quiet_trainer(limit_val_batches=0).fit(Federation(linear_client()), loader)
+    with pytest.raises(ConfigurationError, match="federated data"):
+        quiet_trainer().fit(Federation(linear_client()))
+
+
+def test_another_number_of_classes_than_the_data() -> None:
+    client = ClientModule(nn.Linear(FEATURES, 4), num_classes=4)
+    fails("num_classes=4, the data 3", run, client, small_data())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"local_epochs": 0}, "local_epochs must be at least 1"),
+        ({"local_steps": 0}, "local_steps must be at least 1"),
+        ({"finetune_epochs": -1}, "finetune_epochs"),
+        ({"engine": "warp"}, "'warp'"),
+        ({"on_client_error": "ignore"}, "'ignore'"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_federation_options(options: dict[str, Any], message: str) -> None:
+    fails(message, Federation, linear_client(), **options)
+
+
+def test_a_client_that_is_no_client_module() -> None:
+    fails("ClientModule, got Linear", Federation, nn.Linear(2, 2))
+
+
+def test_a_federation_keeps_its_algorithm_and_its_clients() -> None:
+    federation = run(linear_client(), small_data(), Local())
+    other = quiet_trainer(1, FedAvg())
+    fails(r"Local, not by FedAvg", other.fit, federation, datamodule=small_data())
+    fewer = small_data(counts=[4] * 5)
+    fails("set up for 6 clients", quiet_trainer(1, Local()).fit, federation, datamodule=fewer)
+
+
+def test_several_optimizers_without_manual_optimization() -> None:
+    class Two(ClientModule):
+        def configure_optimizers(self):
+            return [torch.optim.SGD([p], 0.1) for p in self.network.parameters()]
+
+    fails("automatic_optimization", run, linear_client(Two), small_data())
+
+
+def test_a_plateau_that_watches_nothing() -> None:
+    class Plateau(ClientModule):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": plateau, "monitor": "nothing"},
+            }
+
+    fails("monitors 'nothing'", run, linear_client(Plateau), small_data())
+
+
+@pytest.mark.parametrize("algorithm", ["l1", ""])
+def test_a_clipping_algorithm_that_does_not_exist(algorithm: str) -> None:
+    fails(
+        "gradient_clip_algorithm",
+        lambda: run(
+            linear_client(gradient_clip_val=1.0, gradient_clip_algorithm=algorithm), small_data()
+        ),
+    )
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_a_clip_value_that_is_not_positive(value: float) -> None:
+    fails("gradient_clip_val", linear_client, gradient_clip_val=value)
+
+
+def test_a_metric_that_needs_two_classes() -> None:
+    fails("binary", run, linear_client(), small_data(), f1_average="binary")
+
+
+def test_a_buffer_policy_that_does_not_exist() -> None:
+    fails("FedAvg: buffers", FedAvg, buffers="mine")

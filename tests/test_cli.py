@@ -1,0 +1,392 @@
+"""The command line: what a user types, and what is in the run folder afterwards."""
+
+from __future__ import annotations
+
+import csv
+import signal
+import subprocess
+import sys
+import time
+from importlib.resources import files
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from pflight import Federation
+from pflight.callbacks import FeSEM
+from pflight.cli import main
+from pflight.models import MLP, ProximalClient
+from pflight.runs import RunFolder
+from tests.event_files import read_events
+
+QUICKSTART = "configs/quickstart.yaml"
+ALGORITHMS = ["local", "fedavg", "fedprox", "fedsgd", "fesem"]
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run in an empty folder, where only the shipped configs can be found."""
+    monkeypatch.chdir(tmp_path)
+
+
+def pflight(command: str, *args: str, rounds: int = 2, root: str = "run") -> None:
+    """Run a command on a small federation in this process."""
+    small = ["--data.num_clients=6", "--model.client.network.hidden=[8]"]
+    shared = [f"--trainer.default_root_dir={root}", f"--trainer.max_epochs={rounds}"]
+    main([command, "--config", QUICKSTART, *small, *shared, *args])
+
+
+def printed_config(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """Return what ``--print_config`` prints."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", *args, "--print_config"])
+    assert not exit_.value.code
+    return capsys.readouterr().out
+
+
+def composed(*names: str) -> list[str]:
+    return [part for name in names for part in ("--config", f"configs/{name}.yaml")]
+
+
+def class_name(spec: dict) -> str:
+    return spec["class_path"].rpartition(".")[2]
+
+
+def weights(root: str) -> dict[str, torch.Tensor]:
+    path = Path(root, "checkpoints", "last.ckpt")
+    return torch.load(path, weights_only=True)["state_dict"]
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+class TestRunFolder:
+    def test_fit_fills_it(self, capsys):
+        pflight("fit")
+        out = capsys.readouterr().out
+        assert "used by the clients" in out
+        assert "macro acc" in out
+        assert "\x1b" not in out, "control characters where there is no terminal"
+        assert {path.name for path in Path("run", "checkpoints").glob("*.ckpt")} == {
+            "last.ckpt",
+            "best.ckpt",
+        }
+        config = yaml.safe_load(Path("run/config.yaml").read_text())
+        assert config["ckpt_path"] is None
+        events = read_events("run")
+        assert {"val/macro_acc", "val/micro_acc", "train/loss"} <= events.scalars.keys()
+        assert all(steps == [0, 1] for steps in events.scalars.values()), events.scalars
+        assert "hp_metric" not in events.scalars
+        assert "epoch" not in events.scalars
+        assert events.images == {"data/partition": [0]}
+        assert events.texts == {"config": [0], "data/summary": [0]}
+        assert events.histograms == {"fesem/assignments": [0, 1]}
+        assert events.hparams["algorithm"] == "FeSEM"
+        assert events.hparams["algorithm/num_clusters"] == 4
+        assert events.hparams["client/optimizer/lr"] == pytest.approx(0.1)
+        assert events.hparams["data/partition"] == "ClassesPerClient"
+        assert events.hparams["rounds"] == 2
+        assert "val/macro_acc" in events.compared
+
+    def test_last_checkpoint_of_every_round_however_rare_validation_is(self):
+        pflight("fit", "--trainer.check_val_every_n_epoch=3", rounds=4)
+        last = torch.load("run/checkpoints/last.ckpt", weights_only=True)
+        best = torch.load("run/checkpoints/best.ckpt", weights_only=True)
+        assert len(last["pflight"]["history"]) == 4
+        assert len(best["pflight"]["history"]) == 3
+
+    def test_a_fresh_fit_moves_the_earlier_run_aside(self, capsys):
+        pflight("fit", rounds=1)
+        first = weights("run")
+        Path("run", "notes.txt").write_text("mine")
+        pflight("fit", "--model.seed=1", rounds=1)
+        pflight("fit", "--model.seed=2", rounds=1)
+        assert "moved the earlier run in run to run.1" in capsys.readouterr().out
+        assert same(weights("run.1"), first)
+        assert not same(weights("run.2"), first)
+        for root in ("run", "run.1", "run.2"):
+            assert read_events(root).scalars["train/loss"] == [0]
+            assert Path(root, "config.yaml").is_file()
+        assert Path("run", "notes.txt").read_text() == "mine"
+
+    def test_bad_input_leaves_the_earlier_run_where_it_was(self):
+        pflight("fit", rounds=1)
+        before = weights("run")
+        with pytest.raises(SystemExit):
+            pflight("fit", "--model.client.network.in_features=63")
+        assert same(weights("run"), before)
+        assert not Path("run.1").exists()
+        assert read_events("run").scalars["train/loss"] == [0]
+
+    def test_own_logger_and_checkpoints_are_respected(self):
+        Path("own.yaml").write_text(
+            yaml.safe_dump(
+                {
+                    "trainer": {
+                        "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "csv"}},
+                        "callbacks+": [
+                            {
+                                "class_path": "ModelCheckpoint",
+                                "init_args": {"dirpath": "mine", "filename": "it"},
+                            }
+                        ],
+                    }
+                }
+            )
+        )
+        pflight("fit", "--config", "own.yaml", rounds=1)
+        assert Path("mine/it.ckpt").is_file()
+        assert list(Path("csv").rglob("metrics.csv"))
+        assert not Path("run/checkpoints").exists()
+        assert not list(Path("run").glob("events*"))
+
+    def test_fast_dev_run_touches_nothing(self):
+        pflight("fit", rounds=1)
+        before = sorted(Path().rglob("*"))
+        pflight("fit", "--trainer.fast_dev_run=1")
+        assert sorted(Path().rglob("*")) == before
+
+
+class TestResume:
+    def test_last_continues_the_run_and_repeats_no_point(self, capsys):
+        pflight("fit", rounds=4, root="straight")
+        pflight("fit", rounds=2)
+        pflight("fit", "--ckpt_path=last", rounds=3)
+        pflight("fit", "--ckpt_path=last", rounds=4)
+        assert "continuing after round 3 from run/checkpoints/last.ckpt" in capsys.readouterr().out
+        assert same(weights("run"), weights("straight"))
+        events = read_events("run")
+        assert all(steps == [0, 1, 2, 3] for steps in events.scalars.values()), events.scalars
+        assert events.histograms == {"fesem/assignments": [0, 1, 2, 3]}
+        assert events.images == {"data/partition": [0]}
+        assert events.values["val/macro_acc"] == read_events("straight").values["val/macro_acc"]
+        assert events.hparams["rounds"] == 4
+        assert len(RunFolder("run").events(".hparams")) == 1
+
+    def test_an_earlier_checkpoint_of_the_run_drops_what_came_later(self):
+        pflight("fit", "--trainer.check_val_every_n_epoch=2", rounds=3)
+        pflight("fit", "--trainer.check_val_every_n_epoch=2", "--ckpt_path=best", rounds=4)
+        events = read_events("run")
+        assert events.scalars["train/loss"] == [0, 1, 2, 3]
+        assert events.scalars["val/macro_acc"] == [1, 3]
+        assert not Path("run.1").exists()
+
+    def test_last_starts_an_empty_folder_and_says_so(self, capsys):
+        folder = Path("run")
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "config.yaml").write_text("{}")
+        pflight("fit", "--ckpt_path=last", rounds=1)
+        assert "no run in run yet: starting one" in capsys.readouterr().out
+        assert not Path("run.1").exists()
+
+    def test_last_without_a_checkpoint_is_an_error(self, capsys):
+        pflight("fit", "--trainer.enable_checkpointing=false", rounds=2)
+        with pytest.raises(SystemExit) as exit_:
+            pflight("fit", "--ckpt_path=last", rounds=3)
+        assert exit_.value.code == 2
+        assert "there is no 'last' checkpoint" in capsys.readouterr().err
+        assert read_events("run").scalars["train/loss"] == [0, 1]
+
+    def test_a_killed_run_has_each_point_once(self):
+        command = [sys.executable, "-m", "pflight", "fit", "--config", QUICKSTART]
+        command += ["--trainer.max_epochs=300", "--data.num_clients=6"]
+        command += ["--trainer.default_root_dir=run"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        last = Path("run", "checkpoints", "last.ckpt")
+        while process.poll() is None and not last.is_file():
+            time.sleep(0.01)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        done = len(torch.load(last, weights_only=True)["pflight"]["history"])
+        rounds = ["--trainer.max_epochs", str(done + 3), "--ckpt_path", "last"]
+        main([*command[3:], *rounds])
+        events = read_events("run")
+        expected = list(range(done + 3))
+        assert all(steps == expected for steps in events.scalars.values()), events.scalars
+        assert events.histograms["fesem/assignments"] == expected
+
+
+class TestEvaluation:
+    @pytest.fixture(autouse=True)
+    def _fitted(self, _in_folder: None, capsys: pytest.CaptureFixture[str]) -> None:
+        pflight("fit", rounds=2)
+        capsys.readouterr()
+
+    def test_test_replaces_lightnings_table_and_an_earlier_test(self, capsys):
+        for _ in range(2):
+            pflight("test", "--ckpt_path=last")
+        out = capsys.readouterr().out
+        assert "FeSEM on Digits, test" in out
+        assert "Test metric" not in out
+        events = read_events("run")
+        assert events.scalars["test/macro_acc"] == [1]
+        assert events.scalars["train/loss"] == [0, 1]
+        assert yaml.safe_load(Path("run/config.yaml").read_text())["trainer"]["max_epochs"] == 2
+
+    def test_newcomers_have_a_row(self, capsys):
+        pflight("fit", "--data.holdout_clients=0.34", rounds=1)
+        pflight("test", "--data.holdout_clients=0.34", "--ckpt_path=last")
+        assert "newcomers: used" in capsys.readouterr().out
+
+    def test_finetuned_models_have_a_row(self, capsys):
+        pflight("validate", "--model.finetune_epochs=1", "--ckpt_path=last")
+        assert "fine-tuned" in capsys.readouterr().out
+        assert read_events("run").scalars["val/macro_acc"] == [0, 1]
+
+    def test_predictions_agree_with_the_model(self):
+        pflight("predict", "--ckpt_path=last")
+        with Path("run/predictions.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        client = ProximalClient(MLP(64, [8], 10), num_classes=10)
+        federation = Federation.load_from_checkpoint(
+            "run/checkpoints/last.ckpt", client=client, callback=FeSEM(4)
+        )
+        assert federation.local_epochs == 2
+        from pflight.datamodules import Digits
+
+        data = Digits(num_clients=6)
+        data.setup()
+        for i in range(6):
+            x, y = data.samples(i, "test")
+            probability, predicted = federation.client_module(i)(x).softmax(dim=1).max(dim=1)
+            mine = [row for row in rows if row["client"] == str(i)]
+            assert [int(row["index"]) for row in mine] == list(range(len(y)))
+            assert [int(row["label"]) for row in mine] == y.tolist()
+            assert [int(row["prediction"]) for row in mine] == predicted.tolist()
+            shown = torch.tensor([float(row["probability"]) for row in mine])
+            torch.testing.assert_close(shown, probability, atol=1e-5, rtol=0)
+
+    def test_the_saved_config_gives_the_same_run(self):
+        main(["fit", "--config", "run/config.yaml", "--trainer.default_root_dir", "again"])
+        assert same(weights("again"), weights("run"))
+
+
+class TestConfigs:
+    @pytest.mark.parametrize("algorithm", ALGORITHMS)
+    def test_data_algorithm_and_trainer_compose_in_any_order(self, algorithm, capsys):
+        names = ("data/digits", f"algorithm/{algorithm}", "trainer/tensorboard")
+        configs = [
+            yaml.safe_load(printed_config(capsys, *composed(*order)))
+            for order in list(permutations(names))[:: 1 if algorithm == "fesem" else 5]
+        ]
+        for config in configs:
+            callbacks = {class_name(c) for c in config["trainer"]["callbacks"]}
+            assert len(callbacks) == 4
+            assert {"FederationProgressBar", "TensorBoardReport", "ResultTable"} < callbacks
+            client = config["model"]["init_args"]["client"]
+            proximal = algorithm in ("fedprox", "fesem")
+            assert class_name(client) == ("ProximalClient" if proximal else "ClientModule")
+            assert client["init_args"]["network"]["init_args"]["in_features"] == 64
+            assert client["init_args"]["optimizer"]["init_args"]["lr"] == 0.1
+
+    @pytest.mark.parametrize("algorithm", ALGORITHMS)
+    def test_every_algorithm_runs(self, algorithm):
+        small = ["--trainer.max_epochs=1", "--trainer.default_root_dir=run"]
+        small += ["--trainer.accelerator=cpu", "--data.num_clients=6"]
+        names = ("data/digits", f"algorithm/{algorithm}", "trainer/tensorboard")
+        main(["fit", *composed(*names), *small])
+        assert read_events("run").scalars["val/macro_acc"] == [0]
+
+    @pytest.mark.parametrize("data", ["fashion_mnist", "omniglot"])
+    def test_other_data_bring_their_network(self, data, capsys):
+        names = (f"data/{data}", "algorithm/fesem")
+        config = yaml.safe_load(printed_config(capsys, *composed(*names)))
+        network = config["model"]["init_args"]["client"]["init_args"]["network"]
+        assert class_name(network) == "McMahanCNN"
+
+    def test_print_config_round_trips(self, capsys):
+        first = printed_config(capsys, *composed("data/digits", "algorithm/fesem"))
+        Path("printed.yaml").write_text(first)
+        assert printed_config(capsys, "--config", "printed.yaml") == first
+
+    def test_centralized_training(self):
+        config = ["--config", "configs/centralized.yaml", "--trainer.max_epochs=2"]
+        main(["fit", *config])
+        assert set(read_events("runs/centralized").scalars) == {"train/loss", "val/acc", "val/loss"}
+        main(["fit", *config, "--ckpt_path=last", "--trainer.max_epochs=3"])
+        assert read_events("runs/centralized").scalars["val/acc"] == [0, 1, 2]
+
+    def test_two_algorithms_are_an_error(self, capsys):
+        with pytest.raises(SystemExit) as exit_:
+            main(["fit", *composed("data/digits", "algorithm/fesem", "algorithm/local")])
+        assert exit_.value.code == 2
+        assert "one server callback" in capsys.readouterr().err
+
+    def test_all_shipped_configs_are_tried(self):
+        folder = files("pflight.configs")
+        assert {p.name for p in folder.iterdir() if p.name.endswith(".yaml")} == {
+            "centralized.yaml",
+            "quickstart.yaml",
+        }
+        shipped = {p.name for p in (folder / "algorithm").iterdir() if p.name.endswith(".yaml")}
+        assert shipped >= {f"{name}.yaml" for name in ALGORITHMS}
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("args", "message"),
+        [
+            (["--config=nowhere.yaml"], "there is no config file nowhere.yaml"),
+            (["--model.client=Nobody"], "model.client: unknown class Nobody"),
+            (["--data=Nothing"], "data: unknown class Nothing"),
+            (["--model.client.mu=much"], "model.client.mu: Expected a float. Got value: much"),
+            (["--model.client.mu=-1"], "mu must not be negative"),
+            (["--model.nothing=1"], "Option 'nothing' is not accepted"),
+            (["--trainer.nothing=1"], "--trainer.nothing"),
+            (["--data.participation=0"], "participation"),
+            (["--data.participation=1.5"], "participation"),
+            (["--trainer.callbacks+=FedAvg"], "one server callback"),
+            (["--trainer.gradient_clip_val=1"], "gradient_clip_val is an option of the client"),
+            (["--model.client.network.in_features=63"], "network can't take"),
+            (["--model.client.num_classes=9"], "num_classes"),
+            (["--data.num_clients=3"], "num_clusters (4) exceeds"),
+            (["--ckpt_path=nowhere.ckpt"], "there is no checkpoint nowhere.ckpt"),
+            (["--ckpt_path=corrupt.ckpt"], "the checkpoint corrupt.ckpt can't be read"),
+        ],
+        ids=lambda value: value[0] if isinstance(value, list) else None,
+    )
+    def test_is_one_line(self, args, message, capsys):
+        Path("corrupt.ckpt").write_text("no checkpoint")
+        with pytest.raises(SystemExit) as exit_:
+            pflight("fit", *args)
+        error = capsys.readouterr().err
+        assert exit_.value.code == 2
+        assert error.startswith("pflight: error: ")
+        assert error.count("\n") == 1
+        assert message in error
+
+    @pytest.mark.parametrize("command", ["validate", "test", "predict"])
+    def test_evaluation_without_a_run(self, command, capsys):
+        with pytest.raises(SystemExit) as exit_:
+            pflight(command, "--ckpt_path=last")
+        assert exit_.value.code == 2
+        assert "holds no run" in capsys.readouterr().err
+
+    def test_a_checkpoint_of_another_network(self, capsys):
+        pflight("fit", rounds=1)
+        with pytest.raises(SystemExit):
+            pflight("test", "--model.client.network.hidden=[9]", "--ckpt_path=last")
+        assert "the checkpoint does not fit" in capsys.readouterr().err
+
+    def test_other_errors_keep_their_traceback(self, monkeypatch):
+        def broken(*args: object) -> None:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(Federation, "training_step", broken)
+        with pytest.raises(RuntimeError, match="a bug"):
+            pflight("fit", rounds=1)
+
+    def test_as_a_process(self):
+        command = [sys.executable, "-m", "pflight", "fit", "--config", QUICKSTART]
+        done = subprocess.run(
+            [*command, "--data.num_clients=0"], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2
+        assert done.stderr == "pflight: error: num_clients must be at least 1, got 0\n"
+        assert not done.stdout

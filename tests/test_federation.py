@@ -1,0 +1,337 @@
+"""Failing clients, traffic, and what a federation reports."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pflight
+from pflight import Federation
+from pflight.callbacks import FedAvg, FedSGD, FeSEM, Local, ServerCallback
+from pflight.datamodules import TensorClients
+from pflight.errors import ConfigurationError
+from pflight.models import ClientModule
+from tests.runs import (
+    FEATURES,
+    assert_same,
+    batchnorm_client,
+    dropout_client,
+    flat,
+    linear_client,
+    quiet_trainer,
+    run,
+    small_data,
+)
+
+pytestmark = pytest.mark.filterwarnings(  # pytest.warns hands it on as if it were ours
+    "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"
+)
+
+SIZE = 4 * (FEATURES * 3 + 3)  # bytes of the linear client
+
+
+def broken(client: int, how: str, data: TensorClients) -> type[ClientModule]:
+    """Return a client module that fails for one client, known by its number of samples."""
+    count = int(data.num_samples()[client])
+
+    class Broken(ClientModule):
+        def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            loss = super().loss(batch)
+            if self.num_samples == count:
+                if how == "raises":
+                    raise RuntimeError("out of battery")
+                return loss * (torch.nan if how == "nan" else torch.inf)
+            return loss
+
+        def on_train_end(self) -> None:
+            if how == "late" and self.num_samples == count:
+                raise ValueError("too late")
+
+    return Broken
+
+
+HOW = {
+    "raises": "RuntimeError: out of battery",
+    "late": "ValueError: too late",
+    "nan": "its result is NaN or infinite",
+    "inf": "its result is NaN or infinite",
+}
+
+
+class TestFailingClients:
+    @pytest.mark.parametrize("how", HOW)
+    @pytest.mark.parametrize("weighting", ["samples", "uniform"])
+    def test_it_is_named_and_the_others_are_aggregated(self, how: str, weighting: str) -> None:
+        counts = [5, 12, 7]
+        data = small_data(counts)
+        client = linear_client(broken(1, how, data))
+        with pytest.warns(UserWarning, match=rf"round 0: client 1 failed: {HOW[how]}"):
+            federation = run(client, data, FedAvg(weighting))
+        (entry,) = federation.history
+        assert (entry.clients, entry.failed) == ([0, 1, 2], [1])
+        assert entry.metrics["clients/failed"] == 1
+        assert entry.metrics["clients/sampled"] == 3
+        assert (entry.bytes_down, entry.bytes_up) == (3 * SIZE, 2 * SIZE)
+        others = [run(linear_client(), small_data(counts), Local()).client_state(i) for i in (0, 2)]
+        weights = [5 / 12, 7 / 12] if weighting == "samples" else [0.5, 0.5]
+        mean = weights[0] * flat(others[0]) + weights[1] * flat(others[1])
+        assert flat(federation.server_states()[0]) == pytest.approx(mean, rel=1e-6, abs=1e-7)
+
+    def test_it_fails_in_every_round_in_which_it_takes_part(self) -> None:
+        data = small_data(cohort_size=3)
+        client = linear_client(broken(3, "raises", data))
+        with pytest.warns(UserWarning, match="client 3 failed") as warned:
+            federation = run(client, data, FedAvg(), rounds=6)
+        rounds = [entry.index for entry in federation.history if 3 in entry.clients]
+        assert 0 < len(rounds) < 6
+        assert [entry.index for entry in federation.history if entry.failed == [3]] == rounds
+        named = [str(w.message) for w in warned if "client 3 failed" in str(w.message)]
+        assert [int(text.split(":")[0].removeprefix("round ")) for text in named] == rounds
+
+    def test_it_may_stop_the_run(self) -> None:
+        data = small_data()
+        client = linear_client(broken(2, "raises", data))
+        with pytest.raises(
+            RuntimeError, match=r"round 0: client 2 failed.*out of battery"
+        ) as error:
+            run(client, data, FedAvg(), on_client_error="raise")
+        assert isinstance(error.value.__cause__, RuntimeError)
+
+    def test_a_nan_may_stop_the_run(self) -> None:
+        data = small_data()
+        with pytest.raises(RuntimeError, match=r"round 0: client 2 failed.*NaN"):
+            run(linear_client(broken(2, "nan", data)), data, FedAvg(), on_client_error="raise")
+
+    @pytest.mark.parametrize(
+        "callback", [FedAvg, FedSGD, Local, lambda: FeSEM(1), lambda: FeSEM(2)]
+    )
+    @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+    def test_if_all_fail_the_server_stays_and_the_round_counts(self, callback: Any) -> None:
+        class Hopeless(ClientModule):
+            def training_step(self, batch, batch_idx):
+                raise RuntimeError("no")
+
+        client = linear_client(Hopeless)
+        federation = run(client, small_data(), callback(), rounds=3)
+        for state in federation.server_states():
+            assert_same(state, dict(client.state_dict()))
+        assert federation.trainer.global_step == 3
+        assert [entry.failed for entry in federation.history] == [list(range(6))] * 3
+        assert all(entry.bytes_up == 0 for entry in federation.history)
+        assert_same(federation.client_state(0), dict(client.state_dict()))
+
+    @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+    def test_if_all_fail_a_servers_momentum_does_not_move_it_either(self) -> None:
+        class FailsLater(ClientModule):
+            calls = 0
+
+            def on_train_start(self):
+                type(self).calls += 1
+                assert type(self).calls <= 6
+
+        def momentum(parameters):
+            return torch.optim.SGD(parameters, lr=1.0, momentum=0.9)
+
+        once = run(linear_client(), small_data(), FedAvg(), 1, server_optimizer=momentum)
+        twice = run(linear_client(FailsLater), small_data(), FedAvg(), 2, server_optimizer=momentum)
+        assert_same(once.server_states()[0], twice.server_states()[0])
+
+    @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+    def test_a_failure_does_not_touch_the_clients_that_follow(self) -> None:
+        """Half-trained weights, optimizers or hooks of the failed client must not leak."""
+        data = small_data(counts=[5, 12, 7])
+        failing = run(dropout_client(broken(0, "late", data)), data, Local())
+        healthy = run(dropout_client(), data, Local())
+        for i in (1, 2):
+            assert_same(failing.client_state(i), healthy.client_state(i))
+        assert_same(failing.client_state(0), dict(dropout_client().state_dict()))
+
+    @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+    def test_a_failed_client_keeps_what_it_had(self) -> None:
+        class SecondTime(ClientModule):
+            calls = 0
+
+            def on_train_start(self):
+                type(self).calls += 1
+                assert type(self).calls <= 6
+
+        first = run(linear_client(), small_data(), Local(), rounds=1)
+        both = run(linear_client(SecondTime), small_data(), Local(), rounds=2)
+        for i in range(6):
+            assert_same(both.client_state(i), first.client_state(i))
+
+    @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+    def test_fesem_leaves_it_out_of_clusters(self) -> None:
+        data = small_data()
+        callback = FeSEM(2)
+        federation = run(linear_client(broken(4, "nan", data)), data, callback, rounds=3)
+        assert callback.assignments[4] == -1
+        assert sum(callback.assignments >= 0) == 5
+        assert all(torch.isfinite(v).all() for s in federation.server_states() for v in s.values())
+
+    @pytest.mark.parametrize("how", ["raises", "nan"])
+    def test_fedsgd_leaves_it_out(self, how: str) -> None:
+        data = small_data()
+        with pytest.warns(UserWarning, match="round 0: client 2 failed"):
+            federation = run(linear_client(broken(2, how, data)), data, FedSGD())
+        assert federation.history[0].failed == [2]
+        assert torch.isfinite(torch.from_numpy(flat(federation.server_states()[0]))).all()
+
+    def test_a_mistake_of_the_user_is_no_failure_of_a_client(self) -> None:
+        class NoOptimizer(ClientModule):
+            def configure_optimizers(self):
+                return None
+
+        with pytest.raises(ConfigurationError, match="configure_optimizers"):
+            run(linear_client(NoOptimizer), small_data(), FedAvg())
+
+    def test_ctrl_c_stops_the_run(self) -> None:
+        class Interrupted(ClientModule):
+            def training_step(self, batch, batch_idx):
+                raise KeyboardInterrupt
+
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            run(linear_client(Interrupted), small_data(), FedAvg())
+
+
+class TestClientsThatNeverAnswer:
+    def test_they_count_as_failed_and_as_traffic_down(self) -> None:
+        data = small_data(dropout=0.5)
+        federation = run(linear_client(), data, FedAvg(), rounds=6)
+        assert any(entry.failed for entry in federation.history)
+        for entry in federation.history:
+            assert entry.clients == list(range(6))
+            assert len(entry.failed) < 6
+            assert entry.bytes_down == 6 * SIZE
+            assert entry.bytes_up == (6 - len(entry.failed)) * SIZE
+            assert entry.metrics["clients/failed"] == len(entry.failed)
+
+    def test_the_others_are_aggregated(self) -> None:
+        data = small_data(dropout=0.5)
+        federation = run(linear_client(), data, FedAvg("uniform"))
+        (entry,) = federation.history
+        local = run(linear_client(), small_data(), Local())
+        answered = [i for i in entry.clients if i not in entry.failed]
+        mean = sum(flat(local.client_state(i)) for i in answered) / len(answered)
+        assert flat(federation.server_states()[0]) == pytest.approx(mean, rel=1e-6, abs=1e-7)
+
+    def test_a_client_of_local_training_learns_nothing_then(self) -> None:
+        data = small_data(dropout=0.5)
+        federation = run(linear_client(), data, Local())
+        for i in federation.history[0].failed:
+            assert_same(federation.client_state(i), dict(linear_client().state_dict()))
+
+    def test_the_initialisation_of_fesem_goes_on_without_them(self) -> None:
+        data = small_data(dropout=0.3, seed=1)
+        callback = FeSEM(2)
+        federation = run(linear_client(), data, callback)
+        failed = federation.history[0].failed
+        assert failed
+        assert (callback.assignments == -1).nonzero().flatten().tolist() == failed
+
+
+class TestCommunication:
+    def test_fedavg(self) -> None:
+        federation = run(linear_client(), small_data(cohort_size=2), FedAvg(), rounds=3)
+        for entry in federation.history:
+            assert (entry.bytes_down, entry.bytes_up) == (2 * SIZE, 2 * SIZE)
+        metrics = federation.trainer.callback_metrics
+        assert metrics["communication/bytes_down"] == 2 * SIZE
+        assert metrics["communication/total_bytes_up"] == 3 * 2 * SIZE
+        assert metrics["communication/total_bytes_down"] == 3 * 2 * SIZE
+
+    def test_fedsgd_sends_gradients_of_the_same_size(self) -> None:
+        federation = run(linear_client(), small_data(cohort_size=2), FedSGD())
+        assert federation.history[0].bytes_up == 2 * SIZE
+
+    def test_fesem_sends_one_center_per_client(self) -> None:
+        federation = run(linear_client(), small_data(cohort_size=2), FeSEM(3), rounds=2)
+        assert [entry.bytes_down for entry in federation.history] == [6 * SIZE, 2 * SIZE]
+        assert [entry.bytes_up for entry in federation.history] == [6 * SIZE, 2 * SIZE]
+
+    def test_double_precision_counts_double(self) -> None:
+        federation = run(linear_client(), small_data(), FedAvg(), trainer={"precision": "64-true"})
+        assert federation.history[0].bytes_down == 6 * 2 * SIZE
+
+    def test_reset_buffers_do_not_travel(self) -> None:
+        federation = run(batchnorm_client(), small_data(), FedAvg(buffers="reset"))
+        size = 4 * sum(p.numel() for p in batchnorm_client().parameters())
+        assert federation.history[0].bytes_up == federation.history[0].bytes_down == 6 * size
+
+
+class TestWhatIsPublic:
+    def test_the_signature_of_the_contract(self) -> None:
+        data = TensorClients(
+            [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(6)],
+            num_classes=2,
+            cohort_size=5,
+            batch_size=None,
+        )
+        client = pflight.models.ClientModule(
+            torch.nn.Linear(4, 2), num_classes=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+        )
+        federation = pflight.Federation(client, local_epochs=1)
+        quiet_trainer(3, pflight.callbacks.FedAvg()).fit(federation, datamodule=data)
+        assert federation.server_states()[0]["network.weight"].shape == (2, 4)
+        assert [entry.index for entry in federation.history] == [0, 1, 2]
+        assert all(len(entry.clients) == 5 for entry in federation.history)
+
+    def test_states_are_copies(self) -> None:
+        federation = run(linear_client(), small_data(), FedAvg())
+        for state in (federation.server_states()[0], federation.client_state(0)):
+            state["network.weight"].zero_()
+            assert not state["network.weight"].requires_grad
+        assert flat(federation.server_states()[0])[:12].any()
+
+    def test_the_engine_is_chosen_by_name(self) -> None:
+        one = run(linear_client(), small_data(), engine="sequential")
+        other = run(linear_client(), small_data(), engine="auto")
+        assert_same(one.server_states()[0], other.server_states()[0])
+
+    def test_a_seed_gives_the_same_run_and_another_seed_another(self) -> None:
+        runs = [run(dropout_client(), small_data(), rounds=2, seed=seed) for seed in (1, 1, 2)]
+        states = [federation.server_states()[0] for federation in runs]
+        assert_same(states[0], states[1])
+        assert flat(states[0]) != pytest.approx(flat(states[2]))
+
+    def test_a_server_callback_of_ones_own_takes_two_methods(self) -> None:
+        class Last(ServerCallback):
+            """Keeps the model of the last client."""
+
+            def receive(self, updates):
+                self.last = updates.states[-1]
+
+            def step(self):
+                self.federation.server.pull(0, self.last)
+
+        federation = run(linear_client(), small_data(), Last())
+        local = run(linear_client(), small_data(), Local())
+        torch.testing.assert_close(federation.server_states()[0], local.client_state(5))
+
+    def test_history_is_a_record_of_python_numbers(self) -> None:
+        federation = run(linear_client(), small_data(), FeSEM(2), rounds=2)
+        for entry in federation.history:
+            assert all(type(value) in (int, float) for value in entry.metrics.values())
+            assert all(type(client) is int for client in entry.clients)
+        assert pickle.loads(pickle.dumps(federation.history)) == federation.history
+        assert copy.deepcopy(federation.history) == federation.history
+
+    def test_hundred_clients_of_one_sample(self) -> None:
+        data = small_data(counts=[1] * 100, cohort_size=10)
+        federation = run(linear_client(), data, FeSEM(3), rounds=2)
+        assert len(federation.history[0].clients) == 100
+
+    def test_many_rounds_reduce_the_loss(self) -> None:
+        federation = run(linear_client(), small_data(), FedAvg(), rounds=30)
+        losses = [entry.metrics["train/loss"] for entry in federation.history]
+        assert losses[-1] < losses[0]
+
+    def test_a_federation_that_never_ran_says_so(self) -> None:
+        federation = Federation(linear_client())
+        with pytest.raises(ConfigurationError, match="unknown client 0"):
+            federation.client_state(0)
+        with pytest.raises(ConfigurationError, match="evaluation"):
+            federation.client_metrics("val")

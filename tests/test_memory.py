@@ -1,0 +1,77 @@
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.memory import ClientMemory
+
+
+def states(*rows: float) -> TensorDict:
+    return TensorDict({"w": torch.tensor(rows).view(-1, 1)}, [len(rows)])
+
+
+def ids(*clients: int) -> Tensor:
+    return torch.tensor(clients)
+
+
+def test_what_was_never_written_reads_as_its_default() -> None:
+    memory = ClientMemory()
+    memory.write("a", ids(4, 2), states(40, 20))
+    assert memory.read("a", ids(2, 3, 4), states(-2, -3, -4))["w"].flatten().tolist() == [
+        20,
+        -3,
+        40,
+    ]
+    assert memory.read("b", ids(2), states(-2))["w"].item() == -2
+    assert memory.seen("a", ids(2, 3, 4)).tolist() == [True, False, True]
+    assert not memory.seen("b", ids(2)).any()
+
+
+def test_the_last_value_counts_and_only_for_its_client() -> None:
+    memory = ClientMemory()
+    memory.write("a", ids(0, 1), states(1, 2))
+    memory.write("a", ids(1), states(3))
+    assert memory.read("a", ids(0, 1), states(0, 0))["w"].flatten().tolist() == [1, 3]
+
+
+def test_values_are_copied_in_and_out() -> None:
+    memory, value = ClientMemory(), states(1.0, 2.0)
+    memory.write("a", ids(0, 1), value)
+    value["w"].zero_()
+    memory.read("a", ids(0, 1), states(0, 0))["w"].zero_()
+    assert memory.read("a", ids(0, 1), states(0, 0))["w"].flatten().tolist() == [1, 2]
+
+
+def test_one_row_of_a_large_stack_keeps_no_more_than_itself() -> None:
+    memory = ClientMemory()
+    memory.write("a", ids(7), TensorDict({"w": torch.zeros(1000, 10)}, [1000])[:1])
+    (kept,) = memory.state_dict()["a"].values()
+    assert kept["w"].untyped_storage().nbytes() == 40
+
+
+def test_it_is_saved_as_plain_tensors_and_restored() -> None:
+    memory = ClientMemory()
+    memory.write("a", ids(0, 5), states(1, 2))
+    saved = memory.state_dict()
+    assert type(saved["a"][5]["w"]) is Tensor
+    other = ClientMemory()
+    other.write("old", ids(3), states(9))
+    other.load_state_dict(saved)
+    assert other.read("a", ids(0, 5), states(0, 0))["w"].flatten().tolist() == [1, 2]
+    assert not other.seen("old", ids(3)).any()
+
+
+def test_a_rank_keeps_the_clients_that_it_owns() -> None:
+    memory = ClientMemory()
+    memory.write("a", ids(0, 1, 2), states(1, 2, 3))
+    other = ClientMemory()
+    other.load_state_dict(memory.state_dict(), owned={0, 2})
+    assert other.seen("a", ids(0, 1, 2)).tolist() == [True, False, True]
+
+
+def test_what_was_saved_does_not_change_when_training_goes_on() -> None:
+    memory = ClientMemory()
+    memory.write("a", ids(0), states(1))
+    saved = memory.state_dict()
+    memory.write("a", ids(0, 1), states(2, 3))
+    assert saved["a"][0]["w"].item() == 1
+    assert list(saved["a"]) == [0]

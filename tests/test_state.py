@@ -1,0 +1,158 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from pflight.state import (
+    StateLayout,
+    StateModule,
+    WeightedMean,
+    expand_state,
+    squared_distance,
+    stack_states,
+    state_bytes,
+)
+from tests.runs import batchnorm_client, linear_client
+
+
+def stack(**leaves: Tensor) -> TensorDict:
+    return TensorDict(leaves, batch_size=[len(next(iter(leaves.values())))])
+
+
+class TestLayout:
+    def test_kinds_follow_from_the_modules(self) -> None:
+        layout = StateLayout.of(batchnorm_client())
+        assert layout.names == tuple(batchnorm_client().state_dict())
+        assert layout.counters == ("network.1.num_batches_tracked",)
+        assert set(layout.averaged) == {"network.1.running_mean", "network.1.running_var"}
+        assert set(layout.parameters) == {n for n, _ in batchnorm_client().named_parameters()}
+        assert set(layout.buffers) == {*layout.averaged, *layout.counters}
+
+    def test_bytes(self) -> None:
+        client = batchnorm_client()
+        expected = sum(v.numel() * v.element_size() for v in client.state_dict().values())
+        assert StateLayout.of(client).nbytes == expected
+
+    def test_it_copies(self) -> None:
+        client = linear_client()
+        layout = StateLayout.of(client)
+        with torch.no_grad():
+            client.network.weight.zero_()
+        assert layout.template["network.weight"].any()
+
+
+class TestStateModule:
+    def test_names_are_those_of_the_state(self) -> None:
+        state = dict(batchnorm_client().state_dict())
+        held = StateModule(state, parameters=["network.0.weight"])
+        assert set(held.state_dict()) == set(state)
+        assert [name for name, _ in held.named_parameters()] == ["network.0.weight"]
+        assert list(held.tensors()) == list(state)
+        assert list(held.tensors(["network.3.bias", "network.0.bias"])) == [
+            "network.3.bias",
+            "network.0.bias",
+        ]
+
+    def test_tensors_are_live_and_start_as_copies(self) -> None:
+        weight = torch.ones(2)
+        held = StateModule({"w": weight}, parameters=["w"])
+        with torch.no_grad():
+            held.tensors()["w"].add_(1)
+        assert held.state_dict()["w"].tolist() == [2, 2]
+        assert weight.tolist() == [1, 1]
+
+    def test_without_persistence_nothing_is_saved(self) -> None:
+        assert not StateModule({"a.b": torch.ones(1)}, persistent=False).state_dict()
+
+    def test_it_follows_dtypes_and_keeps_integers(self) -> None:
+        held = StateModule({"w": torch.ones(1), "n": torch.tensor(3)}).double()
+        assert held.tensors()["w"].dtype == torch.float64
+        assert held.tensors()["n"].dtype == torch.int64
+
+
+class TestWeightedMean:
+    @given(
+        st.lists(st.tuples(st.floats(-1e3, 1e3), st.integers(1, 1000)), min_size=1, max_size=12),
+        st.integers(1, 12),
+    )
+    @settings(max_examples=40, deadline=None)
+    def test_chunks_do_not_matter(self, rows: list[tuple[float, int]], size: int) -> None:
+        values = torch.tensor([value for value, _ in rows], dtype=torch.float64).view(-1, 1)
+        weights = torch.tensor([weight for _, weight in rows])
+        mean = WeightedMean({"w": values[0]})
+        for part, weight in zip(values.split(size), weights.split(size), strict=True):
+            mean.add(stack(w=part), weight)
+        expected = (values[:, 0] * weights).sum() / weights.sum()
+        assert mean.compute()["w"][0].item() == pytest.approx(expected.item(), abs=1e-9)
+
+    def test_integers_take_their_maximum_and_stay_integers(self) -> None:
+        mean = WeightedMean({"n": torch.tensor(0), "w": torch.zeros(1)})
+        mean.add(stack(n=torch.tensor([3, 5]), w=torch.ones(2, 1)), torch.ones(2))
+        mean.add(stack(n=torch.tensor([2**60 + 1]), w=torch.ones(1, 1)), torch.ones(1))
+        result = mean.compute()
+        assert result["n"].dtype == torch.int64
+        assert result["n"].tolist() == [2**60 + 1]
+
+    def test_negative_integers_and_booleans(self) -> None:
+        mean = WeightedMean({"n": torch.tensor(0), "b": torch.tensor(False)})
+        mean.add(stack(n=torch.tensor([-3, -5]), b=torch.tensor([False, True])), torch.ones(2))
+        assert mean.compute()["n"].tolist() == [-3]
+        assert mean.compute()["b"].tolist() == [True]
+
+    def test_groups(self) -> None:
+        mean = WeightedMean({"w": torch.zeros(1), "n": torch.tensor(0)}, groups=3)
+        states = stack(w=torch.tensor([[1.0], [2.0], [6.0]]), n=torch.tensor([4, 9, 7]))
+        mean.add(states, torch.tensor([1.0, 1.0, 3.0]), torch.tensor([2, 0, 2]))
+        result = mean.compute()
+        assert result["w"][[0, 2]].flatten().tolist() == [2.0, 4.75]
+        assert result["n"][[0, 2]].tolist() == [9, 7]
+        assert mean.weights.tolist() == [1, 0, 4]
+
+    def test_half_precision_is_summed_in_single(self) -> None:
+        mean = WeightedMean({"w": torch.zeros(1, dtype=torch.bfloat16)})
+        for _ in range(1000):
+            mean.add(stack(w=torch.full((1, 1), 1.0, dtype=torch.bfloat16)), torch.ones(1))
+        assert mean.compute()["w"].item() == 1.0
+        assert mean.compute()["w"].dtype == torch.bfloat16
+
+    def test_it_keeps_no_reference_to_what_it_was_given(self) -> None:
+        values = torch.ones(1, 2)
+        mean = WeightedMean({"w": torch.zeros(2)})
+        mean.add(stack(w=values), torch.ones(1))
+        values.zero_()
+        assert mean.compute()["w"].tolist() == [[1, 1]]
+
+    def test_one_member_is_exact(self) -> None:
+        values = torch.rand(1, 100)
+        mean = WeightedMean({"w": torch.zeros(100)})
+        mean.add(stack(w=values), torch.tensor([7]))
+        torch.testing.assert_close(mean.compute()["w"], values, rtol=1e-6, atol=0)
+
+
+def test_squared_distance_keeps_the_precision_of_close_models() -> None:
+    center = {"w": torch.full((3,), 1e4, dtype=torch.float64)}
+    states = stack(w=torch.tensor([[1e4, 1e4, 1e4 + 1e-6], [0, 0, 0]], dtype=torch.float64))
+    near, far = squared_distance(states, center).tolist()
+    assert near == pytest.approx(1e-12, rel=1e-4)
+    assert far == pytest.approx(3e8)
+
+
+def test_stacks() -> None:
+    states = stack_states([{"w": torch.ones(2)}, {"w": torch.zeros(2)}])
+    assert states.batch_size == torch.Size([2])
+    assert states["w"].tolist() == [[1, 1], [0, 0]]
+    view = expand_state({"w": torch.ones(2, 3)}, 1000)
+    assert view["w"].shape == (1000, 2, 3)
+    assert view["w"].untyped_storage().nbytes() == 24
+    assert state_bytes(view) == 24
+    assert state_bytes(view[:0]) == 0
+
+
+def test_a_parameter_that_needs_no_gradient_is_none_to_train() -> None:
+    client = linear_client()
+    client.network.bias.requires_grad_(False)
+    layout = StateLayout.of(client)
+    assert layout.parameters == ("network.weight",)
+    assert isinstance(client.network, nn.Linear)
