@@ -24,7 +24,8 @@ class ClientModule(L.LightningModule):
     module is told, before it trains, what the server sent (:attr:`anchor`), what this client kept
     from earlier rounds (:attr:`memory`), and three scalars (:attr:`num_samples`,
     :attr:`mean_samples`, :attr:`seen`). None of these is a parameter or part of ``state_dict()``. A
-    module without an anchor, as in centralized training, has a zero penalty.
+    module without an anchor, as in centralized training, has a zero penalty. What it sets on itself
+    while it trains lasts as long as the client's local training; only its state is kept.
 
     Args:
         network: Maps a batch of inputs ``[batch, ...]`` to logits ``[batch, num_classes]``.

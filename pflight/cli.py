@@ -353,8 +353,19 @@ def _any_of(callbacks: Sequence[Any], kind: type) -> bool:
     return bool(_of(callbacks, kind))
 
 
+def _format_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    return f"warning: {' '.join(str(message).split())}\n"
+
+
 def _quieten() -> None:
-    """Leave out what libraries say at every start; warnings of pflight's own stay."""
+    """Leave out what libraries say at every start; warnings of pflight's own stay, as one line."""
+    warnings.formatwarning = _format_warning
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for message in (

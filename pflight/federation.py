@@ -33,7 +33,7 @@ from .metrics import F1Average
 from .models import ClientModule
 from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .server import ServerModels
-from .state import StateLayout, state_bytes
+from .state import StateLayout, state_bytes, state_tensors
 
 _CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
 _PRIVATE = "private"  # the memory slot of entries that never travel
@@ -146,7 +146,8 @@ class Federation(L.LightningModule):
 
     def server_states(self) -> list[dict[str, Tensor]]:
         """Return the server's models, each as in ``client.state_dict()``."""
-        return [_copied(self.server.tensors(k)) for k in range(len(self.server))]
+        models = range(len(self.server))
+        return [self.layout.state_dict(self.server.tensors(k)) for k in models]
 
     def client_state(self, client: int) -> dict[str, Tensor]:
         """Return the model that a client is judged by, as in ``client.state_dict()``.
@@ -162,12 +163,14 @@ class Federation(L.LightningModule):
             raise ConfigurationError(f"unknown client {client}: {known}")
         clients = torch.tensor([client], device=self.device)
         with self._server_work():
-            return _copied(used_models(self, clients)[0])
+            return self.layout.state_dict(used_models(self, clients)[0])
 
     def client_module(self, client: int) -> ClientModule:
         """Return a client's own LightningModule: a new copy of the client with its weights."""
-        module = copy.deepcopy(self.client)
-        module.load_state_dict(self.client_state(client), assign=True)  # keeps a float64 model
+        module, state = copy.deepcopy(self.client), self.client_state(client)
+        for name, tensor in state_tensors(module).items():
+            tensor.data = tensor.data.to(state[name].dtype)  # a model trained in float64 stays one
+        module.load_state_dict(state)
         return module
 
     def client_metrics(self, split: str = "test", model: Judged = "") -> dict[str, Tensor]:
@@ -554,10 +557,6 @@ class Federation(L.LightningModule):
 def _server_callbacks(trainer: L.Trainer) -> list[ServerCallback]:
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     return [callback for callback in callbacks if isinstance(callback, ServerCallback)]
-
-
-def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in state.items()}
 
 
 def _merge(memories: list[dict[str, dict[int, Any]]]) -> dict[str, dict[int, Any]]:

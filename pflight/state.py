@@ -75,6 +75,7 @@ class StateLayout:
         averaged: Names of floating buffers, such as BatchNorm's running statistics.
         counters: Names of integer buffers, such as ``num_batches_tracked``.
         frozen: Names of parameters that are not trained: they never change and never travel.
+        aliases: Further names in ``state_dict()`` of tied tensors, with the name that counts.
     """
 
     template: dict[str, Tensor]
@@ -82,6 +83,7 @@ class StateLayout:
     averaged: tuple[str, ...]
     counters: tuple[str, ...]
     frozen: tuple[str, ...]
+    aliases: dict[str, str]
 
     @classmethod
     def of(cls, client: nn.Module) -> StateLayout:
@@ -100,6 +102,7 @@ class StateLayout:
             averaged=tuple(floating),
             counters=tuple(n for n in buffers if n not in floating),
             frozen=tuple(n for n in tensors if not trained.get(n, True)),
+            aliases=_aliases(client),
         )
         if not layout.parameters:
             raise ConfigurationError(f"{type(client).__name__} has no trainable parameter")
@@ -121,6 +124,12 @@ class StateLayout:
         """Size of one state in bytes."""
         return sum(t.nbytes for t in self.template.values())
 
+    def state_dict(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a copy of one state with all names of ``client.state_dict()``, in its order."""
+        copy = {name: state[name].detach().clone() for name in self.template}
+        copy.update((alias, copy[name]) for alias, name in self.aliases.items())
+        return copy
+
     def describe(self) -> dict[str, str]:
         """Return shape and dtype by name, as primitives that a checkpoint can hold."""
         return {
@@ -130,8 +139,17 @@ class StateLayout:
 
 
 def state_tensors(client: nn.Module) -> dict[str, Tensor]:
-    """Return the live tensors of a client's model by name, ``state_dict()`` order."""
-    return client.state_dict(keep_vars=True)
+    """Return the live tensors of a client's model by name, tied ones once, by their first name."""
+    tensors = client.state_dict(keep_vars=True)
+    for alias in _aliases(client):
+        del tensors[alias]
+    return tensors
+
+
+def _aliases(client: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    names = {n: first.setdefault(id(t), n) for n, t in client.state_dict(keep_vars=True).items()}
+    return {alias: name for alias, name in names.items() if alias != name}
 
 
 def state_bytes(states: TensorDict) -> int:

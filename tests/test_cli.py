@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.resources import files
 from itertools import permutations
 from pathlib import Path
@@ -27,9 +28,14 @@ ALGORITHMS = ["local", "fedavg", "fedprox", "fedsgd", "fesem"]
 
 
 @pytest.fixture(autouse=True)
-def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run in an empty folder, where only the shipped configs can be found."""
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run in an empty folder, where only the shipped configs can be found, on one thread."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def pflight(command: str, *args: str, rounds: int = 2, root: str = "run") -> None:

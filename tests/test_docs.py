@@ -1,43 +1,98 @@
-"""The pages keep their word: every Python block runs, every configuration that they name exists."""
+"""The pages keep their word: Python blocks run, commands and configurations are understood."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 from types import CodeType
 
 import pytest
+import yaml
+
+from pflight.cli import main
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 FENCE = re.compile(
-    r"^(?P<indent> *)```python\b.*?\n(?P<code>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE
+    r"^(?P<indent> *)```(?P<language>\w+)\b.*?\n(?P<code>.*?)^(?P=indent)```$",
+    re.DOTALL | re.MULTILINE,
 )
 CONFIG = re.compile(r"\bconfigs/[\w./-]+\.yaml\b")
 
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+def blocks(page: Path, language: str) -> Iterator[tuple[str, int]]:
+    """Yield the page's blocks of a language, and how many lines are above each."""
+    text = page.read_text(encoding="utf-8")
+    for block in FENCE.finditer(text):
+        if block["language"] == language:
+            yield dedent(block["code"]), text.count("\n", 0, block.start("code"))
 
 
 def python_blocks(page: Path) -> Iterator[CodeType]:
     """Compile the page's Python blocks so that tracebacks show the page's own line numbers."""
-    text = page.read_text(encoding="utf-8")
-    for block in FENCE.finditer(text):
-        lines_above = "\n" * text.count("\n", 0, block.start("code"))
-        yield compile(lines_above + dedent(block["code"]), page, "exec")
+    for code, lines_above in blocks(page, "python"):
+        yield compile("\n" * lines_above + code, page, "exec")
 
 
-@pages
-def test_the_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def commands(page: Path) -> Iterator[list[str]]:
+    """Yield the arguments of every ``pflight`` command in the page's console blocks."""
+    for code, _ in blocks(page, "console"):
+        for line in code.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            starts = [i for i, word in enumerate(words) if Path(word).name == "pflight"]
+            yield from (words[start + 1 :] for start in starts)
+
+
+def having(language: str) -> pytest.MarkDecorator:
+    chosen = [page for page in PAGES if any(blocks(page, language))]
+    return pytest.mark.parametrize("page", chosen, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def resolved(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the configuration with which a command would run."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_:
+        main([*arguments, "--print_config"])
+    printed = capsys.readouterr()
+    assert not exit_.value.code, f"pflight {shlex.join(arguments)}: {printed.err}"
+    return printed.out
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+@having("python")
+def test_the_python_blocks_run(page: Path) -> None:
     namespace = {"__name__": "__main__"}
     for block in python_blocks(page):
         exec(block, namespace)
 
 
-@pages
+@having("console")
+def test_the_commands_are_understood(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in commands(page):
+        config = resolved(arguments, capsys)
+        if arguments[0] == "fit":  # what a run leaves for the commands that follow
+            folder = Path(yaml.safe_load(config)["trainer"]["default_root_dir"])
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.yaml").write_text(config)
+
+
+@having("yaml")
+def test_the_yaml_blocks_are_configurations(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, _ in blocks(page, "yaml"):
+        Path("own.yaml").write_text(text)
+        configs = ("configs/data/digits.yaml", "configs/algorithm/fedavg.yaml", "own.yaml")
+        resolved(["fit", *(f"--config={config}" for config in configs)], capsys)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_configurations_exist(page: Path) -> None:
     named = set(CONFIG.findall(page.read_text(encoding="utf-8")))
     assert [path for path in sorted(named) if not (ROOT / path).is_file()] == []

@@ -149,6 +149,37 @@ def test_detect_anomaly_stops_at_a_nan() -> None:
         run(linear_client(Broken), small_data(), trainer={"detect_anomaly": True})
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"barebones": True},
+        {"profiler": "simple"},
+        {"inference_mode": False},
+        {"deterministic": True},
+        {"use_distributed_sampler": False},
+        {"reload_dataloaders_every_n_epochs": 1},
+        {"enable_progress_bar": True},
+        {"enable_model_summary": True},
+        {"min_epochs": 2},
+        {"val_check_interval": 1},
+        {"overfit_batches": 1},
+        {"log_every_n_steps": 1},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.filterwarnings("ignore:You (requested to overfit|are trying to `self.log):UserWarning")
+def test_other_options_of_the_trainer_change_no_numbers(options: dict[str, Any]) -> None:
+    plain = run(dropout_client(), small_data(cohort_size=3), FedAvg(), 3)
+    other = Federation(dropout_client())
+    if "barebones" in options:
+        trainer = L.Trainer(max_epochs=3, accelerator="cpu", callbacks=[FedAvg()], **options)
+    else:
+        trainer = quiet_trainer(3, FedAvg(), **options)
+    trainer.fit(other, datamodule=small_data(cohort_size=3))
+    assert_same(other.server_states()[0], plain.server_states()[0])
+    assert [e.clients for e in other.history] == [e.clients for e in plain.history]
+
+
 class TestPrecision:
     def test_64_true_trains_and_judges_in_float64(self) -> None:
         federation = run(

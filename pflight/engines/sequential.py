@@ -373,8 +373,14 @@ class SequentialEngine:
         self._mixes_samples = any(
             isinstance(module, nn.modules.batchnorm._BatchNorm) for module in client.modules()
         )
+        client.anchor = self._anchor
+        self._attributes = dict(vars(client))
 
     def _load(self, start: list[Tensor], anchored: bool) -> None:
+        attributes = vars(self.client)  # what the client before has set is not this one's
+        attributes.update(self._attributes)
+        for name in attributes.keys() - self._attributes.keys():
+            del attributes[name]
         with torch.no_grad():
             torch._foreach_copy_(self._tensors, start)
         if anchored:

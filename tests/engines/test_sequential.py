@@ -653,3 +653,19 @@ def test_a_network_may_use_a_parameter_twice_or_not_at_all() -> None:
     inside = train_inside(network_client(Odd()), EPOCHS)
     alone = train_alone(network_client(Odd()), EPOCHS)
     torch.testing.assert_close(inside, alone, rtol=0, atol=1e-6)
+
+
+class Counts(ClientModule):
+    """Keeps a count on itself, which must not reach the next client."""
+
+    steps = 0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.steps += 1
+        self.log("steps", float(self.steps))
+
+
+def test_what_a_client_sets_on_itself_does_not_reach_the_next() -> None:
+    data = small_data([8, 8, 8, 8])
+    federation = run(linear_client(Counts), data, rounds=2)
+    assert [entry.metrics["steps"] for entry in federation.history] == [1.5, 1.5]
