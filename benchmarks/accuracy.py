@@ -97,7 +97,16 @@ def draw(curves: dict[str, list[list[float]]], path: str) -> None:
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.add_subplot()
-    colors = ("#777777", "#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#f0c000", "#0072b2", "#d55e00")
+    colors = (
+        "#777777",
+        "#e69f00",
+        "#56b4e9",
+        "#009e73",
+        "#cc79a7",
+        "#f0c000",
+        "#0072b2",
+        "#d55e00",
+    )
     for color, (name, runs) in zip(colors, curves.items(), strict=False):
         values = torch.tensor(runs)
         rounds = torch.arange(1, values.shape[1] + 1)

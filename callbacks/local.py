@@ -37,4 +37,6 @@ class Local(ServerCallback):
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the bytes of the initial model for clients that take part for the first time."""
         newcomers = int((~self.federation.has_kept(clients)).sum())
-        return newcomers * self.federation.layout.nbytes
+        layout = self.federation.layout
+        frozen = sum(layout.template[name].nbytes for name in layout.frozen)
+        return newcomers * (layout.nbytes - frozen)

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    MofNCompleteColumn,
     Progress,
     ProgressColumn,
     TextColumn,
@@ -19,6 +20,7 @@ from rich.progress import (
 
 from pflight.federation import Federation
 
+_SHOWN = {"val/micro_acc": "micro acc", "val/macro_acc": "macro acc", "val/acc": "acc"}
 _MIN_INTERVAL = 0.1  # seconds between two drawings
 _PLAIN_LINES = 10  # lines in all where there is no terminal
 
@@ -70,16 +72,13 @@ class FederationProgressBar(ProgressBar):
         self._open(unit, rounds, trainer.current_epoch, inner=True)
         self._plain(trainer, f"{unit.lower()}s {trainer.current_epoch + 1} to {rounds or '...'}")
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show the round's number."""
-        self._update(round=f"{trainer.current_epoch + 1}/{trainer.max_epochs}")
-
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Start to count the clients of a cohort."""
+        """Start to count the clients of a cohort, under several ranks those of the first."""
         if isinstance(pl_module, Federation):
-            self._start_inner("clients", len(batch))
+            mine = batch % trainer.world_size == trainer.global_rank
+            self._start_inner("clients", int(mine.sum()))
         elif batch_idx == 0:
             self._start_inner("batches", int(trainer.num_training_batches))
 
@@ -99,7 +98,8 @@ class FederationProgressBar(ProgressBar):
         """Advance by a round, and show the accuracies of the latest evaluation."""
         if self._progress is not None:
             self._progress.advance(self._progress.task_ids[0])
-            self._update(accuracy=_accuracy(trainer))
+            self._progress.update(self._progress.task_ids[0], accuracy=_accuracy(trainer))
+            self._draw()
         rounds = trainer.max_epochs
         every = max(1, rounds // _PLAIN_LINES) if rounds and rounds > 0 else _PLAIN_LINES
         done = trainer.current_epoch + 1
@@ -134,7 +134,7 @@ class FederationProgressBar(ProgressBar):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Close the bar if it was that of a validation alone."""
-        if not trainer.state.fn == "fit":
+        if trainer.state.fn != "fit":
             self._close()
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -181,18 +181,18 @@ class FederationProgressBar(ProgressBar):
         self._progress = Progress(
             TextColumn("{task.fields[unit]}"),
             BarColumn(),
-            TextColumn("{task.fields[round]}"),
+            MofNCompleteColumn(),
             _OfOuter(TimeElapsedColumn()),
             _OfOuter(TimeRemainingColumn()),
             TextColumn("{task.fields[accuracy]}"),
             console=self.console,
             auto_refresh=False,
         )
-        fields = {"accuracy": "", "round": "", "outer": True}
-        self._progress.add_task("", total=total, completed=completed, unit=unit, **fields)
+        self._progress.add_task(
+            "", total=total, completed=completed, unit=unit, outer=True, accuracy=""
+        )
         if inner:
-            fields["outer"] = False
-            self._progress.add_task("", total=1, unit="clients", **fields)
+            self._progress.add_task("", total=1, unit="", outer=False, accuracy="")
         self._progress.start()
 
     def _close(self) -> None:
@@ -208,12 +208,7 @@ class FederationProgressBar(ProgressBar):
         self._done = 0
         if self._progress is not None:
             inner = self._progress.task_ids[-1]
-            self._progress.update(inner, total=total, completed=0, unit=unit, round=f"of {total}")
-            self._draw()
-
-    def _update(self, **fields: str) -> None:
-        if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], **fields)
+            self._progress.update(inner, total=total, completed=0, unit=unit)
             self._draw()
 
     def _draw(self) -> None:
@@ -240,8 +235,4 @@ class _OfOuter(ProgressColumn):
 
 def _accuracy(trainer: L.Trainer) -> str:
     metrics = trainer.callback_metrics
-    return "  ".join(
-        f"{name} acc {metrics[f'val/{name}_acc']:.3f}"
-        for name in ("micro", "macro")
-        if f"val/{name}_acc" in metrics
-    )
+    return "  ".join(f"{name} {metrics[tag]:.3f}" for tag, name in _SHOWN.items() if tag in metrics)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from pflight.datamodules import FederatedDataModule
 from pflight.engines import Evaluation
 from pflight.federation import Federation
 
@@ -68,7 +67,8 @@ class ResultTable(L.Callback):
         if not trainer.is_global_zero:
             return
         console = self._console or Console()
-        title = f"{type(federation.callback).__name__} on {trainer.datamodule}, {name}"
+        data = getattr(trainer, "datamodule", None)
+        title = f"{type(federation.callback).__name__} on {data}, {name}"
         table = Table(title=title, title_justify="left", caption=_caption(federation, stage))
         table.caption_justify = "left"
         table.add_column("model")
@@ -149,14 +149,14 @@ def _write(path: Path, chunks: list[Evaluation]) -> int:
 
 def _caption(federation: Federation, stage: str) -> str:
     history = federation.history
-    parts = [f"{len(history)} rounds"]
+    parts = [f"{len(history)} round{'s' if len(history) != 1 else ''}"]
     if history:
         down, up = (sum(getattr(r, f"bytes_{way}") for r in history) for way in ("down", "up"))
         parts.append(f"{_bytes(down)} down, {_bytes(up)} up")
     judged = [r for r in history if "val/macro_acc" in r.metrics]
     if stage == "val" and judged:
         best = max(judged, key=lambda r: r.metrics["val/macro_acc"])
-        parts.append(f"best round {best.index} (macro acc {best.metrics['val/macro_acc']:.4f})")
+        parts.append(f"best at step {best.index} (macro acc {best.metrics['val/macro_acc']:.4f})")
     return "; ".join(parts)
 
 

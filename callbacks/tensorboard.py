@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,17 @@ from pflight.federation import Federation
 
 Primitive = bool | int | float | str
 
+_COMPARED = (
+    "val/macro_acc",
+    "val/micro_acc",
+    "val/macro_f1",
+    "val/worst_decile_acc",
+    "val/server/macro_acc",
+    "val/acc",
+    "val/loss",
+    "train/loss",
+)
 _HPARAMS = ".hparams"
-_TEST = ".test"
 
 
 class RoundLogger(TensorBoardLogger):
@@ -34,16 +42,14 @@ class RoundLogger(TensorBoardLogger):
         **kwargs: Further arguments of torch's ``SummaryWriter``.
     """
 
-    def __init__(
-        self, save_dir: str | os.PathLike[str], purge_step: int | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, save_dir: str | Path, purge_step: int | None = None, **kwargs: Any) -> None:
         super().__init__(save_dir, "", "", default_hp_metric=False, purge_step=purge_step, **kwargs)
         self.round: int | None = None
         self._latest: dict[str, int] = {}
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write the scalars of a round; Lightning's ``epoch`` is the round, and no scalar itself."""
+        """Write the scalars of a round; Lightning's ``epoch`` is the round, no scalar itself."""
         epoch = metrics.get("epoch", step)
         step = self.round if self.round is not None else None if epoch is None else int(epoch)
         if step is None:
@@ -76,7 +82,7 @@ class TensorBoardReport(L.Callback):
         self.config = config
         self.hparams = hparams
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the config and, once per run, the partition."""
         logger = _tensorboard(trainer)
         if logger is None:
@@ -109,16 +115,15 @@ class TensorBoardReport(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the hyper-parameters, with the metrics by which the HParams page compares runs."""
         logger = _tensorboard(trainer)
-        if logger is None or trainer.fast_dev_run:
+        if logger is None:
             return
         from torch.utils.tensorboard import FileWriter
         from torch.utils.tensorboard.summary import hparams
 
-        compared = {
-            tag: float(value)
-            for tag, value in trainer.callback_metrics.items()
-            if tag.startswith(("val/", "train/"))
-        }
+        metrics: dict[str, Any] = dict(trainer.callback_metrics)
+        if isinstance(pl_module, Federation):  # also where a finished run had nothing left to do
+            metrics = {k: v for entry in pl_module.history for k, v in entry.metrics.items()}
+        compared = {tag: float(metrics[tag]) for tag in _COMPARED if tag in metrics}
         # A file of its own, which a resumed run replaces: TensorBoard shows the first record only.
         folder = Path(logger.log_dir)
         for earlier in folder.glob(f"events.out.tfevents.*{_HPARAMS}"):
@@ -143,7 +148,7 @@ class TensorBoardReport(L.Callback):
 
 
 def describe(trainer: L.Trainer) -> dict[str, Primitive]:
-    """Return what can be said of a run by its objects alone: names, and the federation's options."""
+    """Return what the objects of a run tell: their names, and the federation's options."""
     module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
     described: dict[str, Primitive] = {"rounds": trainer.max_epochs or 0}
     if isinstance(module, Federation):

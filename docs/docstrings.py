@@ -7,12 +7,13 @@ from typing import Any
 
 import griffe
 
+FORMULA = re.compile(r":math:`([^`]+)`")
 ROLE = re.compile(r":(?:attr|class|func|meth|mod):`(?P<tilde>~?)(?P<name>[\w.]+)`")
 EXAMPLE = re.compile(r"^( *)Example:$", re.MULTILINE)
 
 
 class Docstrings(griffe.Extension):
-    """Turn cross-reference roles into links, and show each ``Example:`` section as code."""
+    """Turn roles into links and formulas, and show each ``Example:`` section as code."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring of one object."""
@@ -29,4 +30,4 @@ class Docstrings(griffe.Extension):
             return f'<autoref identifier="{target}" optional><code>{shown}</code></autoref>'
 
         text = EXAMPLE.sub(r"\1Examples:", obj.docstring.value)
-        obj.docstring.value = ROLE.sub(link, text)
+        obj.docstring.value = ROLE.sub(link, FORMULA.sub(r"$\1$", text))

@@ -70,7 +70,8 @@ class ClientModule(L.LightningModule):
             raise ConfigurationError(f"gradient_clip_val must be positive, got {gradient_clip_val}")
         if gradient_clip_algorithm not in ("norm", "value"):
             raise ConfigurationError(
-                f"gradient_clip_algorithm must be 'norm' or 'value', got {gradient_clip_algorithm!r}"
+                "gradient_clip_algorithm must be 'norm' or 'value', "
+                f"got {gradient_clip_algorithm!r}"
             )
         self.network = network
         self.num_classes = num_classes

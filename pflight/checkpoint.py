@@ -23,8 +23,9 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
     try:
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
-        first_line = str(error).strip().split("\n")[0]
-        raise ConfigurationError(f"the checkpoint {path} can't be read: {first_line}") from error
+        raise ConfigurationError(
+            f"the checkpoint {path} can't be read: it is damaged, or no checkpoint at all"
+        ) from error
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ConfigurationError(f"{path} is not a Lightning checkpoint: it has no state_dict")
     return checkpoint

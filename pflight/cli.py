@@ -109,8 +109,12 @@ class FederationCLI(LightningCLI):
         return RunFolder(self._get(self.config, "trainer").default_root_dir)
 
     def before_instantiate_classes(self) -> None:
-        """Find the checkpoint and check that it can be read."""
+        """Hand the seed on to what has none of its own, and find the checkpoint."""
         config = self.config[self.subcommand]
+        for part in (config.model, config.data):
+            options = part.get("init_args")
+            if options is not None and options.get("seed") == 0:
+                options.seed = int(config.seed_everything)
         if config.get("ckpt_path") is None:
             return
         path = self.folder.resolve(config.ckpt_path, may_start=self.subcommand == "fit")

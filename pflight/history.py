@@ -48,9 +48,7 @@ class Round:
         self.failed = sorted(client for rank in ranks for client in rank["failed"])
         self.bytes_down = sum(rank["bytes_down"] for rank in ranks)
         self.bytes_up = sum(rank["bytes_up"] for rank in ranks)
-        combined: dict[str, tuple[float, int]] = {}
-        for rank in ranks:
-            add_logs(combined, rank["logs"])
+        combined = merge_logs(rank["logs"] for rank in ranks)
         self.metrics |= {name: total / samples for name, (total, samples) in combined.items()}
         self.metrics["clients/sampled"] = len(self.clients)
         self.metrics["clients/failed"] = len(self.failed)
@@ -62,6 +60,14 @@ def add_logs(into: Logs, logs: Logs) -> None:
         if name in into:
             total, samples = into[name][0] + total, into[name][1] + samples
         into[name] = (total, samples)
+
+
+def merge_logs(parts: Iterable[Logs]) -> Logs:
+    """Add up sums over samples, by name."""
+    merged: Logs = {}
+    for logs in parts:
+        add_logs(merged, logs)
+    return merged
 
 
 def traffic(history: list[Round]) -> dict[str, int]:

@@ -50,7 +50,8 @@ class RunFolder:
 
         Args:
             checkpoint: ``"last"``, ``"best"``, or the path of a file.
-            may_start: Return ``None`` for ``"last"`` where no round has been completed.
+            may_start: Return ``None`` for ``"last"`` where the folder is empty, but for what a run
+                writes before its first round is complete.
 
         Raises:
             ConfigurationError: If there is no such checkpoint.
@@ -58,11 +59,11 @@ class RunFolder:
         path = self.checkpoints / f"{checkpoint}.ckpt" if checkpoint in _NAMED else Path(checkpoint)
         if path.is_file():
             return path
-        if may_start and checkpoint == "last" and not self._completed_round():
+        if may_start and checkpoint == "last" and self._is_empty():
             return None
         if checkpoint not in _NAMED:
             raise ConfigurationError(f"there is no checkpoint {checkpoint}")
-        state = "holds a run without it" if self.has_run() else "holds no run"
+        state = "holds no run" if self._is_empty() else "holds other files, but not this one"
         raise ConfigurationError(
             f"there is no {checkpoint!r} checkpoint: looked for {path}, and {self.path} {state}"
         )
@@ -97,11 +98,12 @@ class RunFolder:
     def _has_checkpoint(self) -> bool:
         return any(self.checkpoints.glob("*.ckpt"))
 
-    def _completed_round(self) -> bool:
+    def _is_empty(self) -> bool:
         # A run that is killed in its first round may have logged it, and saved no checkpoint yet.
-        return self._has_checkpoint() or any(
-            step > 0 for path in self.events() for step in _steps(path)
-        )
+        if any(step > 0 for path in self.events() for step in _steps(path)):
+            return False
+        found = {path.name for path in self.path.glob("*")} - {path.name for path in self._own()}
+        return not found and not self._has_checkpoint()
 
     def _own(self) -> list[Path]:
         names = (CHECKPOINTS, CONFIG, PREDICTIONS, "hparams.yaml")

@@ -190,6 +190,15 @@ class TestResume:
         assert "no run in run yet: starting one" in capsys.readouterr().out
         assert not Path("run.1").exists()
 
+    def test_last_in_a_folder_of_other_things_is_an_error(self, capsys):
+        Path("run").mkdir()
+        Path("run", "notes.txt").write_text("somebody's")
+        with pytest.raises(SystemExit) as exit_:
+            pflight("fit", "--ckpt_path=last")
+        assert exit_.value.code == 2
+        assert "run holds other files, but not this one" in capsys.readouterr().err
+        assert [path.name for path in Path("run").iterdir()] == ["notes.txt"]
+
     def test_last_without_a_checkpoint_is_an_error(self, capsys):
         pflight("fit", "--trainer.enable_checkpointing=false", rounds=2)
         with pytest.raises(SystemExit) as exit_:
@@ -271,6 +280,13 @@ class TestEvaluation:
     def test_the_saved_config_gives_the_same_run(self):
         main(["fit", "--config", "run/config.yaml", "--trainer.default_root_dir", "again"])
         assert same(weights("again"), weights("run"))
+
+
+def test_one_seed_reaches_the_data_and_the_federation_unless_they_have_their_own():
+    pflight("fit", "--seed_everything=3", "--model.seed=5", rounds=1)
+    config = yaml.safe_load(Path("run", "config.yaml").read_text())
+    assert config["data"]["init_args"]["seed"] == 3
+    assert config["model"]["init_args"]["seed"] == 5
 
 
 class TestConfigs:

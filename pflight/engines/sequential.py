@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.optim import LBFGS
 
 from pflight.datamodules import FederatedDataModule, Split
 from pflight.errors import ConfigurationError
-from pflight.history import Logs, add_logs
+from pflight.history import Logs, merge_logs
 from pflight.models import ClientModule
 from pflight.randomness import Purpose, derive_seed, seed_everything
 from pflight.state import StateLayout, StateModule, entries, rows, state_tensors
@@ -48,6 +48,9 @@ _HOOKS = (
     "on_train_end",
 )
 _GRADIENT_BATCH = 512  # samples in one pass where their number does not matter
+_ONE_THREAD = (
+    20e6  # operations of a batch's forward pass below which threads cost more than they give
+)
 
 
 class SequentialEngine:
@@ -55,7 +58,8 @@ class SequentialEngine:
 
     Every participation loads the client's start into that copy, builds its optimizer anew, runs
     the local epochs or steps with all of the module's hooks, and copies the result into a row of
-    the chunk. Batches are sliced out of tensors.
+    the chunk. Batches are sliced out of tensors. Networks too small to gain from several threads
+    train on one.
 
     Args:
         client: The client module; the engine trains a copy.
@@ -82,6 +86,7 @@ class SequentialEngine:
         self.device = device
         self.seed = seed
         self.mean_samples = float(data.num_samples("train")[data.train_clients].double().mean())
+        self.threads = torch.get_num_threads()
         self._build()
         if self._mixes_samples and data.batch_size == 1:
             raise ConfigurationError("batch_size=1 can't train a network with BatchNorm")
@@ -145,38 +150,38 @@ class SequentialEngine:
         results = [
             torch.empty_like(column, memory_format=torch.contiguous_format) for column in columns
         ]
-        done: list[int] = []
+        logs: dict[int, Logs] = {}  # by row, of those that came to an end
         failures: list[ClientFailure] = []
-        logs: Logs = {}
-        for row, client in enumerate(clients.tolist()):
-            seed_everything(derive_seed(purpose, self.seed, round_index, client), self.device)
-            try:
-                self._load([column[row] for column in columns], anchored=purpose is Purpose.TRAIN)
-                with torch.enable_grad():
-                    tensors = work(client)
-            except MisconfigurationException:  # a mistake for all clients, not this one's failure
-                raise
-            except Exception as error:
-                failures.append(ClientFailure(client, f"{type(error).__name__}: {error}", error))
-                self._build()
-                continue
-            with torch.no_grad():
-                torch._foreach_copy_([result[row] for result in results], tensors)
-            done.append(row)
-            add_logs(logs, self.trainer.logs)
+        with _threads(self.threads):
+            for row, client in enumerate(clients.tolist()):
+                seed_everything(derive_seed(purpose, self.seed, round_index, client), self.device)
+                try:
+                    self._load([column[row] for column in columns], purpose is Purpose.TRAIN)
+                    with torch.enable_grad():
+                        tensors = work(client)
+                except MisconfigurationException:  # a mistake for all, not this client's failure
+                    raise
+                except Exception as error:
+                    reason = f"{type(error).__name__}: {error}"
+                    failures.append(ClientFailure(client, reason, error))
+                    self._build()
+                    continue
+                with torch.no_grad():
+                    torch._foreach_copy_([result[row] for result in results], tensors)
+                logs[row] = self.trainer.logs
         states = TensorDict(
             dict(zip(self.layout.names, results, strict=True)), batch_size=[len(clients)]
         )
         finite = _finite_rows(states)
-        for row in done:
-            if not finite[row]:
-                failures.append(ClientFailure(int(clients[row]), "its result is NaN or infinite"))
-        kept = torch.tensor([row for row in done if finite[row]], dtype=torch.long)
+        for row in [row for row in logs if not finite[row]]:
+            failures.append(ClientFailure(int(clients[row]), "its result is NaN or infinite"))
+            del logs[row]
+        kept = torch.tensor(list(logs), dtype=torch.long, device=columns[0].device)
         if len(kept) < len(clients):
-            states = states[kept.to(self.device)]
+            states = states[kept]
         answered = clients[kept.to(clients.device)]
         num_samples = self.data.num_samples("train")[answered.cpu()]
-        return ClientUpdates(answered, states, num_samples, failures, logs)
+        return ClientUpdates(answered, states, num_samples, failures, merge_logs(logs.values()))
 
     def _train_one(self, client_id: int, round_index: int, epochs: int, steps: int | None) -> None:
         client, trainer = self.client, self.trainer
@@ -294,11 +299,12 @@ class SequentialEngine:
         """
         client = int(self.data.train_clients[0])
         x, _ = self._samples(client, "train")
-        expected = (len(x[:2]), self.client.num_classes)
+        batch, x = len(x[: self.data.batch_size]), x[:2]
+        expected = (len(x), self.client.num_classes)
         self.client.eval()
         try:
-            with torch.no_grad():
-                logits = self._forward(x[:2])[0]
+            with torch.no_grad(), self._forward_context():
+                logits = self.client(x)
         except Exception as error:
             reason = str(error).strip().split("\n")[0]
             raise ConfigurationError(
@@ -310,6 +316,19 @@ class SequentialEngine:
                 f"the network gives outputs of shape {tuple(logits.shape)} for {expected[0]} "
                 f"samples of {expected[1]} classes; it must give {expected}"
             )
+        if self._operations(x) / len(x) * batch < _ONE_THREAD:
+            self.threads = 1
+
+    def _operations(self, x: Tensor) -> float:
+        """Count the floating-point operations of a forward pass."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        try:
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                self.client(x)
+        except Exception:  # a network that can't be counted may be of any size
+            return float("inf")
+        return float(counter.get_total_flops())
 
     @torch.no_grad()
     def evaluate(self, clients: Tensor, states: TensorDict, split: Split) -> Evaluation:
@@ -413,6 +432,16 @@ class SequentialEngine:
     def _forward_context(self) -> AbstractContextManager[None]:
         plain = type(self.precision) is Precision
         return nullcontext() if plain else self.precision.forward_context()
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _detached(output: Any) -> Any:
