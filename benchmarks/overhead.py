@@ -132,9 +132,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    print(
-        "| workload | loop, s per round | pflight, s per round | ratio (min to max) | same weights |"
-    )
+    print("| workload | loop, s a round | pflight, s a round | ratio (min to max) | same weights |")
     print("|---|---|---|---|---|")
     for name in options.workloads:
         workload = WORKLOADS[name]

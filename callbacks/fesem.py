@@ -34,8 +34,8 @@ class FeSEM(ServerCallback):
 
     The first round is the initialisation: up to ``init_clients`` clients train once from the common
     start, and k-means on their models, with ``num_restarts`` restarts of which the lowest inertia
-    wins, gives the first centers. Its updates are kept until then. A client that has not trained yet
-    is sent the mean of the centers, weighted by the samples of their members.
+    wins, gives the first centers; the sample's updates are kept until then. A client that has not
+    trained yet is sent the mean of the centers, weighted by the samples of their members.
 
     Args:
         num_clusters: K, the number of server models.
