@@ -380,7 +380,7 @@ class SequentialEngine:
         self.client = client
         self.trainer = LocalTrainer(client, self.precision)
         client._trainer = self.trainer  # type: ignore[assignment]
-        client.log = self.trainer.log  # type: ignore[method-assign, assignment]
+        client.log = self.trainer.log  # type: ignore[method-assign]
         client.log_dict = self.trainer.log_dict  # type: ignore[method-assign, assignment]
         self._hooks = {hook for hook in _HOOKS if is_overridden(hook, client)}
         self._transfers = not self._hooks.isdisjoint(_TRANSFER_HOOKS)
