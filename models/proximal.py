@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from pflight.errors import ConfigurationError
 
@@ -25,13 +23,13 @@ class ProximalClient(ClientModule):
     clients, and :math:`\mu` the paper's :math:`\lambda`. Norms are over parameters, not buffers.
 
     Args:
-        network: As in :class:`ClientModule`, like the other arguments not named here.
-        num_classes: Number of classes.
-        optimizer: Builds the optimizer from the trainable parameters.
-        gradient_clip_val: Clip the client's gradients, penalty included, at this value.
-        gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+        *args: As in :class:`ClientModule`.
         mu: Weight of the penalty; 0 gives plain training.
         scaling: ``"plain"`` or ``"eq7"``.
+        **kwargs: As in :class:`ClientModule`.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
 
     Example:
         >>> ProximalClient(torch.nn.Linear(4, 2), num_classes=2, mu=0.1).penalty()
@@ -40,19 +38,12 @@ class ProximalClient(ClientModule):
 
     def __init__(
         self,
-        network: nn.Module,
-        num_classes: int,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = lambda p: torch.optim.SGD(
-            p, lr=0.01
-        ),
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str = "norm",
+        *args: Any,
         mu: float = 0.1,
         scaling: Literal["plain", "eq7"] = "plain",
+        **kwargs: Any,
     ) -> None:
-        super().__init__(
-            network, num_classes, optimizer, gradient_clip_val, gradient_clip_algorithm
-        )
+        super().__init__(*args, **kwargs)
         if mu < 0:
             raise ConfigurationError(f"ProximalClient: mu must not be negative, got {mu}")
         if scaling not in ("plain", "eq7"):

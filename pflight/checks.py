@@ -8,7 +8,9 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from .datamodules import FederatedDataModule
 from .errors import ConfigurationError
+from .models import ClientModule
 
 
 def check_options(
@@ -61,6 +63,20 @@ def check_trainer(trainer: L.Trainer) -> None:
             "a federation runs on one device or with strategy ddp, not with "
             f"{type(trainer.strategy).__name__}"
         )
+
+
+def check_data(data: object, client: ClientModule) -> FederatedDataModule:
+    """Return the Trainer's data module, or raise unless it is federated and fits the client."""
+    if not isinstance(data, FederatedDataModule):
+        raise ConfigurationError(
+            "a federation needs federated data: pass datamodule=, a "
+            f"pflight.datamodules.FederatedDataModule, got {type(data).__name__}"
+        )
+    if data.num_classes != client.num_classes:
+        raise ConfigurationError(
+            f"the client has num_classes={client.num_classes}, the data {data.num_classes}"
+        )
+    return data
 
 
 def check_record(record: Mapping[str, Any], here: Mapping[str, Any]) -> None:

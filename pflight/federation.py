@@ -21,9 +21,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .callbacks import FedAvg, ServerCallback
 from .checkpoint import AtomicCheckpointIO, read_checkpoint
-from .checks import check_options, check_record, check_trainer
+from .checks import check_data, check_options, check_record, check_trainer
 from .datamodules import FederatedDataModule
-from .distributed import gather, gather_to_first, owned
+from .distributed import owned
 from .engines import ClientFailure, ClientUpdates, Evaluation, SequentialEngine
 from .errors import ClientError, ConfigurationError
 from .evaluation import Evaluator, Judged, used_models
@@ -312,16 +312,7 @@ class Federation(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Bring client, data and callback together; set the server up once."""
-        data = getattr(self.trainer, "datamodule", None)
-        if not isinstance(data, FederatedDataModule):
-            raise ConfigurationError(
-                "a federation needs federated data: pass datamodule=, a "
-                f"pflight.datamodules.FederatedDataModule, got {type(data).__name__}"
-            )
-        if data.num_classes != self.client.num_classes:
-            raise ConfigurationError(
-                f"the client has num_classes={self.client.num_classes}, the data {data.num_classes}"
-            )
+        data = check_data(getattr(self.trainer, "datamodule", None), self.client)
         if self.callback is not None and data.num_clients != self.num_clients:
             raise ConfigurationError(
                 f"this federation was set up for {self.num_clients} clients, "
@@ -378,7 +369,7 @@ class Federation(L.LightningModule):
 
     def on_fit_end(self) -> None:
         """Give every rank the whole client memory, so that any of them can be asked."""
-        self.memory.load_state_dict(_merge(gather(self.memory.state_dict())))
+        self.memory.load_state_dict(self.memory.state_of_all_ranks())
 
     def on_validation_epoch_start(self) -> None:
         """Start to judge all clients on their validation samples."""
@@ -424,7 +415,7 @@ class Federation(L.LightningModule):
         checkpoint["pflight"] = {
             **self._record(),
             "history": dump_history(self.history),
-            "memory": _merge(gather_to_first(self.memory.state_dict())),
+            "memory": self.memory.state_of_all_ranks(first_only=True),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -433,7 +424,7 @@ class Federation(L.LightningModule):
         check_record(record, self._record())
         self.history = load_history(record["history"])
         mine = owned(torch.arange(self.num_clients)).tolist()
-        self.memory.load_state_dict(record["memory"], owned=set(mine))
+        self.memory.load_state_dict(record["memory"], clients=set(mine))
 
     # Setting up
 
@@ -557,15 +548,3 @@ class Federation(L.LightningModule):
 def _server_callbacks(trainer: L.Trainer) -> list[ServerCallback]:
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     return [callback for callback in callbacks if isinstance(callback, ServerCallback)]
-
-
-def _merge(memories: list[dict[str, dict[int, Any]]]) -> dict[str, dict[int, Any]]:
-    """Merge the ranks' memories: each client is in the memory of the rank that owns it."""
-    merged: dict[str, dict[int, Any]] = {}
-    for rank, memory in enumerate(memories):
-        for slot, clients in memory.items():
-            kept = merged.setdefault(slot, {})
-            for client, state in clients.items():
-                if client not in kept or client % len(memories) == rank:
-                    kept[client] = state
-    return merged

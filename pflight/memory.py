@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from .distributed import gather, gather_to_first
 from .state import entries
+
+Slots = dict[str, dict[int, dict[str, Tensor]]]
+"""Slot to client to name to tensor."""
 
 
 class ClientMemory:
@@ -27,7 +31,7 @@ class ClientMemory:
     """
 
     def __init__(self) -> None:
-        self._slots: dict[str, dict[int, dict[str, Tensor]]] = {}
+        self._slots: Slots = {}
 
     def write(self, slot: str, clients: Tensor, states: TensorDict) -> None:
         """Keep the states of a stack ``[C]`` for the clients ``[C]``, replacing what was kept."""
@@ -58,21 +62,33 @@ class ClientMemory:
         kept = self._slots.get(slot, {})
         return torch.tensor([client in kept for client in clients.tolist()], dtype=torch.bool)
 
-    def state_dict(self) -> dict[str, dict[int, dict[str, Tensor]]]:
+    def state_dict(self) -> Slots:
         """Return all slots as plain dicts of tensors, keyed by slot, client and name."""
         return {slot: dict(clients) for slot, clients in self._slots.items()}
 
-    def load_state_dict(
-        self,
-        state: Mapping[str, Mapping[int, Mapping[str, Tensor]]],
-        owned: Collection[int] | None = None,
-    ) -> None:
-        """Replace all slots by ``state``, keeping only the clients in ``owned`` if it is given."""
+    def state_of_all_ranks(self, first_only: bool = False) -> Slots:
+        """Return the slots of all ranks together; all ranks have to call it.
+
+        Args:
+            first_only: Only rank 0 needs the result: the others get their own slots.
+        """
+        states = gather_to_first(self.state_dict()) if first_only else gather(self.state_dict())
+        merged: Slots = {}
+        for rank, state in enumerate(states):
+            for slot, clients in state.items():
+                kept = merged.setdefault(slot, {})
+                for client, entry in clients.items():
+                    if client not in kept or client % len(states) == rank:  # the owner knows best
+                        kept[client] = entry
+        return merged
+
+    def load_state_dict(self, state: Slots, clients: Collection[int] | None = None) -> None:
+        """Replace all slots by ``state``, keeping only those of ``clients`` if it is given."""
         self._slots = {
             slot: {
                 int(client): {name: value.cpu() for name, value in kept.items()}
-                for client, kept in clients.items()
-                if owned is None or int(client) in owned
+                for client, kept in held.items()
+                if clients is None or int(client) in clients
             }
-            for slot, clients in state.items()
+            for slot, held in state.items()
         }

@@ -64,7 +64,7 @@ def test_a_rank_keeps_the_clients_that_it_owns() -> None:
     memory = ClientMemory()
     memory.write("a", ids(0, 1, 2), states(1, 2, 3))
     other = ClientMemory()
-    other.load_state_dict(memory.state_dict(), owned={0, 2})
+    other.load_state_dict(memory.state_dict(), clients={0, 2})
     assert other.seen("a", ids(0, 1, 2)).tolist() == [True, False, True]
 
 
