@@ -292,26 +292,31 @@ class SequentialEngine:
     # Evaluation
 
     def check_input(self) -> None:
-        """Raise unless the network maps a client's samples to one logit per class.
+        """Raise unless the client can take the data's samples, and gives one logit per class.
+
+        What is checked is what will be used: the outputs where there is something to evaluate, and
+        the loss unless the client trains by a ``training_step`` of its own.
 
         Raises:
             ConfigurationError: Naming the shape of the samples.
         """
-        client = int(self.data.train_clients[0])
-        x, _ = self._samples(client, "train")
-        batch, x = len(x[: self.data.batch_size]), x[:2]
+        x, y = self._samples(int(self.data.train_clients[0]), "train")
+        batch, x, y = len(x[: self.data.batch_size]), x[:2], y[:2]
+        evaluated = any(self.data.num_samples(split).any() for split in ("val", "test"))
         expected = (len(x), self.client.num_classes)
         self.client.eval()
         try:
             with torch.no_grad(), self._forward_context():
-                logits = self.client(x)
+                logits = self.client(x) if evaluated else None
+                if type(self.client).training_step is ClientModule.training_step and logits is None:
+                    self.client.loss((x, y))
         except Exception as error:
             reason = str(error).strip().split("\n")[0]
             raise ConfigurationError(
                 f"the network can't take the data's samples of shape {tuple(x.shape[1:])} "
                 f"({str(x.dtype).removeprefix('torch.')}): {reason}"
             ) from error
-        if tuple(logits.shape) != expected:
+        if logits is not None and tuple(logits.shape) != expected:
             raise ConfigurationError(
                 f"the network gives outputs of shape {tuple(logits.shape)} for {expected[0]} "
                 f"samples of {expected[1]} classes; it must give {expected}"
