@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from torch.optim import Optimizer
 from pflight.errors import ConfigurationError
 
 from .fedavg import FedAvg
+
+if TYPE_CHECKING:
+    from pflight.federation import Federation
 
 
 class FedSGD(FedAvg):
@@ -41,6 +44,15 @@ class FedSGD(FedAvg):
             raise ConfigurationError(f"FedSGD: batches must be at least 1, got {batches}")
         self.lr = lr
         self.batches = batches
+
+    def setup_server(self, federation: Federation) -> None:
+        """Make the server's model; refuse clients that take their steps themselves."""
+        super().setup_server(federation)
+        if not federation.client.automatic_optimization:
+            raise ConfigurationError(
+                "FedSGD asks for the gradient of training_step's loss, which "
+                f"{type(federation.client).__name__} with manual optimization does not give"
+            )
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return SGD with this callback's step."""

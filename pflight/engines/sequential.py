@@ -231,7 +231,7 @@ class SequentialEngine:
             nonlocal output
             with self._forward_context():
                 output = client.training_step(batch, index)
-            loss = output["loss"] if isinstance(output, dict) else output
+            loss = _loss_of(output)
             self._call("on_before_zero_grad", optimizer)
             if "optimizer_zero_grad" in self._hooks:
                 client.optimizer_zero_grad(self.trainer.current_epoch, index, optimizer)
@@ -279,8 +279,9 @@ class SequentialEngine:
         for batch in zip(x.split(part), y.split(part), strict=True) if sizes else ():
             self.trainer.batch_size = len(batch[1])
             with self._forward_context():
-                loss = client.training_step(batch, 0)
-            (loss * (len(batch[1]) / len(y))).backward()
+                loss = _loss_of(client.training_step(batch, 0))
+            if loss is not None:
+                (loss * (len(batch[1]) / len(y))).backward()
         zero = torch.zeros((), device=self.device)
         return [
             (zero if tensor.grad is None else tensor.grad).expand_as(tensor)
@@ -447,6 +448,11 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    """Return the loss in what a ``training_step`` returned."""
+    return output["loss"] if isinstance(output, dict) else output
 
 
 def _detached(output: Any) -> Any:

@@ -1,11 +1,16 @@
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from pflight.callbacks import FedAvg, FedSGD
 from pflight.errors import ConfigurationError
+from pflight.models import ClientModule
 from tests import reference
 from tests.runs import (
     CLASSES,
+    assert_same,
     batches_of,
     batchnorm_client,
     flat,
@@ -104,3 +109,25 @@ def test_batchnorm_skips_a_client_with_one_sample_as_fedavg_does() -> None:
     torch.testing.assert_close(
         gradients.server_states()[0], models.server_states()[0], rtol=1e-5, atol=1e-6
     )
+
+
+class ReturnsDict(ClientModule):
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        return {"loss": super().training_step(batch, batch_idx)}
+
+
+def test_a_training_step_may_return_a_dict() -> None:
+    wrapped = run(linear_client(ReturnsDict), small_data(), FedSGD(lr=0.1), rounds=2)
+    plain = run(linear_client(), small_data(), FedSGD(lr=0.1), rounds=2)
+    assert_same(wrapped.server_states()[0], plain.server_states()[0])
+
+
+class Manual(ClientModule):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+
+
+def test_manual_optimization_is_refused_before_training() -> None:
+    with pytest.raises(ConfigurationError, match="Manual with manual optimization"):
+        run(linear_client(Manual), small_data(), FedSGD())
