@@ -669,3 +669,22 @@ def test_what_a_client_sets_on_itself_does_not_reach_the_next() -> None:
     data = small_data([8, 8, 8, 8])
     federation = run(linear_client(Counts), data, rounds=2)
     assert [entry.metrics["steps"] for entry in federation.history] == [1.5, 1.5]
+
+
+@pytest.mark.parametrize(("width", "expected"), [(8, 1), (2_000, 2)])
+def test_small_networks_train_on_one_thread_and_give_the_others_back(width, expected) -> None:
+    class Watches(ClientModule):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            threads.append(torch.get_num_threads())
+
+    threads: list[int] = []
+    network = nn.Sequential(nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, CLASSES))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        data = small_data([1000], batch_size=None)
+        run(network_client(network, Watches), data)
+        assert threads == [expected]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
