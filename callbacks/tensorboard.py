@@ -44,17 +44,12 @@ class RoundLogger(TensorBoardLogger):
 
     def __init__(self, save_dir: str | Path, purge_step: int | None = None, **kwargs: Any) -> None:
         super().__init__(save_dir, "", "", default_hp_metric=False, purge_step=purge_step, **kwargs)
-        self.round: int | None = None
         self._latest: dict[str, int] = {}
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write the scalars of a round; Lightning's ``epoch`` is the round, no scalar itself."""
-        epoch = metrics.get("epoch", step)
-        step = self.round if self.round is not None else None if epoch is None else int(epoch)
-        if step is None:
-            super().log_metrics(metrics, step)
-            return
+        step = int(metrics.get("epoch", 0 if step is None else step))
         new = {
             tag: value
             for tag, value in metrics.items()
@@ -133,18 +128,6 @@ class TensorBoardReport(L.Callback):
         for summary in hparams(dict(given), compared):
             writer.add_summary(summary)
         writer.close()
-
-    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Put the results of a test at the last round that was trained."""
-        logger = _tensorboard(trainer)
-        if isinstance(logger, RoundLogger) and isinstance(pl_module, Federation):
-            logger.round = max(0, len(pl_module.history) - 1)
-
-    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Go back to rounds as steps."""
-        logger = _tensorboard(trainer)
-        if isinstance(logger, RoundLogger):
-            logger.round = None
 
 
 def describe(trainer: L.Trainer) -> dict[str, Primitive]:
