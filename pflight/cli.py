@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch.distributed as dist
 from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningCLI, SaveConfigCallback
@@ -228,6 +229,9 @@ def main(args: Sequence[str] | None = None) -> None:
         if cause is None:
             raise
         _fail(" ".join(str(cause).split()))
+    finally:
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()  # Lightning leaves gloo's threads to the interpreter's end
 
 
 def _fail(message: str) -> None:
