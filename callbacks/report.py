@@ -153,6 +153,8 @@ def _caption(federation: Federation, stage: str) -> str:
     if history:
         down, up = (sum(getattr(r, f"bytes_{way}") for r in history) for way in ("down", "up"))
         parts.append(f"{_bytes(down)} down, {_bytes(up)} up")
+    if failed := sum(len(r.failed) for r in history):
+        parts.append(f"{failed} of {sum(len(r.clients) for r in history)} trainings failed")
     judged = [r for r in history if "val/macro_acc" in r.metrics]
     if stage == "val" and judged:
         best = max(judged, key=lambda r: r.metrics["val/macro_acc"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,17 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
     if not Path(path).is_file():
         raise ConfigurationError(f"there is no checkpoint {path}")
     try:
+        with zipfile.ZipFile(path) as archive:  # torch.load does not check the checksums
+            if damaged := archive.testzip():
+                raise zipfile.BadZipFile(damaged)
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
         raise ConfigurationError(
             f"the checkpoint {path} can't be read: it is damaged, or no checkpoint at all"
         ) from error
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise ConfigurationError(f"{path} is not a Lightning checkpoint: it has no state_dict")
+    for entry in ("state_dict", "pytorch-lightning_version"):
+        if not isinstance(checkpoint, dict) or entry not in checkpoint:
+            raise ConfigurationError(f"{path} is not a Lightning checkpoint: it has no {entry}")
     return checkpoint
 
 

@@ -50,9 +50,9 @@ def check_trainer(trainer: L.Trainer) -> None:
             "accumulate_grad_batches has no meaning for rounds: set the data's batch_size, or "
             "accumulate in a client with manual optimization"
         )
+    _check_limit("overfit_batches", trainer.overfit_batches)  # type: ignore[attr-defined]
     for name in ("train", "val", "test", "predict"):
         _check_limit(f"limit_{name}_batches", getattr(trainer, f"limit_{name}_batches"))
-    _check_limit("overfit_batches", trainer.overfit_batches)  # type: ignore[attr-defined]
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ConfigurationError(
             f"precision {trainer.precision} scales gradients, which the server's pseudo-gradients "

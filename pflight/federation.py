@@ -95,6 +95,7 @@ class Federation(L.LightningModule):
     def __init__(
         self,
         client: ClientModule,
+        *,
         local_epochs: int = 1,
         local_steps: int | None = None,
         finetune_epochs: int = 0,

@@ -184,3 +184,14 @@ def test_a_metric_that_needs_two_classes() -> None:
 
 def test_a_buffer_policy_that_does_not_exist() -> None:
     fails("FedAvg: buffers", FedAvg, buffers="mine")
+
+
+def test_an_optimizer_that_can_not_be_built() -> None:
+    client = linear_client(optimizer=lambda p: torch.optim.SGD(p, lr=-1.0))
+    with pytest.raises(ConfigurationError, match="optimizer can't be built: Invalid learning rate"):
+        run(client, small_data())
+
+
+def test_a_fraction_of_the_batches_names_its_own_option() -> None:
+    with pytest.raises(ConfigurationError, match=r"overfit_batches=0\.3 is a fraction"):
+        run(linear_client(), small_data(), trainer={"overfit_batches": 0.3})

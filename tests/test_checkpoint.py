@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,28 @@ def test_a_corrupt_file(saved: Path, share: float) -> None:
     one_line(error)
 
 
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.98])
+def test_a_flipped_byte_is_noticed(saved: Path, share: float) -> None:
+    raw = bytearray(saved.read_bytes())
+    with zipfile.ZipFile(saved) as archive:  # a byte of an entry, not of the padding between two
+        sizes = [(entry, entry.file_size) for entry in archive.infolist() if entry.file_size]
+        entry, size = sizes[int(share * len(sizes))]
+        name_and_extra = raw[entry.header_offset + 26 : entry.header_offset + 30]
+        lengths = int.from_bytes(name_and_extra[:2], "little") + int.from_bytes(
+            name_and_extra[2:], "little"
+        )
+        raw[entry.header_offset + 30 + lengths + int(share * size)] ^= 0x55
+    saved.write_bytes(raw)
+    with pytest.raises(ConfigurationError, match="can't be read"):
+        read_checkpoint(saved)
+
+
+def test_a_file_without_lightnings_version(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}}, tmp_path / "weights.pt")
+    with pytest.raises(ConfigurationError, match="not a Lightning checkpoint"):
+        read_checkpoint(tmp_path / "weights.pt")
+
+
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"no checkpoint .*gone\.ckpt"):
         run(linear_client(), data(), FedAvg(), 2, ckpt_path=tmp_path / "gone.ckpt")
@@ -266,7 +289,11 @@ class CrashError(Exception):
 
 class TestAtomicWriting:
     def write(self, path: Path, value: float) -> None:
-        AtomicCheckpointIO().save_checkpoint({"state_dict": {"w": torch.tensor(value)}}, path)
+        checkpoint = {
+            "state_dict": {"w": torch.tensor(value)},
+            "pytorch-lightning_version": L.__version__,
+        }
+        AtomicCheckpointIO().save_checkpoint(checkpoint, path)
 
     def read(self, path: Path) -> float:
         return read_checkpoint(path)["state_dict"]["w"].item()

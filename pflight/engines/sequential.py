@@ -162,7 +162,7 @@ class SequentialEngine:
                 except MisconfigurationException:  # a mistake for all, not this client's failure
                     raise
                 except Exception as error:
-                    reason = f"{type(error).__name__}: {error}"
+                    reason = " ".join(f"{type(error).__name__}: {error}".split())
                     failures.append(ClientFailure(client, reason, error))
                     self._build()
                     continue
@@ -322,6 +322,11 @@ class SequentialEngine:
                 f"the network gives outputs of shape {tuple(logits.shape)} for {expected[0]} "
                 f"samples of {expected[1]} classes; it must give {expected}"
             )
+        try:
+            self.client.optimizer([p for p in self.client.parameters() if p.requires_grad])
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise ConfigurationError(f"the client's optimizer can't be built: {reason}") from error
         if self._operations(x) / len(x) * batch < _ONE_THREAD:
             self.threads = 1
 
