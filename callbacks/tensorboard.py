@@ -78,20 +78,22 @@ class TensorBoardReport(L.Callback):
         self.hparams = hparams
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the config and, once per run, the partition."""
+        """Write the config and the partition, once per run."""
         logger = _tensorboard(trainer)
         if logger is None:
             return
-        writer, start = logger.experiment, trainer.current_epoch
+        if trainer.current_epoch > 0:  # a run that goes on has all this already
+            return
+        writer = logger.experiment
         if self.config is not None:
-            writer.add_text("config", _code(self.config), start)
+            writer.add_text("config", _code(self.config), 0)
         data = getattr(trainer, "datamodule", None)
-        if start == 0 and isinstance(data, FederatedDataModule):
+        if isinstance(data, FederatedDataModule):
             from matplotlib import pyplot
 
-            writer.add_text("data/summary", _code(data.summary()), start)
+            writer.add_text("data/summary", _code(data.summary()), 0)
             figure = data.partition_figure()
-            writer.add_figure("data/partition", figure, start, close=False)
+            writer.add_figure("data/partition", figure, 0, close=False)
             pyplot.close(figure)
         writer.flush()
 

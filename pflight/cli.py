@@ -196,13 +196,30 @@ class FederationCLI(LightningCLI):
             "save_on_train_epoch_end": True,
             "enable_version_counter": False,  # the file of the round before is replaced
         }
-        last = ModelCheckpoint(filename="last", **always)
+        last = RunCheckpoint(filename="last", **always)
         if not isinstance(self.model, Federation):
             return [last]
-        return [ModelCheckpoint(filename="best", monitor=_MONITOR, mode="max", **always), last]
+        return [RunCheckpoint(filename="best", monitor=_MONITOR, mode="max", **always), last]
 
     def _dump(self) -> str:
         return _dumped(self._parser(self.subcommand), self.config[self.subcommand])
+
+
+class RunCheckpoint(ModelCheckpoint):
+    """A ModelCheckpoint that knows its best so far also where the run folder has been moved."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state, with the files where they are now."""
+
+        def here(path: str) -> str:
+            return str(Path(str(self.dirpath), Path(path).name)) if path else path
+
+        paths = ("best_model_path", "kth_best_model_path", "last_model_path")
+        moved = {name: here(state_dict[name]) for name in paths}
+        best = {here(path): score for path, score in state_dict["best_k_models"].items()}
+        super().load_state_dict(
+            {**state_dict, **moved, "best_k_models": best, "dirpath": self.dirpath}
+        )
 
 
 class SaveRunConfig(SaveConfigCallback):
@@ -381,7 +398,7 @@ def _quieten() -> None:
         r".*isinstance\(treespec, LeafSpec\).*",
         r".*Checkpoint directory .* exists and is not empty",
         r".*GPU available but not used",
-        rf".*`ModelCheckpoint\(monitor='{_MONITOR}'\)` could not find",  # not validated yet
+        rf".*Checkpoint\(monitor='{_MONITOR}'\)` could not find",  # not validated yet
         r".*The number of training batches .* is smaller than the logging interval",
     ):
         warnings.filterwarnings("ignore", message=message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from itertools import count
@@ -63,7 +64,9 @@ class RunFolder:
             return None
         if checkpoint not in _NAMED:
             raise ConfigurationError(f"there is no checkpoint {checkpoint}")
-        state = "holds no run" if self._is_empty() else "holds other files, but not this one"
+        others = ", ".join(sorted(path.name for path in self.checkpoints.glob("*.ckpt")))
+        state = f"holds {others}" if others else "holds other files"
+        state = "is empty" if self._is_empty() else f"{state}, but not this one"
         raise ConfigurationError(
             f"there is no {checkpoint!r} checkpoint: looked for {path}, and {self.path} {state}"
         )
@@ -85,13 +88,16 @@ class RunFolder:
         target.mkdir()
         _move(self._own(), target)
         self._aside = target
-        return self.path.with_name(target.name) if self.path.name else target
+        shown = self.path.with_name(target.name) if self.path.name else target
+        _point_config(target, shown)
+        return shown
 
     def put_back(self) -> None:
         """Undo :meth:`set_aside` if the new run never came to its first round."""
         if self._aside is not None and not self.has_run():
             self._clear()
             _move(list(self._aside.iterdir()), self.path)
+            _point_config(self.path, self.path)
             self._aside.rmdir()
             self._aside = None
 
@@ -119,6 +125,15 @@ class RunFolder:
 def _move(paths: list[Path], folder: Path) -> None:
     for path in paths:
         shutil.move(path, folder / path.name)
+
+
+def _point_config(folder: Path, root: Path) -> None:
+    """Make the config in a folder that was moved name the folder where it is now."""
+    config = folder / CONFIG
+    if config.exists():
+        text = config.read_text()
+        line = re.compile(r"^( *default_root_dir:).*$", re.MULTILINE)
+        config.write_text(line.sub(lambda found: f"{found[1]} {root}", text, count=1))
 
 
 def _steps(events: Path) -> Iterator[int]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .distributed import all_max, all_sum
 from .errors import ConfigurationError
@@ -93,6 +94,12 @@ class StateLayout:
             ConfigurationError: If it has no trainable parameter.
         """
         tensors = state_tensors(client)
+        for name, tensor in tensors.items():
+            if is_lazy(tensor):
+                raise ConfigurationError(
+                    f"{name!r} of the client is not initialised yet: a lazy network has to see a "
+                    "batch before it is given to a federation"
+                )
         trained = {name: p.requires_grad for name, p in client.named_parameters()}
         buffers = [name for name in tensors if name not in trained]
         floating = [n for n in buffers if tensors[n].is_floating_point() or tensors[n].is_complex()]

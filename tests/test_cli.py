@@ -298,14 +298,37 @@ class TestConfigs:
             for order in list(permutations(names))[:: 1 if algorithm == "fesem" else 5]
         ]
         for config in configs:
-            callbacks = {class_name(c) for c in config["trainer"]["callbacks"]}
-            assert len(callbacks) == 4
-            assert {"FederationProgressBar", "TensorBoardReport", "ResultTable"} < callbacks
+            servers = {
+                "fedprox": "FedAvg",
+                "fedavg": "FedAvg",
+                "fedsgd": "FedSGD",
+                "fesem": "FeSEM",
+            }
+            callbacks = [class_name(c) for c in config["trainer"]["callbacks"]]
+            assert callbacks == [servers.get(algorithm, "Local")]
             client = config["model"]["init_args"]["client"]
             proximal = algorithm in ("fedprox", "fesem")
             assert class_name(client) == ("ProximalClient" if proximal else "ClientModule")
             assert client["init_args"]["network"]["init_args"]["in_features"] == 64
             assert client["init_args"]["optimizer"]["init_args"]["lr"] == 0.1
+
+    def test_callbacks_of_all_files_are_kept_and_the_last_has_the_options(self, capsys):
+        Path("stop.yaml").write_text(
+            "trainer:\n  callbacks+:\n  - class_path: EarlyStopping\n"
+            "    init_args: {monitor: val/macro_acc, mode: max}\n"
+        )
+        named = ["--config", "stop.yaml", *composed("data/digits", "algorithm/fesem")]
+        printed = printed_config(capsys, *named, "--trainer.callbacks.num_clusters=7")
+        stop, fesem = yaml.safe_load(printed)["trainer"]["callbacks"]
+        assert (class_name(stop), class_name(fesem)) == ("EarlyStopping", "FeSEM")
+        assert fesem["init_args"]["num_clusters"] == 7
+
+    def test_a_run_that_moved_aside_goes_on_where_it_is_now(self):
+        pflight("fit", rounds=2)
+        pflight("fit", rounds=1)
+        main(["fit", "--config=run.1/config.yaml", "--ckpt_path=last", "--trainer.max_epochs=3"])
+        assert read_events("run.1").scalars["train/loss"] == [0, 1, 2]
+        assert read_events("run").scalars["train/loss"] == [0]
 
     @pytest.mark.parametrize("algorithm", ALGORITHMS)
     def test_every_algorithm_runs(self, algorithm):
@@ -388,7 +411,7 @@ class TestBadInput:
         with pytest.raises(SystemExit) as exit_:
             pflight(command, "--ckpt_path=last")
         assert exit_.value.code == 2
-        assert "holds no run" in capsys.readouterr().err
+        assert "run is empty" in capsys.readouterr().err
 
     def test_a_checkpoint_of_another_network(self, capsys):
         pflight("fit", rounds=1)
