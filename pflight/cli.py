@@ -177,6 +177,8 @@ class FederationCLI(LightningCLI):
 
     def predict(self, **kwargs: Any) -> None:
         """Write the clients' predictions to the run folder."""
+        if not isinstance(self.model, Federation):
+            raise ConfigurationError("predict writes the predictions of a federation's clients")
         self.trainer.predict(**{**kwargs, "return_predictions": False})
 
     def _without_table(self, kwargs: dict[str, Any]) -> dict[str, Any]:
