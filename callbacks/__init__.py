@@ -14,7 +14,7 @@ from .server import ServerCallback
 if TYPE_CHECKING:
     from .progress import FederationProgressBar
     from .report import PredictionWriter, ResultTable
-    from .tensorboard import RoundLogger, TensorBoardReport
+    from .tensorboard import TensorBoardReport
 
 __all__ = [
     "FeSEM",
@@ -24,7 +24,6 @@ __all__ = [
     "Local",
     "PredictionWriter",
     "ResultTable",
-    "RoundLogger",
     "ServerCallback",
     "TensorBoardReport",
 ]
@@ -34,7 +33,6 @@ _MONITORS = {
     "FederationProgressBar": "progress",
     "PredictionWriter": "report",
     "ResultTable": "report",
-    "RoundLogger": "tensorboard",
     "TensorBoardReport": "tensorboard",
 }
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from pflight.datamodules import FederatedDataModule
 from pflight.federation import Federation
@@ -26,37 +25,6 @@ _COMPARED = (
     "train/loss",
 )
 _HPARAMS = ".hparams"
-
-
-class RoundLogger(TensorBoardLogger):
-    """A TensorBoardLogger whose step is the round, with one point a round for every tag.
-
-    It writes straight into its folder, without ``version_N``. A scalar's step is the 0-based index
-    of its round, also where Lightning's own count of batches would be another one, and a tag that
-    already has a point at this round or a later one keeps it.
-
-    Args:
-        save_dir: The run folder.
-        purge_step: On resume, the first round that is trained anew: TensorBoard drops points that
-            an interrupted run had logged from this round on.
-        **kwargs: Further arguments of torch's ``SummaryWriter``.
-    """
-
-    def __init__(self, save_dir: str | Path, purge_step: int | None = None, **kwargs: Any) -> None:
-        super().__init__(save_dir, "", "", default_hp_metric=False, purge_step=purge_step, **kwargs)
-        self._latest: dict[str, int] = {}
-
-    @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write the scalars of a round; Lightning's ``epoch`` is the round, no scalar itself."""
-        step = int(metrics.get("epoch", 0 if step is None else step))
-        new = {
-            tag: value
-            for tag, value in metrics.items()
-            if tag != "epoch" and self._latest.get(tag, -1) < step
-        }
-        self._latest.update(dict.fromkeys(new, step))
-        super().log_metrics(new, step)
 
 
 class TensorBoardReport(L.Callback):
@@ -100,14 +68,10 @@ class TensorBoardReport(L.Callback):
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Write and flush what the round has logged so far: a checkpoint never runs ahead of it."""
+        """Flush what has been logged so far: a checkpoint never runs ahead of it."""
         logger = _tensorboard(trainer)
-        if logger is None:
-            return
-        if isinstance(logger, RoundLogger) and isinstance(pl_module, Federation):
-            for latest in pl_module.history[-1:]:
-                logger.log_metrics(latest.metrics, latest.index)
-        logger.experiment.flush()
+        if logger is not None:
+            logger.experiment.flush()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the hyper-parameters, with the metrics by which the HParams page compares runs."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from . import __version__, datamodules, models
@@ -23,7 +24,6 @@ from .callbacks import (
     FederationProgressBar,
     PredictionWriter,
     ResultTable,
-    RoundLogger,
     ServerCallback,
     TensorBoardReport,
 )
@@ -68,7 +68,7 @@ class FederationCLI(LightningCLI):
     """
 
     def __init__(self, args: list[str] | None = None) -> None:
-        self._resumed_round: int | None = None
+        self._resumed_step: int | None = None
         settings = {"exit_on_error": False}
         commands = {name: {**settings, "epilog": _EPILOG} for name in self.subcommands()}
         super().__init__(
@@ -124,10 +124,10 @@ class FederationCLI(LightningCLI):
             _say(f"no run in {self.folder.path} yet: starting one")
             return
         record = read_checkpoint(path)
-        history = record.get("pflight", {}).get("history")
-        self._resumed_round = record.get("epoch", -1) + 1 if history is None else len(history)
+        self._resumed_step = int(record["global_step"])  # for a federation, the rounds so far
         if self.subcommand == "fit":
-            _say(f"continuing after round {self._resumed_round} from {path}")
+            unit = "round" if "pflight" in record else "step"
+            _say(f"continuing after {unit} {self._resumed_step} from {path}")
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the Trainer, with the project's monitors where the configuration has none."""
@@ -167,7 +167,7 @@ class FederationCLI(LightningCLI):
 
     def test(self, **kwargs: Any) -> None:
         """Test; the results of an earlier test of this run are replaced."""
-        if isinstance(self.trainer.logger, RoundLogger):
+        if isinstance(self.trainer.logger, TensorBoardLogger):
             _remove(self.folder.events(_TEST))
         self.trainer.test(**self._without_table(kwargs))
 
@@ -185,12 +185,16 @@ class FederationCLI(LightningCLI):
         own = isinstance(self.model, Federation)
         return {**kwargs, "verbose": kwargs.get("verbose", True) and not own}
 
-    def _logger(self) -> RoundLogger | bool:
+    def _logger(self) -> TensorBoardLogger | bool:
         """Return TensorBoard in the run folder; a validation would repeat points of the fit."""
+        if self.subcommand == "fit":  # TensorBoard drops what was logged after the checkpoint
+            options: dict[str, Any] = {"purge_step": self._resumed_step}
+        elif self.subcommand == "test":
+            options = {"filename_suffix": _TEST}
+        else:
+            return False
         root = self.folder.path
-        if self.subcommand == "fit":
-            return RoundLogger(root, purge_step=self._resumed_round)
-        return RoundLogger(root, filename_suffix=_TEST) if self.subcommand == "test" else False
+        return TensorBoardLogger(root, name="", version="", default_hp_metric=False, **options)
 
     def _checkpoints(self) -> list[L.Callback]:
         always: dict[str, Any] = {

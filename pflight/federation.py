@@ -37,6 +37,7 @@ from .state import StateLayout, state_bytes, state_tensors
 
 _CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
 _PRIVATE = "private"  # the memory slot of entries that never travel
+_PER_ROUND: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
 _MEANINGLESS = (  # Lightning's hints that don't hold for a federation
     "The number of training batches .* is smaller than the logging interval",
     "It is recommended to use .*sync_dist=True",
@@ -112,7 +113,10 @@ class Federation(L.LightningModule):
                 f"client must be a pflight.models.ClientModule, got {type(client).__name__}"
             )
         check_options(local_epochs, local_steps, finetune_epochs, engine, on_client_error, seed)
-        self.save_hyperparameters(ignore=["client", "server_optimizer", "server_scheduler"])
+        self.save_hyperparameters(
+            ignore=["client", "server_optimizer", "server_scheduler"],
+            logger=False,  # which would add an empty hp_metric
+        )
         self.automatic_optimization = False
         self.local_epochs = local_epochs
         self.local_steps = local_steps
@@ -538,12 +542,20 @@ class Federation(L.LightningModule):
         self._log(self._round.metrics | traffic(self.history))
 
     def _log(self, values: Mapping[str, float]) -> None:
-        """Log values that are equal on all ranks, at the round as the logger's step."""
-        # Lightning takes a value of this name for the step, and then adds no `epoch` of its own.
-        step = {"step": self.history[-1].index if self.history else 0}
-        for name, value in {**values, **step}.items():
+        """Log values that are equal on all ranks, with the last round's index as the step."""
+        if self.trainer.sanity_checking:
+            return
+        fitting = self.trainer.state.fn == "fit"
+        logger = False if fitting else None
+        for name, value in values.items():
             shown = name in ("val/micro_acc", "val/macro_acc", "test/micro_acc", "test/macro_acc")
-            self.log(name, float(value), prog_bar=shown, on_step=False, on_epoch=True, batch_size=1)
+            self.log(name, float(value), prog_bar=shown, logger=logger, **_PER_ROUND)
+        step = self.history[-1].index if self.history else 0
+        if fitting:  # at once, so that no checkpoint runs ahead of what was logged
+            for logger in self.loggers:
+                logger.log_metrics({name: float(value) for name, value in values.items()}, step)
+        else:  # Lightning takes a value of this name for the step
+            self.log("step", float(step), **_PER_ROUND)
 
 
 def _server_callbacks(trainer: L.Trainer) -> list[ServerCallback]:

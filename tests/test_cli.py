@@ -353,9 +353,12 @@ class TestConfigs:
     def test_centralized_training(self):
         config = ["--config", "configs/centralized.yaml", "--trainer.max_epochs=2"]
         main(["fit", *config])
-        assert set(read_events("runs/centralized").scalars) == {"train/loss", "val/acc", "val/loss"}
+        scalars = read_events("runs/centralized").scalars
+        assert {"train/loss", "val/acc", "val/loss"} <= set(scalars)
         main(["fit", *config, "--ckpt_path=last", "--trainer.max_epochs=3"])
-        assert read_events("runs/centralized").scalars["val/acc"] == [0, 1, 2]
+        steps = read_events("runs/centralized").scalars["val/acc"]
+        assert steps[:2] == scalars["val/acc"]
+        assert len(set(steps)) == len(steps) == 3
 
     def test_two_algorithms_are_an_error(self, capsys):
         with pytest.raises(SystemExit) as exit_:

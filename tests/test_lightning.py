@@ -20,6 +20,7 @@ from pflight import Federation
 from pflight.callbacks import FedAvg, FedSGD, FeSEM, Local
 from pflight.errors import ConfigurationError
 from pflight.models import ClientModule, ProximalClient
+from tests.event_files import read_events
 from tests.runs import (
     FEATURES,
     assert_same,
@@ -117,7 +118,7 @@ class TestLimits:
         ["limit_train_batches", "limit_val_batches", "limit_test_batches", "overfit_batches"],
     )
     def test_a_fraction_is_refused_and_the_cohort_size_named(self, name: str) -> None:
-        with pytest.raises(ConfigurationError, match=r"limit_\w+_batches=0.5 .*cohort_size"):
+        with pytest.raises(ConfigurationError, match=r"\w+_batches=0.5 .*cohort_size"):
             run(linear_client(), small_data(), trainer={name: 0.5})
 
     def test_validation_every_second_round(self) -> None:
@@ -521,3 +522,16 @@ class TestClientModules:
         assert isinstance(federation, L.LightningModule)
         copied = copy.deepcopy(federation.client)
         assert copied._trainer is None
+
+
+def test_names_of_checkpoints_count_rounds_and_tensorboard_has_no_empty_metric(tmp_path) -> None:
+    saves = ModelCheckpoint(tmp_path, monitor="val/macro_acc", mode="max", save_top_k=-1)
+    options = {"logger": TensorBoardLogger(tmp_path), "check_val_every_n_epoch": 2}
+    run(linear_client(), small_data(), None, 4, saves, trainer=options)
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == [
+        "epoch=1-step=2.ckpt",
+        "epoch=3-step=4.ckpt",
+    ]
+    scalars = read_events(next(tmp_path.rglob("version_0"))).scalars
+    assert "hp_metric" not in scalars
+    assert scalars["val/macro_acc"] == [1, 3]

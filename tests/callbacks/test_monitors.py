@@ -9,7 +9,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from rich.console import Console
 from torch import nn
 
@@ -21,7 +21,6 @@ from pflight.callbacks import (
     Local,
     PredictionWriter,
     ResultTable,
-    RoundLogger,
     TensorBoardReport,
 )
 from pflight.datamodules import TensorClients
@@ -177,7 +176,12 @@ class TestPredictionWriter:
 
 class TestTensorBoard:
     def test_report_in_python(self, data, tmp_path):
-        run = trainer(3, FeSEM(2), TensorBoardReport(), logger=RoundLogger(tmp_path))
+        run = trainer(
+            3,
+            FeSEM(2),
+            TensorBoardReport(),
+            logger=TensorBoardLogger(tmp_path, name="", version=""),
+        )
         module = federation()
         run.fit(module, datamodule=data)
         run.test(module, datamodule=data, verbose=False)
@@ -195,13 +199,3 @@ class TestTensorBoard:
         run = trainer(1, FedAvg(), TensorBoardReport(), logger=CSVLogger(tmp_path))
         run.fit(federation(), datamodule=data)
         assert not list(Path(tmp_path).rglob("events*"))
-
-    def test_a_tag_has_one_point_a_round(self, tmp_path):
-        logger = RoundLogger(tmp_path)
-        logger.log_metrics({"a": 1.0, "epoch": 0}, step=7)
-        logger.log_metrics({"a": 2.0, "b": 3.0}, step=0)
-        logger.log_metrics({"a": 4.0}, step=1)
-        logger.finalize("success")
-        events = read_events(tmp_path)
-        assert events.scalars == {"a": [0, 1], "b": [0]}
-        assert events.values == {"a": [1.0, 4.0], "b": [3.0]}
