@@ -546,10 +546,10 @@ class Federation(L.LightningModule):
         if self.trainer.sanity_checking:
             return
         fitting = self.trainer.state.fn == "fit"
-        logger = False if fitting else None
+        through_lightning = False if fitting else None
         for name, value in values.items():
             shown = name in ("val/micro_acc", "val/macro_acc", "test/micro_acc", "test/macro_acc")
-            self.log(name, float(value), prog_bar=shown, logger=logger, **_PER_ROUND)
+            self.log(name, float(value), prog_bar=shown, logger=through_lightning, **_PER_ROUND)
         step = self.history[-1].index if self.history else 0
         if fitting:  # at once, so that no checkpoint runs ahead of what was logged
             for logger in self.loggers:

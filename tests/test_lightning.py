@@ -525,10 +525,10 @@ class TestClientModules:
 
 
 def test_names_of_checkpoints_count_rounds_and_tensorboard_has_no_empty_metric(tmp_path) -> None:
-    saves = ModelCheckpoint(tmp_path, monitor="val/macro_acc", mode="max", save_top_k=-1)
+    saves = ModelCheckpoint(tmp_path / "saved", monitor="val/macro_acc", mode="max", save_top_k=-1)
     options = {"logger": TensorBoardLogger(tmp_path), "check_val_every_n_epoch": 2}
     run(linear_client(), small_data(), None, 4, saves, trainer=options)
-    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == [
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
         "epoch=1-step=2.ckpt",
         "epoch=3-step=4.ckpt",
     ]
