@@ -223,7 +223,7 @@ class Federation(L.LightningModule):
         federation.num_clients = int(record.get("num_clients", 0))
         federation._set_up(callback or FedAvg())
         federation.on_load_checkpoint(checkpoint)
-        federation.load_state_dict(checkpoint["state_dict"])
+        federation.load_state_dict(checkpoint["state_dict"], assign=True)  # keeps float64
         state = checkpoint.get("callbacks", {}).get(federation.attached_callback.state_key)
         if state is not None:
             federation.attached_callback.load_state_dict(state)

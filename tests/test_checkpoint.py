@@ -391,3 +391,14 @@ def test_a_checkpoint_can_be_saved_in_an_interrupted_round(tmp_path: Path) -> No
         run(dropout_client(), data(), Local(), 5, Interrupt())
     resumed = run(dropout_client(), data(), Local(), 5, ckpt_path=tmp_path / "interrupted.ckpt")
     assert_equal_runs(resumed, run(dropout_client(), data(), Local(), 5))
+
+
+def test_a_federation_trained_in_float64_is_loaded_as_one(tmp_path: Path) -> None:
+    trainer = {"precision": "64-true"}
+    saves = ModelCheckpoint(tmp_path, filename="last")
+    trained = run(linear_client(), small_data(), FedAvg(), 2, saves, trainer=trainer)
+    path = tmp_path / "last.ckpt"
+    loaded = Federation.load_from_checkpoint(path, client=linear_client(), callback=FedAvg())
+    assert_same(loaded.server_states()[0], trained.server_states()[0])
+    assert loaded.client_state(1)["network.weight"].dtype == torch.float64
+    assert loaded.client_module(1).network.weight.dtype == torch.float64

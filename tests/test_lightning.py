@@ -524,6 +524,14 @@ class TestClientModules:
         assert copied._trainer is None
 
 
+def test_a_stock_trainers_sanity_check_changes_nothing() -> None:
+    checked = run(linear_client(), small_data(), FeSEM(2), 2, trainer={"num_sanity_val_steps": 2})
+    plain = run(linear_client(), small_data(), FeSEM(2), 2)
+    assert [entry.metrics for entry in checked.history] == [e.metrics for e in plain.history]
+    for one, other in zip(checked.server_states(), plain.server_states(), strict=True):
+        assert_same(one, other)
+
+
 def test_names_of_checkpoints_count_rounds_and_tensorboard_has_no_empty_metric(tmp_path) -> None:
     saves = ModelCheckpoint(tmp_path / "saved", monitor="val/macro_acc", mode="max", save_top_k=-1)
     options = {"logger": TensorBoardLogger(tmp_path), "check_val_every_n_epoch": 2}
