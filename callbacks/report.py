@@ -8,10 +8,10 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from pflight.distributed import gather_to_first
 from pflight.engines import Evaluation
 from pflight.federation import Federation
 
@@ -116,10 +116,7 @@ class PredictionWriter(L.Callback):
         """Write the predictions of all ranks' clients, in the order of their ids."""
         if not isinstance(pl_module, Federation):
             return
-        ranks = [self._outputs]
-        if dist.is_available() and dist.is_initialized():
-            ranks = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(ranks, self._outputs)
+        ranks = gather_to_first(self._outputs)
         self._outputs = []
         if trainer.is_global_zero:
             path = Path(self.path or Path(trainer.default_root_dir, "predictions.csv"))

@@ -45,13 +45,12 @@ class ServerModels(nn.ModuleList):
         SGD with step 1 then takes the parameters all the way to the aggregate. A model that is not
         pulled in a round has no gradient and stays where it is, whatever the optimizer.
         """
-        tensors = self.tensors(index)
-        for name, value in aggregate.items():
-            tensor = tensors[name]
-            if isinstance(tensor, nn.Parameter):
-                tensor.grad = tensor - value
-            else:
-                tensor.copy_(value)
+        parameters = self.tensors(index, self.layout.parameters)
+        distances = {
+            name: parameters[name] - value if name in parameters else value
+            for name, value in aggregate.items()
+        }
+        self.descend(index, distances)
 
     @torch.no_grad()
     def descend(self, index: int, gradients: Mapping[str, Tensor]) -> None:

@@ -323,7 +323,7 @@ class SequentialEngine:
                 f"samples of {expected[1]} classes; it must give {expected}"
             )
         try:
-            self.client.optimizer([p for p in self.client.parameters() if p.requires_grad])
+            ClientModule.configure_optimizers(self.client)
         except Exception as error:
             reason = " ".join(str(error).split())
             raise ConfigurationError(f"the client's optimizer can't be built: {reason}") from error
