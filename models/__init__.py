@@ -1,14 +1,31 @@
 """The client half of each algorithm, one file per client module, and the networks."""
 
 from .client import Batch, ClientModule
-from .networks import MLP, LogisticRegression, McMahanCNN
+from .convolutional import (
+    FEMNISTCNN,
+    CelebACNN,
+    FedBNCNN,
+    FedFomoCNN,
+    FedRepCNN,
+    McMahanCNN,
+    PFedHNCNN,
+)
+from .networks import MLP, LogisticRegression
 from .proximal import ProximalClient
+from .resnet import ResNet18
 
 __all__ = [
+    "FEMNISTCNN",
     "MLP",
     "Batch",
+    "CelebACNN",
     "ClientModule",
+    "FedBNCNN",
+    "FedFomoCNN",
+    "FedRepCNN",
     "LogisticRegression",
     "McMahanCNN",
+    "PFedHNCNN",
     "ProximalClient",
+    "ResNet18",
 ]

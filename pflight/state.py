@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from tensordict import TensorDict
@@ -125,6 +126,30 @@ class StateLayout:
         """Names of all buffers."""
         held = {*self.averaged, *self.counters}
         return tuple(name for name in self.template if name in held)
+
+    @property
+    def layers(self) -> dict[str, tuple[str, ...]]:
+        """Names by layer, in ``state_dict()`` order; each name is in exactly one layer.
+
+        A layer is a module that holds tensors of its own, and is called as ``client.get_submodule``
+        knows it. So a weight and its bias are in one layer, and a BatchNorm is a layer with its
+        buffers. A tied tensor is in the layer of its first name; what a parametrization such as
+        ``weight_norm`` holds belongs to the module that it parametrizes.
+
+        Example:
+            >>> network = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, affine=False))
+            >>> layers = StateLayout.of(network).layers
+            >>> layers["0"]
+            ('0.weight', '0.bias')
+            >>> layers["1"]
+            ('1.running_mean', '1.running_var', '1.num_batches_tracked')
+        """
+        layers: dict[str, tuple[str, ...]] = {}
+        for name in self.template:
+            *path, _ = name.split(".")
+            layer = ".".join(takewhile(lambda part: part != "parametrizations", path))
+            layers[layer] = (*layers.get(layer, ()), name)
+        return layers
 
     @property
     def nbytes(self) -> int:

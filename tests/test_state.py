@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -5,6 +7,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from pflight.models import ResNet18
 from pflight.state import (
     StateLayout,
     StateModule,
@@ -156,3 +159,100 @@ def test_a_parameter_that_needs_no_gradient_is_none_to_train() -> None:
     layout = StateLayout.of(client)
     assert layout.parameters == ("network.weight",)
     assert isinstance(client.network, nn.Linear)
+
+
+class TestLayers:
+    """Which tensors belong to one layer."""
+
+    def layers(self, network: nn.Module) -> dict[str, tuple[str, ...]]:
+        return StateLayout.of(network).layers
+
+    def test_a_layer_has_its_parameters_and_buffers(self) -> None:
+        assert StateLayout.of(batchnorm_client()).layers == {
+            "network.0": ("network.0.weight", "network.0.bias"),
+            "network.1": (
+                "network.1.weight",
+                "network.1.bias",
+                "network.1.running_mean",
+                "network.1.running_var",
+                "network.1.num_batches_tracked",
+            ),
+            "network.3": ("network.3.weight", "network.3.bias"),
+        }
+
+    def test_a_network_of_one_layer(self) -> None:
+        names = ("network.weight", "network.bias")
+        assert self.layers(linear_client()) == {"network": names}
+        assert self.layers(nn.Linear(2, 1)) == {"": ("weight", "bias")}
+
+    def test_frozen_parameters_are_in_their_layer(self) -> None:
+        network = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
+        assert self.layers(network)["0"] == ("0.weight", "0.bias")
+
+    def test_a_module_with_children_has_a_layer_of_what_it_holds_itself(self) -> None:
+        assert self.layers(nn.MultiheadAttention(4, 2)) == {
+            "": ("in_proj_weight", "in_proj_bias"),
+            "out_proj": ("out_proj.weight", "out_proj.bias"),
+        }
+
+    def test_all_gates_of_a_recurrent_network_are_one_layer(self) -> None:
+        network = nn.Sequential(nn.LSTM(2, 3, num_layers=2))
+        assert self.layers(network) == {"0": tuple(network.state_dict())}
+
+    @pytest.mark.parametrize(
+        "parametrize",
+        [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm],
+    )
+    def test_a_parametrization_belongs_to_its_module(self, parametrize: Callable) -> None:
+        network = nn.Sequential(parametrize(nn.Linear(3, 3)), nn.Linear(3, 1))
+        layers = self.layers(network)
+        assert list(layers) == ["0", "1"]
+        assert layers["0"] == tuple(n for n in network.state_dict() if n.startswith("0."))
+        assert list(self.layers(parametrize(nn.Linear(3, 3)))) == [""]
+
+    def test_tied_tensors_are_in_the_layer_of_their_first_name(self) -> None:
+        network = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5))
+        network[1].weight = network[0].weight
+        assert self.layers(network) == {"0": ("0.weight",), "1": ("1.bias",)}
+
+    def test_every_convolution_and_normalisation_of_a_resnet_is_a_layer(self) -> None:
+        network = ResNet18(norm="batch")
+        layers = self.layers(network)
+        kinds = [type(network.get_submodule(layer)) for layer in layers]
+        assert kinds.count(nn.Conv2d) == kinds.count(nn.BatchNorm2d) == 20
+        assert kinds.count(nn.Linear) == len(kinds) - 40 == 1
+        assert [*layers][:2] == ["conv1", "bn1"]
+        assert len(layers["layer2.0.downsample.1"]) == 5
+
+    @given(st.data())
+    @settings(max_examples=60, deadline=None)
+    def test_they_are_the_modules_that_hold_tensors(self, data: st.DataObject) -> None:
+        network = nn.ModuleDict({"body": data.draw(networks()), "head": nn.Linear(1, 1)})
+        expected = {}
+        for layer, module in network.named_modules():
+            if names := [name for name in module.state_dict() if "." not in name]:
+                expected[layer] = tuple(f"{layer}.{name}" for name in names)
+        assert list(self.layers(network).items()) == list(expected.items())
+        held = [name for names in expected.values() for name in names]
+        assert held == list(StateLayout.of(network).names)
+
+
+def networks() -> st.SearchStrategy[nn.Module]:
+    """Nested modules, some with tensors of their own, some used twice, some without tensors."""
+    shared = [nn.Linear(1, 1), nn.PReLU()]
+    leaves = st.one_of(
+        st.sampled_from(shared),
+        st.builds(lambda bias: nn.Linear(1, 1, bias=bias), st.booleans()),
+        st.builds(lambda affine: nn.BatchNorm1d(1, affine=affine), st.booleans()),
+        st.builds(nn.ReLU),
+    )
+    return st.recursive(
+        leaves, lambda children: st.builds(nested, st.lists(children), st.booleans())
+    )
+
+
+def nested(children: list[nn.Module], scaled: bool) -> nn.Module:
+    module = nn.Sequential(*children)
+    if scaled:
+        module.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    return module
