@@ -2,30 +2,61 @@
 
 from __future__ import annotations
 
+from .augmentation import Augmentation, CropAndFlip
+from .cifar import CIFAR10, CIFAR100
 from .digits import Digits
+from .emnist import EMNIST
 from .fashion_mnist import FashionMNIST
 from .federated import Centralized, ClientData, FederatedDataModule, Split
+from .hidden_groups import HiddenGroups
+from .images import ImageDataModule
+from .leaf import LeafCelebA, LeafFEMNIST
 from .loaders import IndexedSamples
 from .omniglot import Omniglot
-from .partition import IID, ClassesPerClient, Dirichlet, DominantClasses, Natural, Partition
+from .partition import (
+    IID,
+    ClassesPerClient,
+    ClassShards,
+    ConsecutiveClasses,
+    Dirichlet,
+    DominantClasses,
+    Natural,
+    Partition,
+)
 from .partitioned import PartitionedDataModule
+from .samples import Samples
+from .synthetic import ClusteredSynthetic, Synthetic
 from .tensors import TensorClients
 
 __all__ = [
+    "CIFAR10",
+    "CIFAR100",
+    "EMNIST",
     "IID",
+    "Augmentation",
     "Centralized",
+    "ClassShards",
     "ClassesPerClient",
     "ClientData",
+    "ClusteredSynthetic",
+    "ConsecutiveClasses",
+    "CropAndFlip",
     "Digits",
     "Dirichlet",
     "DominantClasses",
     "FashionMNIST",
     "FederatedDataModule",
+    "HiddenGroups",
+    "ImageDataModule",
     "IndexedSamples",
+    "LeafCelebA",
+    "LeafFEMNIST",
     "Natural",
     "Omniglot",
     "Partition",
     "PartitionedDataModule",
+    "Samples",
     "Split",
+    "Synthetic",
     "TensorClients",
 ]

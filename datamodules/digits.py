@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from .partition import ClassesPerClient, Ints, Partition
+from .partition import ClassesPerClient, Partition
 from .partitioned import PartitionedDataModule
+from .samples import Samples
 
 
 class Digits(PartitionedDataModule):
@@ -48,10 +48,10 @@ class Digits(PartitionedDataModule):
             **kwargs,
         )
 
-    def load(self) -> tuple[Tensor, Tensor, Ints | None]:
+    def load(self) -> Samples:
         """See :meth:`PartitionedDataModule.load`."""
         from sklearn.datasets import load_digits
 
         images, labels = load_digits(return_X_y=True)
         x = torch.from_numpy(images).float().div_(16).view(-1, 1, 8, 8)
-        return x, torch.from_numpy(labels).long(), None
+        return Samples(x, torch.from_numpy(labels).long())

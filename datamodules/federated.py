@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import lightning as L
@@ -15,7 +15,9 @@ from pflight.cohort import CohortLoader, CohortSampler, check_cohort_options
 from pflight.errors import ConfigurationError
 from pflight.randomness import Purpose, generator
 
+from .augmentation import Augmentation
 from .loaders import (
+    AugmentedSamples,
     Batch,
     ClientLoader,
     EpochSampler,
@@ -51,7 +53,8 @@ class FederatedDataModule(L.LightningDataModule):
         eval_batch_size: Samples of a batch in evaluation; ``null`` means all of the client's.
         eval_chunk: Clients that are evaluated at once.
         holdout_clients: Share of the clients that never train: the newcomers of the test.
-        seed: Seed of the cohorts, the newcomers and the order of the samples.
+        augmentation: How training images are changed anew in each local epoch; ``null``: not.
+        seed: Seed of the cohorts, the newcomers, the order of the samples and the augmentation.
 
     Raises:
         ConfigurationError: An option is out of its range.
@@ -62,6 +65,9 @@ class FederatedDataModule(L.LightningDataModule):
 
     num_classes: int
     """Number of classes; labels are ``0 .. num_classes - 1``."""
+
+    fill = torch.tensor(0.0)
+    """What lies outside of an image ``[C, H, W]``, in a shape that expands to it."""
 
     def __init__(
         self,
@@ -76,6 +82,7 @@ class FederatedDataModule(L.LightningDataModule):
         eval_batch_size: int | None = 1024,
         eval_chunk: int = 64,
         holdout_clients: float = 0.0,
+        augmentation: Augmentation | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -100,6 +107,7 @@ class FederatedDataModule(L.LightningDataModule):
         self.eval_batch_size = eval_batch_size
         self.eval_chunk = eval_chunk
         self.holdout_clients = holdout_clients
+        self.augmentation = augmentation
         self.seed = seed
 
     def samples(self, client: int, split: Split) -> tuple[Tensor, Tensor]:
@@ -193,6 +201,30 @@ class FederatedDataModule(L.LightningDataModule):
         count = int(self.num_samples("train")[client])
         return sample_order(count, self.seed, round, client, epoch)
 
+    def noise(self, count: int, client: int, round: int, epoch: int = 0) -> Tensor:
+        """Return the uniform numbers that augment a client's samples, ``[count, num_draws]``.
+
+        Args:
+            count: Number of samples.
+            client: The client's id.
+            round: Index of the communication round.
+            epoch: Index of the local epoch within the round.
+        """
+        draws = self.augmentation.num_draws if self.augmentation is not None else 0
+        random = generator(Purpose.AUGMENT, self.seed, round, client, epoch)
+        return torch.rand(count, draws, generator=random)
+
+    def augment(self, x: Tensor, client: int, round: int, epoch: int = 0) -> Tensor:
+        """Return a client's training features ``[n, ...]`` as it sees them in one local epoch.
+
+        Without an ``augmentation`` these are the features themselves. Arguments as of
+        :meth:`order`.
+        """
+        if self.augmentation is None:
+            return x
+        noise = self.noise(len(x), client, round, epoch)
+        return self.augmentation(x, noise.to(x.device), self.fill.to(x))
+
     def dataset(self, clients: Tensor, split: Split) -> IndexedSamples:
         """Return the samples of some clients, one client after the other, as one torch Dataset."""
         pairs = [self.samples(client, split) for client in clients.tolist()]
@@ -276,10 +308,21 @@ class _LocalData(L.LightningDataModule):
         self.data.setup(stage)
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Yield shuffled training batches; the order depends on the seed and the epoch."""
-        dataset = self.data.dataset(self.clients, "train")
-        order = EpochSampler(len(dataset), self.data.seed, self.order_of)
-        return batch_loader(dataset, self.data.batch_size, order)
+        """Yield shuffled training batches; order and augmentation depend on seed and epoch."""
+        data = self.data
+        dataset = data.dataset(self.clients, "train")
+        order = EpochSampler(len(dataset), data.seed, self.order_of)
+        if (augmentation := data.augmentation) is None:
+            return batch_loader(dataset, data.batch_size, order)
+
+        @lru_cache(maxsize=1)
+        def noise(epoch: int) -> Tensor:
+            return data.noise(len(dataset), self.order_of, epoch)
+
+        def augment(x: Tensor, positions: Tensor) -> Tensor:
+            return augmentation(x, noise(order.epoch)[positions], data.fill.to(x))
+
+        return batch_loader(AugmentedSamples(dataset, augment), data.batch_size, order)
 
     def val_dataloader(self) -> DataLoader[Batch] | list[Tensor]:
         """Yield validation batches in a fixed order."""

@@ -44,12 +44,12 @@ def sample_order(count: int, seed: int, round: int, client: int = 0, epoch: int 
 
 
 class IndexedSamples(Dataset[Batch]):
-    """Samples of one tensor pair, given by their positions in it; batches are gathered at once.
+    """Samples whose features are rows of a larger tensor; batches are gathered at once.
 
     Args:
-        x: Features of the whole data set, ``[N, ...]``.
-        y: Labels of the whole data set, ``[N]``.
-        indices: Positions of this data set's samples, ``[n]``; ``None`` means all.
+        x: Features ``[N, ...]``.
+        y: Labels of these samples ``[n]``.
+        rows: Where in ``x`` they lie ``[n]``; ``None`` means that sample ``i`` is ``x[i]``.
         transform: What is done to gathered features.
     """
 
@@ -57,16 +57,16 @@ class IndexedSamples(Dataset[Batch]):
         self,
         x: Tensor,
         y: Tensor,
-        indices: Tensor | None = None,
+        rows: Tensor | None = None,
         transform: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.x = x
         self.y = y
-        self.indices = indices
+        self.rows = rows
         self.transform = transform
 
     def __len__(self) -> int:
-        return len(self.y if self.indices is None else self.indices)
+        return len(self.y)
 
     def __getitem__(self, index: int) -> Batch:
         x, y = self.__getitems__([index])
@@ -75,10 +75,35 @@ class IndexedSamples(Dataset[Batch]):
     def __getitems__(self, batch: Sequence[int]) -> Batch:
         """Gather a batch: features ``[b, ...]`` and labels ``[b]``."""
         chosen = torch.as_tensor(batch)
-        if self.indices is not None:
-            chosen = self.indices[chosen]
-        x = self.x[chosen]
+        x = self.x[chosen if self.rows is None else self.rows[chosen]]
         return x if self.transform is None else self.transform(x), self.y[chosen]
+
+
+class AugmentedSamples(Dataset[Batch]):
+    """Samples whose features are changed as they are gathered.
+
+    Args:
+        samples: The samples as they are.
+        augment: Gets the features of a batch ``[b, ...]`` and their positions ``[b]``.
+    """
+
+    def __init__(
+        self, samples: IndexedSamples, augment: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        self.samples = samples
+        self.augment = augment
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Batch:
+        x, y = self.__getitems__([index])
+        return x[0], y[0]
+
+    def __getitems__(self, batch: Sequence[int]) -> Batch:
+        """Gather a batch: features ``[b, ...]`` and labels ``[b]``."""
+        x, y = self.samples.__getitems__(batch)
+        return self.augment(x, torch.as_tensor(batch)), y
 
 
 class EpochSampler(Sampler[int]):
@@ -106,7 +131,9 @@ def _as_gathered(batch: Any) -> Any:
 
 
 def batch_loader(
-    dataset: IndexedSamples, batch_size: int | None, sampler: EpochSampler | None = None
+    dataset: IndexedSamples | AugmentedSamples,
+    batch_size: int | None,
+    sampler: EpochSampler | None = None,
 ) -> DataLoader[Batch]:
     """Return a stock DataLoader of gathered batches; ``batch_size=None`` is one batch of all."""
     size = max(1, len(dataset)) if batch_size is None else batch_size

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from pflight.errors import ConfigurationError
 
-from .partition import Ints, Natural, Partition
+from .partition import Natural, Partition
 from .partitioned import PartitionedDataModule
+from .samples import Samples
 
 _COMPLETE = ["images_background", "images_evaluation"]
 _ARCHIVES = [*_COMPLETE, "images_background_small1", "images_background_small2"]
@@ -104,7 +105,7 @@ class Omniglot(PartitionedDataModule):
             except (OSError, RuntimeError) as error:
                 raise ConfigurationError(f"could not download {url}: {error}") from error
 
-    def load(self) -> tuple[Tensor, Tensor, Ints | None]:
+    def load(self) -> Samples:
         """See :meth:`PartitionedDataModule.load`."""
         classes = sorted({self._class_of(drawing) for drawing in self._drawings})
         number = {kind: label for label, kind in enumerate(classes)}
@@ -118,7 +119,7 @@ class Omniglot(PartitionedDataModule):
                     images[position] = self._read(archive, member)
         labels = [number[self._class_of(drawing)] for drawing in self._drawings]
         drawers = np.array([int(drawer) for _, _, drawer in self._drawings])
-        return torch.from_numpy(images), torch.tensor(labels), drawers
+        return Samples(torch.from_numpy(images), torch.tensor(labels), drawers)
 
     def transform(self, x: Tensor) -> Tensor:
         """Scale bytes to [0, 1]."""

@@ -7,15 +7,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import maximum_flow
 
 from pflight.errors import ConfigurationError
 from pflight.randomness import Purpose, numpy_generator
 
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
+from .dealing import (
+    Bools,
+    Ints,
+    by_owner,
+    choose_classes,
+    cut_evenly,
+    deal,
+    deal_alike,
+    equal_sizes,
+    largest_remainder,
+)
 
 
 class Partition(ABC):
@@ -43,6 +49,39 @@ class Partition(ABC):
         Raises:
             ConfigurationError: The data can't be dealt so; the message states the counts.
         """
+
+    def deal(
+        self,
+        labels: Ints,
+        test: Bools,
+        num_clients: int | None,
+        seed: int,
+        groups: Ints | None = None,
+    ) -> list[Ints]:
+        """Deal the training samples by :meth:`split` and the test samples in the same proportions.
+
+        A client that holds a tenth of the training samples of a class gets a tenth of that class's
+        test samples, by largest remainder with ties at random. Test samples of a class that nobody
+        trains on stay out.
+
+        Args:
+            labels: The class of each sample, ``[n]``.
+            test: Which samples belong to the data set's own test set, ``[n]``.
+            num_clients: How many clients to make; ``None`` only where the data decide.
+            seed: Seed of all draws.
+            groups: Who made each sample, ``[n]``, where the data say so.
+
+        Returns:
+            For each client the sorted positions of its samples of both kinds.
+
+        Raises:
+            ConfigurationError: The data can't be dealt so; the message states the counts.
+        """
+        train = np.flatnonzero(~test)
+        made_by = None if groups is None else groups[train]
+        parts = [train[part] for part in self.split(labels[train], num_clients, seed, made_by)]
+        tests = deal_alike(labels, test, parts, numpy_generator(Purpose.PARTITION, seed, 4))
+        return [np.sort(np.concatenate(both)) for both in zip(parts, tests, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -109,7 +148,7 @@ class Dirichlet(Partition):
         """See :meth:`Partition.split`."""
         num_clients = _checked(num_clients, len(labels), self.min_samples)
         random = numpy_generator(Purpose.PARTITION, seed)
-        _, supply = np.unique(labels, return_counts=True)
+        _, kinds, supply = np.unique(labels, return_inverse=True, return_counts=True)
         best = self._draw(supply, num_clients, random)
         for _ in range(self.max_draws - 1):
             if _smallest(best) >= self.min_samples:
@@ -123,7 +162,7 @@ class Dirichlet(Partition):
                     "min_samples, raise alpha or choose too_few='move'"
                 )
             self._mend(best, random)
-        return _deal(labels, best, random)
+        return deal(kinds, best, random)
 
     def _draw(self, supply: Ints, num_clients: int, random: np.random.Generator) -> Ints:
         """Return how many samples of each class each client gets, ``[classes, clients]``."""
@@ -184,24 +223,16 @@ class ClassesPerClient(Partition):
         """See :meth:`Partition.split`."""
         num_clients = _checked(num_clients, len(labels))
         random = numpy_generator(Purpose.PARTITION, seed)
-        classes, supply = np.unique(labels, return_counts=True)
-        chosen = _choose_classes(self.k, len(classes), num_clients, random)
+        classes, kinds, supply = np.unique(labels, return_inverse=True, return_counts=True)
+        _check_has_classes(self.k, classes)
+        chosen = choose_classes(self.k, len(classes), num_clients, random)
         if self.samples_per_client is None:
-            slots = chosen.sum(axis=1)
-            if (short := (supply < slots)).any():
-                worst = short.argmax()
-                raise ConfigurationError(
-                    f"{self} gives class {classes[worst]} to {slots[worst]} of {num_clients} "
-                    f"clients, but it has only {supply[worst]} samples"
-                )
-            share, rest = np.divmod(supply, np.maximum(slots, 1))
-            counts = chosen * (share[:, None] + (chosen.cumsum(axis=1) <= rest[:, None]))
-        else:
-            found = _equal_sizes(chosen, 1.0, self.samples_per_client, supply)
-            if found is None:
-                raise _shortage(self, num_clients, self.samples_per_client, classes, supply)
-            counts = found
-        return _deal(labels, counts, random)
+            _check_pieces(self, chosen, classes, supply)
+            return deal(kinds, cut_evenly(chosen, supply), random)
+        counts = equal_sizes(chosen, 1.0, self.samples_per_client, supply, random)
+        if counts is None:
+            raise _shortage(self, num_clients, self.samples_per_client, classes, supply)
+        return deal(kinds, counts, random)
 
 
 @dataclass(frozen=True)
@@ -239,22 +270,20 @@ class DominantClasses(Partition):
         """See :meth:`Partition.split`."""
         num_clients = _checked(num_clients, len(labels))
         random = numpy_generator(Purpose.PARTITION, seed)
-        classes, supply = np.unique(labels, return_counts=True)
-        chosen = _choose_classes(self.k, len(classes), num_clients, random)
+        classes, kinds, supply = np.unique(labels, return_inverse=True, return_counts=True)
+        _check_has_classes(self.k, classes)
+        chosen = choose_classes(self.k, len(classes), num_clients, random)
         if self.share * len(classes) < self.k:
             raise ConfigurationError(
                 f"{self}: {self.k} of {len(classes)} classes with {self.share:.0%} of the samples "
                 "would not dominate"
             )
-        if self.samples_per_client is not None:
-            sizes = range(self.samples_per_client, self.samples_per_client - 1, -1)
-        else:
-            largest = self._largest_size(chosen, supply)
-            sizes = range(largest, max(0, largest - 2 * len(classes)), -1)
-        for size in sizes:
-            counts = _equal_sizes(chosen, self.share, size, supply)
+        largest = self.samples_per_client or self._largest_size(chosen, supply)
+        smallest = self.samples_per_client or max(1, largest - 2 * len(classes))
+        for size in range(largest, smallest - 1, -1):
+            counts = equal_sizes(chosen, self.share, size, supply, random)
             if counts is not None:
-                return _deal(labels, counts, random)
+                return deal(kinds, counts, random)
         raise _shortage(self, num_clients, self.samples_per_client or 1, classes, supply)
 
     def _largest_size(self, chosen: Bools, supply: Ints) -> int:
@@ -265,6 +294,125 @@ class DominantClasses(Partition):
         demand = slots * share / k + (chosen.shape[1] - slots) * (1 - share) / max(others, 1)
         needed = demand > 0
         return int((supply[needed] / demand[needed]).min()) + 1
+
+
+@dataclass(frozen=True)
+class ClassShards(Partition):
+    """Each class is cut into equal shards, and each client gets ``k`` shards, dealt as cards.
+
+    Each class has ``k * num_clients / classes`` shards; where that is not whole, some classes drawn
+    at random have one more than the others. The first shards of a class are larger by one sample
+    if it does not divide evenly. A client may get two shards of one class. This is the partition of
+    Collins et al. (2021), "Exploiting Shared Representations for Personalized Federated Learning",
+    without its repetition of samples, and of FedEC (Lan et al.).
+
+    Args:
+        k: Shards per client.
+        max_samples: A client with more keeps so many, in the same class proportions; ``None`` keeps
+            all. With :meth:`Partition.deal` it limits the training samples, and the client's
+            share of the test set shrinks as they do.
+
+    Example:
+        >>> labels = np.arange(6000) % 10
+        >>> parts = ClassShards(2).split(labels, 100, seed=0)
+        >>> sorted({len(part) for part in parts})
+        [60]
+    """
+
+    k: int = 2
+    max_samples: int | None = 500
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ConfigurationError(f"k, the shards per client, must be at least 1, got {self.k}")
+        if self.max_samples is not None and self.max_samples < 1:
+            raise ConfigurationError(
+                f"ClassShards max_samples must be at least 1, got {self.max_samples}"
+            )
+
+    def split(
+        self, labels: Ints, num_clients: int | None, seed: int, groups: Ints | None = None
+    ) -> list[Ints]:
+        """See :meth:`Partition.split`."""
+        num_clients = _checked(num_clients, len(labels))
+        random = numpy_generator(Purpose.PARTITION, seed)
+        classes, kinds, supply = np.unique(labels, return_inverse=True, return_counts=True)
+        each, rest = divmod(self.k * num_clients, len(classes))
+        more = random.choice(len(classes), rest, replace=False)
+        shards = random.permutation(np.r_[np.repeat(np.arange(len(classes)), each), more])
+        slots = np.zeros((len(classes), num_clients), dtype=np.int64)
+        np.add.at(slots, (shards, np.repeat(np.arange(num_clients), self.k)), 1)
+        _check_pieces(self, slots, classes, supply)
+        counts = cut_evenly(slots, supply)
+        if self.max_samples is not None:
+            kept = np.minimum(1, self.max_samples / counts.sum(axis=0))
+            counts = largest_remainder((counts * kept).T, random).T
+        return deal(kinds, counts, random)
+
+
+@dataclass(frozen=True)
+class ConsecutiveClasses(Partition):
+    """Client ``u`` has the classes ``u, u + 1, ..., u + k - 1``, and sizes have a long tail.
+
+    Classes count from 0 in ascending order, and after the last comes the first. A client asks for
+    ``minimum`` samples and the floor of a log-normal number, spread over its classes equally to
+    within one. Samples are dealt disjointly: where a class has fewer than its clients ask for, all
+    of them get the same part of what they asked for.
+
+    With the defaults and 150 clients this is FedEC's partition of ten letters of FEMNIST (Lan et
+    al.). There 200 clients are generated and 150 used. Here the other 50 would only take samples
+    away from them, and are left out.
+
+    Args:
+        k: Classes per client.
+        minimum: Samples that each client asks for at least.
+        log_mean: Mean of the logarithm of the further samples.
+        log_std: Standard deviation of that logarithm.
+
+    Example:
+        >>> labels = np.arange(8000) % 10
+        >>> parts = ConsecutiveClasses(3).split(labels, 20, seed=0)
+        >>> np.unique(labels[parts[9]]).tolist()
+        [0, 1, 9]
+    """
+
+    k: int = 3
+    minimum: int = 100
+    log_mean: float = 4.0
+    log_std: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ConfigurationError(f"k, the classes per client, must be at least 1, got {self.k}")
+        if self.minimum < self.k:
+            raise ConfigurationError(
+                f"ConsecutiveClasses minimum must be at least k = {self.k}, got {self.minimum}"
+            )
+        if self.log_std < 0:
+            raise ConfigurationError(
+                f"ConsecutiveClasses log_std must be at least 0, got {self.log_std}"
+            )
+
+    def split(
+        self, labels: Ints, num_clients: int | None, seed: int, groups: Ints | None = None
+    ) -> list[Ints]:
+        """See :meth:`Partition.split`."""
+        num_clients = _checked(num_clients, len(labels))
+        random = numpy_generator(Purpose.PARTITION, seed)
+        classes, kinds, supply = np.unique(labels, return_inverse=True, return_counts=True)
+        _check_has_classes(self.k, classes)
+        tail = random.lognormal(self.log_mean, self.log_std, num_clients)
+        sizes = self.minimum + np.minimum(tail, len(labels)).astype(np.int64)
+        share, rest = np.divmod(sizes, self.k)
+        clients = np.arange(num_clients)
+        asked = np.zeros((len(classes), num_clients), dtype=np.int64)
+        for place in range(self.k):
+            asked[(clients + place) % len(classes), clients] = share + (place < rest)
+        given = np.minimum(1, supply / np.maximum(asked.sum(axis=1), 1))
+        counts = largest_remainder(asked * given[:, None], random)
+        if _smallest(counts) == 0:
+            raise _shortage(self, num_clients, int(sizes.min()), classes, supply)
+        return deal(kinds, counts, random)
 
 
 @dataclass(frozen=True)
@@ -292,59 +440,21 @@ class Natural(Partition):
             raise ConfigurationError(
                 f"num_clients is {num_clients}, but the data come from {len(people)} people"
             )
-        parts = _by_owner(owner, len(people))
+        parts = by_owner(owner, len(people))
         random = numpy_generator(Purpose.PARTITION, seed)
         drawn = random.choice(len(people), num_clients, replace=False)
         return [parts[person] for person in np.sort(drawn)]
 
-
-def stratified_split(
-    labels: Ints, val_fraction: float, test_fraction: float, random: np.random.Generator
-) -> tuple[Ints, Ints, Ints]:
-    """Split one client's samples so that the three parts have the same class proportions.
-
-    The test part is set aside first, validation then comes out of the training data. Of each class
-    the kept part gets the floor of its share, and what is missing to the rounded total goes to the
-    classes with the largest fractions, ties at random. A client keeps at least one training sample.
-
-    Args:
-        labels: The class of each sample, ``[n]``.
-        val_fraction: Share of all samples for validation.
-        test_fraction: Share of all samples for testing.
-        random: Decides which samples go where.
-
-    Returns:
-        Sorted positions of the training, validation and test samples.
-
-    Example:
-        >>> labels = np.repeat([0, 1], [10, 20])
-        >>> parts = stratified_split(labels, 0.1, 0.2, np.random.default_rng(0))
-        >>> [np.bincount(labels[part]).tolist() for part in parts]
-        [[7, 14], [1, 2], [2, 4]]
-    """
-    positions = np.arange(len(labels))
-    kept, test = _stratified_pair(positions, labels, 1 - test_fraction, random)
-    share = 1 - val_fraction / (1 - test_fraction)
-    train, val = _stratified_pair(kept, labels[kept], share, random)
-    return train, val, test
-
-
-def _stratified_pair(
-    positions: Ints, labels: Ints, share: float, random: np.random.Generator
-) -> tuple[Ints, Ints]:
-    """Split ``positions`` into ``share`` of each class and the rest."""
-    if len(positions) == 0 or share >= 1:
-        return positions, positions[:0]
-    _, kinds, sizes = np.unique(labels, return_inverse=True, return_counts=True)
-    ideal = np.round(share * sizes, 9)
-    quota = np.floor(ideal).astype(np.int64)
-    missing = max(1, int(np.floor(share * len(labels) + 0.5))) - quota.sum()
-    quota[np.lexsort((random.random(len(sizes)), quota - ideal))[:missing]] += 1
-    by_class = np.lexsort((random.random(len(labels)), kinds))
-    rank = np.arange(len(labels)) - np.repeat(sizes.cumsum() - sizes, sizes)
-    first = np.empty(len(labels), dtype=bool)
-    first[by_class] = rank < quota[kinds[by_class]]
-    return positions[first], positions[~first]
+    def deal(
+        self,
+        labels: Ints,
+        test: Bools,
+        num_clients: int | None,
+        seed: int,
+        groups: Ints | None = None,
+    ) -> list[Ints]:
+        """Give everybody their own samples, of both kinds."""
+        return self.split(labels, num_clients, seed, groups)
 
 
 def _checked(num_clients: int | None, num_samples: int, least: int = 1) -> int:
@@ -357,6 +467,22 @@ def _checked(num_clients: int | None, num_samples: int, least: int = 1) -> int:
             f"with at least {least} each"
         )
     return num_clients
+
+
+def _check_has_classes(k: int, classes: Ints) -> None:
+    if k > len(classes):
+        raise ConfigurationError(f"k is {k}, but the data have only {len(classes)} classes")
+
+
+def _check_pieces(partition: Partition, slots: Ints | Bools, classes: Ints, supply: Ints) -> None:
+    """Check that each class has a sample for each of the pieces it is cut into."""
+    pieces = slots.sum(axis=1)
+    if (short := supply < pieces).any():
+        worst = short.argmax()
+        raise ConfigurationError(
+            f"{partition} cuts class {classes[worst]} into {pieces[worst]} pieces for "
+            f"{slots.shape[1]} clients, more than its samples ({supply[worst]})"
+        )
 
 
 def _smallest(counts: Ints) -> int:
@@ -373,65 +499,6 @@ def _check_k_and_size(k: int, samples_per_client: int | None) -> None:
         )
 
 
-def _choose_classes(
-    k: int, num_classes: int, num_clients: int, random: np.random.Generator
-) -> Bools:
-    """Choose ``k`` distinct classes for each client, those used least so far, ties at random.
-
-    Returns:
-        A mask ``[classes, clients]`` whose rows have equal sums to within one.
-    """
-    if k > num_classes:
-        raise ConfigurationError(f"k is {k}, but the data have only {num_classes} classes")
-    chosen = np.zeros((num_classes, num_clients), dtype=bool)
-    used = np.zeros(num_classes, dtype=np.int64)
-    for client in range(num_clients):
-        classes = np.lexsort((random.random(num_classes), used))[:k]
-        chosen[classes, client] = True
-        used[classes] += 1
-    return chosen
-
-
-def _equal_sizes(chosen: Bools, share: float, size: int, supply: Ints) -> Ints | None:
-    """Give each client ``size`` samples, ``share`` of them from its chosen classes.
-
-    Amounts are equal within the chosen and within the other classes. The samples left by rounding
-    go, at most one for a client and class, where the classes still have some: a flow from clients
-    to classes decides.
-
-    Returns:
-        Counts ``[classes, clients]``, or ``None`` if the supply does not allow them.
-    """
-    num_classes, num_clients = chosen.shape
-    k = int(chosen[:, 0].sum())
-    dominant = int(np.floor(share * size + 0.5)) if k < num_classes else size
-    base, extra = np.divmod([dominant, size - dominant], [k, max(num_classes - k, 1)])
-    counts = np.where(chosen, base[0], base[1])
-    spare = supply - counts.sum(axis=1)
-    if (spare < 0).any():
-        return None
-    if not extra.any():
-        return counts
-    # Nodes: source, clients (chosen part), clients (other part), classes, sink.
-    source, sink = 0, 2 * num_clients + num_classes + 1
-    classes, clients = np.indices(chosen.shape).reshape(2, -1)
-    part = 1 + clients + num_clients * ~chosen.ravel()
-    tails = np.r_[
-        np.zeros(2 * num_clients, int), part, 2 * num_clients + 1 + np.arange(num_classes)
-    ]
-    heads = np.r_[1 + np.arange(2 * num_clients), 2 * num_clients + 1 + classes]
-    heads = np.r_[heads, np.full(num_classes, sink)]
-    limits = np.r_[np.repeat(extra, num_clients), np.ones(chosen.size, int), spare]
-    graph = coo_array((limits.astype(np.int32), (tails, heads)), shape=(sink + 1, sink + 1))
-    flow = maximum_flow(graph.tocsr(), source, sink)
-    if flow.flow_value < extra.sum() * num_clients:
-        return None
-    given = flow.flow.tocoo()
-    out = (given.row > 0) & (given.row <= 2 * num_clients) & (given.data > 0)
-    counts[given.col[out] - 2 * num_clients - 1, (given.row[out] - 1) % num_clients] += 1
-    return counts
-
-
 def _shortage(
     partition: Partition, num_clients: int, size: int, classes: Ints, supply: Ints
 ) -> ConfigurationError:
@@ -441,22 +508,3 @@ def _shortage(
         f"{supply.sum()} in {len(classes)} classes, of class {classes[rarest]} only "
         f"{supply[rarest]}"
     )
-
-
-def _deal(labels: Ints, counts: Ints, random: np.random.Generator) -> list[Ints]:
-    """Deal shuffled samples: ``counts[c, i]`` of the c-th class to client i."""
-    num_clients = counts.shape[1]
-    by_class = np.lexsort((random.random(len(labels)), labels))
-    owner = np.full(len(labels), num_clients)
-    start = 0
-    for row, size in zip(counts, np.unique(labels, return_counts=True)[1], strict=True):
-        owner[by_class[start : start + row.sum()]] = np.repeat(np.arange(num_clients), row)
-        start += size
-    return _by_owner(owner, num_clients)
-
-
-def _by_owner(owner: Ints, num_clients: int) -> list[Ints]:
-    """List each client's positions; samples of no client have an owner past the last."""
-    order = np.argsort(owner, kind="stable")
-    ends = np.searchsorted(owner[order], np.arange(num_clients), side="right")
-    return np.split(order[: ends[-1]], ends[:-1])

@@ -10,9 +10,11 @@ from torch import Tensor
 from pflight.errors import ConfigurationError
 from pflight.randomness import Purpose, numpy_generator
 
+from .dealing import Ints, stratified_splits
 from .federated import SPLITS, FederatedDataModule, Split
 from .loaders import IndexedSamples
-from .partition import Ints, Partition, stratified_split
+from .partition import Partition
+from .samples import Samples
 
 
 class PartitionedDataModule(FederatedDataModule):
@@ -25,8 +27,12 @@ class PartitionedDataModule(FederatedDataModule):
     Args:
         partition: How samples are dealt to clients.
         num_clients: Number of clients; ``null`` where the partition finds them in the data.
-        val_fraction: Share of each client's samples for validation.
+        val_fraction: Share of each client's samples for validation; with ``official_test``, share
+            of those it could train on.
         test_fraction: Share of each client's samples for testing.
+        official_test: Whether the data set's own test samples stay test samples, of which each
+            client gets the share that it has of the training samples of a class. Otherwise both
+            are pooled.
         **kwargs: Further arguments of :class:`FederatedDataModule`.
 
     Raises:
@@ -40,6 +46,7 @@ class PartitionedDataModule(FederatedDataModule):
         num_clients: int | None = None,
         val_fraction: float = 0.1,
         test_fraction: float = 0.2,
+        official_test: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -58,16 +65,12 @@ class PartitionedDataModule(FederatedDataModule):
         self.partition = partition
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
-        self._x: Tensor | None = None
-        self._y: Tensor | None = None
+        self.official_test = official_test
+        self._samples: Samples | None = None
         self._indices: dict[Split, list[Tensor]] = {}
 
-    def load(self) -> tuple[Tensor, Tensor, Ints | None]:
-        """Read the whole data set.
-
-        Returns:
-            Features ``[n, ...]``, labels ``[n]``, and who made each sample ``[n]`` if known.
-        """
+    def load(self) -> Samples:
+        """Read the whole data set."""
         raise NotImplementedError(f"{type(self).__name__} must define load()")
 
     def transform(self, x: Tensor) -> Tensor:
@@ -76,42 +79,52 @@ class PartitionedDataModule(FederatedDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Load and deal the data; doing it again changes nothing."""
-        if self._x is None:
-            x, y, groups = self.load()
-            labels = y.numpy()
-            num_clients = getattr(self, "num_clients", None)
-            parts = self.partition.split(labels, num_clients, self.seed, groups)
-            splits = [self._split(client, part, labels) for client, part in enumerate(parts)]
-            columns = zip(SPLITS, zip(*splits, strict=True), strict=True)
-            self._indices = {split: list(indices) for split, indices in columns}
-            self._x, self._y, self.num_clients = x, y, len(parts)
+        if self._samples is None:
+            samples = self.load()
+            self._indices = {
+                split: [torch.from_numpy(part) for part in parts]
+                for split, parts in zip(SPLITS, self._deal(samples), strict=True)
+            }
+            self._samples, self.num_clients = samples, len(self._indices["train"])
         super().setup(stage)
 
-    def _split(self, client: int, part: Ints, labels: Ints) -> list[Tensor]:
-        random = numpy_generator(Purpose.PARTITION, self.seed, 1, client)
-        splits = stratified_split(labels[part], self.val_fraction, self.test_fraction, random)
-        return [torch.from_numpy(part[positions]) for positions in splits]
+    def _deal(self, samples: Samples) -> tuple[list[Ints], list[Ints], list[Ints]]:
+        """Return each client's positions for training, for validation and for testing."""
+        labels, test = samples.y.numpy(), samples.test
+        arguments = getattr(self, "num_clients", None), self.seed, samples.groups
+        random = numpy_generator(Purpose.PARTITION, self.seed, 1)
+        if not self.official_test:
+            parts = self.partition.split(labels, *arguments)
+            return stratified_splits(labels, parts, self.val_fraction, self.test_fraction, random)
+        if test is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} has no test set of its own: official_test must be false"
+            )
+        parts = self.partition.deal(labels, test, *arguments)
+        known = [part[~test[part]] for part in parts]
+        train, val, _ = stratified_splits(labels, known, self.val_fraction, 0.0, random)
+        return train, val, [part[test[part]] for part in parts]
 
     def samples(self, client: int, split: Split) -> tuple[Tensor, Tensor]:
         """See :meth:`FederatedDataModule.samples`."""
-        x, y = self._held()
+        held = self._held()
         self.check_client(client)
         indices = self._indices[split][client]
-        return self.transform(x[indices]), y[indices]
+        return self.transform(held.x[held.rows_of(indices)]), held.y[indices]
 
     def labels(self, client: int, split: Split) -> Tensor:
         """See :meth:`FederatedDataModule.labels`."""
-        _, y = self._held()
+        held = self._held()
         self.check_client(client)
-        return y[self._indices[split][client]]
+        return held.y[self._indices[split][client]]
 
     def dataset(self, clients: Tensor, split: Split) -> IndexedSamples:
         """See :meth:`FederatedDataModule.dataset`; nothing is copied."""
-        x, y = self._held()
+        held = self._held()
         indices = torch.cat([self._indices[split][client] for client in clients.tolist()])
-        return IndexedSamples(x, y, indices, self.transform)
+        return IndexedSamples(held.x, held.y[indices], held.rows_of(indices), self.transform)
 
-    def _held(self) -> tuple[Tensor, Tensor]:
-        if self._x is None or self._y is None:
+    def _held(self) -> Samples:
+        if self._samples is None:
             raise ConfigurationError(f"call {type(self).__name__}.setup() before reading its data")
-        return self._x, self._y
+        return self._samples

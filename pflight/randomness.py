@@ -26,6 +26,8 @@ class Purpose(IntEnum):
     FINETUNE = 5
     SERVER = 6
     SAMPLE = 7
+    AUGMENT = 8
+    DATA = 9
 
 
 def derive_seed(purpose: Purpose, *keys: int) -> int:

@@ -193,8 +193,10 @@ class SequentialEngine:
         client.train()
         self._call("on_train_start")
         while sizes and not trainer.finished:
-            order = self.data.order(client_id, round_index, trainer.current_epoch).to(self.device)
-            self._train_epoch(x[order].split(sizes), y[order].split(sizes))
+            epoch = client_id, round_index, trainer.current_epoch
+            order = self.data.order(*epoch).to(self.device)
+            inputs = self.data.augment(x, *epoch)[order]
+            self._train_epoch(inputs.split(sizes), y[order].split(sizes))
         self._call("on_train_end")
 
     def _train_epoch(self, inputs: tuple[Tensor, ...], labels: tuple[Tensor, ...]) -> None:
@@ -271,6 +273,7 @@ class SequentialEngine:
         client.train()
         client.zero_grad()
         sizes = self._batch_sizes(len(y))[:batches]
+        x = self.data.augment(x, client_id, round_index)
         if batches is not None:
             order = self.data.order(client_id, round_index, 0)[: sum(sizes)].to(self.device)
             x, y = x[order], y[order]

@@ -1,12 +1,14 @@
+import copy
+
 import lightning as L
 import pytest
 import torch
 from torch import nn
 
 from pflight.callbacks import FedAvg
-from pflight.datamodules import TensorClients
+from pflight.datamodules import CropAndFlip, TensorClients
 from pflight.errors import ConfigurationError
-from pflight.models import ClientModule
+from pflight.models import MLP, ClientModule
 from tests import reference
 from tests.runs import (
     CLASSES,
@@ -142,6 +144,24 @@ def test_one_client_and_plain_sgd_go_on_like_a_plain_trainer() -> None:
     torch.testing.assert_close(
         federation.server_states()[0], dict(alone.state_dict()), rtol=1e-12, atol=1e-14
     )
+
+
+def test_one_client_with_augmentation_goes_on_like_a_plain_trainer() -> None:
+    images = torch.randn(9, 3, 4, 4, dtype=torch.float64)
+    labels = torch.arange(9) % CLASSES
+    options = {"num_classes": CLASSES, "batch_size": 4, "seed": 3}
+    crop = CropAndFlip(padding=1)
+    data = TensorClients([(images, labels)], augmentation=crop, **options)
+    template = network_client(MLP(48, [5], CLASSES).double(), optimizer=sgd(0.1))
+    federation = run(template, data, FedAvg(), rounds=3)
+    for local in (data.client(0), data.centralized()):
+        alone = copy.deepcopy(template)
+        quiet_trainer(3, limit_val_batches=0).fit(alone, datamodule=local)
+        torch.testing.assert_close(
+            federation.server_states()[0], dict(alone.state_dict()), rtol=1e-12, atol=1e-14
+        )
+    plain = run(template, TensorClients([(images, labels)], **options), FedAvg(), rounds=3)
+    assert flat(plain.server_states()[0]) != pytest.approx(flat(federation.server_states()[0]))
 
 
 def test_the_callers_client_is_never_changed() -> None:

@@ -150,6 +150,12 @@ def test_fashion_mnist_pools_and_normalises(fashion):
     assert loaded.dtype == torch.float32
 
 
+def test_fashion_mnists_own_test_set_can_stay_one(fashion):
+    data = FashionMNIST(str(fashion), partition=IID(), num_clients=2, official_test=True)
+    data.setup()
+    assert data.class_counts("test").sum(dim=0).tolist() == [4] * 10
+
+
 def test_fashion_mnist_reads_torchvisions_folder_and_skips_the_download(fashion):
     raw = fashion / "somewhere" / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)

@@ -1,12 +1,21 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import lightning as L
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from pflight.datamodules import Centralized, ClientData, FederatedDataModule, TensorClients
+from pflight.datamodules import (
+    Augmentation,
+    Centralized,
+    ClientData,
+    FederatedDataModule,
+    TensorClients,
+)
 from pflight.errors import ConfigurationError
 
 
@@ -108,6 +117,48 @@ def test_one_client_with_all_data_is_the_centralized_run():
         for loader in loaders:
             loader.sampler.set_epoch(epoch)
         assert values(loaders[0]) == values(loaders[1])
+
+
+@dataclass(frozen=True)
+class AddNoise(Augmentation):
+    """Adds each sample's random number to its feature."""
+
+    num_draws: ClassVar[int] = 1
+
+    def __call__(self, x: Tensor, noise: Tensor, fill: Tensor) -> Tensor:
+        return x + noise + fill
+
+
+def test_augmentation_depends_on_seed_round_client_and_epoch():
+    x = torch.zeros(50, 1)
+    data = TensorClients(clients(50, 50), num_classes=2, augmentation=AddNoise())
+    other = TensorClients(clients(50, 50), num_classes=2, augmentation=AddNoise(), seed=1)
+    changed = [
+        data.augment(x, 0, 0, 0),
+        data.augment(x, 1, 0, 0),
+        data.augment(x, 0, 1, 0),
+        data.augment(x, 0, 0, 1),
+        other.augment(x, 0, 0, 0),
+    ]
+    assert len({tuple(features.flatten().tolist()) for features in changed}) == 5
+    assert torch.equal(data.augment(x, 1, 3, 2), data.augment(x, 1, 3, 2))
+    assert make().augment(x, 0, 0) is x
+
+
+@pytest.mark.parametrize("batch_size", [3, None])
+def test_loaders_augment_the_training_samples_alone(batch_size: int | None):
+    data = make(batch_size=batch_size, augmentation=AddNoise())
+    loader = data.client(1).train_dataloader()
+    for round in (0, 4):
+        loader.sampler.set_epoch(round)
+        x, y = data.samples(1, "train")
+        order = data.order(1, round)
+        seen = [torch.cat(parts) for parts in zip(*loader, strict=True)]
+        assert torch.equal(seen[0], data.augment(x, 1, round)[order])
+        assert torch.equal(seen[1], y[order])
+    dataset = data.centralized().train_dataloader().dataset
+    assert dataset[3][0] == dataset.__getitems__([1, 3])[0][1]
+    assert values(data.client(1).val_dataloader()) == [[31, 32]]
 
 
 class Recorder(L.LightningModule):

@@ -1,22 +1,22 @@
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pflight.datamodules import (
+from pflight.datamodules.dealing import largest_remainder, stratified_splits
+from pflight.datamodules.partition import (
     IID,
     ClassesPerClient,
+    ClassShards,
+    ConsecutiveClasses,
     Dirichlet,
     DominantClasses,
     Natural,
     Partition,
 )
-from pflight.datamodules.partition import stratified_split
 from pflight.errors import ConfigurationError
 
 PARTITIONS = st.one_of(
@@ -30,11 +30,24 @@ PARTITIONS = st.one_of(
     ),
     st.builds(ClassesPerClient, st.integers(1, 4)),
     st.builds(ClassesPerClient, st.integers(1, 4), st.integers(4, 12)),
+    st.builds(ClassShards, st.integers(1, 4), st.sampled_from([None, 1, 7, 500])),
+    st.builds(
+        ConsecutiveClasses, st.integers(1, 4), st.integers(4, 9), st.sampled_from([-9.0, 1.0, 1e4])
+    ),
     st.builds(DominantClasses, st.integers(1, 4), st.sampled_from([0.3, 0.4, 0.9, 1.0])),
     st.builds(DominantClasses, st.integers(1, 3), st.just(0.5), st.integers(3, 20)),
     st.just(Natural()),
 )
-LABELS = hnp.arrays(np.int64, st.integers(0, 120), elements=st.integers(0, 6))
+CLASSES = st.sampled_from([-3, 0, 1, 2, 5, 61, 10**12])
+LABELS = hnp.arrays(
+    np.int64, st.integers(0, 120), elements=st.one_of(st.integers(0, 3), CLASSES), fill=CLASSES
+)
+
+
+def table(labels, parts):
+    """Count the samples of each class of the data that each part has, ``[parts, classes]``."""
+    classes = np.unique(labels)
+    return np.array([(labels[part][:, None] == classes).sum(axis=0) for part in parts])
 
 
 @given(
@@ -46,11 +59,11 @@ def test_a_partition_is_valid_or_says_why_not(partition, labels, num_clients, se
     groups = np.arange(len(labels)) // 5
     try:
         parts = partition.split(labels, num_clients, seed, groups)
-    except ConfigurationError as error:
-        message = str(error)
-        assert re.search(r"\d", message)
+    except ConfigurationError:
+        assert not must_succeed(partition, labels, num_clients, groups)
         return
     assert len(parts) == num_clients
+    assert all(part.dtype == np.int64 for part in parts)
     assert all(len(part) > 0 and (np.diff(part) > 0).all() for part in parts)
     dealt = np.concatenate(parts)
     assert len(np.unique(dealt)) == len(dealt)
@@ -61,10 +74,33 @@ def test_a_partition_is_valid_or_says_why_not(partition, labels, num_clients, se
     check(partition, labels, groups, parts)
 
 
+def must_succeed(partition: Partition, labels, num_clients, groups) -> bool:
+    """Tell whether the data are known to suffice."""
+    if len(labels) < num_clients:
+        return False
+    supply = np.unique(labels, return_counts=True)[1]
+    match partition:
+        case IID():
+            return True
+        case Dirichlet(min_samples=least, too_few=too_few):
+            return too_few == "move" and len(labels) >= least * num_clients
+        case ClassesPerClient(k=k, samples_per_client=None) if k > len(supply):
+            return False
+        case ClassesPerClient(k=k, samples_per_client=None) | ClassShards(k=k):
+            return bool(supply.min() >= -(-k * num_clients // len(supply)))
+        case ConsecutiveClasses(k=k):
+            return k <= len(supply) and bool(supply.min() >= k * num_clients)
+        case Natural():
+            return num_clients <= len(np.unique(groups))
+    return False
+
+
 def check(partition: Partition, labels, groups, parts):
     """Check what each kind of partition promises."""
-    sizes = np.array([len(part) for part in parts])
-    kinds = [np.unique(labels[part], return_counts=True) for part in parts]
+    counts = table(labels, parts)
+    sizes, num_classes = counts.sum(axis=1), counts.shape[1]
+    present = [np.sort(row[row > 0]) for row in counts]
+    uses = (counts > 0).sum(axis=0)
     match partition:
         case IID():
             assert np.ptp(sizes) <= 1
@@ -73,62 +109,231 @@ def check(partition: Partition, labels, groups, parts):
             assert sizes.min() >= least
             assert sizes.sum() == len(labels)
         case ClassesPerClient(k=k, samples_per_client=size):
-            assert all(len(classes) == k for classes, _ in kinds)
-            uses = np.unique(np.concatenate([classes for classes, _ in kinds]), return_counts=True)
-            assert np.ptp(uses[1]) <= 1
+            assert all(len(row) == k for row in present)
+            assert np.ptp(uses) <= 1
             if size is None:
-                assert sizes.sum() == np.isin(labels, uses[0]).sum()
+                assert sizes.sum() == np.isin(labels, np.unique(labels)[uses > 0]).sum()
             else:
                 assert (sizes == size).all()
-                assert all(np.ptp(counts) <= 1 for _, counts in kinds)
+                assert all(np.ptp(row) <= 1 for row in present)
+        case ClassShards(k=k, max_samples=most):
+            assert all(len(row) <= k for row in present)
+            assert most is None or sizes.max() <= most
+            if most is None and k * len(parts) >= num_classes:
+                assert sizes.sum() == len(labels)
+        case ConsecutiveClasses(k=k):
+            for client, row in enumerate(counts):
+                allowed = (client + np.arange(k)) % num_classes
+                assert set(np.flatnonzero(row)) <= set(allowed)
         case DominantClasses(k=k, share=share, samples_per_client=size):
             assert np.ptp(sizes) == 0
             assert size in (None, sizes[0])
-            k_all = len(np.unique(labels))
-            for _, counts in kinds:
-                counts = np.sort(np.pad(counts, (k_all - len(counts), 0)))
-                wanted = np.floor(share * sizes[0] + 0.5) if k < k_all else sizes[0]
-                assert abs(counts[-k:].sum() - wanted) <= k
-                assert np.ptp(counts[-k:]) <= 1 or k_all == k
+            ordered = np.sort(counts, axis=1)
+            wanted = np.floor(share * sizes[0] + 0.5) if k < num_classes else sizes[0]
+            assert (abs(ordered[:, -k:].sum(axis=1) - wanted) <= k).all()
+            assert (np.ptp(ordered[:, -k:], axis=1) <= 1).all()
         case Natural():
             assert all(len(np.unique(groups[part])) == 1 for part in parts)
 
 
+@given(
+    partition=PARTITIONS,
+    labels=LABELS,
+    num_clients=st.integers(1, 12),
+    seed=st.integers(0, 9999),
+    each=st.integers(2, 6),
+)
+@settings(max_examples=200, deadline=None)
+def test_test_samples_are_dealt_as_training_samples(partition, labels, num_clients, seed, each):
+    groups = np.arange(len(labels)) // 5
+    test = np.arange(len(labels)) % each == 1
+    train = np.flatnonzero(~test)
+    try:
+        known = partition.split(labels[train], num_clients, seed, groups[train])
+    except ConfigurationError:
+        assume(False)
+    parts = partition.deal(labels, test, num_clients, seed, groups)
+    assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() for part in parts)
+    again = partition.deal(labels, test, num_clients, seed, groups)
+    assert all(map(np.array_equal, parts, again))
+    if isinstance(partition, Natural):
+        assert all(len(np.unique(groups[part])) == 1 for part in parts)
+        return
+    assert all(np.array_equal(p[~test[p]], train[k]) for p, k in zip(parts, known, strict=True))
+    dealt = np.concatenate([part[test[part]] for part in parts])
+    assert len(np.unique(dealt)) == len(dealt)
+    of_train, of_test = table(labels, [train, np.flatnonzero(test)])
+    ideal = table(labels, [train[part] for part in known]) * of_test / np.maximum(of_train, 1)
+    given = table(labels, [part[test[part]] for part in parts])
+    assert (abs(given - ideal) < 1).all()
+    assert (abs(given.sum(axis=0) - ideal.sum(axis=0)) <= 0.5 + 1e-6).all()
+
+
+def test_people_keep_their_own_test_samples():
+    groups, test = np.array([4, 9, 9, 4, 4, 9]), np.array([0, 0, 1, 1, 0, 0], bool)
+    parts = Natural().deal(np.zeros(6, int), test, None, 0, groups)
+    assert [part.tolist() for part in parts] == [[0, 3, 4], [1, 2, 5]]
+
+
+def test_test_samples_of_a_class_that_nobody_trains_on_stay_out():
+    labels = np.array([0, 0, 0, 0, 7, 0, 0, 7])
+    test = np.arange(8) >= 5
+    parts = IID().deal(np.where(test, labels, 0), test, 2, seed=0)
+    assert sorted(np.concatenate(parts)) == [0, 1, 2, 3, 4, 5, 6]
+    parts = IID().deal(np.where(test, labels, 1), test, 2, seed=0)
+    assert sorted(np.concatenate(parts)) == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
-    "partition", [IID(), Dirichlet(0.5), ClassesPerClient(2), DominantClasses(2)]
+    "partition",
+    [
+        IID(),
+        Dirichlet(0.5),
+        ClassesPerClient(2),
+        ClassShards(2),
+        ConsecutiveClasses(2, 20, 2.0),
+        DominantClasses(2),
+    ],
 )
 def test_the_seed_changes_the_deal(partition):
-    labels = np.arange(600) % 6
+    labels, test = np.arange(600) // 100, np.arange(600) % 4 == 0
     first, second = (partition.split(labels, 5, seed) for seed in (0, 1))
     assert not all(map(np.array_equal, first, second))
-
-
-def test_dominant_classes_exhaust_the_pool_as_in_pfedla():
-    labels = np.repeat(np.arange(10), 700)
-    parts = DominantClasses(2, 0.4).split(labels, 10, seed=0)
-    counts = np.array([np.bincount(labels[part], minlength=10) for part in parts])
-    assert counts.sum() == 7000
-    assert np.array_equal(
-        np.sort(counts, axis=1), np.tile([52] * 4 + [53] * 4 + [140] * 2, (10, 1))
+    first, second = (partition.deal(labels, test, 5, seed) for seed in (0, 1))
+    assert not any(
+        np.array_equal(a[test[a]], b[test[b]]) for a, b in zip(first, second, strict=True)
     )
-    assert np.array_equal((counts == 140).sum(axis=0), np.full(10, 2))
 
 
-def test_dominant_classes_spread_the_rest_by_largest_remainder():
-    labels = np.repeat(np.arange(100), 600)
-    parts = DominantClasses(6, 0.4, samples_per_client=600).split(labels, 100, seed=0)
-    counts = np.array([np.bincount(labels[part], minlength=100) for part in parts])
-    assert set(counts.ravel()) == {3, 4, 40}
-    assert ((counts == 40).sum(axis=1) == 6).all()
-    assert (counts.sum(axis=1) == 600).all()
+@pytest.mark.parametrize(
+    ("num_classes", "num_clients", "k", "train_shard", "test_shard"),
+    [
+        (10, 100, 2, 250, 50),
+        (10, 100, 5, 100, 20),
+        (10, 1000, 2, 25, 5),
+        (100, 100, 5, 100, 20),
+        (100, 100, 20, 25, 5),
+    ],
+)
+def test_class_shards_are_those_of_fedec(num_classes, num_clients, k, train_shard, test_shard):
+    labels = np.arange(60_000) % num_classes
+    test = np.arange(60_000) >= 50_000
+    parts = ClassShards(k).deal(labels, test, num_clients, seed=0)
+    train = table(labels, [part[~test[part]] for part in parts])
+    assert (train % train_shard == 0).all()
+    assert (train.sum(axis=1) == k * train_shard).all()
+    assert (train.sum(axis=0) == 50_000 // num_classes).all()
+    distinct = (train > 0).sum(axis=1)
+    assert 0.75 * k < distinct.mean() < k
+    tests = table(labels, [part[test[part]] for part in parts])
+    assert np.array_equal(tests, train // train_shard * test_shard)
 
 
-def test_classes_per_client_balances_slots_and_amounts():
-    labels = np.repeat(np.arange(10), 600)
-    parts = ClassesPerClient(4, samples_per_client=60).split(labels, 100, seed=0)
-    counts = np.array([np.bincount(labels[part], minlength=10) for part in parts])
-    assert set(counts.ravel()) == {0, 15}
-    assert ((counts > 0).sum(axis=0) == 40).all()
+def test_some_classes_have_one_shard_more_where_the_numbers_do_not_divide():
+    labels = np.arange(360) % 6
+    counts = table(labels, ClassShards(3).split(labels, 7, seed=0))
+    assert (counts.sum(axis=0) == 60).all()
+    shards = [20 if (column % 20 == 0).all() else 15 for column in counts.T]
+    assert sorted(shards) == [15, 15, 15, 20, 20, 20]
+    assert (counts % shards == 0).all()
+    assert ((counts // shards).sum(axis=1) == 3).all()
+
+
+def test_the_first_shards_take_what_is_left_over():
+    labels = np.zeros(11, int)
+    assert [len(part) for part in ClassShards(1).split(labels, 4, seed=0)] == [3, 3, 3, 2]
+
+
+def test_max_samples_cuts_training_and_test_samples_alike():
+    labels = np.arange(7200) % 10
+    test = np.arange(7200) >= 6000
+    parts = ClassShards(2, max_samples=500).deal(labels, test, 10, seed=0)
+    train = table(labels, [part[~test[part]] for part in parts])
+    assert set(train.ravel()) <= {0, 250, 500}
+    assert (train.sum(axis=1) == 500).all()
+    assert np.array_equal(table(labels, [part[test[part]] for part in parts]), train // 5)
+
+
+def test_consecutive_classes_are_those_of_fedec():
+    labels = np.arange(40_000) % 10
+    parts = ConsecutiveClasses(3).split(labels, 150, seed=0)
+    counts = table(labels, parts)
+    for client, row in enumerate(counts):
+        own = row[(client + np.arange(3)) % 10]
+        assert own.sum() == len(parts[client])
+        assert own[0] - own[-1] in (0, 1)
+        assert (np.diff(own) <= 0).all()
+    tail = counts.sum(axis=1) - 100
+    assert tail.min() > 0
+    assert np.log(tail).mean() == pytest.approx(4, abs=0.25)
+    assert np.log(tail).std() == pytest.approx(1, abs=0.15)
+
+
+def test_a_class_that_runs_out_is_shared_in_proportion():
+    labels = np.repeat([3, 4, 6, 8], [1000, 1000, 20, 1000])
+    parts = ConsecutiveClasses(2, minimum=100, log_mean=0.0, log_std=0.0).split(labels, 4, seed=0)
+    assert table(labels, parts).tolist() == [
+        [51, 50, 0, 0],
+        [0, 51, 10, 0],
+        [0, 0, 10, 50],
+        [50, 0, 0, 51],
+    ]
+
+
+@pytest.mark.parametrize("num_clients", [10, 100])
+@pytest.mark.parametrize(
+    ("num_classes", "k", "size", "slots"),
+    [(10, 4, 600, 40), (10, 4, 700, 40), (100, 12, 600, 12)],
+)
+def test_classes_per_client_are_those_of_pfedla(num_classes, k, size, slots, num_clients):
+    labels = np.arange(100 * size) % num_classes
+    parts = ClassesPerClient(k, samples_per_client=size).split(labels, num_clients, seed=0)
+    counts = table(labels, parts)
+    assert set(counts.ravel()) == {0, size // k}
+    assert ((counts > 0).sum(axis=1) == k).all()
+    used = (counts > 0).sum(axis=0)
+    assert np.ptp(used) <= 1
+    assert num_clients == 10 or (used == slots).all()
+    train, _, test = stratified_splits(labels, parts, 0, 0.3, np.random.default_rng(0))
+    assert {len(part) for part in train} == {7 * size // 10}
+    assert abs(table(labels, train) - 0.7 * counts).max() < 1
+    assert abs(table(labels, test) - 0.3 * counts).max() < 1
+
+
+@pytest.mark.parametrize("num_clients", [10, 100])
+@pytest.mark.parametrize(
+    ("num_classes", "k", "size", "dominant", "others"),
+    [(10, 2, 600, 120, {45}), (10, 2, 700, 140, {52, 53}), (100, 6, 600, 40, {3, 4})],
+)
+def test_dominant_classes_are_those_of_pfedla(num_classes, k, size, dominant, others, num_clients):
+    labels = np.arange(100 * size) % num_classes
+    partition = DominantClasses(k, 0.4, samples_per_client=size)
+    parts = partition.split(labels, num_clients, seed=0)
+    counts = table(labels, parts)
+    assert set(counts.ravel()) == {dominant} | others
+    assert (counts.sum(axis=1) == size).all()
+    leads = counts == dominant
+    assert (leads.sum(axis=1) == k).all()
+    assert np.ptp(leads.sum(axis=0)) <= 1
+    ideal = np.where(leads, dominant, (size - k * dominant) / (num_classes - k))
+    assert abs(counts.sum(axis=0) - ideal.sum(axis=0)).max() < 1
+    train = stratified_splits(labels, parts, 0, 0.3, np.random.default_rng(0))[0]
+    assert {len(part) for part in train} == {7 * size // 10}
+    assert abs(table(labels, train) - 0.7 * counts).max() < 1
+
+
+def test_what_rounding_leaves_over_goes_where_the_classes_still_have_some():
+    labels = np.repeat(np.arange(4), [3, 5, 5, 5])
+    counts = table(labels, ClassesPerClient(4, samples_per_client=6).split(labels, 3, seed=0))
+    assert counts.sum(axis=0).tolist() == [3, 5, 5, 5]
+    assert (counts[:, 0] == 1).all()
+    assert set(counts[:, 1:].ravel()) == {1, 2}
+
+
+def test_dominant_classes_find_the_size_that_exhausts_the_data():
+    labels = np.arange(7000) % 10
+    parts = DominantClasses(2, 0.4).split(labels, 10, seed=0)
+    assert {len(part) for part in parts} == {700}
 
 
 def test_dirichlet_is_skewed_for_small_alpha_and_even_for_large():
@@ -186,7 +391,15 @@ def test_natural_draws_some_people_if_fewer_clients_are_asked_for():
         (lambda: ClassesPerClient(3, 2), "samples_per_client"),
         (lambda: DominantClasses(2, 1.5), "share"),
         (lambda: ClassesPerClient(5).split(np.arange(8) % 4, 2, 0), "k is 5, .* 4 classes"),
-        (lambda: ClassesPerClient(1).split(np.array([0, 0, 0, 1]), 4, 0), "class 1 to 2 of 4"),
+        (lambda: ClassesPerClient(1).split(np.array([0, 0, 0, 1]), 4, 0), "class 1 into 2 pieces"),
+        (lambda: ClassShards(0), "shards per client"),
+        (lambda: ClassShards(2, 0), "max_samples"),
+        (lambda: ClassShards(3).split(np.arange(8) % 4, 5, 0), r"[34] pieces for 5 .* \(2\)"),
+        (lambda: ConsecutiveClasses(0), "classes per client"),
+        (lambda: ConsecutiveClasses(3, 2), "minimum"),
+        (lambda: ConsecutiveClasses(log_std=-1.0), "log_std"),
+        (lambda: ConsecutiveClasses(3).split(np.arange(9) % 2, 2, 0), "k is 3, .* 2 classes"),
+        (lambda: ConsecutiveClasses(1).split(np.array([0, 1, 1]), 3, 0), "3 clients"),
         (lambda: DominantClasses(3, 0.4).split(np.arange(50) % 5, 2, 0), "would not dominate"),
         (lambda: ClassesPerClient(1, 9).split(np.arange(20) % 2, 4, 0), "20 in 2 classes"),
         (lambda: IID().split(np.zeros(3, int), 4, 0), "3 samples are too few for 4 clients"),
@@ -205,27 +418,56 @@ def test_partitions_are_values():
 
 @given(
     labels=LABELS,
+    num_clients=st.integers(1, 4),
     val=st.sampled_from([0.0, 0.1, 0.25]),
     test=st.sampled_from([0.0, 0.2, 0.3, 0.7]),
     seed=st.integers(0, 99),
 )
-def test_a_split_is_stratified(labels, val, test, seed):
-    train, validation, testing = stratified_split(labels, val, test, np.random.default_rng(seed))
-    together = np.sort(np.concatenate([train, validation, testing]))
-    assert np.array_equal(together, np.arange(len(labels)))
-    assert len(train) > 0 or len(labels) == 0
-    total = np.bincount(labels, minlength=7)
-    for part, share in ((testing, test), (validation, val), (train, 1 - val - test)):
-        counts = np.bincount(labels[part], minlength=7)
-        assert (np.abs(counts - share * total) < 2).all()
-        if len(labels) > 4:
-            assert abs(len(part) - share * len(labels)) <= 1
-    assert test > 0 or len(testing) == 0
-    assert val > 0 or len(validation) == 0
+@settings(deadline=None)
+def test_splits_are_stratified(labels, num_clients, val, test, seed):
+    parts = np.array_split(np.arange(len(labels)), num_clients)
+    splits = stratified_splits(labels, parts, val, test, np.random.default_rng(seed))
+    for part, *three in zip(parts, *splits, strict=True):
+        assert np.array_equal(np.sort(np.concatenate(three)), part)
+        assert all((np.diff(positions) > 0).all() for positions in three)
+        assert len(three[0]) > 0 or len(part) == 0
+        assert abs(len(three[2]) - test * len(part)) <= 0.5 + 1e-9 or len(three[0]) == 1
+    total = table(labels, parts)
+    for split, share, error in zip(splits, (1 - val - test, val, test), (2, 2, 1), strict=True):
+        assert (abs(table(labels, split) - share * total) < error).all()
+    assert test > 0 or not any(map(len, splits[2]))
+    assert val > 0 or not any(map(len, splits[1]))
 
 
-def test_a_split_is_exact_where_it_can_be():
-    labels = np.repeat(np.arange(10), 150)
-    train, _, test = stratified_split(labels, 0, 0.3, np.random.default_rng(0))
-    assert (np.bincount(labels[train]) == 105).all()
-    assert (np.bincount(labels[test]) == 45).all()
+def test_a_split_gives_the_floor_and_the_rest_to_the_largest_fractions():
+    labels = np.repeat([0, 1, 2], [11, 12, 14])
+    train, _, test = stratified_splits(labels, [np.arange(37)], 0, 0.3, np.random.default_rng(0))
+    assert table(labels, train).tolist() == [[8, 8, 10]]  # of 7.7, 8.4 and 9.8
+    assert table(labels, test).tolist() == [[3, 4, 4]]
+
+
+def test_a_split_does_not_depend_on_the_other_clients():
+    labels = np.arange(90) % 7
+    own, one, two = np.arange(0, 90, 3), np.arange(1, 90, 3), np.arange(2, 30, 3)
+    splits = [
+        stratified_splits(labels, [own, other], 0.1, 0.2, np.random.default_rng(0))
+        for other in (one, two)
+    ]
+    assert all(np.array_equal(a[0], b[0]) for a, b in zip(*splits, strict=True))
+
+
+@given(
+    hnp.arrays(float, hnp.array_shapes(min_dims=2, max_dims=2), elements=st.floats(0, 1e6)),
+    st.integers(0, 99),
+)
+def test_rounding_keeps_the_sum(ideal, seed):
+    counts = largest_remainder(ideal, np.random.default_rng(seed))
+    assert (abs(counts - ideal) < 1 + 1e-6).all()
+    assert (abs(counts.sum(axis=1) - ideal.sum(axis=1)) <= 0.5 + 1e-6).all()
+
+
+def test_rounding_breaks_ties_at_random():
+    ideal = np.full((400, 4), 0.5)
+    wins = largest_remainder(ideal, np.random.default_rng(0)).sum(axis=0)
+    assert wins.sum() == 800
+    assert wins.min() > 150
