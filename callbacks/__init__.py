@@ -9,6 +9,7 @@ from .fedavg import FedAvg
 from .fedsgd import FedSGD
 from .fesem import FeSEM
 from .local import Local
+from .reptile import Reptile
 from .server import ServerCallback
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ __all__ = [
     "FederationProgressBar",
     "Local",
     "PredictionWriter",
+    "Reptile",
     "ResultTable",
     "ServerCallback",
     "TensorBoardReport",

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
@@ -71,6 +72,10 @@ class ServerCallback(L.Callback):
         """Return the server optimizer: SGD with step 1, which sets a model to the aggregate."""
         return torch.optim.SGD(parameters, lr=1.0)
 
+    def configure_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Return a scheduler of the server optimizer, stepped once a round; by default none."""
+        return None
+
     def round(self, cohort: Tensor) -> None:
         """Run one communication round with the clients of ``cohort`` ``[S]``."""
         self.begin()
@@ -100,15 +105,20 @@ class ServerCallback(L.Callback):
     def personalize(self, clients: Tensor) -> TensorDict:
         """Return the model each of the clients ``[C]`` is judged by: a stack of full states.
 
-        By default what the server sends, laid over what the client kept.
+        By default what the server sends, laid over what the client kept; or, where the client
+        module says so, what the client remembers.
         """
-        return self.federation.lay_over(clients, self.broadcast(clients))
+        federation = self.federation
+        states = federation.lay_over(clients, self.broadcast(clients))
+        if not federation.client.judged_by_memory:
+            return states
+        return federation.complete(clients, federation.remembered(clients, states).states)
 
     @property
     def personalizes(self) -> bool:
         """Whether a client may be judged by another model than what the server sends."""
         overridden = type(self).personalize is not ServerCallback.personalize
-        return overridden or bool(self.private)
+        return overridden or bool(self.private) or self.federation.client.judged_by_memory
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the bytes sent to the clients ``[C]`` in all, by default those of ``sent``."""

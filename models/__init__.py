@@ -10,6 +10,7 @@ from .convolutional import (
     McMahanCNN,
     PFedHNCNN,
 )
+from .elastic import ElasticClient
 from .networks import MLP, LogisticRegression
 from .proximal import ProximalClient
 from .resnet import ResNet18
@@ -20,6 +21,7 @@ __all__ = [
     "Batch",
     "CelebACNN",
     "ClientModule",
+    "ElasticClient",
     "FedBNCNN",
     "FedFomoCNN",
     "FedRepCNN",

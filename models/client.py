@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import ClassVar
 
 import lightning as L
 import torch
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from pflight.errors import ConfigurationError
-from pflight.state import StateModule
+from pflight.state import StateModule, state_tensors
 
 Batch = tuple[Tensor, Tensor]
 
@@ -40,7 +41,8 @@ class ClientModule(L.LightningModule):
 
     Attributes:
         anchor: The state that the server sent this round, or ``None``.
-        memory: The state that this client kept, or ``None``.
+        memory: The state that this client kept, or ``None``; in an engine that trains many clients
+            at once, the state that it starts from if it kept none.
         num_samples: Scalar tensor, the client's number of training samples.
         mean_samples: Scalar tensor, the mean of that number over all clients with data.
         seen: Scalar tensor, 1 if this client's memory has been written, else 0.
@@ -50,6 +52,12 @@ class ClientModule(L.LightningModule):
         >>> client.loss((torch.zeros(3, 4), torch.tensor([0, 1, 1]))).shape
         torch.Size([])
     """
+
+    keeps_memory: ClassVar[bool] = False
+    """Whether a client keeps a state between its participations, which it finds in ``memory``."""
+
+    judged_by_memory: ClassVar[bool] = False
+    """Whether a client is judged by the state that it kept, once there is one."""
 
     num_samples: Tensor
     mean_samples: Tensor
@@ -97,6 +105,23 @@ class ClientModule(L.LightningModule):
         loss = self.loss(batch)
         self.log("train/loss", loss.detach(), batch_size=len(batch[1]))
         return loss
+
+    def squared_distance(self, state: StateModule) -> Tensor:
+        r"""Return :math:`\|w - \hat w\|^2` to a state, over this client's trainable parameters."""
+        held = state.tensors()
+        distance = torch.zeros((), device=self.device)
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                distance = distance + (parameter - held[name]).square().sum()
+        return distance
+
+    def remember(self) -> Mapping[str, Tensor]:
+        """Return what this client keeps, under names of its state: its model as it was trained.
+
+        Called after local training where :attr:`keeps_memory` is set. The values are copied, and
+        never travel.
+        """
+        return state_tensors(self)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log loss and accuracy when this module is validated by itself."""

@@ -61,11 +61,7 @@ class ProximalClient(ClientModule):
         """Return the scalar penalty; 0 where there is no anchor."""
         if self.anchor is None:
             return torch.zeros((), device=self.device)
-        anchor = self.anchor.tensors()
-        distance = torch.zeros((), device=self.device)
-        for name, parameter in self.named_parameters():
-            if parameter.requires_grad:
-                distance = distance + (parameter - anchor[name]).square().sum()
+        distance = self.squared_distance(self.anchor)
         if self.scaling == "plain":
             return self.mu / 2 * distance
         return self.mu * self.mean_samples / self.num_samples * distance

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -54,15 +54,17 @@ class Evaluator:
         clients = owned(clients)
         if not len(clients):
             return
-        states = federation.complete(clients, callback.broadcast(clients))
-        outputs = engine.evaluate(clients, states, self.split)
+        received = federation.complete(clients, callback.broadcast(clients))
+        outputs = engine.evaluate(clients, received, self.split)
         self._add("server/", outputs)
-        if callback.personalizes:
-            states = callback.personalize(clients)
-            outputs = engine.evaluate(clients, states, self.split)
-        if federation.finetune_epochs:
-            outputs = engine.evaluate(clients, finetune(federation, clients, states), self.split)
-            self._add("finetuned/", outputs)
+        if callback.personalizes or federation.finetune_epochs:
+            models = ClientModels.of(federation, clients)
+            outputs = engine.evaluate(clients, models.used, self.split)
+            if models.finetuned is models.used:
+                self._add("finetuned/", outputs)
+            elif models.finetuned is not None:
+                tuned = engine.evaluate(clients, models.finetuned, self.split)
+                self._add("finetuned/", tuned)
         self._add("", outputs)
 
     def means(self) -> dict[str, float]:
@@ -90,10 +92,30 @@ class Evaluator:
         self._metrics[model].update(outputs.clients, predictions, outputs.targets, outputs.losses)
 
 
-def used_models(federation: Federation, clients: Tensor) -> TensorDict:
-    """Return the model that each of the clients ``[C]`` would use, fine-tuned if so configured."""
-    states = federation.attached_callback.personalize(clients)
-    return finetune(federation, clients, states) if federation.finetune_epochs else states
+class ClientModels(NamedTuple):
+    """The models by which some clients are judged."""
+
+    used: TensorDict
+    """What each client would use ``[C]``."""
+    finetuned: TensorDict | None
+    """Fine-tuned models ``[C]``, with ``finetune_epochs``; these are used, except by clients that
+    are judged by what they remember."""
+
+    @classmethod
+    def of(cls, federation: Federation, clients: Tensor) -> ClientModels:
+        """Return the models of the clients ``[C]``."""
+        callback = federation.attached_callback
+        used = callback.personalize(clients)
+        if not federation.finetune_epochs:
+            return cls(used, None)
+        if not federation.client.judged_by_memory:
+            tuned = finetune(federation, clients, used)
+            return cls(tuned, tuned)
+        starts = federation.lay_over(clients, callback.broadcast(clients))
+        tuned = finetune(federation, clients, starts)
+        return cls(
+            federation.complete(clients, federation.remembered(clients, tuned).states), tuned
+        )
 
 
 def finetune(federation: Federation, clients: Tensor, states: TensorDict) -> TensorDict:

@@ -24,9 +24,9 @@ from .checkpoint import AtomicCheckpointIO, read_checkpoint
 from .checks import check_data, check_options, check_record, check_trainer
 from .datamodules import FederatedDataModule
 from .distributed import owned
-from .engines import ClientFailure, ClientUpdates, Evaluation, SequentialEngine
+from .engines import ClientFailure, ClientUpdates, Evaluation, Kept, SequentialEngine
 from .errors import ClientError, ConfigurationError
-from .evaluation import Evaluator, Judged, used_models
+from .evaluation import ClientModels, Evaluator, Judged
 from .history import Round, add_logs, dump_history, load_history, traffic
 from .memory import ClientMemory
 from .metrics import F1Average
@@ -37,6 +37,7 @@ from .state import StateLayout, state_bytes, state_tensors
 
 _CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
 _PRIVATE = "private"  # the memory slot of entries that never travel
+_MEMORY = "memory"  # and of what client modules remember
 _PER_ROUND: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
 _MEANINGLESS = (  # Lightning's hints that don't hold for a federation
     "The number of training batches .* is smaller than the logging interval",
@@ -74,6 +75,8 @@ class Federation(L.LightningModule):
 
     Attributes:
         history: A :class:`~pflight.history.Round` for every round so far.
+        on_updates: Functions that are called with each chunk of a round's updates as it arrives,
+            full states, on the rank that trained the clients; for monitors.
 
     Raises:
         ConfigurationError: Before training starts, when options, data, network or checkpoint do
@@ -134,6 +137,7 @@ class Federation(L.LightningModule):
         self.memory = ClientMemory()
         self.history: list[Round] = []
         self.on_client_end: Callable[[int], None] | None = None
+        self.on_updates: list[Callable[[ClientUpdates], None]] = []
         self.num_clients = 0
         self._engine: SequentialEngine | None = None
         self._data: FederatedDataModule | None = None
@@ -168,7 +172,7 @@ class Federation(L.LightningModule):
             raise ConfigurationError(f"unknown client {client}: {known}")
         clients = torch.tensor([client], device=self.device)
         with self._server_work():
-            return self.layout.state_dict(used_models(self, clients)[0])
+            return self.layout.state_dict(ClientModels.of(self, clients).used[0])
 
     def client_module(self, client: int) -> ClientModule:
         """Return a client's own LightningModule: a new copy of the client with its weights."""
@@ -290,9 +294,24 @@ class Federation(L.LightningModule):
         states = {**self.server.expand(0, self.layout.names, len(clients)), **sent}
         return TensorDict(states, batch_size=[len(clients)])
 
+    def remembered(self, clients: Tensor, states: TensorDict) -> Kept:
+        """Return what the clients' modules kept, by default entries of ``states`` ``[C]``."""
+        names = tuple(self.client.remember())
+        return Kept(
+            self.memory.read(_MEMORY, clients, states.select(*names)),
+            self.memory.seen(_MEMORY, clients),
+        )
+
     def has_kept(self, clients: Tensor) -> Tensor:
         """Return a mask ``[C]`` of the clients that keep private entries from an earlier round."""
         return self.memory.seen(_PRIVATE, clients)
+
+    @property
+    def server_lr(self) -> float:
+        """The step size of the server optimizer in this round."""
+        optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)
+        return float(optimizer.param_groups[0]["lr"])
 
     def log_round(self, values: Mapping[str, float]) -> None:
         """Log scalars of the current round and add them to its entry in :attr:`history`."""
@@ -345,9 +364,8 @@ class Federation(L.LightningModule):
         """Return the server optimizer, with its scheduler if there is one."""
         build = self.server_optimizer or self.attached_callback.configure_optimizer
         optimizer = build(list(self.server.parameters()))
-        if self.server_scheduler is None:
-            return optimizer
-        return [optimizer], [self.server_scheduler(optimizer)]
+        scheduler = (self.server_scheduler or self.attached_callback.configure_scheduler)(optimizer)
+        return optimizer if scheduler is None else ([optimizer], [scheduler])
 
     def training_step(self, cohort: Tensor, batch_idx: int) -> None:
         """Run one communication round with a cohort of client ids ``[S]``."""
@@ -409,7 +427,7 @@ class Federation(L.LightningModule):
         """Return the outputs of a chunk of clients ``[C]`` on their test samples."""
         clients = owned(clients)
         with self._server_work():
-            states = used_models(self, clients)
+            states = ClientModels.of(self, clients).used
             outputs = self.attached_engine.evaluate(clients, states, "test")
         return Evaluation(*(values.cpu() for values in outputs))
 
@@ -500,6 +518,7 @@ class Federation(L.LightningModule):
             round_index=self._round.index,
             epochs=self.local_epochs,
             steps=self.local_steps,
+            kept=self.remembered(clients, starts) if self.client.keeps_memory else None,
             on_client_end=self.on_client_end,
         )
 
@@ -520,6 +539,10 @@ class Federation(L.LightningModule):
         updates = work(clients, starts)
         self._note_failures(updates.failures)
         add_logs(self._logs, updates.logs)
+        for listener in self.on_updates:
+            listener(updates)
+        if updates.kept is not None:
+            self.memory.write(_MEMORY, updates.clients, updates.kept)
         if callback.private:
             private = updates.states.select(*callback.private)
             self.memory.write(_PRIVATE, updates.clients, private)

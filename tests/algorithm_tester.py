@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from pflight import Federation
-from pflight.callbacks import FedAvg, FedSGD, FeSEM, Local, ServerCallback
+from pflight.callbacks import FedAvg, FedSGD, FeSEM, Local, Reptile, ServerCallback
 from pflight.datamodules import TensorClients
-from pflight.models import ClientModule, ProximalClient
+from pflight.models import ClientModule, ElasticClient, ProximalClient
 from tests.runs import (
     assert_same,
     batchnorm_client,
@@ -43,6 +43,9 @@ ALGORITHMS = {
     "FedSGD": Algorithm(FedSGD),
     "FedSGD-batches": Algorithm(lambda: FedSGD(batches=1)),
     "Local": Algorithm(Local),
+    "FedDist": Algorithm(lambda: Reptile(lr=0.6)),
+    "FedDWS": Algorithm(lambda: Reptile("samples", lr=0.6)),
+    "FedEC": Algorithm(Reptile, ElasticClient),
     "FeSEM": Algorithm(lambda: FeSEM(2), ProximalClient),
     "FeSEM-sample": Algorithm(lambda: FeSEM(2, init_clients=3), ProximalClient),
 }

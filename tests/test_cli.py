@@ -24,7 +24,32 @@ from pflight.runs import RunFolder
 from tests.event_files import read_events
 
 QUICKSTART = "configs/quickstart.yaml"
-ALGORITHMS = ["local", "fedavg", "fedprox", "fedsgd", "fesem"]
+ALGORITHMS = {  # the two halves of each
+    "fedavg": ("FedAvg", "ClientModule"),
+    "feddist": ("Reptile", "ClientModule"),
+    "feddws": ("Reptile", "ClientModule"),
+    "fedec": ("Reptile", "ElasticClient"),
+    "fedec_l2": ("Reptile", "ElasticClient"),
+    "fedec_wo": ("Reptile", "ElasticClient"),
+    "fedprox": ("FedAvg", "ProximalClient"),
+    "fedsgd": ("FedSGD", "ClientModule"),
+    "fesem": ("FeSEM", "ProximalClient"),
+    "local": ("Local", "ClientModule"),
+    "reptile": ("Reptile", "ClientModule"),
+}
+NETWORKS = {
+    "celeba": "CelebACNN",
+    "cifar10": "PFedHNCNN",
+    "cifar100": "PFedHNCNN",
+    "clustered": "LogisticRegression",
+    "digits": "MLP",
+    "emnist": "McMahanCNN",
+    "fashion_mnist": "McMahanCNN",
+    "femnist": "FEMNISTCNN",
+    "omniglot": "McMahanCNN",
+    "rotated_digits": "MLP",
+    "synthetic": "LogisticRegression",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -298,17 +323,9 @@ class TestConfigs:
             for order in list(permutations(names))[:: 1 if algorithm == "fesem" else 5]
         ]
         for config in configs:
-            servers = {
-                "fedprox": "FedAvg",
-                "fedavg": "FedAvg",
-                "fedsgd": "FedSGD",
-                "fesem": "FeSEM",
-            }
-            callbacks = [class_name(c) for c in config["trainer"]["callbacks"]]
-            assert callbacks == [servers.get(algorithm, "Local")]
+            (server,) = config["trainer"]["callbacks"]
             client = config["model"]["init_args"]["client"]
-            proximal = algorithm in ("fedprox", "fesem")
-            assert class_name(client) == ("ProximalClient" if proximal else "ClientModule")
+            assert (class_name(server), class_name(client)) == ALGORITHMS[algorithm]
             assert client["init_args"]["network"]["init_args"]["in_features"] == 64
             assert client["init_args"]["optimizer"]["init_args"]["lr"] == 0.1
 
@@ -338,12 +355,12 @@ class TestConfigs:
         main(["fit", *composed(*names), *small])
         assert read_events("run").scalars["val/macro_acc"] == [0]
 
-    @pytest.mark.parametrize("data", ["fashion_mnist", "omniglot"])
-    def test_other_data_bring_their_network(self, data, capsys):
+    @pytest.mark.parametrize("data", NETWORKS)
+    def test_data_bring_their_network(self, data, capsys):
         names = (f"data/{data}", "algorithm/fesem")
         config = yaml.safe_load(printed_config(capsys, *composed(*names)))
         network = config["model"]["init_args"]["client"]["init_args"]["network"]
-        assert class_name(network) == "McMahanCNN"
+        assert class_name(network) == NETWORKS[data]
 
     def test_print_config_round_trips(self, capsys):
         first = printed_config(capsys, *composed("data/digits", "algorithm/fesem"))
@@ -372,8 +389,9 @@ class TestConfigs:
             "centralized.yaml",
             "quickstart.yaml",
         }
-        shipped = {p.name for p in (folder / "algorithm").iterdir() if p.name.endswith(".yaml")}
-        assert shipped >= {f"{name}.yaml" for name in ALGORITHMS}
+        for part, tried in (("algorithm", ALGORITHMS), ("data", NETWORKS)):
+            shipped = {p.name for p in (folder / part).iterdir()}
+            assert shipped == {f"{name}.yaml" for name in tried}
 
 
 class TestBadInput:

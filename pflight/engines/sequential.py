@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -24,7 +24,7 @@ from pflight.randomness import Purpose, derive_seed, seed_everything
 from pflight.state import StateLayout, StateModule, entries, rows, state_tensors
 
 from .local_trainer import LocalTrainer
-from .updates import ClientFailure, ClientUpdates, Evaluation
+from .updates import ClientFailure, ClientUpdates, Evaluation, Kept
 
 _TRANSFER_HOOKS = (
     "on_before_batch_transfer",
@@ -102,6 +102,7 @@ class SequentialEngine:
         epochs: int = 1,
         steps: int | None = None,
         purpose: Purpose = Purpose.TRAIN,
+        kept: Kept | None = None,
         on_client_end: Callable[[int], None] | None = None,
     ) -> ClientUpdates:
         """Train the clients ``[C]`` from their starts ``[C]``.
@@ -113,6 +114,7 @@ class SequentialEngine:
             epochs: Local epochs, unless ``steps`` is given.
             steps: Batches to train on, over as many epochs as they take.
             purpose: ``FINETUNE`` trains without an anchor, so that penalties vanish.
+            kept: What the clients kept, where their module keeps a memory.
             on_client_end: Called with the id of each client that has trained.
         """
 
@@ -122,7 +124,7 @@ class SequentialEngine:
                 on_client_end(client)
             return self._tensors
 
-        return self._for_each_client(clients, starts, round_index, purpose, train_one)
+        return self._for_each_client(clients, starts, round_index, purpose, train_one, kept)
 
     def gradients(
         self, clients: Tensor, states: TensorDict, *, round_index: int, batches: int | None = None
@@ -145,11 +147,12 @@ class SequentialEngine:
         round_index: int,
         purpose: Purpose,
         work: Callable[[int], list[Tensor]],
+        kept: Kept | None = None,
     ) -> ClientUpdates:
         columns = [starts[name] for name in self.layout.names]
-        results = [
-            torch.empty_like(column, memory_format=torch.contiguous_format) for column in columns
-        ]
+        results = _like(columns)
+        memories = dict(entries(kept.states)) if kept is not None else {}
+        remembered = _like(memories.values())
         logs: dict[int, Logs] = {}  # by row, of those that came to an end
         failures: list[ClientFailure] = []
         with _threads(self.threads):
@@ -157,8 +160,11 @@ class SequentialEngine:
                 seed_everything(derive_seed(purpose, self.seed, round_index, client), self.device)
                 try:
                     self._load([column[row] for column in columns], purpose is Purpose.TRAIN)
+                    if kept is not None and kept.seen[row]:
+                        self._recall([memory[row] for memory in memories.values()])
                     with torch.enable_grad():
                         tensors = work(client)
+                    own = self.client.remember() if kept is not None else {}
                 except MisconfigurationException:  # a mistake for all, not this client's failure
                     raise
                 except Exception as error:
@@ -168,6 +174,8 @@ class SequentialEngine:
                     continue
                 with torch.no_grad():
                     torch._foreach_copy_([result[row] for result in results], tensors)
+                    for name, memory in zip(memories, remembered, strict=True):
+                        memory[row] = own[name]
                 logs[row] = self.trainer.logs
         states = TensorDict(
             dict(zip(self.layout.names, results, strict=True)), batch_size=[len(clients)]
@@ -176,12 +184,19 @@ class SequentialEngine:
         for row in [row for row in logs if not finite[row]]:
             failures.append(ClientFailure(int(clients[row]), "its result is NaN or infinite"))
             del logs[row]
-        kept = torch.tensor(list(logs), dtype=torch.long, device=columns[0].device)
-        if len(kept) < len(clients):
-            states = states[kept]
-        answered = clients[kept.to(clients.device)]
-        num_samples = self.data.num_samples("train")[answered.cpu()]
-        return ClientUpdates(answered, states, num_samples, failures, merge_logs(logs.values()))
+        done = torch.tensor(list(logs), dtype=torch.long, device=columns[0].device)
+        keep = TensorDict(dict(zip(memories, remembered, strict=True)), batch_size=[len(clients)])
+        if len(done) < len(clients):
+            states, keep = states[done], keep[done]
+        answered = clients[done.to(clients.device)]
+        return ClientUpdates(
+            answered,
+            states,
+            self.data.num_samples("train")[answered.cpu()],
+            failures,
+            merge_logs(logs.values()),
+            keep if memories else None,
+        )
 
     def _train_one(self, client_id: int, round_index: int, epochs: int, steps: int | None) -> None:
         client, trainer = self.client, self.trainer
@@ -390,6 +405,9 @@ class SequentialEngine:
         self._anchor = StateModule(
             {name: tensors[name] for name in self.layout.parameters}, persistent=False
         )
+        self._memory = (
+            StateModule(client.remember(), persistent=False) if client.keeps_memory else None
+        )
         self._parameters = [self.layout.names.index(name) for name in self.layout.parameters]
         self.client = client
         self.trainer = LocalTrainer(client, self.precision)
@@ -419,6 +437,14 @@ class SequentialEngine:
         if anchored:
             self._anchor.hold(start[position] for position in self._parameters)
         self.client.anchor = self._anchor if anchored else None
+        self.client.memory = None
+        self.client.seen.zero_()
+
+    def _recall(self, memory: list[Tensor]) -> None:
+        assert self._memory is not None
+        self._memory.hold(memory)
+        self.client.memory = self._memory
+        self.client.seen.fill_(1)
 
     def _samples(self, client_id: int, split: Split) -> tuple[Tensor, Tensor]:
         x, y = self.precision.convert_input(self.data.samples(client_id, split))
@@ -456,6 +482,11 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _like(columns: Iterable[Tensor]) -> list[Tensor]:
+    """Return empty tensors in which rows lie one after the other."""
+    return [torch.empty_like(column, memory_format=torch.contiguous_format) for column in columns]
 
 
 def _loss_of(output: Any) -> Tensor | None:

@@ -20,6 +20,15 @@ class ClientFailure:
     error: Exception | None = None
 
 
+class Kept(NamedTuple):
+    """What some clients kept from earlier participations."""
+
+    states: TensorDict
+    """``[C]``: what a client kept or, if nothing, those entries of the state it starts from."""
+    seen: Tensor
+    """Which of the clients kept anything ``[C]``."""
+
+
 @dataclass(frozen=True)
 class ClientUpdates:
     """The clients of a chunk that answered, and what they return.
@@ -31,6 +40,7 @@ class ClientUpdates:
         num_samples: Training samples of each client ``[C]``.
         failures: The clients that were asked and gave nothing.
         logs: What the clients logged: name to (sum over samples, number of samples).
+        kept: What they keep for themselves ``[C]``, where their module keeps a memory.
     """
 
     clients: Tensor
@@ -38,6 +48,7 @@ class ClientUpdates:
     num_samples: Tensor
     failures: list[ClientFailure] = field(default_factory=list)
     logs: Logs = field(default_factory=dict)
+    kept: TensorDict | None = None
 
 
 class Evaluation(NamedTuple):

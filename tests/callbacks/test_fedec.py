@@ -1,0 +1,312 @@
+"""FedEC, FedEC-wo and FedEC-l2: the elastic client under Reptile (section 3.2)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pflight import Federation
+from pflight.callbacks import FedAvg, Reptile
+from pflight.datamodules import TensorClients
+from pflight.errors import ConfigurationError
+from pflight.models import ElasticClient
+from pflight.state import StateModule
+from tests import reference
+from tests.runs import (
+    CLASSES,
+    FEATURES,
+    Point,
+    assert_same,
+    batches_of,
+    batchnorm_client,
+    dropout_client,
+    flat,
+    linear_client,
+    quiet_trainer,
+    run,
+    sgd,
+    small_data,
+)
+
+
+def known(client: ElasticClient, history: dict[str, Tensor]) -> ElasticClient:
+    """Give a client a history, as the engine does."""
+    client.memory = StateModule(history, persistent=False)
+    client.seen.fill_(1)
+    return client
+
+
+class TestTheLoss:
+    """M1: the logits are the parameters, (0, 0), the class is 0, the history's (0, ln 3)."""
+
+    batch = torch.zeros(1, 1), torch.tensor([0])
+
+    def trained(self, **options: Any) -> tuple[float, list[float], list[float]]:
+        """Return the loss, its gradient, and the parameters after a step of 0.1."""
+        client = ElasticClient(Point(), num_classes=2, optimizer=sgd(0.1), **options).double()
+        history = {"network.theta": torch.tensor([0, math.log(3)], dtype=torch.float64)}
+        loss = known(client, history).loss(self.batch)
+        optimizer = client.configure_optimizers()
+        loss.backward()
+        optimizer.step()
+        theta = client.network.theta
+        return loss.item(), theta.grad.tolist(), theta.tolist()
+
+    def test_kl(self) -> None:
+        loss, gradient, stepped = self.trained()
+        assert loss == pytest.approx(0.8239592, abs=1e-7)
+        assert gradient == pytest.approx([-0.25, 0.25])
+        assert stepped == pytest.approx([0.025, -0.025])
+
+    def test_the_gradient_is_that_of_the_mixed_target(self) -> None:
+        _, gradient, _ = self.trained(alpha=3.0)
+        mixed = (1 + 3 * 0.25) / 4
+        assert gradient == pytest.approx([4 * (0.5 - mixed), -4 * (0.5 - mixed)])
+
+    @pytest.mark.parametrize("options", [{"alpha": 0.0}, {"constraint": None}])
+    def test_unconstrained(self, options: dict[str, Any]) -> None:
+        assert self.trained(**options)[2] == pytest.approx([0.05, -0.05])
+
+    def test_l2(self) -> None:
+        loss, _, stepped = self.trained(constraint="l2")
+        assert stepped == pytest.approx([0.05, 0.0598612], abs=1e-7)
+        assert loss == pytest.approx(math.log(2) + math.log(3) ** 2 / 2)
+
+    def test_without_history_it_is_the_task_alone(self) -> None:
+        for constraint in ("kl", "l2"):
+            client = ElasticClient(Point((1.0, 0.0)), num_classes=2, constraint=constraint)
+            expected = F.cross_entropy(torch.tensor([[1.0, 0.0]]), self.batch[1]).item()
+            assert client.loss(self.batch).item() == pytest.approx(expected)
+            unseen = known(client, {"network.theta": torch.zeros(2, dtype=torch.float64)})
+            unseen.seen.zero_()
+            assert unseen.loss(self.batch).item() == pytest.approx(expected)
+
+    def test_the_history_is_in_evaluation_mode_and_does_not_change(self) -> None:
+        layers = nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, CLASSES)
+        client = ElasticClient(nn.Sequential(*layers), CLASSES, alpha=2.0)
+        past = ElasticClient(nn.Sequential(*(type(m)(*a) for m, a in zip(
+            layers, [(FEATURES, 6), (6,), (0.5,), (6, CLASSES)], strict=True
+        ))), CLASSES)  # fmt: skip
+        past.network[1].running_mean += 0.7
+        history = {name: value.clone() for name, value in past.state_dict().items()}
+        known(client, history).train()
+        client.network[2].eval()  # a user's own choice stays
+        x = torch.randn(9, FEATURES)
+        logits = client(x)
+        buffers = client.network[1].running_mean.clone(), client.network[1].num_batches_tracked
+        penalty = client.penalty(x, logits)
+        before = past.eval()(x).softmax(dim=1)
+        expected = (before * (before.log() - logits.log_softmax(dim=1))).sum(dim=1).mean()
+        assert penalty.item() == pytest.approx(2 * expected.item(), rel=1e-5)
+        assert torch.equal(client.network[1].running_mean, buffers[0])
+        assert client.network[1].num_batches_tracked == 1
+        assert client.network[1].training
+        assert not client.network[2].training
+        assert_same(client.memory.tensors(), history)
+        penalty.backward()
+        assert all(value.grad is None for value in client.memory.buffers())
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    excess = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return excess / excess.sum(axis=1, keepdims=True)
+
+
+def plain_fedec(
+    data: TensorClients, start: np.ndarray, cohorts: list[list[int]], alpha: float,
+    constraint: str | None, lr: float, momentum: float, step: float,
+) -> tuple[np.ndarray, dict[int, np.ndarray]]:  # fmt: skip
+    """Return the server's weights and each client's history, computed in plain NumPy."""
+    samples = [data.samples(i, "train") for i in range(data.num_clients)]
+    phi, history = start.copy(), {}
+    for round_, cohort in enumerate(cohorts):
+        returned = []
+        for client in cohort:
+            theta, velocity, past = phi.copy(), np.zeros_like(phi), history.get(client)
+            x, y = (np.asarray(part, dtype=None) for part in samples[client])
+            for batch in batches_of(data, round_, client, epochs=2):
+                inputs, target = x[batch], np.eye(CLASSES)[y[batch]]
+
+                def predict(weights: np.ndarray, inputs: np.ndarray = inputs) -> np.ndarray:
+                    matrix = weights[:-CLASSES].reshape(CLASSES, FEATURES)
+                    return softmax(inputs @ matrix.T + weights[-CLASSES:])
+
+                excess = predict(theta) - target
+                if past is not None and constraint == "kl":
+                    excess += alpha * (predict(theta) - predict(past))
+                excess /= len(batch)
+                gradient = np.concatenate([(excess.T @ inputs).ravel(), excess.sum(axis=0)])
+                if past is not None and constraint == "l2":
+                    gradient += alpha * (theta - past)
+                velocity = momentum * velocity + gradient
+                theta = theta - lr * velocity
+            returned.append(theta)
+        for client, theta in zip(cohort, returned, strict=True):
+            history[client] = theta
+        phi = phi + step * np.mean([theta - phi for theta in returned], axis=0)
+    return phi, history
+
+
+@pytest.mark.parametrize("constraint", ["kl", "l2", None])
+def test_several_rounds_of_some_clients(constraint: str | None) -> None:
+    data = small_data(cohort_size=2, dtype=torch.float64, holdout_clients=0.17)
+    client = linear_client(
+        ElasticClient, double=True, alpha=0.7, constraint=constraint,
+        optimizer=sgd(0.2, momentum=0.5),
+    )  # fmt: skip
+    federation = run(client, data, Reptile(lr=0.6), rounds=5, local_epochs=2)
+    cohorts = [entry.clients for entry in federation.history]
+    assert max(sum(i in cohort for cohort in cohorts) for i in range(6)) > 2
+    phi, history = plain_fedec(
+        data, flat(client.state_dict()), cohorts, 0.7, constraint, 0.2, 0.5, 0.6
+    )
+    assert flat(federation.server_states()[0]) == pytest.approx(phi, rel=1e-11, abs=1e-13)
+    assert set(history) < set(range(6))
+    for i in range(6):
+        expected = history.get(i, phi)
+        assert flat(federation.client_state(i)) == pytest.approx(expected, rel=1e-11, abs=1e-13)
+
+
+@pytest.mark.parametrize("options", [{"alpha": 0.0}, {"constraint": None}])
+def test_without_the_constraint_it_is_reptile(options: dict[str, Any]) -> None:
+    data = small_data(cohort_size=3)
+    elastic = run(dropout_client(ElasticClient, **options), data, Reptile(lr=0.7), rounds=5)
+    plain = run(dropout_client(), data, Reptile(lr=0.7), rounds=5)
+    assert_same(elastic.server_states()[0], plain.server_states()[0])
+
+
+def test_a_whole_step_without_the_constraint_is_fedavg() -> None:
+    data = small_data(cohort_size=3)
+    elastic = run(linear_client(ElasticClient, constraint=None), data, Reptile(), rounds=4)
+    plain = run(linear_client(), data, FedAvg("uniform"), rounds=4)
+    assert_same(elastic.server_states()[0], plain.server_states()[0])
+
+
+def test_the_first_participation_is_unconstrained() -> None:
+    data = small_data(dtype=torch.float64)
+    first = run(linear_client(ElasticClient, double=True, alpha=5.0), data, Reptile())
+    plain = run(linear_client(double=True), data, Reptile())
+    assert_same(first.server_states()[0], plain.server_states()[0])
+    second = run(linear_client(ElasticClient, double=True, alpha=5.0), data, Reptile(), rounds=2)
+    again = run(linear_client(double=True), data, Reptile(), rounds=2)
+    assert flat(second.server_states()[0]) != pytest.approx(flat(again.server_states()[0]))
+
+
+def test_the_history_keeps_its_own_buffers_and_never_travels() -> None:
+    data = small_data(cohort_size=3)
+    client = batchnorm_client(ElasticClient)
+    federation = run(client, data, Reptile(), rounds=3)
+    seen = {i for entry in federation.history for i in entry.clients}
+    states = [federation.client_state(i) for i in sorted(seen)]
+    means = {tuple(state["network.1.running_mean"].tolist()) for state in states}
+    assert len(means) == len(seen)
+    size = sum(value.nbytes for value in client.state_dict().values())
+    assert all(entry.bytes_down == entry.bytes_up == 3 * size for entry in federation.history)
+    last = federation.history[-1].clients[0]
+    assert federation.client_state(last)["network.1.num_batches_tracked"] > 0
+
+
+class TestWhoIsJudgedByWhat:
+    """Known clients by their history; others by what the server sends, fine-tuned if asked."""
+
+    @pytest.fixture
+    def data(self) -> TensorClients:
+        return small_data(holdout_clients=0.34)
+
+    def fit(self, data: TensorClients, **options: Any) -> Federation:
+        federation = Federation(linear_client(ElasticClient), **options)
+        trainer = quiet_trainer(2, Reptile(lr=0.5))
+        trainer.fit(federation, datamodule=data)
+        trainer.test(federation, datamodule=data, verbose=False)
+        return federation
+
+    def test_without_fine_tuning(self, data: TensorClients) -> None:
+        federation = self.fit(data)
+        phi = federation.server_states()[0]
+        for i in range(6):
+            state = federation.client_state(i)
+            if i in data.new_clients:
+                assert_same(state, phi)
+            else:
+                assert flat(state) != pytest.approx(flat(phi))
+
+    def test_with_fine_tuning(self, data: TensorClients) -> None:
+        federation = self.fit(data, finetune_epochs=2)
+        plain = self.fit(data)
+        for i in range(6):
+            state = federation.client_state(i)
+            if i in data.new_clients:
+                assert flat(state) != pytest.approx(flat(plain.server_states()[0]))
+            else:
+                assert_same(state, plain.client_state(i))
+        metrics = {name: federation.client_metrics("test", name) for name in ("", "finetuned/")}
+        new = torch.zeros(6, dtype=torch.bool)
+        new[data.new_clients] = True
+        assert torch.equal(metrics[""]["loss"][new], metrics["finetuned/"]["loss"][new])
+        assert (metrics[""]["loss"][~new] != metrics["finetuned/"]["loss"][~new]).all()
+
+    def test_fine_tuning_starts_at_the_server_and_leaves_the_history_alone(
+        self, data: TensorClients
+    ) -> None:
+        elastic, plain = self.fit(data, finetune_epochs=1), Federation(
+            linear_client(), finetune_epochs=1
+        )  # fmt: skip
+        trainer = quiet_trainer(2, Reptile(lr=0.5))
+        trainer.fit(plain, datamodule=data)
+        plain.server[0].load_state_dict(elastic.server[0].state_dict())
+        trainer.test(plain, datamodule=data, verbose=False)
+        torch.testing.assert_close(
+            elastic.client_metrics("test", "finetuned/")["loss"],
+            plain.client_metrics("test", "finetuned/")["loss"],
+        )
+
+
+@pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+def test_a_client_that_fails_keeps_its_history() -> None:
+    class Failing(ElasticClient):
+        def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            if self.memory is not None and self.num_samples == 12:
+                raise ValueError("no")
+            return super().loss(batch)
+
+    first = run(linear_client(Failing), small_data(), Reptile(), rounds=1)
+    second = run(linear_client(Failing), small_data(), Reptile(), rounds=2)
+    assert second.history[1].failed == [1]
+    assert_same(second.client_state(1), first.client_state(1))
+    assert flat(second.client_state(2)) != pytest.approx(flat(first.client_state(2)))
+
+
+def test_alone_under_a_trainer_it_is_an_ordinary_module() -> None:
+    data = small_data()
+    elastic, plain = linear_client(ElasticClient, alpha=3.0), linear_client()
+    for client in (elastic, plain):
+        quiet_trainer(2).fit(client, datamodule=data.centralized())
+    assert_same(dict(elastic.state_dict()), dict(plain.state_dict()))
+
+
+def test_options_out_of_range() -> None:
+    with pytest.raises(ConfigurationError, match="alpha must not be negative, got -1"):
+        ElasticClient(nn.Linear(1, 2), 2, alpha=-1)
+    with pytest.raises(ConfigurationError, match="must be 'kl', 'l2' or null, got 'cos'"):
+        ElasticClient(nn.Linear(1, 2), 2, constraint="cos")
+
+
+def test_the_reference_is_reptile_without_history() -> None:
+    """The plain NumPy computation above agrees with the older one of FedAvg."""
+    data = small_data(dtype=torch.float64)
+    start = flat(linear_client(double=True).state_dict())
+    world = reference.SoftmaxRegression([data.samples(i, "train") for i in range(6)], CLASSES)
+    cohorts = [[0, 2], [1, 2, 5]]
+
+    def batches(round_: int, client: int) -> list[np.ndarray]:
+        return batches_of(data, round_, client, epochs=2)
+
+    expected = reference.fedavg(world, start, cohorts, batches, 0.2, "uniform")
+    phi, _ = plain_fedec(data, start, cohorts, 0.0, None, 0.2, 0.0, 1.0)
+    assert phi == pytest.approx(expected, rel=1e-12)
