@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from .augmentation import Augmentation, CropAndFlip
-from .cifar import CIFAR10, CIFAR100
+from .cifar import CIFAR10, CIFAR100, CIFARDataModule
 from .digits import Digits
 from .emnist import EMNIST
 from .fashion_mnist import FashionMNIST
 from .federated import Centralized, ClientData, FederatedDataModule, Split
 from .hidden_groups import HiddenGroups
-from .images import ImageDataModule
-from .leaf import LeafCelebA, LeafFEMNIST
+from .images import ImageDataModule, LabelledImages
+from .leaf import LeafCelebA, LeafDataModule, LeafFEMNIST
 from .loaders import IndexedSamples
 from .omniglot import Omniglot
 from .partition import (
@@ -34,6 +34,7 @@ __all__ = [
     "EMNIST",
     "IID",
     "Augmentation",
+    "CIFARDataModule",
     "Centralized",
     "ClassShards",
     "ClassesPerClient",
@@ -49,7 +50,9 @@ __all__ = [
     "HiddenGroups",
     "ImageDataModule",
     "IndexedSamples",
+    "LabelledImages",
     "LeafCelebA",
+    "LeafDataModule",
     "LeafFEMNIST",
     "Natural",
     "Omniglot",

@@ -112,15 +112,15 @@ def cached_samples(
 ) -> CachedSamples:
     """Open the cache of some files; if there is none, build it first.
 
-    A cache belongs to its sources' names, sizes and times of change, and to the options: when one
-    of them changes, another cache is built. It is written beside its place and renamed when it is
-    complete. Of several processes that start at once, one builds and the others wait. A damaged
-    cache is built anew, with a warning.
+    A cache belongs to its sources' names, sizes and times of change, and to the options. When the
+    sources change, it is replaced; other options have another cache. It is written beside its place
+    and renamed when it is complete. Of several processes that start at once, one builds and the
+    others wait. A damaged cache is built anew, with a warning.
 
     Args:
         folder: Where caches are kept; it is made if it is missing.
         name: What a cache's name starts with.
-        sources: Files or folders that the samples come from.
+        sources: Files that the samples come from; a folder stands for the files in it.
         options: What else the samples depend on, in values that JSON has.
         build: Adds all samples to a writer.
 
@@ -142,7 +142,7 @@ def cached_samples(
     """
     from filelock import FileLock
 
-    path = folder / f"{name}-{_key(sources, options)}"
+    path, versions = _place(folder, name, sources, options)
     with suppress(_DamagedError):
         return _opened(path)
     try:
@@ -155,11 +155,14 @@ def cached_samples(
                     warnings.warn(f"{path} is damaged ({damage}); it is built anew", stacklevel=2)
                     shutil.rmtree(path)
             _build(path, name, sources, build)
+            for outdated in folder.glob(versions):
+                if outdated != path:
+                    shutil.rmtree(outdated)
             return _opened(path)
     except OSError as error:
         raise ConfigurationError(
-            f"can't write the cache in {folder}: {error.strerror or error}; cache_dir sets another "
-            "folder"
+            f"can't write the cache {error.filename or path}: {error.strerror or error}; cache_dir "
+            "sets another folder"
         ) from error
 
 
@@ -167,13 +170,30 @@ class _DamagedError(Exception):
     """A cache is not there, or not complete."""
 
 
-def _key(sources: Sequence[Path], options: Mapping[str, Any]) -> str:
-    facts = [
-        (path.parent.name, path.name, (stat := path.stat()).st_size, stat.st_mtime_ns)
-        for path in sources
-    ]
-    content = json.dumps([_FORMAT, facts, dict(options)], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+def _place(
+    folder: Path, name: str, sources: Sequence[Path], options: Mapping[str, Any]
+) -> tuple[Path, str]:
+    """Return where a cache is, and the pattern of those of other versions of its sources."""
+    names = [(path.parent.name, path.name) for path in sources]
+    which = _digest([_FORMAT, names, dict(options)])
+    version = _digest([facts for path in sources for facts in _facts(path)])
+    return folder / f"{name}-{which}-{version}", f"{name}-{which}-*"
+
+
+def _facts(path: Path) -> list[tuple[str, int, int]]:
+    """Return name, size and time of change of a file, or of all files in a folder."""
+    try:
+        entries = list(os.scandir(path)) if path.is_dir() else [path]
+        found = [(entry.name, entry.stat()) for entry in entries]
+    except OSError as error:
+        raise ConfigurationError(
+            f"can't read {error.filename or path}: {error.strerror}"
+        ) from error
+    return sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _opened(path: Path) -> CachedSamples:
@@ -181,7 +201,8 @@ def _opened(path: Path) -> CachedSamples:
         x = np.load(path / "x.npy", mmap_mode="c")
         y, groups, test = (np.load(path / f"{column}.npy") for column in ("y", "groups", "test"))
         names = json.loads((path / "names.json").read_bytes())
-        if not len(x) == len(y) == len(groups) == len(test) or groups.max() >= len(names):
+        complete = len(x) == len(y) == len(groups) == len(test)
+        if not complete or not 0 <= groups.min() <= groups.max() < len(names):
             raise ValueError("its files don't fit one another")
         return CachedSamples(
             torch.from_numpy(x),

@@ -15,7 +15,7 @@ from pflight.errors import ConfigurationError
 
 from .cache import SampleWriter, cached_samples
 from .images import ImageDataModule, LabelledImages
-from .parquet import decode_image, parquet_columns, read_parquet
+from .parquet import decode_image, parquet_columns, parquet_files, read_parquet
 from .samples import Samples
 
 
@@ -133,7 +133,7 @@ class CIFARDataModule(ImageDataModule):
         for folder in (Path(self.root, usual), Path(self.root)):
             for inside in (folder, *(folder / name for name in ("plain_text", usual, "data"))):
                 train, test = (
-                    sorted(inside.glob(f"{part}-*.parquet")) for part in ("train", "test")
+                    parquet_files(inside, f"{part}-*.parquet") for part in ("train", "test")
                 )
                 if train and test:
                     return train + test

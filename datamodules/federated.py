@@ -371,7 +371,7 @@ class Centralized(_LocalData):
     """The union of all clients' data, newcomers excepted, as one ordinary data module.
 
     Samples are shuffled by the seed and the epoch. With a single client the batches are those of
-    the federation, so that one epoch of a plain Trainer is one round of FedAvg.
+    the federation, so that one epoch of a plain Trainer is, up to rounding, one round of FedAvg.
 
     Args:
         data: The federation's data.

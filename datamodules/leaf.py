@@ -130,9 +130,11 @@ class LeafDataModule(PartitionedDataModule):
         has_enough = np.bincount(samples.groups, minlength=1) >= self.min_samples
         if not has_enough.all():
             samples = samples.where(has_enough[samples.groups])
-        if not len(samples.y):
+        wanted = getattr(self, "num_clients", 1) if isinstance(self.partition, Natural) else 1
+        if has_enough.sum() < wanted:
             raise ConfigurationError(
-                f"nobody in {self.root} has {self.min_samples} of the wanted samples (min_samples)"
+                f"{has_enough.sum()} people in {self.root} have {self.min_samples} of the wanted "
+                f"samples (min_samples), too few for num_clients {wanted}"
             )
         if self._finds_test:
             self.official_test = samples.test is not None
@@ -433,6 +435,7 @@ class _Images:
     ) -> None:
         self._mode = mode
         self._size = size
+        self._sized_by = "others"
         self._scaled_to = scaled_to
 
     def decode(self, contents: Sequence[bytes], names: Sequence[str]) -> NDArray[np.uint8]:
@@ -440,10 +443,13 @@ class _Images:
         with ThreadPoolExecutor() as pool:
             decoded = list(pool.map(self._decode, contents, names))
         for (size, _), name in zip(decoded, names, strict=True):
-            self._size = self._size or size
+            if self._size is None:
+                self._size, self._sized_by = size, name
             if size != self._size:
                 found, wanted = (" x ".join(map(str, shape)) for shape in (size, self._size))
-                raise ConfigurationError(f"{name}: the image has {found} pixels, others {wanted}")
+                raise ConfigurationError(
+                    f"{name}: the image has {found} pixels, {self._sized_by} {wanted}"
+                )
         return np.stack([image for _, image in decoded])
 
     def _decode(self, content: bytes, name: str) -> tuple[tuple[int, ...], NDArray[np.uint8]]:
@@ -509,7 +515,7 @@ def _parsed(path: Path, parse: Callable[..., Iterator[Any]], prefix: str) -> Ite
         with path.open("rb") as file:
             yield from parse(_Shallow(file), prefix, use_float=True, buf_size=_CHUNK)
     except (OSError, ValueError, ijson.JSONError) as error:
-        raise ConfigurationError(f"{path} is damaged: {_one_line(error)}") from error
+        raise ConfigurationError(f"{path} is damaged or cut off: {_one_line(error)}") from error
 
 
 class _Shallow:
@@ -534,6 +540,8 @@ class _Shallow:
 
 def _one_line(error: Exception) -> str:
     """Return the first line of an error's message, which the JSON parser may give as bytes."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     message = error.args[0] if error.args else ""
     text = message.decode(errors="replace") if isinstance(message, bytes) else str(error)
     return text.split("\n", 1)[0]
@@ -567,8 +575,12 @@ def _pictures(folder: Path, images: _Images, names: list[Any], where: str) -> ND
 
 def _labels(values: list[Any], num_labels: int, where: str) -> Ints:
     """Return labels as whole numbers ``[n]``."""
-    if not {*map(type, values)} <= {int, float} or not set(values) <= set(range(num_labels)):
-        raise ConfigurationError(f"{where}: labels must be whole numbers of 0 to {num_labels - 1}")
+    allowed = set(range(num_labels))
+    for value in values:
+        if type(value) not in (int, float) or value not in allowed:
+            raise ConfigurationError(
+                f"{where}: labels must be whole numbers of 0 to {num_labels - 1}, got {value!r}"
+            )
     return np.array(values, dtype=np.int64)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,11 +14,28 @@ from numpy.typing import NDArray
 from pflight.errors import ConfigurationError
 
 _ROWS_AT_ONCE = 1024
+_SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})\.parquet")
 
 
-def parquet_files(folder: Path) -> list[Path]:
-    """Return the parquet files in a folder and in the folders inside it, sorted."""
-    return sorted(path for path in folder.rglob("*.parquet") if path.is_file())
+def parquet_files(folder: Path, pattern: str = "**/*.parquet") -> list[Path]:
+    """Return the parquet files of a folder, sorted.
+
+    Args:
+        folder: The folder; it need not exist.
+        pattern: Which of its files; by default all, also those in folders inside it.
+
+    Raises:
+        ConfigurationError: Files are called ``...-of-00003.parquet``, and one of the three is
+            missing.
+    """
+    files = sorted(path for path in folder.glob(pattern) if path.is_file())
+    for path in files:
+        if shard := _SHARD.fullmatch(path.name):
+            for number in range(int(shard["count"])):
+                other = path.with_name(f"{shard['name']}-{number:05}-of-{shard['count']}.parquet")
+                if not other.is_file():
+                    raise ConfigurationError(f"{other} is missing: {path.name} is there")
+    return files
 
 
 def parquet_columns(path: Path) -> list[str]:

@@ -103,8 +103,8 @@ class Synthetic(_Generated):
             **kwargs,
         )
         for name, value in {"alpha": alpha, "beta": beta, "log_std": log_std}.items():
-            if not value >= 0:
-                raise ConfigurationError(f"{name} must not be negative, got {value}")
+            if not 0 <= value < np.inf:
+                raise ConfigurationError(f"{name} must be finite and not negative, got {value}")
         for name, value in {"num_features": num_features, "min_samples": min_samples}.items():
             if value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {value}")

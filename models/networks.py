@@ -12,6 +12,8 @@ from itertools import pairwise
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pflight.errors import ConfigurationError
+
 
 class LogisticRegression(nn.Module):
     """Multinomial logistic regression.
@@ -53,6 +55,9 @@ class MLP(nn.Module):
         hidden: Width of every hidden layer; none gives logistic regression.
         num_classes: Number of logits.
 
+    Raises:
+        ConfigurationError: A width is below 1.
+
     Example:
         >>> import torch
         >>> network = MLP(in_features=784, hidden=[200, 200], num_classes=10)
@@ -65,6 +70,8 @@ class MLP(nn.Module):
     def __init__(self, in_features: int, hidden: Sequence[int], num_classes: int) -> None:
         super().__init__()
         widths = [in_features, *hidden]
+        if min(widths) < 1:
+            raise ConfigurationError(f"MLP: widths must be at least 1, got {widths}")
         self.hidden = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
         self.output = nn.Linear(widths[-1], num_classes)
 

@@ -60,6 +60,46 @@ def test_a_cache_is_built_once_and_returns_what_was_written(tmp_path):
     assert np.load(path / "x.npy").dtype == np.float32
 
 
+def test_a_changed_source_replaces_its_cache_and_other_options_keep_theirs(tmp_path):
+    opened(tmp_path, write)
+    opened(tmp_path, write, size=8)
+    kept = set(caches(tmp_path))
+    (tmp_path / "source.json").write_text("more")
+    check(opened(tmp_path, write))
+    assert len(caches(tmp_path)) == 2
+    assert len(kept.intersection(caches(tmp_path))) == 1
+    check(opened(tmp_path))
+
+
+def test_a_folder_stands_for_the_files_in_it(tmp_path):
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    (pictures / "1.png").write_bytes(b"one")
+
+    def built() -> int:
+        before = len(builds)
+        cached_samples(tmp_path / "cache", "data", [pictures], {}, builds.append_and_write)
+        return len(builds) - before
+
+    class Builds(list):
+        def append_and_write(self, writer: SampleWriter) -> None:
+            self.append(writer)
+            write(writer)
+
+    builds = Builds()
+    assert [built(), built()] == [1, 0]
+    with (pictures / "1.png").open("r+b") as file:  # in place, which the folder does not show
+        file.write(b"two")
+    os.utime(pictures / "1.png", ns=(0, 0))
+    assert [built(), built()] == [1, 0]
+
+
+def test_a_source_that_is_gone_is_named(tmp_path):
+    (tmp_path / "source.json").symlink_to(tmp_path / "nowhere.json")
+    with pytest.raises(ConfigurationError, match=f"can't read {tmp_path}/source.json: No such"):
+        cached_samples(tmp_path / "cache", "data", [tmp_path / "source.json"], {}, write)
+
+
 def test_features_are_mapped_and_writing_to_them_leaves_the_file_alone(tmp_path):
     opened(tmp_path, write).x.zero_()
     check(opened(tmp_path))
@@ -189,7 +229,7 @@ def test_samples_of_another_shape_are_refused(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "cache").write_text("a file where the folder should be")
-    with pytest.raises(ConfigurationError, match=f"cache in {tmp_path}/cache: .*cache_dir"):
+    with pytest.raises(ConfigurationError, match=f"the cache {tmp_path}/cache: .*cache_dir"):
         opened(tmp_path, write)
 
 
@@ -220,7 +260,7 @@ def test_a_full_disk_is_a_clear_error_and_the_next_run_works(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
         with pytest.raises(
             ConfigurationError,
-            match=f"can't write the cache in {tmp_path}/cache: File too large; cache_dir",
+            match=f"can't write the cache {tmp_path}/cache/data-.*: File too large; cache_dir",
         ):
             opened(tmp_path, build)
         assert caches(tmp_path) == []

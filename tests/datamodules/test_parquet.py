@@ -41,6 +41,17 @@ def test_files_are_found_in_folders_and_sorted(tmp_path):
     assert parquet_files(tmp_path / "nowhere") == []
 
 
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_shard_that_is_missing_is_named(tmp_path, lost):
+    names = [f"train-0000{number}-of-00003.parquet" for number in range(3)]
+    for name in names:
+        (tmp_path / name).touch()
+    assert len(parquet_files(tmp_path)) == 3
+    (tmp_path / names[lost]).unlink()
+    with pytest.raises(ConfigurationError, match=f"{names[lost]} is missing: train-0000"):
+        parquet_files(tmp_path)
+
+
 def test_columns_come_back_in_the_order_of_the_rows(tmp_path):
     images = [{"bytes": b"%d" % row, "path": None} for row in range(4000)]
     path = write(tmp_path / "a.parquet", img=images, label=list(range(4000)), other=[0.5] * 4000)

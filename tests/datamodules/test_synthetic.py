@@ -116,9 +116,9 @@ class TestSynthetic:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"alpha": -1.0}, "alpha must not be negative, got -1"),
-            ({"beta": float("nan")}, "beta must not be negative, got nan"),
-            ({"log_std": -0.1}, "log_std must not be negative, got -0.1"),
+            ({"alpha": -1.0}, "alpha must be finite and not negative, got -1"),
+            ({"beta": float("nan")}, "beta must be finite and not negative, got nan"),
+            ({"log_std": -0.1}, "log_std must be finite and not negative, got -0.1"),
             ({"num_features": 0}, "num_features must be at least 1, got 0"),
             ({"min_samples": 0}, "min_samples must be at least 1, got 0"),
             ({"max_samples": 49}, "max_samples must be at least min_samples = 50, got 49"),
@@ -194,7 +194,7 @@ class TestClusteredSynthetic:
         [
             ({"samples_per_client": 0}, "samples_per_client must be at least 1, got 0"),
             ({"num_features": 0}, "num_features must be at least 1, got 0"),
-            ({"spread": -1.0}, "spread must not be negative, got -1"),
+            ({"spread": -1.0}, "spread must be finite and not negative, got -1"),
         ],
     )
     def test_bad_options(self, options, message):
