@@ -76,6 +76,12 @@ class ServerCallback(L.Callback):
         """Return a scheduler of the server optimizer, stepped once a round; by default none."""
         return None
 
+    def prepare(self) -> None:
+        """Get ready to train: the last moment to add models, before the server optimizer is built.
+
+        Called at the start of every ``fit``, after a checkpoint has been loaded.
+        """
+
     def round(self, cohort: Tensor) -> None:
         """Run one communication round with the clients of ``cohort`` ``[S]``."""
         self.begin()
@@ -119,6 +125,11 @@ class ServerCallback(L.Callback):
         """Whether a client may be judged by another model than what the server sends."""
         overridden = type(self).personalize is not ServerCallback.personalize
         return overridden or bool(self.private) or self.federation.client.judged_by_memory
+
+    def server_states(self) -> list[dict[str, Tensor]]:
+        """Return the server's models, full states, by default those of ``federation.server``."""
+        models = self.federation.server
+        return [models.tensors(index) for index in range(len(models))]
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the bytes sent to the clients ``[C]`` in all, by default those of ``sent``."""

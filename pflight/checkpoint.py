@@ -11,13 +11,15 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from .errors import ConfigurationError
+from .memory import locate, named_by, sync
 
 
 def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
     """Read a checkpoint of tensors and primitives.
 
     Raises:
-        ConfigurationError: If the file is missing, or isn't a whole checkpoint.
+        ConfigurationError: If the file is missing, or isn't a whole checkpoint, or if its clients'
+            memory on disk is gone.
     """
     if not Path(path).is_file():
         raise ConfigurationError(f"there is no checkpoint {path}")
@@ -33,6 +35,7 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
     for entry in ("state_dict", "pytorch-lightning_version"):
         if not isinstance(checkpoint, dict) or entry not in checkpoint:
             raise ConfigurationError(f"{path} is not a Lightning checkpoint: it has no {entry}")
+    locate(_memory(checkpoint), Path(path))
     return checkpoint
 
 
@@ -46,16 +49,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.partial")
-        with partial.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, target)
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        with named_by(target, _memory(checkpoint)):
+            with partial.open("wb") as file:
+                torch.save(checkpoint, file)
+            sync(partial)
+            os.replace(partial, target)
+            sync(target.parent)
 
     def load_checkpoint(
         self,
@@ -65,3 +64,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Read a checkpoint; a missing or broken file is a one-line error."""
         return read_checkpoint(path, map_location)
+
+
+def _memory(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint holds of its clients' memory; nothing if it is no federation's."""
+    return (checkpoint.get("pflight") or {}).get("memory", {})

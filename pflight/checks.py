@@ -8,8 +8,10 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from .checkpoint import AtomicCheckpointIO
 from .datamodules import FederatedDataModule
 from .errors import ConfigurationError
+from .memory import ClientMemory, MappedMemory
 from .models import ClientModule
 
 
@@ -19,6 +21,7 @@ def check_options(
     finetune_epochs: int,
     engine: str,
     on_client_error: str,
+    client_memory: str,
     seed: int,
 ) -> None:
     """Raise unless the options of a federation are in range."""
@@ -34,6 +37,8 @@ def check_options(
         raise ConfigurationError(
             f"on_client_error must be 'skip' or 'raise', got {on_client_error!r}"
         )
+    if client_memory not in ("ram", "disk"):
+        raise ConfigurationError(f"client_memory must be 'ram' or 'disk', got {client_memory!r}")
     if seed < 0:
         raise ConfigurationError(f"seed must not be negative, got {seed}")
 
@@ -77,6 +82,15 @@ def check_data(data: object, client: ClientModule) -> FederatedDataModule:
             f"the client has num_classes={client.num_classes}, the data {data.num_classes}"
         )
     return data
+
+
+def check_memory(memory: ClientMemory, checkpoint_io: object) -> None:
+    """Raise if checkpoints are not written by what protects the client memory that they name."""
+    if isinstance(memory, MappedMemory) and not isinstance(checkpoint_io, AtomicCheckpointIO):
+        raise ConfigurationError(
+            "client_memory='disk' goes with pflight's own way to write checkpoints, not with "
+            f"{type(checkpoint_io).__name__}: leave out that plugin, or keep the memory in 'ram'"
+        )
 
 
 def check_record(record: Mapping[str, Any], here: Mapping[str, Any]) -> None:

@@ -21,14 +21,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .callbacks import FedAvg, ServerCallback
 from .checkpoint import AtomicCheckpointIO, read_checkpoint
-from .checks import check_data, check_options, check_record, check_trainer
+from .checks import check_data, check_memory, check_options, check_record, check_trainer
 from .datamodules import FederatedDataModule
 from .distributed import owned
 from .engines import ClientFailure, ClientUpdates, Evaluation, Kept, SequentialEngine
 from .errors import ClientError, ConfigurationError
 from .evaluation import ClientModels, Evaluator, Judged
 from .history import Round, add_logs, dump_history, load_history, traffic
-from .memory import ClientMemory
+from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
 from .models import ClientModule
 from .randomness import Purpose, derive_seed, isolated, seed_everything
@@ -68,6 +68,9 @@ class Federation(L.LightningModule):
         engine: How local training runs: ``"sequential"``, or ``"auto"`` to let pflight choose.
         on_client_error: ``"skip"`` leaves a client that raises or returns NaN out of its round and
             warns; ``"raise"`` stops the run.
+        client_memory: Where clients' private entries and other states that they keep are held:
+            in ``"ram"``, and whole in each checkpoint; or on ``"disk"``, in the folder ``memory``
+            of ``trainer.default_root_dir``, which the run's checkpoints need.
         seed: Keys all randomness of local training and of the server.
         f1_average: The classes over which F1 is averaged inside a client: those in its labels or
             predictions (``"union"``), in its labels (``"true"``), ``"all"``, or class 1 alone
@@ -107,6 +110,7 @@ class Federation(L.LightningModule):
         server_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None = None,
         engine: Literal["auto", "sequential"] = "auto",
         on_client_error: Literal["skip", "raise"] = "skip",
+        client_memory: Literal["ram", "disk"] = "ram",
         seed: int = 0,
         f1_average: F1Average = "union",
     ) -> None:
@@ -115,7 +119,9 @@ class Federation(L.LightningModule):
             raise ConfigurationError(
                 f"client must be a pflight.models.ClientModule, got {type(client).__name__}"
             )
-        check_options(local_epochs, local_steps, finetune_epochs, engine, on_client_error, seed)
+        check_options(
+            local_epochs, local_steps, finetune_epochs, engine, on_client_error, client_memory, seed
+        )
         self.save_hyperparameters(
             ignore=["client", "server_optimizer", "server_scheduler"],
             logger=False,  # which would add an empty hp_metric
@@ -134,7 +140,7 @@ class Federation(L.LightningModule):
         self.layout = StateLayout.of(client)
         self.server = ServerModels(self.layout)
         self.callback: ServerCallback | None = None
-        self.memory = ClientMemory()
+        self.memory = ClientMemory() if client_memory == "ram" else MappedMemory()
         self.history: list[Round] = []
         self.on_client_end: Callable[[int], None] | None = None
         self.on_updates: list[Callable[[ClientUpdates], None]] = []
@@ -155,8 +161,8 @@ class Federation(L.LightningModule):
 
     def server_states(self) -> list[dict[str, Tensor]]:
         """Return the server's models, each as in ``client.state_dict()``."""
-        models = range(len(self.server))
-        return [self.layout.state_dict(self.server.tensors(k)) for k in models]
+        states = self.callback.server_states() if self.callback else []
+        return [self.layout.state_dict(state) for state in states]
 
     def client_state(self, client: int) -> dict[str, Tensor]:
         """Return the model that a client is judged by, as in ``client.state_dict()``.
@@ -228,9 +234,6 @@ class Federation(L.LightningModule):
         federation._set_up(callback or FedAvg())
         federation.on_load_checkpoint(checkpoint)
         federation.load_state_dict(checkpoint["state_dict"], assign=True)  # keeps float64
-        state = checkpoint.get("callbacks", {}).get(federation.attached_callback.state_key)
-        if state is not None:
-            federation.attached_callback.load_state_dict(state)
         return federation
 
     # What a server callback builds on
@@ -359,11 +362,14 @@ class Federation(L.LightningModule):
         self._set_up(*_server_callbacks(self.trainer))
         if type(strategy.checkpoint_io) is TorchCheckpointIO:
             strategy.checkpoint_io = AtomicCheckpointIO()
+        check_memory(self.memory, strategy.checkpoint_io)
+        self.memory.open(self.trainer.default_root_dir)
 
     def configure_optimizers(self) -> Any:
         """Return the server optimizer, with its scheduler if there is one."""
+        self.attached_callback.prepare()
         build = self.server_optimizer or self.attached_callback.configure_optimizer
-        optimizer = build(list(self.server.parameters()))
+        optimizer = build(list(self.parameters()))
         scheduler = (self.server_scheduler or self.attached_callback.configure_scheduler)(optimizer)
         return optimizer if scheduler is None else ([optimizer], [scheduler])
 
@@ -438,16 +444,19 @@ class Federation(L.LightningModule):
         checkpoint["pflight"] = {
             **self._record(),
             "history": dump_history(self.history),
-            "memory": self.memory.state_of_all_ranks(first_only=True),
+            "memory": self.memory.save(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check that a checkpoint fits, and take over history and this rank's client memory."""
         record = checkpoint.get("pflight", {})
+        state = checkpoint.get("callbacks", {}).get(self.attached_callback.state_key)
+        if state is not None:  # it may tell how many models there are
+            self.attached_callback.load_state_dict(state)
         check_record(record, self._record())
         self.history = load_history(record["history"])
         mine = owned(torch.arange(self.num_clients)).tolist()
-        self.memory.load_state_dict(record["memory"], clients=set(mine))
+        self.memory.load(record["memory"], clients=set(mine))
 
     # Setting up
 
@@ -512,7 +521,7 @@ class Federation(L.LightningModule):
             yield
 
     def _train(self, clients: Tensor, starts: TensorDict) -> ClientUpdates:
-        return self.attached_engine.train(
+        updates = self.attached_engine.train(
             clients,
             starts,
             round_index=self._round.index,
@@ -521,6 +530,9 @@ class Federation(L.LightningModule):
             kept=self.remembered(clients, starts) if self.client.keeps_memory else None,
             on_client_end=self.on_client_end,
         )
+        for listener in self.on_updates:
+            listener(updates)
+        return updates
 
     def _ask(
         self,
@@ -539,8 +551,6 @@ class Federation(L.LightningModule):
         updates = work(clients, starts)
         self._note_failures(updates.failures)
         add_logs(self._logs, updates.logs)
-        for listener in self.on_updates:
-            listener(updates)
         if updates.kept is not None:
             self.memory.write(_MEMORY, updates.clients, updates.kept)
         if callback.private:

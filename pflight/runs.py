@@ -9,9 +9,11 @@ from itertools import count
 from pathlib import Path
 
 from .errors import ConfigurationError
+from .memory import MEMORY, clear, is_needed
 
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.yaml"
+PICTURES = "pictures"
 PREDICTIONS = "predictions.csv"
 _EVENTS = "events.out.tfevents.*"
 _NAMED = ("last", "best")
@@ -20,7 +22,8 @@ _NAMED = ("last", "best")
 class RunFolder:
     """A folder that holds one run: its config, TensorBoard events, checkpoints and predictions.
 
-    Files of other names are nobody's business: they are neither looked at nor moved.
+    It also holds the clients' memory where that is kept on disk. Files of other names are nobody's
+    business: they are neither looked at nor moved.
 
     Args:
         path: The folder, ``trainer.default_root_dir``; it need not exist yet.
@@ -42,9 +45,14 @@ class RunFolder:
     def has_run(self) -> bool:
         """Return whether a round has left a trace here, a checkpoint or a logged scalar.
 
-        What a start-up writes before the first round, such as the config, is not a run.
+        What a start-up writes before the first round, such as the config, is not a run. Memory is
+        one if a checkpoint needs it, wherever that is.
         """
-        return self._has_checkpoint() or any(True for path in self.events() for _ in _steps(path))
+        return (
+            self._has_checkpoint()
+            or is_needed(self.path / MEMORY)
+            or any(True for path in self.events() for _ in _steps(path))
+        )
 
     def resolve(self, checkpoint: str, may_start: bool = False) -> Path | None:
         """Return the file of a checkpoint: ``"last"`` and ``"best"`` are those of this folder.
@@ -112,12 +120,13 @@ class RunFolder:
         return not found and not self._has_checkpoint()
 
     def _own(self) -> list[Path]:
-        names = (CHECKPOINTS, CONFIG, PREDICTIONS, "hparams.yaml")
+        names = (CHECKPOINTS, CONFIG, MEMORY, PREDICTIONS, "hparams.yaml")
         return [p for name in names if (p := self.path / name).exists()] + self.events()
 
     def _clear(self) -> None:
         for path in [*self.events(), self.path / "hparams.yaml"]:
             path.unlink(missing_ok=True)
+        clear(self.path / MEMORY)
         if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
             self.checkpoints.rmdir()
 

@@ -1,8 +1,24 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.memory import ClientMemory
+from pflight.memory import ClientMemory, MappedMemory
+
+Make = Callable[[], ClientMemory]
+
+
+@pytest.fixture(params=[ClientMemory, MappedMemory], ids=["ram", "disk"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    def make() -> ClientMemory:
+        memory = request.param()
+        memory.open(str(tmp_path))
+        return memory
+
+    return make
 
 
 def states(*rows: float) -> TensorDict:
@@ -13,8 +29,8 @@ def ids(*clients: int) -> Tensor:
     return torch.tensor(clients)
 
 
-def test_what_was_never_written_reads_as_its_default() -> None:
-    memory = ClientMemory()
+def test_what_was_never_written_reads_as_its_default(make: Make) -> None:
+    memory = make()
     memory.write("a", ids(4, 2), states(40, 20))
     assert memory.read("a", ids(2, 3, 4), states(-2, -3, -4))["w"].flatten().tolist() == [
         20,
@@ -26,15 +42,15 @@ def test_what_was_never_written_reads_as_its_default() -> None:
     assert not memory.seen("b", ids(2)).any()
 
 
-def test_the_last_value_counts_and_only_for_its_client() -> None:
-    memory = ClientMemory()
+def test_the_last_value_counts_and_only_for_its_client(make: Make) -> None:
+    memory = make()
     memory.write("a", ids(0, 1), states(1, 2))
     memory.write("a", ids(1), states(3))
     assert memory.read("a", ids(0, 1), states(0, 0))["w"].flatten().tolist() == [1, 3]
 
 
-def test_values_are_copied_in_and_out() -> None:
-    memory, value = ClientMemory(), states(1.0, 2.0)
+def test_values_are_copied_in_and_out(make: Make) -> None:
+    memory, value = make(), states(1.0, 2.0)
     memory.write("a", ids(0, 1), value)
     value["w"].zero_()
     memory.read("a", ids(0, 1), states(0, 0))["w"].zero_()
@@ -60,10 +76,10 @@ def test_it_is_saved_as_plain_tensors_and_restored() -> None:
     assert not other.seen("old", ids(3)).any()
 
 
-def test_a_rank_keeps_the_clients_that_it_owns() -> None:
-    memory = ClientMemory()
+def test_a_rank_keeps_the_clients_that_it_owns(make: Make) -> None:
+    memory = make()
     memory.write("a", ids(0, 1, 2), states(1, 2, 3))
-    other = ClientMemory()
+    other = make()
     other.load_state_dict(memory.state_dict(), clients={0, 2})
     assert other.seen("a", ids(0, 1, 2)).tolist() == [True, False, True]
 

@@ -18,9 +18,10 @@ from pflight.callbacks import FeSEM, Local, ServerCallback
 from pflight.models import ClientModule, ProximalClient
 from tests.runs import dropout_client, quiet_trainer, small_data
 
-KINDS: dict[str, tuple[Any, type[ClientModule]]] = {
-    "local": (Local, ClientModule),
-    "fesem": (lambda: FeSEM(2), ProximalClient),
+KINDS: dict[str, tuple[Any, type[ClientModule], dict[str, Any]]] = {
+    "local": (Local, ClientModule, {}),
+    "local on disk": (Local, ClientModule, {"client_memory": "disk"}),
+    "fesem": (lambda: FeSEM(2), ProximalClient, {}),
 }
 
 
@@ -32,14 +33,19 @@ class PrintsItsTraining:
 
 
 def fit(
-    algorithm: str, rounds: int, *callbacks: L.Callback, ckpt_path: str | None = None
+    algorithm: str,
+    rounds: int,
+    *callbacks: L.Callback,
+    folder: str | None = None,
+    ckpt_path: str | None = None,
 ) -> Federation:
     """Train with dropout and shuffled batches."""
-    server, kind = KINDS[algorithm]
+    server, kind, options = KINDS[algorithm]
     printing = type("Printing", (PrintsItsTraining, kind), {})
-    federation = Federation(dropout_client(printing), local_epochs=2)
+    federation = Federation(dropout_client(printing), local_epochs=2, **options)
     callback: ServerCallback = server()
-    trainer = quiet_trainer(rounds, callback, *callbacks, limit_val_batches=0)
+    trainer_options = {"limit_val_batches": 0, "default_root_dir": folder}
+    trainer = quiet_trainer(rounds, callback, *callbacks, **trainer_options)
     trainer.fit(federation, datamodule=small_data(cohort_size=3), ckpt_path=ckpt_path)
     return federation
 
@@ -62,7 +68,8 @@ def main(algorithm: str, rounds: str, folder: str) -> None:
     last = Path(folder) / "last.ckpt"
     resumed_from = torch.load(last, weights_only=True)["epoch"] + 1 if last.exists() else 0
     saver = ModelCheckpoint(folder, save_last=True, every_n_epochs=1)
-    federation = fit(algorithm, int(rounds), saver, ckpt_path=str(last) if resumed_from else None)
+    ckpt_path = str(last) if resumed_from else None
+    federation = fit(algorithm, int(rounds), saver, folder=folder, ckpt_path=ckpt_path)
     result = {**summary(federation), "resumed_from": resumed_from}
     torch.save(result, Path(folder) / "result.pt")
 
