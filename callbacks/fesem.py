@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.distributed import all_max, all_sum
+from pflight.clustering import cluster_updates
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
-from pflight.randomness import Purpose, derive_seed, generator
-from pflight.state import WeightedMean, rows, squared_distance, stack_states
+from pflight.matching import BBPMAP
+from pflight.randomness import Purpose, derive_seed
+from pflight.state import squared_distance
 
+from .multi_center import MultiCenter
+from .selection import (
+    CANDIDATES,
+    ClusterSelection,
+    Criterion,
+    check_candidates,
+    sample_clients,
+    select_for,
+)
 from .server import ServerCallback
 
 if TYPE_CHECKING:
     from pflight.federation import Federation
 
+Distance = Callable[[TensorDict, Mapping[str, Tensor]], Tensor]
+"""Distances ``[C]`` of a stack ``[C]`` of states to a center, over the names of the center."""
 
-class FeSEM(ServerCallback):
+
+class FeSEM(MultiCenter):
     r"""Multi-center federated learning by stochastic EM (Long et al. 2022, algorithm 1).
 
     The server keeps K models, the centers. Each client starts from the center it is assigned to;
@@ -37,65 +50,99 @@ class FeSEM(ServerCallback):
     wins, gives the first centers; the sample's updates are kept until then. A client that has not
     trained yet is sent the mean of the centers, weighted by the samples of their members.
 
+    With ``matching`` this is FeSEM-MA: the M-step is :func:`pflight.matching.matched_mean` of the
+    members, and the E-step takes distances after permuting the neurons of :math:`W_i` to each
+    center's. The last layer is averaged by the members' training samples of each class. The network
+    must be a chain of layers, as :func:`pflight.matching.find_chain` takes it, and all updates of a
+    round are kept until its end.
+
     Args:
-        num_clusters: K, the number of server models.
+        num_clusters: K, the number of server models; ``"auto"`` chooses it with
+            :func:`select_num_clusters` before the first round, on ``init_clients`` clients.
         num_restarts: Random starts of k-means.
         init_clients: Clients of the seeded sample that trains in the first round; all if fewer.
-        matching: How neurons are aligned before averaging; ``None`` averages them as they stand.
+        matching: How neurons are aligned: ``None`` takes them as they stand, ``"bbp_map"`` matches
+            them, and a :class:`pflight.matching.BBPMAP` does so with other options.
         centers: K states, as from ``federation.server_states()``, that replace the initialisation.
         buffers: As in :class:`ServerCallback`.
+        distance: Of the E-step: ``"l2"`` for :math:`\|W_i - C_k\|^2`, or a function of a stack of
+            states ``[C]`` and a center that returns ``[C]``. The initialisation is k-means anyway.
+        candidates: Numbers of clusters that ``"auto"`` tries.
+        criterion: How ``"auto"`` chooses, by ``"accuracy"`` or by ``"distance"``.
 
     Attributes:
         assignments: LongTensor ``[num_clients]``, each client's center; -1 if not yet seen.
+        selection: With ``"auto"``, what ``num_clusters`` was chosen from, a
+            :class:`ClusterSelection`; ``num_clusters`` is 0 before.
 
     Raises:
-        ConfigurationError: On more clusters than clients, or options out of range.
+        ConfigurationError: On more clusters than clients, options out of range, or a network that
+            can't be matched.
+
+    References:
+        Long et al., Multi-Center Federated Learning: Clients Clustering for Better Personalization,
+        World Wide Web 2023, https://arxiv.org/abs/2108.08647.
     """
+
+    tag = "fesem"
 
     def __init__(
         self,
-        num_clusters: int,
+        num_clusters: int | Literal["auto"],
         num_restarts: int = 20,
         init_clients: int = 100,
-        matching: None = None,
+        matching: Literal["bbp_map"] | BBPMAP | None = None,
         centers: Sequence[Mapping[str, Any]] | None = None,
         buffers: Literal["shared", "local", "reset"] = "shared",
+        distance: Literal["l2"] | Distance = "l2",
+        candidates: Sequence[int] = CANDIDATES,
+        criterion: Criterion = "accuracy",
     ) -> None:
-        super().__init__(buffers)
+        check_candidates(candidates, criterion)
         for name, value in (("num_clusters", num_clusters), ("num_restarts", num_restarts)):
-            if value < 1:
+            if value != "auto" and value < 1:
                 raise ConfigurationError(f"FeSEM: {name} must be at least 1, got {value}")
-        if init_clients < num_clusters:
+        most = max(candidates) if num_clusters == "auto" else num_clusters
+        if init_clients < most:
             raise ConfigurationError(
-                f"FeSEM: init_clients ({init_clients}) must not be below "
-                f"num_clusters ({num_clusters})"
+                f"FeSEM: init_clients ({init_clients}) must not be below num_clusters ({most})"
             )
-        if matching is not None:
-            raise ConfigurationError(f"FeSEM: unknown matching {matching!r}; choose null")
         if centers is not None and len(centers) != num_clusters:
             raise ConfigurationError(
                 f"FeSEM: {len(centers)} centers were given for num_clusters={num_clusters}"
             )
-        self.num_clusters = num_clusters
+        if not (matching in (None, "bbp_map") or isinstance(matching, BBPMAP)):
+            raise ConfigurationError(f"FeSEM: unknown matching {matching!r}; choose 'bbp_map'")
+        if not (distance == "l2" or callable(distance)):
+            raise ConfigurationError(f"FeSEM: unknown distance {distance!r}; choose 'l2'")
+        super().__init__(
+            0 if num_clusters == "auto" else num_clusters,
+            BBPMAP() if matching == "bbp_map" else matching,
+            buffers,
+        )
         self.num_restarts = num_restarts
         self.init_clients = init_clients
         self.centers = centers
-        self.assignments = torch.empty(0, dtype=torch.long)
+        self.distance = squared_distance if distance == "l2" else distance
+        self.candidates = candidates
+        self.criterion = criterion
         self.initialized = centers is not None
+        self.selection: ClusterSelection | None = None
 
     def setup_server(self, federation: Federation) -> None:
-        """Make K models, equal until the first round unless ``centers`` were given."""
+        """Make K models, equal until the first round unless ``centers`` were given.
+
+        With ``num_clusters="auto"`` there is one until :meth:`prepare`.
+        """
         super().setup_server(federation)
-        if self.num_clusters > len(federation.trainable_clients):
-            raise ConfigurationError(
-                f"FeSEM: num_clusters ({self.num_clusters}) exceeds the number of clients that can "
-                f"train ({len(federation.trainable_clients)})"
-            )
-        federation.server.add(self.num_clusters - 1)
         for index, center in enumerate(self.centers or ()):
             federation.server.replace(index, center)
-        self.assignments = torch.full((federation.num_clients,), -1)
-        self.weights = torch.zeros(self.num_clusters, dtype=torch.double)
+
+    def prepare(self) -> None:
+        """Choose the number of clusters, unless it is known."""
+        if not self.num_clusters:
+            self.selection = select_for(self.federation, self)
+            self.add_centers(self.selection.num_clusters)
 
     def round(self, cohort: Tensor) -> None:
         """Run one round; the first is the initialisation, with clients of its own."""
@@ -103,137 +150,58 @@ class FeSEM(ServerCallback):
             super().round(cohort)
         else:
             self._initialize()
-        counts = torch.bincount(
-            self.assignments[self.assignments >= 0], minlength=self.num_clusters
-        )
-        self.federation.log_round({f"fesem/size_{k}": float(n) for k, n in enumerate(counts)})
-        self.federation.log_histogram("fesem/assignments", self.assignments)
-
-    def begin(self) -> None:
-        """Start empty means, one per center."""
-        self.mean = WeightedMean(
-            self.federation.server.tensors(0, self.sent_names), self.num_clusters
-        )
-        self._assigned = torch.full_like(self.assignments, -1)
-
-    def broadcast(self, clients: Tensor) -> TensorDict:
-        """Return each client's center, or the weighted mean of all centers if it has none yet."""
-        federation = self.federation
-        if self.num_clusters == 1 or not self.initialized:
-            return federation.server.expand(0, self.sent_names, len(clients))
-        centers = stack_states(
-            federation.server.tensors(k, self.sent_names) for k in range(self.num_clusters)
-        )
-        index = self.assignments[clients.cpu()].to(centers[self.sent_names[0]].device)
-        if (index >= 0).all():
-            return centers[index]
-        mean = WeightedMean(federation.server.tensors(0, self.sent_names))
-        known = self.weights.sum() > 0
-        mean.add(centers, self.weights if known else torch.ones_like(self.weights))
-        return TensorDict.cat([centers, mean.compute()])[index]  # -1 is the last row, the mean
+            self.log_sizes()
 
     def receive(self, updates: ClientUpdates) -> None:
         """E-step: assign each client to the nearest center as sent, and add it to its mean."""
+        distances = [self.distances(updates.states, k) for k in range(self.num_clusters)]
+        self.assign(updates, torch.stack(distances, dim=1).argmin(dim=1))
+
+    def distances(self, states: TensorDict, center: int) -> Tensor:
+        """Return the distances ``[C]`` of states ``[C]`` to a center."""
         parameters = [n for n in self.federation.layout.parameters if n in self.sent_names]
-        distances = [
-            squared_distance(updates.states, self.federation.server.tensors(k, parameters))
-            for k in range(self.num_clusters)
-        ]
-        nearest = torch.stack(distances, dim=1).argmin(dim=1)
-        self._assign(updates, nearest)
-
-    def step(self) -> None:
-        """M-step: pull each center to the mean of its members that answered."""
-        means = self._reduce()
-        for k in self.mean.weights.nonzero().flatten().tolist():
-            self.federation.server.pull(k, means[k])
-
-    def _assign(self, updates: ClientUpdates, clusters: Tensor) -> None:
-        self.mean.add(updates.states, torch.ones(len(clusters)), clusters)
-        self._assigned[updates.clients.cpu()] = clusters.cpu()
-
-    def _reduce(self) -> TensorDict:
-        """Add up means and assignments over ranks; return the means."""
-        self.mean.all_reduce()
-        assigned = all_max(self._assigned)
-        self.assignments = torch.where(assigned >= 0, assigned, self.assignments)
-        known = self.assignments >= 0
-        samples = self.federation.num_samples[known].double()
-        self.weights = torch.zeros_like(self.weights).index_add_(
-            0, self.assignments[known], samples
-        )
-        return self.mean.compute()
+        target = self.federation.server.tensors(center, parameters)
+        return self.distance(self.align(states, target), target)
 
     def _initialize(self) -> None:
         """Train a sample of clients once and cluster their models by k-means."""
         federation = self.federation
-        sample = federation.trainable_clients
-        if len(sample) > self.init_clients:
-            shuffle = generator(Purpose.SAMPLE, federation.seed)
-            chosen = torch.randperm(len(sample), generator=shuffle)[: self.init_clients]
-            sample = sample[chosen].sort().values
+        sample = sample_clients(federation.trainable_clients, self.init_clients, federation.seed)
         updates = [
-            federation.train_clients(clients, self.broadcast(clients))
+            federation.train_clients(clients, ServerCallback.broadcast(self, clients))
             for clients in federation.chunks(sample)
         ]
-        clusters = self._cluster(sample, updates)
+        clusters = cluster_updates(
+            sample,
+            updates,
+            federation.layout,
+            num_clusters=self.num_clusters,
+            restarts=self.num_restarts,
+            seed=derive_seed(Purpose.SERVER, federation.seed),
+        )
         if clusters is None:
             return  # too few answered: the next round tries again
         self.begin()
         for update in updates:
-            self._assign(update, clusters[torch.searchsorted(sample, update.clients.cpu())])
-        means = self._reduce()
-        filled = self.mean.weights > 0
+            self.assign(update, clusters[torch.searchsorted(sample, update.clients.cpu())])
+        means = self.means()
         for k in range(self.num_clusters):
             # With fewer distinct models than clusters, an empty one repeats another's center.
-            federation.server.replace(k, means[k if filled[k] else int(filled.long().argmax())])
+            federation.server.replace(k, means.get(k, means[min(means)]))
         self.initialized = True
-
-    def _cluster(self, sample: Tensor, updates: list[ClientUpdates]) -> Tensor | None:
-        """Return the cluster of each client of the sample ``[M]``, -1 where it did not answer."""
-        layout = self.federation.layout
-        size = sum(layout.template[name].numel() for name in layout.parameters)
-        points = torch.zeros(len(sample), size, dtype=torch.double)
-        answered = torch.zeros(len(sample), dtype=torch.long)
-        for update in updates:
-            members = torch.searchsorted(sample, update.clients.cpu())
-            leaves = [rows(update.states[name]) for name in layout.parameters]
-            points[members] = torch.cat(leaves, dim=1).cpu().double()
-            answered[members] = 1
-        all_sum(points)
-        present = all_sum(answered) > 0
-        if present.sum() < self.num_clusters:
-            return None
-        clusters = torch.full((len(sample),), -1)
-        clusters[present] = self._kmeans(points[present])
-        return clusters
-
-    def _kmeans(self, points: Tensor) -> Tensor:
-        from sklearn.cluster import KMeans
-        from sklearn.exceptions import ConvergenceWarning
-
-        kmeans = KMeans(
-            self.num_clusters,
-            init="random",
-            n_init=self.num_restarts,
-            max_iter=300,
-            tol=0.0,
-            random_state=derive_seed(Purpose.SERVER, self.federation.seed) % 2**32,
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # clients with equal models
-            return torch.from_numpy(kmeans.fit_predict(points.numpy())).long()
 
     def state_dict(self) -> dict[str, Any]:
         """Return assignments and what belongs to them, for the checkpoint."""
         return {
-            "assignments": self.assignments,
-            "weights": self.weights,
+            **super().state_dict(),
             "initialized": self.initialized,
+            "num_clusters": self.num_clusters,
+            "selection": self.selection and asdict(self.selection),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave."""
-        self.assignments = state_dict["assignments"]
-        self.weights = state_dict["weights"]
-        self.initialized = state_dict["initialized"]
+        if not self.num_clusters:
+            self.add_centers(state_dict["num_clusters"])
+        selection = state_dict["selection"] and ClusterSelection(**state_dict["selection"])
+        super().load_state_dict({**state_dict, "selection": selection})

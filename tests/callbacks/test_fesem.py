@@ -1,16 +1,19 @@
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from tensordict import TensorDict
+from torch import Tensor, nn
 
 from pflight.callbacks import FedAvg, FeSEM, Local
 from pflight.datamodules import TensorClients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
-from pflight.models import ProximalClient
+from pflight.matching import BBPMAP, find_chain, permute
+from pflight.models import MLP, ClientModule, ProximalClient
 from tests import reference
 from tests.runs import (
     CLASSES,
@@ -21,7 +24,9 @@ from tests.runs import (
     batchnorm_client,
     flat,
     linear_client,
+    network_client,
     quadratic_client,
+    quiet_trainer,
     run,
     sgd,
     small_data,
@@ -338,6 +343,158 @@ class TestReductions:
             )
 
 
+class ModelClient(ClientModule):
+    """A client that returns the model which its samples carry, after one step of size 1."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        weights = torch.cat([p.flatten() for p in self.network.parameters()])
+        return (weights - batch[0][0]).square().sum() / 2
+
+
+def model_client(*widths: int) -> ModelClient:
+    first, hidden, last = widths
+    layers = nn.Linear(first, hidden), nn.ReLU(), nn.Linear(hidden, last)
+    torch.manual_seed(1)
+    return ModelClient(nn.Sequential(*layers).double(), last, optimizer=sgd(1.0))
+
+
+def models(
+    states: Sequence[Mapping[str, Tensor]], labels: Sequence[Sequence[int]]
+) -> TensorClients:
+    """Return clients that return these models and have samples of these classes."""
+    train = [
+        (torch.stack([torch.from_numpy(flat(state))] * len(y)), torch.tensor(y))
+        for state, y in zip(states, labels, strict=True)
+    ]
+    classes = len(list(states[0].values())[-1])
+    return TensorClients(train, num_classes=classes, batch_size=None)
+
+
+def network(*values: list) -> dict[str, Tensor]:
+    names = [f"network.{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")]
+    tensors = [torch.tensor(value, dtype=torch.float64) for value in values]
+    return dict(zip(names, tensors, strict=True))
+
+
+class TestMatching:
+    """FeSEM-MA."""
+
+    a = network([[2, 0], [0, 2]], [0, 0], [[1, -1], [5, 5]], [1, 5])
+    b = network([[0.1, 2.1], [1.9, -0.1]], [0, 0], [[-1.1, 0.9], [7, 7]], [3, 7])
+    labels = (0, 0, 0), (0, 1, 1)  # counts 3, 0 | 1, 2
+
+    @pytest.mark.parametrize("estimate", ["mean", "map"])
+    def test_c5_and_c5d(self, estimate: str) -> None:
+        callback = FeSEM(1, matching=BBPMAP(estimate=estimate), centers=[self.a])
+        federation = run(model_client(2, 2, 2), models([self.a, self.b], self.labels), callback)
+        expected = {  # B's neurons change places; the last layer is 3 parts A and 1 part B, and B
+            "mean": [1.95, -0.05, 0.05, 2.05, 0, 0, 0.975, -1.025, 7, 7, 1.5, 7],
+            "map": [1.3, -0.1 / 3, 0.1 / 3, 4.1 / 3, 0, 0, 0.975, -1.025, 7, 7, 1.5, 7],
+        }
+        assert flat(federation.server_states()[0]) == pytest.approx(expected[estimate])
+
+    def test_a_permuted_copy_belongs_to_its_center(self) -> None:
+        client = model_client(3, 6, 2)
+        chain = find_chain(client)
+        torch.manual_seed(2)
+        centers = [
+            {name: torch.randn_like(value) for name, value in client.state_dict().items()}
+            for _ in range(2)
+        ]
+        copies = [permute(centers[k], chain, [torch.randperm(6)]) for k in (0, 1, 0, 1)]
+        data = models(copies, [[0, 1]] * 4)
+        callback = FeSEM(2, matching="bbp_map", centers=centers)
+        federation = run(client, data, callback, rounds=3)
+        assert callback.assignments.tolist() == [0, 1, 0, 1]
+        x = torch.randn(5, 3, dtype=torch.float64)
+        for k, state in enumerate(federation.server_states()):
+            client.load_state_dict(centers[k])
+            expected = client(x)
+            client.load_state_dict(state)
+            torch.testing.assert_close(client(x), expected, rtol=1e-12, atol=1e-14)
+
+    def test_newcomers_are_served_the_mean_of_aligned_centers(self) -> None:
+        client = model_client(3, 6, 2)
+        torch.manual_seed(2)
+        center = {name: torch.randn_like(value) for name, value in client.state_dict().items()}
+        copy = permute(center, find_chain(client), [torch.arange(6).roll(1)])
+        callback = FeSEM(2, matching="bbp_map", centers=[center, copy])
+        data = models([center] * 3, [[0, 1]] * 3)
+        federation = Federation(client)
+        quiet_trainer(1, callback).validate(federation, datamodule=data)
+        torch.testing.assert_close(dict(federation.client_state(0)), center, rtol=1e-12, atol=1e-14)
+
+    def test_neurons_that_keep_their_places_make_it_fesem(self) -> None:
+        """With equal class counts; several rounds, partial participation, BatchNorm."""
+        y = torch.arange(6) % CLASSES
+        random = torch.Generator().manual_seed(8)
+        train = [
+            (torch.randn(6, 4, generator=random, dtype=torch.float64) + i % 2, y) for i in range(6)
+        ]
+        data = TensorClients(train, num_classes=CLASSES, cohort_size=4, batch_size=3)
+        client = batchnorm_client(ProximalClient, optimizer=sgd(0.01), mu=0.1, scaling="eq7")
+        runs = [
+            run(client.double(), data, FeSEM(2, matching=matching), rounds=5, local_epochs=2)
+            for matching in (None, "bbp_map")
+        ]
+        plain, matched = (federation.callback.assignments for federation in runs)
+        assert torch.equal(plain, matched)
+        for left, right in zip(*(federation.server_states() for federation in runs), strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
+
+    def test_chunks_do_not_matter(self) -> None:
+        class Backwards(FeSEM):
+            def round(self, cohort: Tensor) -> None:
+                self.begin()
+                for client in cohort.flip(0).split(1):
+                    self.receive(self.federation.train_clients(client, self.broadcast(client)))
+                self.step()
+
+        client = network_client(MLP(4, [5], CLASSES)).double()
+        data = small_data(dtype=torch.float64)
+        torch.manual_seed(3)
+        centers = [
+            {name: torch.randn_like(value) for name, value in client.state_dict().items()}
+            for _ in range(2)
+        ]
+        one, other = (
+            run(client, data, kind(2, matching="bbp_map", centers=centers), rounds=3)
+            for kind in (Backwards, FeSEM)
+        )
+        for left, right in zip(one.server_states(), other.server_states(), strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
+
+    @pytest.mark.parametrize(
+        ("layer", "options", "message"),
+        [
+            (nn.LayerNorm(6), {}, "LayerNorm 'network.1' stands before Linear 'network.2'"),
+            (nn.BatchNorm1d(6), {"buffers": "local"}, r"network\.1\.running_mean.* not travel"),
+            (nn.BatchNorm1d(6), {"buffers": "reset"}, r"network\.1\.running_mean.* not travel"),
+        ],
+    )
+    def test_what_can_not_be_matched(self, layer: nn.Module, options: dict, message: str) -> None:
+        client = network_client(nn.Sequential(nn.Linear(4, 6), layer, nn.Linear(6, CLASSES)))
+        with pytest.raises(ConfigurationError, match=message):
+            run(client, small_data(), FeSEM(2, matching="bbp_map", **options))
+
+    def test_frozen_layers_can_not_be_matched(self) -> None:
+        client = network_client(MLP(4, [5], CLASSES))
+        client.network.hidden[0].weight.requires_grad_(False)
+        with pytest.raises(ConfigurationError, match=r"hidden\.0\.weight', which does not travel"):
+            run(client, small_data(), FeSEM(2, matching="bbp_map"))
+
+
+def test_distances_of_ones_own() -> None:
+    def along_the_second(states: TensorDict, center: Mapping[str, Tensor]) -> Tensor:
+        return (states["network.theta"] - center["network.theta"])[:, 1].abs()
+
+    # By the second coordinate alone (0, 0) and (10, 0) belong to the first center.
+    callback = FeSEM(2, centers=[point(5, 0), point(1, 2)], distance=along_the_second)
+    federation = run(target_client(), targets(*C4), callback)
+    assert callback.assignments.tolist() == [0, 1, 0, 1]
+    assert [flat(state).tolist() for state in federation.server_states()] == [[5, 0], [5, 3]]
+
+
 def test_known_groups_are_recovered() -> None:
     means = [(0.0, 0.0), (8.0, 8.0), (-8.0, 8.0)]
     groups = [0, 1, 2, 2, 1, 0, 0, 1, 2, 1]
@@ -363,7 +520,14 @@ def test_sizes_are_logged_every_round() -> None:
         ({"num_clusters": 2, "num_restarts": 0}, "num_restarts must be at least 1"),
         ({"num_clusters": 3, "init_clients": 2}, r"init_clients \(2\)"),
         ({"num_clusters": 3, "centers": []}, "0 centers were given"),
-        ({"num_clusters": 2, "matching": "bbp"}, "unknown matching 'bbp'"),
+        ({"num_clusters": 2, "matching": "bbp"}, "unknown matching 'bbp'; choose 'bbp_map'"),
+        ({"num_clusters": 2, "matching": BBPMAP(grow=True)}, "grow=True makes centers wider"),
+        ({"num_clusters": 2, "distance": "l1"}, "unknown distance 'l1'; choose 'l2'"),
+        ({"num_clusters": "auto", "candidates": []}, "candidates must be"),
+        ({"num_clusters": "auto", "candidates": [0, 1]}, r"candidates must be .* got \[0, 1\]"),
+        ({"num_clusters": "auto", "criterion": "loss"}, "criterion must be"),
+        ({"num_clusters": "auto", "init_clients": 5}, r"init_clients \(5\)"),
+        ({"num_clusters": "auto", "centers": []}, "0 centers were given for num_clusters=auto"),
         ({"num_clusters": 2, "buffers": "mine"}, "buffers must be"),
     ],
 )

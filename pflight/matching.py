@@ -1,0 +1,616 @@
+"""Matched averaging: the neurons of several networks are aligned before their weights are averaged.
+
+The hidden neurons of a network may be put into another order without changing what it computes, so
+neuron 3 of one client may do the work of neuron 7 of another. FedMA (Wang et al. 2020) matches
+them, layer by layer, by the MAP estimate of a Beta-Bernoulli process (BBP-MAP), and averages what
+belongs together.
+
+A *chain* is the layers of such a network as :func:`find_chain` finds them. A network's *places* say
+for each layer but the last where its neurons go: neuron ``l`` becomes neuron ``places[layer][l]``.
+
+References:
+    Wang et al., Federated Learning with Matched Averaging, ICLR 2020,
+    https://arxiv.org/abs/2002.06440.
+
+    Yurochkin et al., Bayesian Nonparametric Federated Learning of Neural Networks, ICML 2019,
+    https://arxiv.org/abs/1905.12022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .distributed import gather
+from .errors import ConfigurationError
+from .randomness import Purpose, generator
+
+if TYPE_CHECKING:
+    from torch.fx import Node
+
+    from .models import ClientModule
+
+State = Mapping[str, Tensor]
+
+_WEIGHTED = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear
+_POOLINGS = {
+    f"{kind}{dimensions}d"
+    for kind in ("maxpool", "avgpool", "lppool", "adaptivemaxpool", "adaptiveavgpool")
+    for dimensions in (1, 2, 3)
+}
+_ELEMENTWISE = {
+    *(
+        "identity",
+        "contiguous",
+        "relu",
+        "relu6",
+        "leakyrelu",
+        "elu",
+        "selu",
+        "celu",
+        "gelu",
+        "silu",
+    ),
+    *("mish", "sigmoid", "logsigmoid", "tanh", "softplus", "softsign", "hardtanh", "hardsigmoid"),
+    *("hardswish", "dropout", "dropout1d", "dropout2d", "dropout3d", "alphadropout"),
+}
+
+
+@dataclass(frozen=True)
+class BBPMAP:
+    r"""Options of the matching.
+
+    Neurons are normal, :math:`w \sim N(\theta_i, \sigma)`, around global ones,
+    :math:`\theta_i \sim N(\mu_0, \sigma_0)`; both sigmas are variances.
+
+    Args:
+        gamma: Mass of the Beta-Bernoulli process: the larger, the more global neurons.
+        sigma: Variance of a neuron around its global neuron.
+        sigma0: Variance of the global neurons.
+        mu0: Mean of the global neurons.
+        passes: How often each network's neurons are matched again, in random order.
+        estimate: Value of a matched neuron's weights and bias: their ``"mean"``, or the ``"map"``
+            estimate, which draws the mean to ``mu0``.
+        grow: Whether a neuron may become a new global one, so that the result may be wider. If not,
+            all networks are of one width, which stays.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    Example:
+        >>> BBPMAP(estimate="map").passes
+        5
+    """
+
+    gamma: float = 7.0
+    sigma: float = 1.0
+    sigma0: float = 1.0
+    mu0: float = 0.0
+    passes: int = 5
+    estimate: Literal["mean", "map"] = "mean"
+    grow: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "sigma", "sigma0"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(
+                    f"BBPMAP: {name} must be positive, got {getattr(self, name)}"
+                )
+        if self.passes < 0:
+            raise ConfigurationError(f"BBPMAP: passes must not be negative, got {self.passes}")
+        if self.estimate not in ("mean", "map"):
+            raise ConfigurationError(
+                f"BBPMAP: estimate must be 'mean' or 'map', got {self.estimate!r}"
+            )
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A convolution or a linear layer of a chain, with the BatchNorms that follow it.
+
+    Attributes:
+        name: The module.
+        weight: Name of its weight ``[width, inputs, ...]`` in a state.
+        bias: Name of its bias ``[width]``, if it has one.
+        norms: Names of the BatchNorms' vectors: one entry for each neuron or, behind a flattening,
+            one block of entries.
+        width: Number of neurons, that is of output channels or units.
+    """
+
+    name: str
+    weight: str
+    bias: str | None
+    norms: tuple[str, ...]
+    width: int
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Names of weight and bias."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of all tensors whose entries follow the neurons."""
+        return self.weights + self.norms
+
+
+Chain = tuple[Layer, ...]
+
+
+# Finding the chain
+
+
+def find_chain(module: nn.Module) -> Chain:
+    """Find the layers of a network in the order in which they run, by tracing it.
+
+    Between two layers there may be BatchNorm, pooling, flattening, activations and dropout, as
+    modules or as functions. Names are those of ``module.state_dict()``.
+
+    Args:
+        module: The network, or a client module with one.
+
+    Raises:
+        ConfigurationError: If the network is no such chain, naming the layer or the operation.
+
+    Example:
+        >>> network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+        >>> [(layer.weight, layer.width) for layer in find_chain(network)]
+        [('0.weight', 4), ('3.weight', 2)]
+    """
+    unseen = {name for name, _ in module.named_parameters()}
+    layers: list[Layer] = []
+    spatial, obstacle, previous = False, "", None
+    for step in _steps(module):
+        if layers and step.inputs != [previous]:
+            raise _no_chain(f"{step} does not take the output of one layer alone")
+        previous = step.node
+        if isinstance(step.module, _WEIGHTED | _BatchNorm):
+            if not step.parameters <= unseen:
+                raise _no_chain(f"{step} is used twice or shares its weights")
+            unseen -= step.parameters
+        if isinstance(step.module, _WEIGHTED):
+            if obstacle:
+                raise _no_chain(f"{obstacle} stands before {step}")
+            layers.append(_layer(step, layers[-1:], spatial))
+            spatial = not isinstance(step.module, nn.Linear)
+        elif isinstance(step.module, _BatchNorm):
+            if layers:
+                layers[-1] = replace(layers[-1], norms=(*layers[-1].norms, *step.vectors))
+        elif step.flattens:
+            spatial = False
+        elif layers and not (step.is_elementwise or (spatial and step.pools)):
+            obstacle = obstacle or str(step)
+    if unseen:
+        raise _no_chain(f"the parameter {min(unseen)!r} belongs to no layer of one")
+    return tuple(layers)
+
+
+def matched_chain(client: ClientModule, sent: Collection[str]) -> Chain:
+    """Find the chain of a client's network, of which everything has to travel.
+
+    Args:
+        client: The client module.
+        sent: Names of the entries of its state that travel.
+
+    Raises:
+        ConfigurationError: If the network is no chain, keeps a part of it, or does not end in one
+            output for each class.
+    """
+    chain = find_chain(client)
+    if chain[-1].width != client.num_classes:
+        raise _no_chain(f"{chain[-1].name!r} does not end it with {client.num_classes} outputs")
+    for name in (name for layer in chain for name in layer.tensors):
+        if name not in sent:
+            raise ConfigurationError(f"matching moves {name!r}, which does not travel")
+    return chain
+
+
+def _layer(step: _Step, before: Sequence[Layer], spatial: bool) -> Layer:
+    """Describe a layer, whose inputs are the outputs of the layer before it, if there is one."""
+    weight, convolves = step.module.weight, not isinstance(step.module, nn.Linear)
+    if f"{step.name}.weight" not in step.parameters:
+        raise _no_chain(f"{step} has a weight that is computed")
+    if getattr(step.module, "groups", 1) != 1:
+        raise _no_chain(f"{step} has {step.module.groups} groups")
+    for layer in before:
+        if convolves != spatial or weight.shape[1] % layer.width:
+            raise _no_chain(f"{step} does not take each output of {layer.name!r} by itself")
+    bias = None if step.module.bias is None else f"{step.name}.bias"
+    return Layer(step.name, f"{step.name}.weight", bias, (), len(weight))
+
+
+def _no_chain(why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"matching needs a chain of convolutions, BatchNorm, pooling and linear layers, but {why}"
+    )
+
+
+class _Step(NamedTuple):
+    """One operation of a traced network, with the operations whose outputs it takes."""
+
+    node: Node
+    module: Any
+    inputs: list[Node]
+
+    @property
+    def name(self) -> str:
+        """The name of the module, or of the function."""
+        target = self.node.target
+        return target if isinstance(target, str) else target.__name__
+
+    def __str__(self) -> str:
+        if self.module is None:
+            return f"the operation {self.name!r}"
+        return f"{type(self.module).__name__} {self.name!r}"
+
+    @property
+    def kind(self) -> str:
+        """What it does, alike for ``nn.MaxPool2d`` and ``F.max_pool2d``."""
+        name = self.name if self.module is None else type(self.module).__name__
+        return name.lower().replace("_", "")
+
+    @property
+    def parameters(self) -> set[str]:
+        """Names of its parameters."""
+        return {f"{self.name}.{name}" for name, _ in self.module.named_parameters()}
+
+    @property
+    def vectors(self) -> list[str]:
+        """Names of the tensors of a BatchNorm that have an entry for each channel."""
+        tensors = self.module.state_dict().items()
+        return [f"{self.name}.{name}" for name, tensor in tensors if tensor.ndim]
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether each number is treated by itself."""
+        return self.kind in _ELEMENTWISE
+
+    @property
+    def pools(self) -> bool:
+        """Whether it pools each channel by itself."""
+        return self.kind in _POOLINGS
+
+    @property
+    def flattens(self) -> bool:
+        """Whether it flattens each sample, channel by channel."""
+        if isinstance(self.module, nn.Flatten):
+            return (self.module.start_dim, self.module.end_dim) == (1, -1)
+        given = self.node.args[1:]
+        if self.kind == "flatten":
+            return given == (1,) or (not given and self.node.kwargs == {"start_dim": 1})
+        return self.kind in ("view", "reshape") and len(given) == 2  # [batch, all the rest]
+
+
+def _steps(module: nn.Module) -> Iterator[_Step]:
+    """Trace a network; what only computes sizes, such as ``x.size(0)``, is left out."""
+    from torch.fx import Tracer
+
+    try:
+        nodes = Tracer().trace(module).nodes
+    except Exception as error:
+        raise _no_chain(f"{type(module).__name__} can't be traced: {error}") from error
+    modules = dict(module.named_modules())
+    sizes: set[Node] = set()
+    for node in nodes:
+        part = modules[str(node.target)] if node.op == "call_module" else None
+        step = _Step(node, part, [n for n in node.all_input_nodes if n not in sizes])
+        if step.kind == "size" or node.args[1:] == ("shape",) or sizes.intersection(node.args[:1]):
+            sizes.add(node)
+        else:
+            yield step
+
+
+# Moving and matching neurons
+
+
+def permute(
+    state: State, chain: Chain, places: Sequence[Tensor], widths: Sequence[int] | None = None
+) -> dict[str, Tensor]:
+    """Return a copy of a state whose neurons were moved; it computes the same function.
+
+    Args:
+        state: The state of one network.
+        chain: Its layers.
+        places: Where the neurons of each layer but the last go ``[width]``.
+        widths: Widths of the layers of the copy, if it is wider; the rest is filled with zeros.
+
+    Example:
+        >>> chain = find_chain(nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten(), nn.Linear(4, 1)))
+        >>> state = {"0.weight": torch.tensor([[[[5.0]]], [[[6.0]]]]), "0.bias": torch.zeros(2),
+        ...     "2.weight": torch.tensor([[1.0, 2.0, 3.0, 4.0]]), "2.bias": torch.zeros(1)}
+        >>> permute(state, chain, [torch.tensor([1, 0])])["2.weight"]
+        tensor([[3., 4., 1., 2.]])
+    """
+    moved = dict(state)
+    sizes = [len(place) for place in places] if widths is None else widths
+    for (layer, following), place, width in zip(pairwise(chain), places, sizes, strict=True):
+        for name in layer.tensors:
+            moved[name] = _move(moved[name], place, width)
+        moved[following.weight] = _move_inputs(moved[following.weight], place, width)
+    return moved
+
+
+def match(
+    states: Sequence[State],
+    chain: Chain,
+    options: BBPMAP = BBPMAP(),
+    random: torch.Generator | None = None,
+) -> list[tuple[Tensor, ...]]:
+    """Match the neurons of several networks layer by layer.
+
+    A layer's inputs are permuted as the layer before it was matched; then its neurons are rows,
+    incoming weights and bias, for :func:`match_rows`.
+
+    Args:
+        states: A state of each of the J networks.
+        chain: Their layers.
+        options: Options of the matching.
+        random: Draws the order in which networks are matched again.
+
+    Returns:
+        The places of each network: global neurons, for each layer but the last.
+    """
+    places: list[list[Tensor]] = []
+    weights = [state[chain[0].weight] for state in states]
+    for layer, following in pairwise(chain):
+        rows = [weight.flatten(1) for weight in weights]
+        if layer.bias is not None:
+            biases = [state[layer.bias].unsqueeze(1) for state in states]
+            rows = [torch.cat(pair, dim=1) for pair in zip(rows, biases, strict=True)]
+        found = match_rows(rows, options, random)
+        width = 1 + max(int(place.max()) for place in found)
+        weights = [
+            _move_inputs(state[following.weight], place, width)
+            for state, place in zip(states, found, strict=True)
+        ]
+        places.append(found)
+    return list(zip(*places, strict=True)) or [()] * len(states)
+
+
+def match_rows(
+    rows: Sequence[Tensor],
+    options: BBPMAP = BBPMAP(),
+    random: torch.Generator | None = None,
+) -> list[Tensor]:
+    """Match the rows of J matrices by BBP-MAP.
+
+    The first of the widest comes first, then the others, the wider before the narrower. After that
+    each is taken out and matched again, ``passes`` times in random order. Each time its rows take
+    the places with the greatest sum of :func:`matching_scores`; new neurons come in their order.
+
+    Args:
+        rows: Matrices ``[L_j, D]``, a neuron in each row.
+        options: Options of the matching.
+        random: Draws the order of the passes; torch's global numbers if there is none.
+
+    Returns:
+        For each matrix the global neuron of each row ``[L_j]``.
+
+    Raises:
+        ConfigurationError: If the widths differ and ``options.grow`` is not set.
+
+    Example:
+        >>> rows = [torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.tensor([[0.1, 2.1], [1.9, -0.1]])]
+        >>> [places.tolist() for places in match_rows(rows)]
+        [[0, 1], [1, 0]]
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    widths = [len(matrix) for matrix in rows]
+    if len(set(widths)) > 1 and not options.grow:
+        raise ConfigurationError(f"BBPMAP: networks of widths {sorted(set(widths))} need grow=True")
+    first, *others = sorted(range(len(rows)), key=lambda j: -widths[j])
+    places = {first: torch.arange(widths[first])}
+    sums = rows[first].double().cpu()
+    counts = torch.ones(widths[first], dtype=torch.double)
+    if others:
+        for _ in range(options.passes):
+            others += torch.randperm(len(rows), generator=random).tolist()
+    for j in others:
+        matrix = rows[j].double().cpu()
+        if j in places:
+            place = places.pop(j)
+            counts = counts.index_add(0, place, -torch.ones(len(place), dtype=torch.double))
+            sums = sums.index_add(0, place, -matrix)
+            stay = counts > 0
+            sums, counts = sums[stay], counts[stay]
+            places = {other: stay.cumsum(0)[place] - 1 for other, place in places.items()}
+        scores = matching_scores(matrix, sums, counts, len(rows), options)
+        place = torch.from_numpy(linear_sum_assignment(scores.numpy(), maximize=True)[1])
+        new = place >= len(sums)
+        place[new] = place[new].sort().values  # which of the new ones is which does not matter
+        blank = int(new.sum())
+        sums = torch.cat([sums, sums.new_zeros(blank, sums.shape[1])]).index_add(0, place, matrix)
+        counts = torch.cat([counts, counts.new_zeros(blank)])
+        counts = counts.index_add(0, place, torch.ones(len(place), dtype=torch.double))
+        places[j] = place
+    return [places[j] for j in range(len(rows))]
+
+
+def matching_scores(
+    rows: Tensor, sums: Tensor, counts: Tensor, networks: int, options: BBPMAP
+) -> Tensor:
+    r"""Return what each row of a network gains by each global neuron.
+
+    Global neuron :math:`i` has :math:`c_i` members among the J networks, this one taken out. With
+    :math:`S_i = \mu_0/\sigma_0 + \sum w/\sigma` and :math:`Q_i = 1/\sigma_0 + c_i/\sigma`, row
+    :math:`w` scores :math:`\|S_i + w/\sigma\|^2 / (Q_i + 1/\sigma) - \|S_i\|^2 / Q_i`. With
+    ``grow`` the popularity :math:`2 \ln(c_i / (J - c_i))` is added, and further columns are new
+    neurons :math:`l = 1, 2, \dots` without members, with :math:`2 \ln(\gamma / (J l))` instead.
+
+    Args:
+        rows: The network's neurons ``[L_j, D]``.
+        sums: Sum of the rows in each global neuron ``[L, D]``.
+        counts: Number of those rows ``[L]``.
+        networks: J, the number of networks.
+        options: Options of the matching.
+
+    Returns:
+        Scores ``[L_j, L]`` or, with ``grow``, ``[L_j, L + L_j]``.
+    """
+
+    def gain(sums: Tensor, precisions: Tensor) -> Tensor:
+        squares = sums.square().sum(1)
+        joint = squares + 2 * scaled @ sums.T + scaled.square().sum(1, keepdim=True)
+        return joint / (precisions + 1 / options.sigma) - squares / precisions
+
+    scaled = rows / options.sigma
+    prior = torch.full_like(rows[:1], options.mu0 / options.sigma0)
+    old = gain(prior + sums / options.sigma, 1 / options.sigma0 + counts / options.sigma)
+    if not options.grow:  # then all neurons are equally popular
+        return old
+    popularity = 2 * (counts / (networks - counts)).log()
+    ranks = torch.arange(1, len(rows) + 1).to(rows)
+    new = gain(prior, torch.full_like(rows[0, :1], 1 / options.sigma0))
+    return torch.cat([old + popularity, new + 2 * (options.gamma / networks / ranks).log()], dim=1)
+
+
+def _move(tensor: Tensor, place: Tensor, width: int) -> Tensor:
+    """Put the i-th block of the first dimension at ``place[i]`` of ``width``; zeros elsewhere."""
+    blocks = tensor.reshape(len(place), -1)
+    moved = blocks.new_zeros(width, blocks.shape[1])
+    moved[place] = blocks
+    return moved.reshape(-1, *tensor.shape[1:])
+
+
+def _move_inputs(weight: Tensor, place: Tensor, width: int) -> Tensor:
+    """Move the inputs of a layer ``[width, inputs, ...]``, a block for each neuron before it."""
+    return _move(weight.transpose(0, 1), place, width).transpose(0, 1)
+
+
+# Averaging
+
+
+def align(state: State, center: State, chain: Chain) -> dict[str, Tensor]:
+    """Return a permuted copy of a state whose neurons lie nearest to those of another.
+
+    Layer by layer the sum of squared distances between rows is least.
+    """
+    _, places = match([center, state], chain, BBPMAP(passes=0))
+    return permute(state, chain, places)
+
+
+def matched_mean(
+    states: Sequence[State],
+    chain: Chain,
+    class_counts: Tensor | None = None,
+    options: BBPMAP = BBPMAP(),
+    random: torch.Generator | None = None,
+) -> dict[str, Tensor]:
+    r"""Average the states of J networks neuron by matched neuron.
+
+    A neuron's value is the mean over the networks that have it. The last layer, its bias too, is
+    averaged for each class by the networks' samples, :math:`\sum_j n_{jc} w_{jc} / \sum_j n_{jc}`,
+    or plainly if nobody has any. Integer buffers take their maximum, all else the plain mean.
+
+    Args:
+        states: The states of the networks.
+        chain: Their layers.
+        class_counts: Training samples of each class ``[J, classes]``; equal ones if not given.
+        options: Options of the matching.
+        random: As in :func:`match_rows`.
+
+    Returns:
+        One state, of greater widths if ``options.grow`` has added neurons.
+    """
+    places = match(states, chain, options, random)
+    networks, widths = len(states), []
+    weights: dict[str, Tensor] = {}  # how much of each neuron is each network's, [J, width]
+    for layer, found in zip(chain, zip(*places, strict=True), strict=False):
+        widths.append(1 + max(int(place.max()) for place in found))
+        members = torch.zeros(networks, widths[-1], dtype=torch.double)
+        for row, place in zip(members, found, strict=True):
+            row[place] = 1
+        weights |= dict.fromkeys(layer.tensors, members)
+    hidden = dict(weights)
+    if class_counts is not None:
+        counts = class_counts.double()
+        counts = torch.where(counts.sum(0) > 0, counts, 1.0)
+        weights |= dict.fromkeys(chain[-1].weights, counts)
+    moved = [permute(s, chain, p, widths) for s, p in zip(states, places, strict=True)]
+    plain = torch.ones(networks, 1, dtype=torch.double)
+    mean = {
+        name: _mean(torch.stack([state[name] for state in moved]), weights.get(name, plain))
+        for name in moved[0]
+    }
+    if options.estimate == "map":
+        for layer in chain[:-1]:
+            for name in layer.weights:
+                mean[name] = _shrink(mean[name], hidden[name].sum(0), options)
+    return mean
+
+
+class MatchedMean:
+    """Collects stacks of states, and averages them by groups with :func:`matched_mean`.
+
+    It stands in for :class:`pflight.state.WeightedMean`, but keeps every state until the end.
+
+    Args:
+        chain: The layers of the networks.
+        class_counts: Training samples of every client by class ``[num_clients, classes]``.
+        groups: Number of means.
+        options: Options of the matching.
+        keys: Of the random order of the matching, for example seed and round.
+    """
+
+    def __init__(
+        self, chain: Chain, class_counts: Tensor, groups: int, options: BBPMAP, keys: Sequence[int]
+    ) -> None:
+        self.chain = chain
+        self.class_counts = class_counts
+        self.options = options
+        self.keys = keys
+        self.weights = torch.zeros(groups)
+        self._added: list[tuple[Tensor, Tensor, TensorDict]] = []
+
+    def add(self, states: TensorDict, clients: Tensor, groups: Tensor) -> None:
+        """Add the states ``[C]`` of clients ``[C]`` to groups ``[C]``."""
+        self._added.append((clients.cpu(), groups.cpu(), states.cpu()))
+
+    def all_reduce(self) -> None:
+        """Gather the states of all ranks; every rank has to call it."""
+        self._added = [added for rank in gather(self._added) for added in rank]
+        for _, groups, _ in self._added:
+            self.weights += groups.bincount(minlength=len(self.weights))
+
+    def compute(self) -> dict[int, TensorDict]:
+        """Return the mean of each group that has members, the lowest id first in its matching."""
+        members: dict[int, dict[int, State]] = {}
+        for clients, groups, states in self._added:
+            for row, client in enumerate(clients.tolist()):
+                members.setdefault(int(groups[row]), {})[client] = states[row]
+        means = {}
+        for group, held in sorted(members.items()):
+            ids = sorted(held)
+            mean = matched_mean(
+                [held[client] for client in ids],
+                self.chain,
+                self.class_counts[ids],
+                self.options,
+                generator(Purpose.SERVER, *self.keys, group),
+            )
+            means[group] = TensorDict(mean)
+        return means
+
+
+def _mean(values: Tensor, weights: Tensor) -> Tensor:
+    """Average tensors ``[J, width * block, ...]`` with weights ``[J, width]``; or the maximum."""
+    if not values.is_floating_point():
+        return values.amax(dim=0)
+    shares = weights / weights.sum(0)
+    blocks = values.reshape(*weights.shape, -1).to(torch.promote_types(values.dtype, torch.float32))
+    mean = (shares.to(blocks).unsqueeze(2) * blocks).sum(0)
+    return mean.to(values.dtype).reshape(values.shape[1:])
+
+
+def _shrink(mean: Tensor, counts: Tensor, options: BBPMAP) -> Tensor:
+    """Turn the mean of each neuron's ``counts`` members into its MAP estimate."""
+    precision = (counts / options.sigma).to(mean).view(-1, *[1] * (mean.ndim - 1))
+    return (options.mu0 / options.sigma0 + precision * mean) / (1 / options.sigma0 + precision)

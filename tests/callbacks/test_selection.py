@@ -1,0 +1,249 @@
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from pflight import Federation
+from pflight.callbacks import FeSEM
+from pflight.callbacks.selection import (
+    ClusterSelection,
+    SampledClients,
+    sample_clients,
+    select_num_clusters,
+)
+from pflight.datamodules import ClusteredSynthetic
+from pflight.engines import ClientUpdates
+from pflight.errors import ConfigurationError
+from pflight.models import ClientModule, LogisticRegression, ProximalClient
+from tests.event_files import read_events
+from tests.runs import assert_same, linear_client, quiet_trainer, run, sgd, small_data
+
+CPU = {"accelerator": "cpu"}
+
+
+def groups(clusters: int = 3, **options: object) -> ClusteredSynthetic:
+    """Return clients of known groups that name the classes differently."""
+    options = {"num_clients": 9, "num_classes": 5, "samples_per_client": 40, **options}
+    options = {"batch_size": 10, "seed": 1, **options}
+    return ClusteredSynthetic(num_clusters=clusters, **options)
+
+
+def classifier() -> ClientModule:
+    torch.manual_seed(0)
+    return ClientModule(LogisticRegression(4, 5), num_classes=5, optimizer=sgd(0.1))
+
+
+class TestChoice:
+    def test_the_highest_accuracy_and_the_smaller_of_equals(self) -> None:
+        accuracy = {2: 0.5, 3: 0.8, 4: 0.8, 5: 0.7}
+        distance = {2: 9.0, 3: 8.0, 4: 1.0, 5: 0.9}
+        assert ClusterSelection("accuracy", accuracy, distance).num_clusters == 3
+
+    def test_the_largest_relative_drop_and_the_smaller_of_equals(self) -> None:
+        accuracy = dict.fromkeys(range(1, 6), 0.5)
+        distance = {1: 100.0, 2: 80.0, 3: 40.0, 4: 20.0, 5: 19.0}  # by 20, 50, 50, 5 %
+        assert ClusterSelection("distance", accuracy, distance).num_clusters == 3
+
+    def test_no_distance_is_left_to_fall(self) -> None:
+        accuracy = dict.fromkeys(range(1, 4), 0.5)
+        assert ClusterSelection("distance", accuracy, {1: 4.0, 2: 0.0, 3: 0.0}).num_clusters == 2
+
+    def test_one_candidate(self) -> None:
+        assert ClusterSelection("distance", {1: 0.5}, {1: 3.0}).num_clusters == 1
+
+    def test_the_table(self) -> None:
+        table = ClusterSelection("accuracy", {2: 0.5, 3: 0.75}, {2: 9.0, 3: 8.0}).table
+        assert table.splitlines()[2:] == ["| 2 | 0.5000 | 9 |", "| 3 (chosen) | 0.7500 | 8 |"]
+
+
+class TestSample:
+    def test_all_samples_are_those_of_the_data(self) -> None:
+        data = small_data()
+        sample = SampledClients(data, torch.tensor([1, 4]))
+        for split in ("train", "val"):
+            for new, old in enumerate((1, 4)):
+                for left, right in zip(
+                    sample.samples(new, split), data.samples(old, split), strict=True
+                ):
+                    assert torch.equal(left, right)
+
+    def test_a_fifth_of_the_training_samples_is_held_out(self) -> None:
+        data = groups(val_fraction=0.0, samples_per_client=52)
+        data.setup()
+        clients = torch.tensor([2, 5, 7])
+        sample = SampledClients(data, clients)
+        assert sample.num_samples("val").tolist() == [n // 5 for n in data.num_samples()[clients]]
+        for new, old in enumerate(clients.tolist()):
+            parts = [sample.samples(new, split) for split in ("train", "val")]
+            x = torch.cat([x for x, _ in parts])
+            assert torch.equal(x.unique(dim=0), data.samples(old, "train")[0].unique(dim=0))
+            for split, (_, y) in zip(("train", "val"), parts, strict=True):
+                assert torch.equal(sample.labels(new, split), y)
+        again = SampledClients(data, torch.tensor([5]))
+        assert torch.equal(again.samples(0, "val")[0], sample.samples(1, "val")[0])
+
+    def test_clients_are_drawn_by_the_seed(self) -> None:
+        clients = torch.arange(3, 103)
+        drawn = sample_clients(clients, 10, seed=1)
+        assert drawn.tolist() == sorted(set(drawn.tolist()))
+        assert len(drawn) == 10
+        assert torch.isin(drawn, clients).all()
+        assert torch.equal(drawn, sample_clients(clients, 10, seed=1))
+        assert not torch.equal(drawn, sample_clients(clients, 10, seed=2))
+        assert torch.equal(sample_clients(clients, 100, seed=1), clients)
+
+
+class TestTrial:
+    @pytest.mark.parametrize("criterion", ["accuracy", "distance"])
+    def test_it_finds_the_number_of_groups(self, criterion: str) -> None:
+        federation = Federation(classifier(), local_epochs=3)
+        found = select_num_clusters(federation, groups(), (2, 3, 4), criterion, **CPU)
+        assert found.num_clusters == 3
+        assert list(found.accuracy) == [1, 2, 3, 4][criterion == "accuracy" :]
+
+    @pytest.mark.parametrize("matching", [None, "bbp_map"])
+    def test_its_numbers_are_those_of_a_run_of_three_rounds(self, matching: str | None) -> None:
+        class Recording(FeSEM):
+            def receive(self, updates: ClientUpdates) -> None:
+                self.received = updates
+                super().receive(updates)
+
+        options = {"local_epochs": 2, "seed": 5}
+        data = groups()
+        federation = Federation(classifier(), **options)
+        found = select_num_clusters(
+            federation, data, (2, 4), callback=FeSEM(1, matching=matching), **CPU
+        )
+        for k in (2, 4):
+            callback = Recording(k, matching=matching)
+            whole = run(classifier(), data, callback, 3, **options)
+            assert found.accuracy[k] == whole.history[-1].metrics["val/macro_acc"]
+            updates = callback.received
+            distances = [
+                sum(
+                    (updates.states[name][i] - whole.server_states()[center][name]).square().sum()
+                    for name, _ in classifier().named_parameters()
+                )
+                for i, center in enumerate(callback.assignments[updates.clients].tolist())
+            ]
+            assert found.distance[k] == pytest.approx(float(np.mean(distances)), rel=1e-4)
+
+    def test_only_a_sample_trains(self) -> None:
+        asked = set()
+
+        class Watched(ClientModule):
+            def on_train_start(self) -> None:
+                asked.add(int(self.num_samples))
+
+        data = small_data(counts=[11, 12, 13, 14, 15, 16])
+        federation = Federation(linear_client(Watched))
+        callback = FeSEM(1, init_clients=3)
+        select_num_clusters(federation, data, (1, 2), callback=callback, **CPU)
+        sample = sample_clients(torch.arange(6), 3, seed=0)
+        assert asked == set(data.num_samples()[sample].tolist())
+
+    def test_it_leaves_everything_as_it_was(self) -> None:
+        data, client = groups(), classifier()
+        federation = run(client, data, FeSEM(2), 2)
+        before = federation.server_states()
+        torch.manual_seed(4)
+        np.random.seed(4)
+        random.seed(4)
+        expected = torch.rand(1), np.random.rand(), random.random()
+        torch.manual_seed(4)
+        np.random.seed(4)
+        random.seed(4)
+        given = federation.callback
+        assignments = given.assignments.clone()
+        select_num_clusters(federation, data, (2, 3), callback=given, **CPU)
+        assert (torch.rand(1), np.random.rand(), random.random()) == expected
+        for left, right in zip(before, federation.server_states(), strict=True):
+            assert_same(left, right)
+        assert_same(dict(client.state_dict()), dict(classifier().state_dict()))
+        assert len(federation.history) == 2
+        assert federation.attached_data is data
+        assert given.num_clusters == 2
+        assert torch.equal(given.assignments, assignments)
+
+    def test_candidates_above_the_number_of_clients_are_left_out(self) -> None:
+        federation = Federation(linear_client())
+        found = select_num_clusters(federation, small_data(counts=[5, 5]), (1, 2, 3), **CPU)
+        assert list(found.accuracy) == [1, 2]
+
+    def test_what_can_not_be_done(self) -> None:
+        federation = Federation(linear_client())
+        with pytest.raises(ConfigurationError, match=r"from \[7, 8\]: there are only 6 clients"):
+            select_num_clusters(federation, small_data(), (7, 8), **CPU)
+        with pytest.raises(ConfigurationError, match="rounds must be at least 2, got 1"):
+            select_num_clusters(federation, small_data(), (1, 2), rounds=1, **CPU)
+        tiny = groups(val_fraction=0.0, samples_per_client=4, num_classes=4)
+        with pytest.raises(ConfigurationError, match="no client has validation samples"):
+            select_num_clusters(Federation(linear_client()), tiny, **CPU)
+
+
+class TestAuto:
+    options = {"num_clusters": "auto", "candidates": (2, 3, 4)}  # noqa: RUF012
+
+    def test_it_goes_on_as_a_run_with_that_number(self) -> None:
+        auto = run(classifier(), groups(), FeSEM(**self.options), 4, local_epochs=3)
+        assert auto.callback.num_clusters == 3
+        assert list(auto.callback.selection.accuracy) == [2, 3, 4]
+        given = run(classifier(), groups(), FeSEM(3), 4, local_epochs=3)
+        assert torch.equal(auto.callback.assignments, given.callback.assignments)
+        for left, right in zip(auto.server_states(), given.server_states(), strict=True):
+            assert_same(left, right)
+        assert auto.history[-1].metrics == given.history[-1].metrics
+
+    @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
+    def test_a_resumed_run_does_not_choose_again(self, tmp_path: Path) -> None:
+        half = run(classifier(), groups(), FeSEM(**self.options), 2, local_epochs=3)
+        half.trainer.save_checkpoint(tmp_path / "half.ckpt")
+        torch.load(tmp_path / "half.ckpt", weights_only=True)
+        resumed = run(
+            classifier(),
+            groups(),
+            FeSEM("auto", candidates=[1]),  # which is what it would choose now
+            4,
+            local_epochs=3,
+            ckpt_path=tmp_path / "half.ckpt",
+        )
+        assert resumed.callback.selection == half.callback.selection
+        whole = run(classifier(), groups(), FeSEM(**self.options), 4, local_epochs=3)
+        for left, right in zip(resumed.server_states(), whole.server_states(), strict=True):
+            assert_same(left, right)
+        loaded = Federation.load_from_checkpoint(
+            tmp_path / "half.ckpt", client=classifier(), callback=FeSEM("auto")
+        )
+        assert loaded.callback.num_clusters == 3
+        assert_same(loaded.client_state(0), half.client_state(0))
+
+    def test_with_a_server_optimizer_and_double_precision(self) -> None:
+        federation = run(
+            classifier(),
+            groups(),
+            FeSEM(**self.options),
+            3,
+            local_epochs=3,
+            server_optimizer=sgd(0.5),
+            trainer={"precision": "64-true"},
+        )
+        assert len(federation.server_states()) == federation.callback.num_clusters == 3
+        for state in federation.server_states():
+            assert {value.dtype for value in state.values()} == {torch.float64}
+        first, second, _ = federation.server_states()
+        assert not torch.equal(first["network.output.weight"], second["network.output.weight"])
+
+    def test_an_untrained_federation_is_judged_by_its_start(self) -> None:
+        federation, data = Federation(classifier()), groups()
+        quiet_trainer(1, FeSEM("auto")).validate(federation, datamodule=data, verbose=False)
+        assert_same(federation.client_state(0), dict(classifier().state_dict()))
+
+    def test_the_table_is_in_tensorboard(self, tmp_path: Path) -> None:
+        logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
+        callback = FeSEM("auto", candidates=[1, 2])
+        run(linear_client(ProximalClient), small_data(), callback, trainer={"logger": logger})
+        logger.finalize("success")
+        assert read_events(Path(logger.log_dir)).texts == {"fesem/num_clusters": [0]}
