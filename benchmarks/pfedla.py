@@ -1,0 +1,226 @@
+"""What pFedLA costs on the server, and which step its hypernetworks need.
+
+    python benchmarks/pfedla.py time
+    python benchmarks/pfedla.py sweep digits
+    python benchmarks/pfedla.py sweep fashion_mnist --root data --rounds 30 --seeds 2
+    python benchmarks/pfedla.py chain digits
+
+``time`` measures the server's part of rounds in which all clients take part, with the CNN of the
+paper's tables. ``sweep`` compares steps of the hypernetworks, beside FedAvg and Local: 20 clients
+with four classes each, or with two dominant ones. ``chain`` has eight clients with four classes
+each, of which neighbours share three, as in figure 6 of the paper, and says what a client's own
+model, those of its neighbours and those of clients with none of its classes weigh. Where all weigh
+the same it is 1/8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import lightning as L
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from pflight import Federation
+from pflight.callbacks import FedAvg, Local, PFedLA, ServerCallback
+from pflight.datamodules import (
+    ClassesPerClient,
+    ConsecutiveClasses,
+    Digits,
+    DominantClasses,
+    FashionMNIST,
+    FederatedDataModule,
+    TensorClients,
+)
+from pflight.engines import ClientUpdates
+from pflight.models import MLP, ClientModule, PFedHNCNN
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set, the network for it, and the samples of each client."""
+
+    data: Callable[..., FederatedDataModule]
+    network: Callable[[], nn.Module]
+    lr: float
+    samples: int
+
+
+def task_of(options: argparse.Namespace) -> Task:
+    """Return the task that was asked for."""
+    if options.task == "digits":
+        return Task(Digits, partial(MLP, 64, [64], 10), lr=0.1, samples=160)
+    data = partial(FashionMNIST, root=options.root)
+    return Task(data, partial(PFedHNCNN, 10, 1, 28), lr=0.02, samples=300)
+
+
+def fit(
+    federation: Federation, server: ServerCallback, data: FederatedDataModule, rounds: int
+) -> L.Trainer:
+    """Train a federation under a Trainer that writes nothing."""
+    trainer = L.Trainer(
+        max_epochs=rounds,
+        accelerator="cpu",
+        callbacks=[server],
+        logger=False,
+        check_val_every_n_epoch=rounds,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(federation, datamodule=data)
+    return trainer
+
+
+def train(
+    task: Task, server: ServerCallback, data: FederatedDataModule, rounds: int, seed: int
+) -> dict[str, float]:
+    """Train clients, and return their quality in the end by tag."""
+    torch.manual_seed(seed)
+    client = ClientModule(task.network(), 10, optimizer=partial(torch.optim.SGD, lr=task.lr))
+    federation = Federation(client, local_epochs=2, seed=seed)
+    trainer = fit(federation, server, data, rounds)
+    (tested,) = trainer.test(federation, datamodule=data, verbose=False)
+    return {**federation.history[-1].metrics, **tested}
+
+
+class TimedFederation(Federation):
+    """Takes the seconds of every round without those of local training."""
+
+    seconds: list[float]
+
+    def training_step(self, cohort: Tensor, batch_idx: int) -> None:
+        """Run a round."""
+        started = time.perf_counter()
+        self._training = 0.0
+        super().training_step(cohort, batch_idx)
+        self.seconds.append(time.perf_counter() - started - self._training)
+
+    def train_clients(self, clients: Tensor, sent: TensorDict) -> ClientUpdates:
+        """Train the clients."""
+        started = time.perf_counter()
+        updates = super().train_clients(clients, sent)
+        self._training += time.perf_counter() - started
+        return updates
+
+
+def print_times(options: argparse.Namespace) -> None:
+    """Print the seconds of the server's rounds by the number of clients."""
+    print("| clients | median, s a round | least |")
+    print("|---|---|---|")
+    for count in options.clients:
+        random = torch.Generator().manual_seed(0)
+        image = (1, 3, 32, 32)
+        train = [(torch.randn(image, generator=random), torch.tensor([0])) for _ in range(count)]
+        federation = TimedFederation(ClientModule(PFedHNCNN(10, 3, 32), num_classes=10))
+        federation.seconds = []
+        fit(federation, PFedLA(), TensorClients(train, num_classes=10), options.rounds)
+        seconds = federation.seconds[1:]  # the first warms up
+        print(f"| {count} | {statistics.median(seconds):.3f} | {min(seconds):.3f} |", flush=True)
+
+
+def own_weight(server: PFedLA) -> float:
+    """Return the mean weight of clients' own models, over clients and layers."""
+    weights = server.layer_weights(range(len(server.hypernetworks)))
+    return torch.stack([matrix.diagonal().mean() for matrix in weights.values()]).mean().item()
+
+
+def print_sweep(options: argparse.Namespace) -> None:
+    """Print the clients' accuracy by the step of the hypernetworks."""
+    task = task_of(options)
+    partitions = {
+        "4 classes": ClassesPerClient(4),
+        "2 dominant classes": DominantClasses(2),
+    }
+    if options.task != "digits":
+        partitions = {
+            "4 classes": ClassesPerClient(4, samples_per_client=task.samples),
+            "2 dominant classes": DominantClasses(2, samples_per_client=task.samples),
+        }
+    methods: dict[str, Callable[[], ServerCallback]] = {"Local": Local}
+    methods["FedAvg"] = partial(FedAvg, "uniform")
+    for lr in options.steps:
+        methods[f"pFedLA, {lr:g}"] = partial(PFedLA, options.retain, options.weights, lr=lr)
+    print("| clients | method | validation acc. | test acc. | own weight |")
+    print("|---|---|---|---|---|")
+    for clients, partition in partitions.items():
+        for name, method in methods.items():
+            columns: dict[str, list[float]] = {"val": [], "test": [], "own": []}
+            for seed in range(options.seeds):
+                data = task.data(
+                    partition=partition, num_clients=20, batch_size=10, seed=seed, val_fraction=0.2
+                )
+                server = method()
+                metrics = train(task, server, data, options.rounds, seed)
+                for split in ("val", "test"):
+                    columns[split].append(100 * metrics[f"{split}/macro_acc"])
+                if isinstance(server, PFedLA):
+                    columns["own"].append(own_weight(server))
+            cells = [
+                f"{statistics.mean(columns[split]):.1f} ± {statistics.stdev(columns[split]):.1f}"
+                for split in ("val", "test")
+            ]
+            own = f"{statistics.mean(columns['own']):.3f}" if columns["own"] else ""
+            print(f"| {clients} | {name} | {' | '.join(cells)} | {own} |", flush=True)
+
+
+def print_chain(options: argparse.Namespace) -> None:
+    """Print what models weigh for eight clients in a chain, by layer."""
+    task = task_of(options)
+    chain = ConsecutiveClasses(4, minimum=task.samples, log_mean=-9.0, log_std=0.0)
+    first, second = torch.meshgrid(torch.arange(8), torch.arange(8), indexing="ij")
+    apart = torch.minimum((first - second) % 10, (second - first) % 10)
+    groups = {"own": apart == 0, "neighbours": apart == 1, "strangers": apart >= 4}
+    print(f"| step | layer | {' | '.join(groups)} | clients whose own is the largest |")
+    print("|---|---|---|---|---|---|")
+    for lr in options.steps:
+        totals: dict[str, Tensor] = {}
+        for seed in range(options.seeds):
+            data = task.data(partition=chain, num_clients=8, batch_size=10, seed=seed)
+            server = PFedLA(options.retain, options.weights, lr=lr)
+            train(task, server, data, options.rounds, seed)
+            for layer, weights in server.layer_weights(range(8)).items():
+                values = [weights[members].mean() for members in groups.values()]
+                values.append((weights.argmax(dim=1) == torch.arange(8)).sum())
+                totals[layer] = totals.get(layer, torch.zeros(4)) + torch.stack(values)
+        for layer, total in totals.items():
+            *means, largest = (total / options.seeds).tolist()
+            cells = " | ".join(f"{mean:.3f}" for mean in means)
+            print(f"| {lr:g} | {layer} | {cells} | {largest:.1f} of 8 |", flush=True)
+
+
+def main() -> None:
+    """Print the table that was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(required=True)
+    timing = commands.add_parser("time")
+    timing.add_argument("--clients", type=int, nargs="+", default=[10, 100])
+    timing.add_argument("--rounds", type=int, default=11)
+    timing.set_defaults(run=print_times)
+    for name, run in (("sweep", print_sweep), ("chain", print_chain)):
+        command = commands.add_parser(name)
+        command.add_argument("task", choices=["digits", "fashion_mnist"])
+        command.add_argument("--root", default="data", help="folder of the Fashion-MNIST files")
+        command.add_argument("--steps", type=float, nargs="+", default=[0.005, 0.05, 0.5, 5.0])
+        command.add_argument("--retain", type=int, default=0)
+        command.add_argument("--weights", choices=["softmax", "relu_norm"], default="softmax")
+        command.add_argument("--rounds", type=int, default=50)
+        command.add_argument("--seeds", type=int, default=3, help="two at least")
+        command.set_defaults(run=run)
+    options = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    options.run(options)
+
+
+if __name__ == "__main__":
+    main()

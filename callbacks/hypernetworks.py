@@ -1,0 +1,133 @@
+"""Hypernetworks: for each client, how much every client's model weighs in each of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pflight.state import rows
+
+_BLOCK = 16  # clients in one matrix product
+
+
+class HyperNetwork(nn.Module):
+    """Maps the embedding of one client to the logits of its weights ``[num_layers, num_clients]``.
+
+    The embedding goes through three hidden layers with ReLU, and from there through one linear map
+    for each layer of the client's model; all these maps are one ``nn.Linear``.
+
+    Args:
+        num_layers: Layers of the client's model.
+        num_clients: Clients whose models are mixed.
+        embedding_dim: Size of the embedding, which is drawn from the standard normal distribution.
+        hidden_dim: Width of the hidden layers.
+        weights: What the logits are for: with ``"softmax"`` they start as zeros, with
+            ``"relu_norm"`` the linear maps are drawn from U(0, 1), without bias.
+
+    Example:
+        >>> HyperNetwork(num_layers=2, num_clients=5)().shape
+        torch.Size([2, 5])
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_clients: int,
+        embedding_dim: int = 100,
+        hidden_dim: int = 100,
+        weights: Literal["softmax", "relu_norm"] = "softmax",
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.randn(embedding_dim))
+        self.hidden = nn.Sequential(
+            nn.Linear(embedding_dim, hidden_dim),
+            nn.ReLU(),
+            nn.Linear(hidden_dim, hidden_dim),
+            nn.ReLU(),
+            nn.Linear(hidden_dim, hidden_dim),
+            nn.ReLU(),
+        )
+        self.output = nn.Linear(hidden_dim, num_layers * num_clients)
+        nn.init.zeros_(self.output.bias)
+        start = nn.init.zeros_ if weights == "softmax" else nn.init.uniform_
+        start(self.output.weight)
+        self.shape = num_layers, num_clients
+
+    def forward(self) -> Tensor:
+        """Return the logits ``[num_layers, num_clients]``."""
+        return self.output(self.hidden(self.embedding)).view(self.shape)
+
+
+class HyperNetworks(nn.ModuleList):
+    """One hypernetwork for each of the N clients, and the weights that it gives.
+
+    Each has parameters of its own: one whose client does not take part has no gradient, so that no
+    optimizer moves it, whatever its momentum or weight decay.
+
+    Args:
+        networks: Modules without inputs that give logits ``[num_layers, N]``, in client order.
+        weights: ``"softmax"``, or ``"relu_norm"``: positive parts divided by their sum, and all
+            weight on the client itself where nothing is positive.
+    """
+
+    def __init__(
+        self, networks: Iterable[nn.Module], weights: Literal["softmax", "relu_norm"] = "softmax"
+    ) -> None:
+        super().__init__(networks)
+        self.weights = weights
+
+    def forward(self, clients: Tensor) -> Tensor:
+        """Return the weights of the clients ``[C, num_layers, N]``; over N they sum to 1."""
+        logits = torch.stack([self[client]() for client in clients.tolist()])
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.weights == "softmax":
+            return logits.softmax(dim=2)
+        positive = logits.relu()
+        total = positive.sum(dim=2, keepdim=True)
+        own = F.one_hot(clients, len(self)).unsqueeze(1).to(positive)
+        return torch.where(total > 0, positive / torch.where(total > 0, total, 1), own)
+
+    def descend(self, clients: Tensor, weights: Tensor, gradients: Tensor) -> None:
+        """Give the hypernetworks of the clients ``[C]`` the gradients of what is to fall.
+
+        Args:
+            clients: Ids ``[C]``.
+            weights: The clients' weights ``[C, num_layers, N]``, with their autograd graph.
+            gradients: By these weights, of the same shape.
+        """
+        chosen = [p for client in clients.tolist() for p in self[client].parameters()]
+        for parameter, gradient in zip(
+            chosen, torch.autograd.grad(weights, chosen, gradients), strict=True
+        ):
+            parameter.grad = gradient
+
+
+@torch.no_grad()
+def weighted_sums(models: Tensor, clients: Tensor, weights: Tensor) -> Tensor:
+    """Return sums of one tensor of all models, one sum for each client: ``[C, ...]``.
+
+    The matrix products have a fixed shape in which every client has its row, so that a client's sum
+    is the same to the last bit whoever else is asked.
+
+    Args:
+        models: The tensor of each of the N models ``[N, ...]``.
+        clients: Ids ``[C]``.
+        weights: What the models weigh for these clients ``[C, N]``.
+
+    Example:
+        >>> models, halves = torch.tensor([1.0, 3.0]), torch.full((1, 2), 0.5)
+        >>> weighted_sums(models, torch.tensor([1]), halves)
+        tensor([2.])
+    """
+    table = rows(models).to(weights)
+    blocks, block_of = (clients // _BLOCK).unique(return_inverse=True)
+    places = block_of * _BLOCK + clients % _BLOCK
+    padded = weights.new_zeros(len(blocks) * _BLOCK, len(table)).index_copy_(0, places, weights)
+    sums = table.new_empty(len(padded), table.shape[1])
+    for part, product in zip(padded.split(_BLOCK), sums.split(_BLOCK), strict=True):
+        torch.mm(part, table, out=product)
+    return sums.index_select(0, places).view(-1, *models.shape[1:]).to(models)

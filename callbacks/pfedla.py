@@ -1,0 +1,243 @@
+"""pFedLA: every client starts from its own layer-wise mixture of all clients' models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pflight.distributed import all_max, all_sum
+from pflight.engines import ClientUpdates
+from pflight.errors import ConfigurationError
+from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
+from pflight.state import StateModule, entries, expand_state, rows
+
+from .hypernetworks import HyperNetwork, HyperNetworks, weighted_sums
+from .server import ServerCallback
+
+if TYPE_CHECKING:
+    from pflight.federation import Federation
+
+
+class PFedLA(ServerCallback):
+    r"""Layer-wised model aggregation (Ma et al. 2022, algorithms 1 and 2).
+
+    The server stores the last model :math:`\theta_j` of each of the N clients and trains a
+    hypernetwork for each. Client i starts from a mixture of its own, layer by layer,
+
+    .. math:: \bar\theta_i^l = \sum_{j=1}^N \alpha_i^{l,j} \theta_j^l,
+        \qquad \alpha_i^l = HN_i^l(v_i; \psi_i)
+
+    (eq. 3 to 6), and returns its change :math:`\Delta\theta_i`. The mixtures of a round are all
+    formed from the same stored models; then :math:`\theta_i = \bar\theta_i + \Delta\theta_i`.
+    As the change stands for a step down the client's loss, the hypernetwork moves up along
+
+    .. math:: \nabla_{v_i, \psi_i} \sum_l \langle \bar\theta_i^l, \Delta\theta_i^l \rangle
+        = \sum_{l, j} \langle \theta_j^l, \Delta\theta_i^l \rangle \nabla \alpha_i^{l,j}
+
+    (eq. 10 and 11), for which inner products of models are enough. Only the clients that answered
+    are updated, whatever the server optimizer; the others' models stay in the mixtures.
+
+    A layer is a module with parameters of its own; buffers stay with the clients. Memory on the
+    server grows with N models and, in the hypernetworks, with the square of N.
+
+    With ``retain=k`` it is HeurpFedLA(k): a client keeps the k layers in which its own model weighs
+    most. It starts these from its own last values, which are sent only when it first takes part,
+    and they don't train its hypernetwork. Clients always return all layers.
+
+    Args:
+        retain: k, the number of layers that a client keeps.
+        weights: How logits become weights: ``"softmax"``, starting from the uniform mean, or
+            ``"relu_norm"``, positive parts divided by their sum, starting from random weights; a
+            client without positive logits keeps the layer.
+        embedding_dim: Size of a client's embedding :math:`v_i`.
+        hidden_dim: Width of the hypernetworks' hidden layers.
+        lr: The step of the default server optimizer, SGD, which trains the hypernetworks. Their
+            gradients are of the size of the clients' squared changes in a round: the smaller these
+            are, the larger a step it takes to leave the uniform mean in as many rounds.
+
+    Attributes:
+        hypernetwork: Builds one client's hypernetwork, a module without inputs that gives logits
+            ``[layers, N]``, from these two sizes; by default a
+            :class:`~pflight.callbacks.hypernetworks.HyperNetwork`.
+        layers: The names of the tensors of each layer.
+        stored: The models of all clients, without buffers; every tensor is ``[num_clients, ...]``.
+        hypernetworks: One for each client.
+        seen: BoolTensor ``[num_clients]``, which clients have answered so far.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or more layers are retained than there
+            are.
+
+    Example:
+        >>> PFedLA(retain=1).weights
+        'softmax'
+
+    References:
+        Ma et al., Layer-wised Model Aggregation for Personalized Federated Learning, CVPR 2022,
+        https://arxiv.org/abs/2205.03993.
+    """
+
+    def __init__(
+        self,
+        retain: int = 0,
+        weights: Literal["softmax", "relu_norm"] = "softmax",
+        embedding_dim: int = 100,
+        hidden_dim: int = 100,
+        lr: float = 0.5,
+    ) -> None:
+        super().__init__(buffers="local")
+        sizes = {"retain": retain, "embedding_dim": embedding_dim, "hidden_dim": hidden_dim}
+        for name, value in {**sizes, "lr": lr}.items():
+            if not value >= (least := int(name.endswith("dim"))):
+                raise ConfigurationError(f"PFedLA: {name} must be at least {least}, got {value}")
+        if weights not in ("softmax", "relu_norm"):
+            raise ConfigurationError(
+                f"PFedLA: weights must be 'softmax' or 'relu_norm', got {weights!r}"
+            )
+        self.retain = retain
+        self.weights = weights
+        self.lr = lr
+        self.hypernetwork: Callable[[int, int], nn.Module] = partial(
+            HyperNetwork, embedding_dim=embedding_dim, hidden_dim=hidden_dim, weights=weights
+        )
+        self.layers: dict[str, tuple[str, ...]] = {}
+        self.seen = torch.empty(0, dtype=torch.bool)
+
+    def setup_server(self, federation: Federation) -> None:
+        """Store the initial model for every client, and draw the hypernetworks."""
+        super().setup_server(federation)
+        layout, count = federation.layout, federation.num_clients
+        initial = {name: layout.template[name] for name in layout.parameters}
+        self.layers = {k: names for k, names in layout.layers.items() if initial.keys() & names}
+        self._layer_of = {
+            name: index for index, names in enumerate(self.layers.values()) for name in names
+        }
+        if self.retain > len(self.layers):
+            raise ConfigurationError(
+                f"PFedLA: retain={self.retain} exceeds the number of layers ({len(self.layers)}): "
+                f"{', '.join(self.layers)}"
+            )
+        self.stored = StateModule(dict(entries(expand_state(initial, count))))
+        with isolated(federation.device):
+            seed_everything(derive_seed(Purpose.SERVER, federation.seed), federation.device)
+            networks = [self.hypernetwork(len(self.layers), count) for _ in range(count)]
+        self.hypernetworks = HyperNetworks(networks, self.weights)
+        self.hypernetworks.to(torch.promote_types(initial[layout.parameters[0]].dtype, torch.float))
+        federation.add_module("stored", self.stored)
+        federation.add_module("hypernetworks", self.hypernetworks)
+        self.seen = torch.zeros(count, dtype=torch.bool)
+
+    def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Return SGD with the step of the hypernetworks."""
+        return torch.optim.SGD(parameters, lr=self.lr)
+
+    @torch.no_grad()
+    def layer_weights(self, clients: Tensor | Sequence[int]) -> dict[str, Tensor]:
+        """Return by layer what the models of all N clients weigh for some clients, ``[C, N]``."""
+        if not self.layers:
+            raise ConfigurationError(
+                "PFedLA has no hypernetworks yet: run it with a Trainer, or load a checkpoint"
+            )
+        weights = self.hypernetworks(torch.as_tensor(clients))
+        return dict(zip(self.layers, weights.unbind(dim=1), strict=True))
+
+    def server_states(self) -> list[dict[str, Tensor]]:
+        """Return the stored model of every client, with the initial buffers."""
+        initial, stored = self.federation.server.tensors(0), self.stored.tensors()
+        return [
+            {**initial, **{name: leaf[client] for name, leaf in stored.items()}}
+            for client in range(self.federation.num_clients)
+        ]
+
+    def round(self, cohort: Tensor) -> None:
+        """Run one round; no stored model changes before all clients have trained."""
+        self.begin()
+        for clients in self.federation.chunks(cohort):
+            self._sent = clients, self.broadcast(clients)
+            self.receive(self.federation.train_clients(*self._sent))
+        self.step()
+
+    def begin(self) -> None:
+        """Start without updates and with inner products of zero."""
+        self._updates: list[ClientUpdates] = []
+        weights = self.hypernetworks(torch.arange(1))
+        self._products = weights.new_zeros(len(self.hypernetworks), *weights.shape[1:])
+
+    def broadcast(self, clients: Tensor) -> TensorDict:
+        """Return each client's mixture, with the layers that it retains as it had them last."""
+        weights = self.hypernetworks(clients)
+        own = F.one_hot(clients, weights.shape[2]).unsqueeze(1).to(weights)
+        retained = self._retained(clients, weights).unsqueeze(2)
+        weights = torch.where(retained, own, weights)
+        mixtures = {
+            name: weighted_sums(leaf, clients, weights[:, self._layer_of[name]])
+            for name, leaf in self.stored.tensors().items()
+        }
+        return TensorDict(mixtures, batch_size=[len(clients)])
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """Keep a chunk's models, and multiply their changes with all stored models."""
+        asked, mixtures = self._sent
+        answered = torch.isin(asked, updates.clients).nonzero().flatten()
+        for name, leaf in self.stored.tensors().items():
+            change = rows(updates.states[name] - mixtures[name].index_select(0, answered))
+            products = change.to(self._products) @ rows(leaf).to(self._products).T
+            self._products[updates.clients, self._layer_of[name]] += products
+        self._updates.append(updates)
+
+    def step(self) -> None:
+        """Give the hypernetworks of those that answered their gradients; store their models."""
+        answered = torch.zeros_like(self.seen)
+        for updates in self._updates:
+            answered[updates.clients.cpu()] = True
+        answered = all_max(answered.long()).bool()
+        if not answered.any():
+            return
+        clients = answered.nonzero().flatten().to(self._products.device)
+        with torch.enable_grad():
+            weights = self.hypernetworks(clients)
+        retained = self._retained(clients, weights).unsqueeze(2)
+        gradients = -all_sum(self._products)[clients].masked_fill(retained, 0)
+        self.hypernetworks.descend(clients, weights, gradients)
+        for name, leaf in self.stored.tensors().items():
+            returned = leaf.new_zeros(len(clients), *leaf.shape[1:])
+            for updates in self._updates:
+                places = torch.searchsorted(clients, updates.clients)
+                returned.index_copy_(0, places, updates.states[name])
+            leaf.index_copy_(0, clients, all_sum(returned))
+        self._updates.clear()
+        self.seen |= answered
+
+    def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
+        """Return the bytes of all layers; retained ones travel once, then with their buffers."""
+        if not self.retain:
+            return super().bytes_down(clients, sent)
+        tensors = self.federation.server.tensors(0)
+        sizes = torch.zeros(len(self.layers), 2, dtype=torch.long)  # parameters, buffers
+        for name in self._layer_of.keys() - self.federation.layout.frozen:
+            sizes[self._layer_of[name], int(name in self.private)] += tensors[name].nbytes
+        retained = self._retained(clients, self.hypernetworks(clients)).cpu()
+        first = ~self.seen[clients.cpu()].unsqueeze(1)
+        travels = torch.stack([~retained | first, retained & first], dim=2)
+        return int((travels * sizes).sum())
+
+    def _retained(self, clients: Tensor, weights: Tensor) -> Tensor:
+        """Return which layers the clients keep ``[C, layers]``; ties go to the lower index."""
+        own = weights[torch.arange(len(clients)), :, clients]
+        order = own.argsort(dim=1, descending=True, stable=True)
+        return torch.zeros_like(own, dtype=torch.bool).scatter(1, order[:, : self.retain], True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which clients have answered so far, for the checkpoint."""
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave."""
+        self.seen = state_dict["seen"]

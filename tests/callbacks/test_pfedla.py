@@ -1,0 +1,573 @@
+import copy
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from pflight.callbacks import FedAvg, Local, PFedLA
+from pflight.datamodules import FederatedDataModule, TensorClients
+from pflight.engines import ClientUpdates
+from pflight.errors import ConfigurationError
+from pflight.federation import Federation
+from pflight.models import ClientModule, PFedHNCNN
+from tests.runs import (
+    CLASSES,
+    FEATURES,
+    QuadraticClient,
+    assert_same,
+    batches_of,
+    batchnorm_client,
+    flat,
+    linear_client,
+    network_client,
+    run,
+    sgd,
+    small_data,
+)
+
+State = dict[str, Tensor]
+
+UNEQUAL = 6, 12, 7, 10, 3, 8  # no batch of a single sample, which BatchNorm can't take
+
+
+class Scalar(nn.Module):
+    """A layer of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+
+class Scalars(nn.ModuleList):
+    """Layers of one number each; ``theta`` is all of them, and the logits of every sample."""
+
+    @property
+    def theta(self) -> Tensor:
+        return torch.stack([layer.value for layer in self])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.theta.expand(len(x), len(self))
+
+
+class LinearHyperNetwork(nn.Module):
+    """Logits ``U v`` with one number for an embedding."""
+
+    def __init__(self, matrix: Sequence[Sequence[float]], embedding: float) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.tensor(matrix, dtype=torch.float64))
+        self.embedding = nn.Parameter(torch.tensor(embedding, dtype=torch.float64))
+
+    def forward(self) -> Tensor:
+        return self.matrix * self.embedding
+
+
+class Stored(PFedLA):
+    """Starts with models of scalar layers of its own, and keeps what is received."""
+
+    def __init__(self, models: Sequence[Sequence[float]], **options: object) -> None:
+        super().__init__(**options)
+        self.models = torch.tensor(models, dtype=torch.float64)
+        self.received: list[ClientUpdates] = []
+
+    def setup_server(self, federation: Federation) -> None:
+        super().setup_server(federation)
+        for leaf, column in zip(self.stored.tensors().values(), self.models.T, strict=True):
+            leaf.copy_(column)
+
+    def receive(self, updates: ClientUpdates) -> None:
+        super().receive(updates)
+        self.received.append(updates)
+
+
+class Fixed(PFedLA):
+    """Weights that are what they are."""
+
+    def __init__(self, fixed: Tensor, **options: object) -> None:
+        super().__init__(lr=0.0, **options)
+        self.fixed = fixed.log().clamp(min=-1e4)
+
+    def setup_server(self, federation: Federation) -> None:
+        super().setup_server(federation)
+        for network, logits in zip(self.hypernetworks, self.fixed, strict=True):
+            nn.init.zeros_(network.output.weight)
+            network.output.bias.data.copy_(logits.flatten())
+
+
+class Shuffled(PFedLA):
+    """Hypernetworks whose weights differ from the start."""
+
+    def setup_server(self, federation: Federation) -> None:
+        super().setup_server(federation)
+        random = torch.Generator().manual_seed(5)
+        for network in self.hypernetworks:
+            network.output.weight.data.normal_(0, 0.3, generator=random)
+            network.output.bias.data.normal_(0, 0.3, generator=random)
+        self.first = [dict(copy.deepcopy(n).named_parameters()) for n in self.hypernetworks]
+
+
+class Recording(PFedLA):
+    """Keeps the hypernetworks as they were before each round."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(embedding_dim=3, hidden_dim=4, **options)
+        self.before: list[list[Tensor]] = []
+
+    def snapshot(self) -> list[Tensor]:
+        return [nn.utils.parameters_to_vector(n.parameters()).detach() for n in self.hypernetworks]
+
+    def begin(self) -> None:
+        super().begin()
+        self.before.append(self.snapshot())
+
+
+def client_one() -> TensorClients:
+    """Return client 1 of world Q, and one without samples, which never trains."""
+    x = torch.tensor([[1.0, 2.0, 1.0, -1.0]], dtype=torch.float64)
+    train = [(x, torch.zeros(1, dtype=torch.long)), (x[:0], torch.zeros(0, dtype=torch.long))]
+    return TensorClients(train, num_classes=2, batch_size=None)
+
+
+def two_layers() -> ClientModule:
+    return QuadraticClient(Scalars([Scalar(), Scalar()]), num_classes=2, optimizer=sgd(0.1))
+
+
+def loss_of_client_one(theta: Tensor) -> float:
+    first, second = theta.tolist()
+    return 0.5 * (first - 1) ** 2 + (second + 1) ** 2
+
+
+def h2(matrix: Sequence[Sequence[float]], embedding: float, rounds: int = 1) -> tuple:
+    callback = Stored([(1, 0), (3, 2)], lr=1.0)
+    callback.hypernetwork = lambda *_: LinearHyperNetwork(matrix, embedding)
+    federation = run(two_layers(), client_one(), callback, rounds)
+    weights = torch.stack([rows[0] for rows in callback.layer_weights([0]).values()])
+    return callback, federation, weights
+
+
+class TestVectors:
+    def test_h2_one_step_from_the_uniform_mean(self) -> None:
+        callback, federation, weights = h2([[0, 0], [0, 0]], 1.0)
+        (updates,) = callback.received
+        returned = torch.stack(list(updates.states.values()))
+        assert returned.flatten().tolist() == pytest.approx([1.9, 0.6], abs=1e-12)
+        network = callback.hypernetworks[0]
+        assert network.matrix.flatten().tolist() == pytest.approx(
+            [0.05, -0.05, 0.2, -0.2], abs=1e-12
+        )
+        assert network.embedding.item() == 1
+        assert weights.flatten().tolist() == pytest.approx(
+            [0.5249792, 0.4750208, 0.5986877, 0.4013123], abs=5e-8
+        )
+        # On the models as they were, the client's loss falls; with the wrong sign it would rise.
+        mixture = (weights * callback.models.T).sum(dim=1)
+        assert mixture.tolist() == pytest.approx([1.9500416, 0.8026247], abs=5e-8)
+        assert loss_of_client_one(mixture) == pytest.approx(3.7007453, abs=5e-8)
+        # On the models as they are now stored:
+        assert flat(federation.server_states()[0]) == pytest.approx([1.9, 0.6], abs=1e-12)
+        assert flat(federation.server_states()[1]).tolist() == [3, 2]
+        assert flat(federation.client_state(0)) == pytest.approx([2.4225229, 1.1618373], abs=5e-8)
+
+    def test_h2b_one_step_from_other_weights(self) -> None:
+        callback, _, _ = h2([[0.3, -0.1], [0.2, 0.4]], 0.5)
+        (updates,) = callback.received
+        start = torch.tensor([1.9003320, 1.0499584], dtype=torch.float64)
+        change = -0.1 * torch.stack([start[0] - 1, 2 * (start[1] + 1)])
+        returned = torch.stack(list(updates.states.values())).flatten()
+        assert_close(returned, start + change, rtol=0, atol=5e-8)
+        network = callback.hypernetworks[0]
+        d1, d2 = 0.0445694, 0.2044842
+        assert network.embedding.item() == pytest.approx(0.5 - 0.0230691, abs=5e-8)
+        assert network.matrix.flatten().tolist() == pytest.approx(
+            [0.3 + d1 / 2, -0.1 - d1 / 2, 0.2 + d2 / 2, 0.4 - d2 / 2], abs=5e-8
+        )
+
+    def test_the_other_client_contributes_but_does_not_move(self) -> None:
+        callback, federation, _ = h2([[0.3, -0.1], [0.2, 0.4]], 0.5, rounds=3)
+        other = callback.hypernetworks[1]
+        assert other.matrix.flatten().tolist() == [0.3, -0.1, 0.2, 0.4]
+        assert other.embedding.item() == 0.5
+        assert flat(federation.server_states()[1]).tolist() == [3, 2]
+
+    @pytest.mark.parametrize(
+        ("retain", "kept"), [(0, ""), (1, "2"), (2, "24"), (3, "124"), (4, "1234"), (5, "12345")]
+    )
+    def test_h3_layers_are_ranked_by_own_weight(self, retain: int, kept: str) -> None:
+        own = torch.tensor([0.30, 0.55, 0.20, 0.55, 0.10]).view(1, 5, 1)
+        weights = torch.where(torch.eye(6).bool().unsqueeze(1), own, (1 - own) / 5)
+        square = [nn.Linear(FEATURES, FEATURES) for _ in range(4)]
+        client = network_client(nn.Sequential(*square, nn.Linear(FEATURES, CLASSES)))
+        callback = Fixed(weights, retain=retain)
+        federation = run(client, small_data(), callback)
+        stored, sent = federation.server_states()[2], callback.broadcast(torch.tensor([2]))
+        same = [
+            all(torch.equal(sent[name][0], stored[name]) for name in names)
+            for names in callback.layers.values()
+        ]
+        assert "".join(str(index + 1) for index in range(5) if same[index]) == kept
+
+
+# The method once more: loops over clients, layers and models, and autograd through the mixtures.
+
+
+def weights_of(parameters: State, shape: tuple[int, int], kind: str, client: int) -> Tensor:
+    x = parameters["embedding"]
+    for index in (0, 2, 4):
+        weight, bias = (parameters[f"hidden.{index}.{part}"] for part in ("weight", "bias"))
+        x = (weight @ x + bias).clamp(min=0)
+    logits = (parameters["output.weight"] @ x + parameters["output.bias"]).reshape(shape)
+    layers = []
+    for row in logits:
+        raised = row.exp() if kind == "softmax" else row.clamp(min=0)
+        own = F.one_hot(torch.tensor(client), len(row)).to(row) + 0 * row
+        layers.append(raised / raised.sum() if raised.sum() > 0 else own)
+    return torch.stack(layers)
+
+
+def train(client: ClientModule, state: State, batches: Sequence, samples: tuple) -> State:
+    client = copy.deepcopy(client).train()
+    client.load_state_dict({name: value.detach() for name, value in state.items()})
+    optimizer, (x, y) = client.configure_optimizers(), samples
+    for batch in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(client(x[batch]), y[batch]).backward()
+        optimizer.step()
+    return {name: value.detach().clone() for name, value in client.state_dict().items()}
+
+
+def reference(
+    client: ClientModule,
+    data: FederatedDataModule,
+    cohorts: Sequence[Sequence[int]],
+    networks: list[State],
+    layers: Sequence[Sequence[str]],
+    *,
+    lr: float,
+    retain: int,
+    kind: str,
+) -> list[State]:
+    """Return the model by which each client is judged."""
+    clients, epochs = range(data.num_clients), 2
+    initial = {name: value.clone() for name, value in client.state_dict().items()}
+    last = [dict(initial) for _ in clients]
+    shape = len(layers), len(clients)
+
+    def start_of(i: int) -> tuple[State, list[int]]:
+        alpha = weights_of(networks[i], shape, kind, i)
+        ranked = sorted(range(len(layers)), key=lambda layer: (-alpha[layer, i].item(), layer))
+        start = dict(last[i])  # buffers are the client's own
+        for layer in ranked[retain:]:
+            for name in layers[layer]:
+                start[name] = sum(alpha[layer, j] * last[j][name] for j in clients)
+        return start, ranked[retain:]
+
+    for round_, cohort in enumerate(cohorts):
+        trained = {}
+        for i in cohort:
+            start, mixed = start_of(i)
+            samples = data.samples(i, "train")
+            trained[i] = train(client, start, batches_of(data, round_, i, epochs), samples)
+            names = [name for layer in mixed for name in layers[layer]]
+            if names:
+                torch.autograd.backward(
+                    [start[name] for name in names],
+                    [start[name].detach() - trained[i][name] for name in names],
+                )
+        for i in cohort:
+            last[i] = trained[i]
+            for name, parameter in networks[i].items():
+                if parameter.grad is not None:
+                    networks[i][name] = (parameter - lr * parameter.grad).detach()
+                networks[i][name].requires_grad_()
+    return [{n: v.detach() for n, v in start_of(i)[0].items()} for i in clients]
+
+
+@pytest.mark.parametrize("retain", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["softmax", "relu_norm"])
+def test_rounds_of_unequal_clients_with_momentum_and_batchnorm(kind: str, retain: int) -> None:
+    data = small_data(UNEQUAL, cohort_size=3, dtype=torch.float64)
+    client = batchnorm_client(optimizer=sgd(0.1, momentum=0.9)).double()
+    callback = Shuffled(retain, kind, embedding_dim=5, hidden_dim=7, lr=2.0)
+    federation = run(client, data, callback, rounds=5, local_epochs=2)
+    layers = [
+        ("network.0.weight", "network.0.bias"),
+        ("network.1.weight", "network.1.bias"),
+        ("network.3.weight", "network.3.bias"),
+    ]
+    expected = reference(
+        client,
+        data,
+        [entry.clients for entry in federation.history],
+        callback.first,
+        layers,
+        lr=2.0,
+        retain=retain,
+        kind=kind,
+    )
+    for i in range(6):
+        assert_close(federation.client_state(i), expected[i], rtol=1e-10, atol=1e-12)
+
+
+def test_mixtures_are_of_the_models_before_the_round_whatever_the_chunks() -> None:
+    class OneByOne(Shuffled):
+        def round(self, cohort: Tensor) -> None:
+            self.begin()
+            for client in cohort.split(1):
+                self._sent = client, self.broadcast(client)
+                self.receive(self.federation.train_clients(*self._sent))
+            self.step()
+
+    data = small_data(dtype=torch.float64)
+    one, other = (
+        run(linear_client(double=True), data, kind(lr=2.0), rounds=4)
+        for kind in (OneByOne, Shuffled)
+    )
+    for i in range(6):
+        assert_close(one.client_state(i), other.client_state(i), rtol=1e-12, atol=1e-14)
+
+
+class TestReductions:
+    def test_without_a_step_it_is_uniform_fedavg(self) -> None:
+        data = small_data(UNEQUAL, dtype=torch.float64)
+        client = batchnorm_client(optimizer=sgd(0.1, momentum=0.9)).double()
+        pfedla = run(client, data, PFedLA(lr=0.0), rounds=4, local_epochs=2)
+        fedavg = run(client, data, FedAvg("uniform", buffers="local"), rounds=4, local_epochs=2)
+        for i in range(6):
+            assert_close(pfedla.client_state(i), fedavg.client_state(i), rtol=1e-12, atol=1e-14)
+        assert [entry.bytes_down for entry in pfedla.history] == [
+            entry.bytes_down for entry in fedavg.history
+        ]
+
+    @pytest.mark.parametrize("kind", ["softmax", "relu_norm"])
+    def test_with_all_layers_retained_it_is_local(self, kind: str) -> None:
+        data = small_data(UNEQUAL, cohort_size=3)
+        heurpfedla = run(batchnorm_client(), data, PFedLA(3, kind, lr=1.0), rounds=5)
+        local = run(batchnorm_client(), data, Local(), rounds=5)
+        for i in range(6):
+            assert_same(heurpfedla.client_state(i), local.client_state(i))
+        assert [entry.bytes_down for entry in heurpfedla.history] == [
+            entry.bytes_down for entry in local.history
+        ]
+
+    @pytest.mark.parametrize("retain", [0, 1])
+    def test_with_all_weight_on_its_own_model_it_is_local(self, retain: int) -> None:
+        data = small_data(UNEQUAL, cohort_size=3)
+        own = torch.eye(6).unsqueeze(1).expand(6, 3, 6)
+        fixed = run(batchnorm_client(), data, Fixed(own, retain=retain), rounds=5)
+        local = run(batchnorm_client(), data, Local(), rounds=5)
+        for i in range(6):
+            assert_same(fixed.client_state(i), local.client_state(i))
+
+
+class TestTraffic:
+    def rounds(self, retain: int) -> list[tuple[int, int]]:
+        """Return bytes down and up of ten clients with the CNN of the paper's table 3.
+
+        Each of them retains its third linear layer first, then its first.
+        """
+        own = torch.tensor([0.1, 0.1, 2.0, 0.1, 3.0]).view(1, 5, 1)
+        weights = torch.where(torch.eye(10).bool().unsqueeze(1), own, torch.tensor(0.1))
+        images = torch.zeros(1, 1, 28, 28)
+        data = TensorClients([(images, torch.tensor([0]))] * 10, num_classes=10)
+        client = ClientModule(PFedHNCNN(10, 1, 28), num_classes=10)
+        federation = run(client, data, Fixed(weights, retain=retain), rounds=3)
+        return [(entry.bytes_down, entry.bytes_up) for entry in federation.history]
+
+    def test_the_ratios_of_table_3(self) -> None:
+        full = 10 * 4 * 85_822
+        third, first = 10 * 4 * (84 * 10 + 10), 10 * 4 * (512 * 120 + 120)
+        assert self.rounds(0) == [(full, full)] * 3
+        assert self.rounds(1) == [(full, full)] + [(full - third, full)] * 2
+        assert self.rounds(2) == [(full, full)] + [(full - third - first, full)] * 2
+        totals = [sum(self.rounds(retain)[1]) for retain in (0, 1, 2)]
+        assert totals[1] / totals[0] == pytest.approx(0.99505, abs=5e-6)
+        assert totals[2] / totals[0] == pytest.approx(0.63639, abs=1e-5)
+
+    @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+    def test_retained_layers_are_sent_again_until_a_client_has_answered(self) -> None:
+        class FailsAtFirst(ClientModule):
+            def on_train_start(self) -> None:
+                if self.num_samples == 9 and not tried:
+                    tried.append(3)
+                    raise RuntimeError("out of battery")
+
+        tried: list[int] = []
+        callback = PFedLA(retain=1)
+        federation = run(linear_client(FailsAtFirst), small_data(), callback, rounds=3)
+        size = 4 * (FEATURES * CLASSES + CLASSES)
+        assert [entry.bytes_down for entry in federation.history] == [6 * size, size, 0]
+        assert callback.seen.all()
+
+
+class TestParticipation:
+    @pytest.mark.parametrize(
+        "optimizer",
+        [sgd(1.0, momentum=0.9, weight_decay=0.1), partial(torch.optim.Adam, lr=0.1)],
+        ids=["momentum", "Adam"],
+    )
+    def test_no_optimizer_moves_the_hypernetworks_of_absent_clients(
+        self, optimizer: Callable[..., torch.optim.Optimizer]
+    ) -> None:
+        callback = Recording()
+        federation = run(
+            linear_client(),
+            small_data(cohort_size=2),
+            callback,
+            rounds=6,
+            server_optimizer=optimizer,
+        )
+        after = [*callback.before[1:], callback.snapshot()]
+        for entry, old, new in zip(federation.history, callback.before, after, strict=True):
+            moved = [i for i in range(6) if not torch.equal(old[i], new[i])]
+            assert set(moved) <= set(entry.clients)
+            if entry.index > 0:  # at first all models are equal, and weights make no difference
+                assert moved == entry.clients
+
+    @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+    @pytest.mark.parametrize("value", [None, math.nan])
+    def test_a_client_that_fails_keeps_everything(self, value: float | None) -> None:
+        class Failing(ClientModule):
+            def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+                if self.num_samples == 9:  # client 3
+                    assert value is not None
+                    return super().loss(batch) * value
+                return super().loss(batch)
+
+        callback = Recording()
+        client = linear_client(Failing)
+        federation = run(client, small_data(), callback, rounds=3)
+        assert torch.equal(callback.snapshot()[3], callback.before[0][3])
+        assert_same(federation.server_states()[3], dict(client.state_dict()))
+        assert not callback.seen[3]
+        assert not torch.equal(callback.snapshot()[2], callback.before[0][2])
+
+    @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+    def test_nobody_answers(self) -> None:
+        class Failing(ClientModule):
+            def on_train_start(self) -> None:
+                raise RuntimeError("out of battery")
+
+        callback = Recording()
+        client = linear_client(Failing)
+        federation = run(client, small_data(), callback, rounds=2)
+        for old, new in zip(callback.before[0], callback.snapshot(), strict=True):
+            assert torch.equal(old, new)
+        assert_close(federation.client_state(0), dict(client.state_dict()))
+
+    def test_newcomers_are_served_the_uniform_mean(self) -> None:
+        data = small_data(holdout_clients=0.34, dtype=torch.float64)
+        callback = PFedLA(lr=2.0)
+        federation = run(linear_client(double=True), data, callback, rounds=3)
+        mean = sum(flat(state) for state in federation.server_states()) / 6
+        for newcomer in data.new_clients.tolist():
+            assert flat(federation.client_state(newcomer)) == pytest.approx(mean, abs=1e-12)
+            for weights in callback.layer_weights([newcomer]).values():
+                assert (weights == 1 / 6).all()
+
+    def test_everybody_starts_from_the_common_initial_model(self) -> None:
+        client = linear_client()
+        federation = run(client, small_data(cohort_size=2), PFedLA(lr=2.0))
+        trained = federation.history[0].clients
+        for i, state in enumerate(federation.server_states()):
+            same = all(torch.equal(state[n], v) for n, v in client.state_dict().items())
+            assert same == (i not in trained)
+
+
+class TestWeights:
+    def test_names_shapes_and_sums(self) -> None:
+        network = nn.Sequential(
+            nn.Linear(FEATURES, 6),
+            nn.BatchNorm1d(6),
+            nn.ReLU(),
+            nn.BatchNorm1d(6, affine=False),
+            nn.Linear(6, CLASSES),
+        )
+        callback = Shuffled(lr=0.5)
+        run(network_client(network), small_data(UNEQUAL), callback, rounds=2)
+        weights = callback.layer_weights(torch.tensor([4, 1]))
+        assert list(weights) == ["network.0", "network.1", "network.4"]
+        for name, rows in weights.items():
+            assert rows.shape == (2, 6)
+            assert_close(rows.sum(dim=1), torch.ones(2))
+            assert not rows.requires_grad
+            assert torch.equal(rows[1], callback.layer_weights([1])[name][0])
+
+    def test_relu_norm_starts_with_weights_of_its_own(self) -> None:
+        callback = PFedLA(weights="relu_norm", lr=0.0)
+        run(linear_client(), small_data(), callback)
+        (weights,) = callback.layer_weights(range(6)).values()
+        assert (weights > 0).all()
+        assert weights.std(dim=1).min() > 0
+        assert_close(weights.sum(dim=1), torch.ones(6))
+
+    def test_relu_norm_leaves_a_layer_to_its_client_where_nothing_is_positive(self) -> None:
+        callback = Fixed(torch.full((6, 1, 6), 0.5), weights="relu_norm")  # logits of log(0.5) < 0
+        federation = run(linear_client(), small_data(cohort_size=3), callback, rounds=4)
+        (weights,) = callback.layer_weights(range(6)).values()
+        assert torch.equal(weights, torch.eye(6))
+        local = run(linear_client(), small_data(cohort_size=3), Local(), rounds=4)
+        for i in range(6):
+            assert_same(federation.client_state(i), local.client_state(i))
+
+    def test_the_default_hypernetwork_is_as_published(self) -> None:
+        callback = PFedLA()
+        run(linear_client(), small_data(), callback)
+        shapes = {name: tuple(p.shape) for name, p in callback.hypernetworks[0].named_parameters()}
+        assert shapes == {
+            "embedding": (100,),
+            **{f"hidden.{index}.weight": (100, 100) for index in (0, 2, 4)},
+            **{f"hidden.{index}.bias": (100,) for index in (0, 2, 4)},
+            "output.weight": (6, 100),
+            "output.bias": (6,),
+        }
+        one, other = (callback.hypernetworks[i].embedding for i in (0, 1))
+        assert not torch.equal(one, other)
+
+    def test_clients_alike_come_to_weigh_more_than_others(self) -> None:
+        """Two groups of clients with opposite labels."""
+        random = torch.Generator().manual_seed(0)
+        train = []
+        for i in range(6):
+            x = torch.randn(40, FEATURES, generator=random)
+            y = (x[:, 0] > 0).long()
+            train.append((x, y if i < 3 else 1 - y))
+        data = TensorClients(train, num_classes=CLASSES, batch_size=10)
+        callback = PFedLA(lr=5.0)
+        run(linear_client(), data, callback, rounds=12)
+        (weights,) = callback.layer_weights(range(6)).values()
+        for i in range(6):
+            first, second = weights[i].split(3)
+            alike, others = (first, second) if i < 3 else (second, first)
+            assert alike.min() > 2 * others.max()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"retain": -1}, "retain must be at least 0, got -1"),
+        ({"weights": "relu"}, "weights must be 'softmax' or 'relu_norm', got 'relu'"),
+        ({"embedding_dim": 0}, "embedding_dim must be at least 1, got 0"),
+        ({"hidden_dim": 0}, "hidden_dim must be at least 1, got 0"),
+        ({"lr": -0.1}, "lr must be at least 0, got -0.1"),
+        ({"lr": math.nan}, "lr must be at least 0, got nan"),
+    ],
+)
+def test_bad_options(options: dict, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        PFedLA(**options)
+
+
+def test_more_layers_retained_than_there_are() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"retain=4 exceeds .* \(3\): network.0, network.1"
+    ):
+        run(batchnorm_client(), small_data(UNEQUAL), PFedLA(retain=4))
+
+
+def test_there_are_no_weights_before_the_first_round() -> None:
+    with pytest.raises(ConfigurationError, match="no hypernetworks yet"):
+        PFedLA().layer_weights([0])
