@@ -9,33 +9,58 @@ from .fedavg import FedAvg
 from .fedsgd import FedSGD
 from .fesem import FeSEM
 from .local import Local
+from .pfedla import PFedLA
 from .reptile import Reptile
+from .selection import ClusterSelection, select_num_clusters
 from .server import ServerCallback
 
 if TYPE_CHECKING:
+    from .pictures import (
+        AggregationWeights,
+        ClusterExamples,
+        ClusterPlot,
+        ConvergencePlot,
+        EmbeddingTrajectory,
+        convergence_figure,
+    )
     from .progress import FederationProgressBar
     from .report import PredictionWriter, ResultTable
     from .tensorboard import TensorBoardReport
 
 __all__ = [
+    "AggregationWeights",
+    "ClusterExamples",
+    "ClusterPlot",
+    "ClusterSelection",
+    "ConvergencePlot",
+    "EmbeddingTrajectory",
     "FeSEM",
     "FedAvg",
     "FedSGD",
     "FederationProgressBar",
     "Local",
+    "PFedLA",
     "PredictionWriter",
     "Reptile",
     "ResultTable",
     "ServerCallback",
     "TensorBoardReport",
+    "convergence_figure",
+    "select_num_clusters",
 ]
 
 # Monitors know the federation, which knows the callbacks above: they are imported on first use.
 _MONITORS = {
+    "AggregationWeights": "pictures",
+    "ClusterExamples": "pictures",
+    "ClusterPlot": "pictures",
+    "ConvergencePlot": "pictures",
+    "EmbeddingTrajectory": "pictures",
     "FederationProgressBar": "progress",
     "PredictionWriter": "report",
     "ResultTable": "report",
     "TensorBoardReport": "tensorboard",
+    "convergence_figure": "pictures",
 }
 
 

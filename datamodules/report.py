@@ -7,25 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from pflight.palette import COLORS
+
 from .federated import SPLITS, FederatedDataModule
 from .partition import Ints
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Petroff (2021), "Accessible color sequences for data visualization", arXiv:2107.02270.
-_COLORS = (
-    "#3f90da",
-    "#ffa90e",
-    "#bd1f01",
-    "#94a4a2",
-    "#832db6",
-    "#a96b59",
-    "#e76300",
-    "#b9ac70",
-    "#717581",
-    "#92dadd",
-)
 _MOST_NAMED = 60
 _MOST_BARS = 200
 
@@ -84,7 +73,7 @@ def partition_figure(data: FederatedDataModule) -> Figure:
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
-    groups = np.array_split(np.arange(data.num_classes), min(data.num_classes, len(_COLORS)))
+    groups = np.array_split(np.arange(data.num_classes), min(data.num_classes, len(COLORS)))
     by_class = _class_counts(data).numpy()
     counts = np.stack([by_class[:, group].sum(axis=1) for group in groups], axis=1)
     clients = np.arange(data.num_clients)
@@ -103,7 +92,7 @@ def partition_figure(data: FederatedDataModule) -> Figure:
     axes = figure.add_subplot()
     places = np.arange(len(clients))
     bottom = np.zeros(len(clients))
-    for heights, color in zip(counts.T, _COLORS, strict=False):
+    for heights, color in zip(counts.T, COLORS, strict=False):
         shown = np.flatnonzero(heights)
         axes.bar(
             places[shown],
@@ -115,10 +104,10 @@ def partition_figure(data: FederatedDataModule) -> Figure:
         bottom += heights
     keys = [
         Patch(color=color, label=_range(group))
-        for group, color in zip(groups, _COLORS, strict=False)
+        for group, color in zip(groups, COLORS, strict=False)
     ]
     if (pale < 1).any():
-        keys.append(Patch(color=(_COLORS[3], 0.35), label="pale: new client"))
+        keys.append(Patch(color=(COLORS[3], 0.35), label="pale: new client"))
     figure.legend(
         handles=keys, title="class", loc="outside right upper", frameon=False, reverse=True
     )

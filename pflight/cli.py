@@ -26,6 +26,7 @@ from .callbacks import (
     ResultTable,
     ServerCallback,
     TensorBoardReport,
+    pictures,
 )
 from .callbacks.tensorboard import Primitive
 from .checkpoint import read_checkpoint
@@ -33,7 +34,7 @@ from .errors import ConfigurationError
 from .federation import Federation
 from .runs import CONFIG, RunFolder
 
-__all__ = ["FederationCLI", "datamodules", "main", "models"]
+__all__ = ["FederationCLI", "datamodules", "main", "models", "pictures"]
 
 _EPILOG = (
     "Options of the federation: --model.help Federation; of its parts, for example: "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pflight import Federation
-from pflight.callbacks import FedAvg, FedSGD, FeSEM, Local, Reptile, ServerCallback
+from pflight.callbacks import FedAvg, FedSGD, FeSEM, Local, PFedLA, Reptile, ServerCallback
 from pflight.datamodules import TensorClients
 from pflight.models import ClientModule, ElasticClient, ProximalClient
 from tests.runs import (
@@ -48,6 +48,11 @@ ALGORITHMS = {
     "FedEC": Algorithm(Reptile, ElasticClient),
     "FeSEM": Algorithm(lambda: FeSEM(2), ProximalClient),
     "FeSEM-sample": Algorithm(lambda: FeSEM(2, init_clients=3), ProximalClient),
+    "FeSEM-auto": Algorithm(lambda: FeSEM("auto", candidates=(1, 2)), ProximalClient),
+    "FeSEM-MA": Algorithm(lambda: FeSEM(2, matching="bbp_map"), ProximalClient),
+    "pFedLA": Algorithm(PFedLA),
+    "pFedLA-relu-norm": Algorithm(lambda: PFedLA(weights="relu_norm")),
+    "HeurpFedLA": Algorithm(lambda: PFedLA(retain=1)),
 }
 
 

@@ -14,15 +14,19 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pflight import Federation
-from pflight.callbacks import FedAvg, FeSEM, Local
-from pflight.models import ClientModule, ProximalClient
+from pflight.callbacks import FedAvg, FeSEM, Local, PFedLA, Reptile
+from pflight.models import ClientModule, ElasticClient, ProximalClient
 from tests.runs import batchnorm_client, dropout_client, quiet_trainer, small_data
 
 ROUNDS, SAVED = 4, 2
 ALGORITHMS: dict[str, Any] = {
     "fedavg": (FedAvg, batchnorm_client, ClientModule),
+    "fedec": (Reptile, batchnorm_client, ElasticClient),
     "fesem": (lambda: FeSEM(2), dropout_client, ProximalClient),
+    "fesem-ma": (lambda: FeSEM(2, matching="bbp_map"), dropout_client, ProximalClient),
+    "heurpfedla": (lambda: PFedLA(retain=1), batchnorm_client, ClientModule),
     "local": (Local, dropout_client, ClientModule),
+    "local on disk": (Local, dropout_client, ClientModule),
 }
 
 
@@ -40,9 +44,12 @@ def fit(name: str, folder: Path, ckpt_path: Path | None = None, **options: Any) 
     """Train, save a checkpoint after some rounds, test, and return all that is known."""
     callback, client, kind = ALGORITHMS[name]
     data = small_data(cohort_size=4, dropout=0.2, holdout_clients=0.2, eval_chunk=3)
-    federation = Federation(client(failing(kind)), local_epochs=2, finetune_epochs=1)
+    memory = "disk" if name.endswith("on disk") else "ram"
+    federation = Federation(
+        client(failing(kind)), local_epochs=2, finetune_epochs=1, client_memory=memory
+    )
     saver = ModelCheckpoint(folder, f"{name}-{{epoch}}", save_top_k=-1, every_n_epochs=SAVED)
-    trainer = quiet_trainer(ROUNDS, callback(), saver, **options)
+    trainer = quiet_trainer(ROUNDS, callback(), saver, default_root_dir=folder, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(federation, datamodule=data, ckpt_path=ckpt_path)

@@ -34,7 +34,11 @@ ALGORITHMS = {  # the two halves of each
     "fedprox": ("FedAvg", "ProximalClient"),
     "fedsgd": ("FedSGD", "ClientModule"),
     "fesem": ("FeSEM", "ProximalClient"),
+    "fesem_auto": ("FeSEM", "ProximalClient"),
+    "fesem_ma": ("FeSEM", "ProximalClient"),
+    "heurpfedla": ("PFedLA", "ClientModule"),
     "local": ("Local", "ClientModule"),
+    "pfedla": ("PFedLA", "ClientModule"),
     "reptile": ("Reptile", "ClientModule"),
 }
 NETWORKS = {

@@ -1,0 +1,22 @@
+"""Monitors that draw, into TensorBoard and as PNG files into the run folder."""
+
+from .clusters import ClusterPlot, cluster_figure
+from .convergence import ConvergencePlot, convergence_figure
+from .embedding import EmbeddingTrajectory, embedding_figure
+from .examples import ClusterExamples, examples_figure
+from .weights import AggregationWeights, bars_figure, evolution_figure, heatmap_figure
+
+__all__ = [
+    "AggregationWeights",
+    "ClusterExamples",
+    "ClusterPlot",
+    "ConvergencePlot",
+    "EmbeddingTrajectory",
+    "bars_figure",
+    "cluster_figure",
+    "convergence_figure",
+    "embedding_figure",
+    "evolution_figure",
+    "examples_figure",
+    "heatmap_figure",
+]

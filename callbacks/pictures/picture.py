@@ -1,0 +1,129 @@
+"""What all pictures share: when they are drawn, and where they go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+
+from pflight.errors import ConfigurationError
+from pflight.federation import Federation
+from pflight.randomness import Purpose, generator
+from pflight.runs import PICTURES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_DPI = 150
+
+
+class Picture(L.Callback):
+    """Draws when a fit ends, if it came to any round.
+
+    Figures go to TensorBoard as images ``pictures/<name>``, at the step of the last round, and to
+    ``<default_root_dir>/pictures/<name>-<round>.png``. A file appears when it is complete. Runs of
+    something other than a federation have no such pictures.
+
+    A picture of one's own defines :meth:`figures`.
+    """
+
+    def __init__(self) -> None:
+        self._undrawn = False
+
+    def start(self, federation: Federation) -> None:
+        """Check what is needed and make ready; raise a ConfigurationError if it can't be drawn."""
+
+    def observe(self, federation: Federation) -> None:
+        """Note what is to be drawn; all ranks call it before each drawing."""
+
+    def figures(self, federation: Federation) -> Mapping[str, Figure]:
+        """Return the figures by name, none if there is nothing to see; called on rank 0 only."""
+        raise NotImplementedError(f"{type(self).__name__} must define figures(federation)")
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Make ready, before the first round."""
+        if isinstance(pl_module, Federation):
+            self.start(pl_module)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Note that there is a round that has not been drawn."""
+        self._undrawn = isinstance(pl_module, Federation)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw the last round, unless it has been drawn."""
+        if self._undrawn and isinstance(pl_module, Federation):
+            self.draw(trainer, pl_module)
+
+    def draw(self, trainer: L.Trainer, federation: Federation) -> None:
+        """Draw the state after the last round; all ranks have to call it."""
+        self.observe(federation)
+        self._undrawn = False
+        if trainer.is_global_zero:
+            for name, figure in self.figures(federation).items():
+                _write(trainer, name, federation.history[-1].index, figure)
+
+
+class RepeatedPicture(Picture):
+    """Draws again and again while a federation is trained, and after its last round.
+
+    Args:
+        every: Rounds from one picture to the next; by default those from one evaluation to the
+            next, the Trainer's ``check_val_every_n_epoch``.
+
+    Raises:
+        ConfigurationError: If ``every`` is below 1.
+    """
+
+    def __init__(self, every: int | None = None) -> None:
+        super().__init__()
+        if every is not None and every < 1:
+            raise ConfigurationError(
+                f"{type(self).__name__}: every must be at least 1, got {every}"
+            )
+        self.every = every
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw the round if it is its turn."""
+        super().on_train_epoch_end(trainer, pl_module)
+        every = self.every or trainer.check_val_every_n_epoch or 1
+        if isinstance(pl_module, Federation) and (trainer.current_epoch + 1) % every == 0:
+            self.draw(trainer, pl_module)
+
+
+def new_figure(width: float = 7.0, height: float = 4.5) -> Figure:
+    """Return a figure without a window, of a size in inches, in which nothing is cut off."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
+
+
+def sampled_clients(clients: Tensor, count: int, seed: int) -> Tensor:
+    """Return up to ``count`` of some clients, a seeded sample, ascending."""
+    order = torch.randperm(len(clients), generator=generator(Purpose.SAMPLE, seed))
+    return clients[order[:count].sort().values]
+
+
+def _write(trainer: L.Trainer, name: str, step: int, figure: Figure) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.image import imsave
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return
+    pixels = np.asarray(canvas.buffer_rgba())[..., :3]
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_image(f"pictures/{name}", pixels, step, dataformats="HWC")
+    path = Path(trainer.default_root_dir, PICTURES, f"{name.replace('/', '-')}-{step:04}.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    imsave(partial, pixels, format="png", dpi=_DPI)
+    os.replace(partial, path)

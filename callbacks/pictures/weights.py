@@ -1,0 +1,289 @@
+"""How much each client takes from each other client, layer by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pflight.errors import ConfigurationError
+from pflight.federation import Federation
+from pflight.palette import COLORS, FAINT
+
+from .picture import RepeatedPicture, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MOST_LAYERS = 6
+_MOST_CLIENTS = 50
+_NAMED = 5  # clients, besides the one that is looked at, that have a colour
+
+
+class AggregationWeights(RepeatedPicture):
+    """Draws the weights with which a server mixes clients' layers, as pFedLA does.
+
+    The pictures are ``weights/heatmap``, client by client for each layer;
+    ``weights/client-<i>-evolution``, one client's weights over rounds for each layer; and
+    ``weights/client-<i>-layers``, bars of that client's weights, a bar for each layer. The server
+    callback needs a method ``layer_weights(clients)`` that returns ``{layer name: Tensor [C,
+    num_clients]}`` with rows that sum to 1.
+
+    Args:
+        layers: Names of the layers, as in ``federation.layout.layers``; by default up to 6, evenly
+            spaced from the first to the last.
+        client: The client whose weights are drawn over rounds and as bars.
+        clients: The clients in the heatmap; by default all, or 50 evenly spaced ones.
+        every: As in :class:`RepeatedPicture`.
+
+    Raises:
+        ConfigurationError: If ``every`` is below 1 or, before training starts, if the server
+            callback has no such weights, or layers or clients are unknown.
+
+    References:
+        Ma et al., Layer-wised Model Aggregation for Personalized Federated Learning, CVPR 2022,
+        figures 5 to 7, https://arxiv.org/abs/2205.03993.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[str] | None = None,
+        client: int = 0,
+        clients: Sequence[int] | None = None,
+        every: int | None = None,
+    ) -> None:
+        super().__init__(every)
+        self.layers = layers
+        self.client = client
+        self.clients = clients
+        self._layers: list[str] = []
+        self._shown = torch.empty(0, dtype=torch.long)
+        self._matrices: dict[str, Tensor] = {}
+        self._past: dict[int, Tensor] = {}
+
+    @property
+    def state_key(self) -> str:
+        """Tell the callbacks of several clients apart in a checkpoint."""
+        return self._generate_state_key(client=self.client, layers=self.layers)
+
+    def start(self, federation: Federation) -> None:
+        """Check that there are weights of these layers and clients."""
+        callback = federation.attached_callback
+        if not hasattr(callback, "layer_weights"):
+            raise ConfigurationError(
+                "AggregationWeights needs a server callback with layer_weights(clients), such as "
+                f"PFedLA; {type(callback).__name__} has none"
+            )
+        for client in (self.client, *(self.clients or ())):
+            federation.attached_data.check_client(client)
+        known = list(callback.layer_weights(torch.tensor([self.client])))
+        if self.layers is None:
+            self._layers = [known[i] for i in _spaced(len(known), _MOST_LAYERS)]
+        elif unknown := [name for name in self.layers if name not in known]:
+            raise ConfigurationError(
+                f"AggregationWeights: unknown layer {unknown[0]!r}; there are {', '.join(known)}"
+            )
+        else:
+            self._layers = list(self.layers)
+        self._shown = (
+            torch.from_numpy(_spaced(federation.num_clients, _MOST_CLIENTS))
+            if self.clients is None
+            else torch.tensor(self.clients)
+        )
+        if not federation.history:
+            self._past = {}
+
+    def observe(self, federation: Federation) -> None:
+        """Ask for the weights."""
+        clients = torch.cat([self._shown, torch.tensor([self.client])])
+        weights: dict[str, Tensor] = federation.attached_callback.layer_weights(clients)  # type: ignore[attr-defined]
+        rows = {name: weights[name].detach().float().cpu() for name in self._layers}
+        self._matrices = {name: row[:-1, self._shown] for name, row in rows.items()}
+        now = torch.stack([row[-1] for row in rows.values()])
+        self._past[federation.history[-1].index] = now
+
+    def figures(self, federation: Federation) -> Mapping[str, Figure]:
+        """Return the heatmap, the evolution and the bars."""
+        matrices = dict(zip(_short(self._layers), self._matrices.values(), strict=True))
+        past = torch.stack(list(self._past.values()))
+        rounds, names = list(self._past), list(matrices)
+        return {
+            "weights/heatmap": heatmap_figure(matrices, self._shown.tolist()),
+            f"weights/client-{self.client}-evolution": evolution_figure(
+                past, rounds, names, self.client
+            ),
+            f"weights/client-{self.client}-layers": bars_figure(past[-1], names, self.client),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the client's weights so far, for the checkpoint."""
+        return {"past": dict(self._past)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave."""
+        self._past = dict(state_dict["past"])
+
+
+def heatmap_figure(matrices: Mapping[str, Tensor], clients: Sequence[int]) -> Figure:
+    """Draw a matrix of weights for each layer.
+
+    Args:
+        matrices: For each layer, weights ``[C, C]``; row ``i`` is how much client ``i`` takes from
+            each of the clients.
+        clients: Their ids, ``C`` of them.
+
+    Returns:
+        A figure without a window, ready for a logger or ``savefig``. All panels have one scale,
+        in which colours go with the square root of a weight, so that small ones differ too.
+    """
+    from matplotlib.colors import PowerNorm
+
+    figure, panels, _ = _panels(len(matrices), 2.9, 2.8, aside=1.0)
+    highest = max(_highest(matrix) for matrix in matrices.values())
+    step = next(s for s in (1, 2, 5, 10, 20, 50, len(clients)) if len(clients) <= 8 * s)
+    places = range(0, len(clients), step)
+    names = [str(clients[place]) for place in places]
+    for axes, (layer, matrix) in zip(panels, matrices.items(), strict=True):
+        image = axes.imshow(matrix.numpy(), cmap="cividis", norm=PowerNorm(0.5, 0.0, highest))
+        axes.set_title(layer, fontsize="medium")
+        axes.set_xticks(places, names)
+        axes.set_yticks(places, names)
+        axes.tick_params(length=2, labelsize="small")
+    figure.supxlabel("client whose layer is taken", fontsize="medium")
+    figure.supylabel("client that takes it", fontsize="medium")
+    figure.colorbar(image, ax=panels, label="weight", aspect=30, shrink=0.9)
+    return figure
+
+
+def evolution_figure(
+    weights: Tensor, rounds: Sequence[int], layers: Sequence[str], client: int
+) -> Figure:
+    """Draw one client's weights over rounds, a panel for each layer.
+
+    Args:
+        weights: Weights ``[R, L, num_clients]``.
+        rounds: The rounds' numbers, ``R`` of them.
+        layers: The layers' names, ``L`` of them.
+        client: The client.
+
+    Returns:
+        A figure without a window, ready for a logger or ``savefig``. The client itself and the
+        clients that weigh most in the last round have colours, all others are grey.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    named = _heaviest(weights[-1], client)
+    figure, panels, columns = _panels(len(layers), 2.6, 2.4, 2.2, share=True)
+    values = weights.numpy()
+    others = np.setdiff1d(np.arange(values.shape[2]), named)
+    marker = "o" if len(rounds) == 1 else None
+    for position, axes in enumerate(panels):
+        if len(others):
+            lines = axes.plot(
+                rounds, values[:, position, others], color=FAINT, linewidth=0.6, marker=marker
+            )
+            lines[0].set_label(_others(len(others)))
+        for color, other in zip(COLORS, named, strict=False):
+            axes.plot(
+                rounds,
+                values[:, position, other],
+                color=color,
+                linewidth=2.2 if other == client else 1.3,
+                marker=marker,
+                label=_name(other, client),
+            )
+        axes.set_title(layers[position], fontsize="medium")
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True, min_n_ticks=1))
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylim(0.0, 1.05 * _highest(weights))
+    for axes in panels[-columns:]:  # also above an empty place
+        axes.tick_params(labelbottom=True)
+    figure.supxlabel("round", fontsize="medium")
+    figure.supylabel(f"weight for client {client}", fontsize="medium")
+    _legend(figure, panels[0], reverse=False)
+    return figure
+
+
+def bars_figure(weights: Tensor, layers: Sequence[str], client: int) -> Figure:
+    """Draw whom one client takes each layer from, as stacked bars.
+
+    Args:
+        weights: Weights ``[L, num_clients]``.
+        layers: The layers' names, ``L`` of them.
+        client: The client; its own weight is at the bottom.
+
+    Returns:
+        A figure without a window, ready for a logger or ``savefig``. Clients that weigh less than
+        the five heaviest are added up.
+    """
+    named = _heaviest(weights, client)
+    values = weights.numpy()
+    parts = {_name(other, client): values[:, other] for other in named}
+    if rest := values.shape[1] - len(named):
+        parts[_others(rest)] = values.sum(axis=1) - sum(parts.values())
+    figure = new_figure()
+    axes = figure.add_subplot()
+    bottom = np.zeros(len(layers))
+    colors = [*COLORS[: len(named)], FAINT]
+    for color, (label, heights) in zip(colors, parts.items(), strict=False):
+        axes.bar(layers, heights, bottom=bottom, width=0.7, color=color, label=label)
+        bottom += heights
+    axes.set_xlabel("layer")
+    axes.set_ylabel(f"weight for client {client}")
+    axes.set_xlim(-0.6, len(layers) - 0.4)
+    if max(map(len, layers)) * len(layers) > 50:
+        axes.tick_params(axis="x", rotation=30)
+    axes.spines[["top", "right"]].set_visible(False)
+    _legend(figure, axes, reverse=True)
+    return figure
+
+
+def _panels(
+    count: int, width: float, height: float, aside: float, share: bool = False
+) -> tuple[Figure, list[Axes], int]:
+    """Return a figure with some panels, up to three in a row, and how many there are in a row."""
+    columns = min(count, 3)
+    lines = math.ceil(count / columns)
+    figure = new_figure(columns * width + aside, lines * height + 0.4)
+    grid = figure.subplots(lines, columns, squeeze=False, sharex=share, sharey=share).flatten()
+    for axes in grid[count:]:
+        axes.set_axis_off()
+    return figure, list(grid[:count]), columns
+
+
+def _legend(figure: Figure, axes: Axes, reverse: bool) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False, reverse=reverse)
+
+
+def _heaviest(weights: Tensor, client: int) -> list[int]:
+    """Return the client, and the others that weigh most on average over layers, by weight."""
+    order = weights.mean(0).argsort(descending=True, stable=True).tolist()
+    return [client, *[other for other in order if other != client][:_NAMED]]
+
+
+def _highest(weights: Tensor) -> float:
+    return float(weights[weights.isfinite()].max()) if weights.isfinite().any() else 1.0
+
+
+def _name(other: int, client: int) -> str:
+    return f"client {other}, itself" if other == client else f"client {other}"
+
+
+def _others(count: int) -> str:
+    return f"{count} other{'s' if count != 1 else ''}"
+
+
+def _spaced(count: int, most: int) -> np.ndarray[Any, Any]:
+    return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)
+
+
+def _short(layers: Sequence[str]) -> list[str]:
+    """Return names of layers without the prefix of the client's network."""
+    return [name.removeprefix("network.") for name in layers]
