@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 
 from .errors import ConfigurationError
-from .memory import MEMORY, clear, is_needed
+from .memory_files import MEMORY, clear, is_needed
 
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.yaml"

@@ -27,7 +27,8 @@ from pflight import Federation
 from pflight.callbacks import Local, Reptile
 from pflight.checkpoint import AtomicCheckpointIO, read_checkpoint
 from pflight.errors import ConfigurationError
-from pflight.memory import MappedMemory, Row
+from pflight.memory import MappedMemory
+from pflight.memory_files import Row
 from pflight.models import ElasticClient
 from pflight.runs import RunFolder
 from tests import training_script

@@ -1,0 +1,376 @@
+"""Files of client states, and the lists of those rows in them that checkpoints name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from filelock import FileLock
+
+Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
+"""Name, dtype and shape of every tensor of a state, by name."""
+
+MEMORY = "memory"  # the folder
+_ROWS = ".rows"  # the suffix of a file of states
+_TABLES = "tables"  # which rows each checkpoint names
+_NEXT = ".next"  # of a checkpoint that is being written
+_ALIGNMENT = 16  # bytes, of the largest number
+_HEADER = 16  # bytes: the client and the checksum
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A file of states of one layout; each row has a header, its client and its checksum.
+
+    It is written by system calls and read through a map: a disk that is full is an error there, and
+    would end the process here.
+
+    Attributes:
+        path: The file.
+        layout: Names, dtypes and shapes of the tensors of a state.
+    """
+
+    path: Path
+    layout: Layout = field(compare=False)
+
+    @cached_property
+    def columns(self) -> dict[str, tuple[slice, torch.dtype, tuple[int, ...]]]:
+        """Where in a row each tensor lies, in bytes, with its dtype and shape."""
+        columns, start = {}, _HEADER
+        for name, dtype_name, shape in self.layout:
+            dtype = getattr(torch, dtype_name)
+            stop = start + dtype.itemsize * int(np.prod(shape))
+            columns[name] = slice(start, stop), dtype, shape
+            start = _aligned(stop)
+        return columns
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Size of a row in bytes."""
+        return _aligned(max((place.stop for place, _, _ in self.columns.values()), default=_HEADER))
+
+    @property
+    def length(self) -> int:
+        """Number of whole rows."""
+        return self.path.stat().st_size // self.row_bytes if self.path.exists() else 0
+
+    @contextmanager
+    def writing(self) -> Iterator[int]:
+        """Open the file, which need not exist, for :meth:`write`."""
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def write(self, descriptor: int, index: int, client: int, state: Mapping[str, Tensor]) -> Row:
+        """Write one state ``index`` rows behind the start, whether or not the file is so long."""
+        row = torch.zeros(self.row_bytes, dtype=torch.uint8)
+        for name, (place, _, _) in self.columns.items():
+            row[place] = state[name].flatten().view(torch.uint8)
+        data = row.numpy()
+        checksum = zlib.crc32(data[_HEADER:].data)
+        data[:_HEADER].view(np.int64)[:] = client, checksum
+        rest, offset = data.data, index * self.row_bytes
+        while rest:  # a system call may write a part
+            written = os.pwrite(descriptor, rest, offset)
+            rest, offset = rest[written:], offset + written
+        return Row(self, index, client, checksum)
+
+    def headers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return client and checksum ``[n, 2]`` of rows ``[n]``; zeros where there is no row."""
+        headers = np.zeros((len(indices), 2), np.int64)
+        there = indices < self.length
+        if there.any():
+            rows = np.memmap(self.path, np.uint8, "r", shape=(self.length, self.row_bytes))
+            headers[there] = np.ascontiguousarray(rows[indices[there], :_HEADER]).view(np.int64)
+        return headers
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One client's state in a file."""
+
+    file: RowFile
+    index: int
+    client: int
+    checksum: int
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state's tensors by name, mapped from the file: copy them to keep them.
+
+        Raises:
+            ConfigurationError: If the file is gone, damaged or overwritten.
+        """
+        file = self.file
+        try:
+            size = file.row_bytes
+            data = np.memmap(file.path, np.uint8, "c", self.index * size, (size,))
+        except (OSError, ValueError) as error:  # ValueError: the file is too short
+            raise self.lost() from error
+        if zlib.crc32(data[_HEADER:].data) != self.checksum:
+            raise self.lost()
+        row = torch.from_numpy(data)
+        return {
+            name: row[place].view(dtype).view(shape)
+            for name, (place, dtype, shape) in file.columns.items()
+        }
+
+    def lost(self) -> ConfigurationError:
+        """Return the error that this state is not there any more."""
+        return ConfigurationError(
+            f"client {self.client}'s memory is not in {self.file.path} any more: it was "
+            "overwritten or damaged"
+        )
+
+
+Entry = Row | dict[str, Tensor]
+"""One client's state, on disk or in RAM."""
+Slots = dict[str, dict[int, Entry]]
+"""Slot to client to state."""
+
+
+class Space:
+    """Which rows of a file may be written.
+
+    Args:
+        length: Number of rows in the file.
+        named: Rows that stay as they are.
+    """
+
+    def __init__(self, length: int, named: set[int]) -> None:
+        self._length = length
+        self._named = named
+        self._free = sorted(set(range(length)) - named, reverse=True)
+
+    def take(self) -> int:
+        """Return a free row, or one behind the last."""
+        if self._free:
+            return self._free.pop()
+        self._length += 1
+        return self._length - 1
+
+    def free(self, index: int) -> None:
+        """Give back a row, unless it stays."""
+        if index not in self._named:
+            self._free.append(index)
+
+
+def tensors(entry: Entry) -> dict[str, Tensor]:
+    """Return the tensors of a state by name; copy them to keep them."""
+    return entry.tensors() if isinstance(entry, Row) else entry
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or what a folder lists, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Checkpoints and the rows that they name
+
+
+@contextmanager
+def named_by(checkpoint: Path, memory: dict[str, Any]) -> Iterator[None]:
+    """Protect the rows that a checkpoint names while, and after, it takes an older one's place.
+
+    Inside, the rows of both are protected.
+
+    Args:
+        checkpoint: The file.
+        memory: What :meth:`ClientMemory.save` returned. It is told where the file will lie.
+    """
+    if not memory.get("files"):
+        yield
+        return
+    folder = Path(memory["folder"])
+    memory["beside"] = os.path.relpath(folder, checkpoint.resolve().parent)
+    shown = _seen_from(folder, checkpoint)
+    tables = folder / _TABLES
+    tables.mkdir(exist_ok=True)
+    stem = hashlib.sha256(shown.encode()).hexdigest()[:16]
+    before = set(tables.glob(f"{stem}-*"))
+    path = tables / f"{stem}-{secrets.token_hex(4)}{_NEXT}"
+    path.write_text(json.dumps({"checkpoint": shown, "rows": named_rows(memory)}))
+    sync(path)
+    sync(tables)
+    yield
+    path.rename(path.with_suffix(".json"))
+    gone = {path for path, table in _tables(folder) if not _is_kept(folder, table)}
+    for path in before | {path for path in gone if path.suffix != _NEXT}:
+        path.unlink(missing_ok=True)
+
+
+def locate(memory: dict[str, Any], checkpoint: Path) -> None:
+    """Find the folder that a checkpoint's memory lies in: it may have moved along with the file.
+
+    Args:
+        memory: What :meth:`ClientMemory.save` returned; its ``folder`` is set.
+        checkpoint: The file that it was read from.
+
+    Raises:
+        ConfigurationError: If the folder is gone.
+    """
+    if not memory.get("files"):
+        return
+    beside = checkpoint.resolve().parent / memory["beside"]
+    for folder in (beside.resolve(), Path(memory["folder"])):
+        if all((folder / name).is_file() for name, _ in memory["files"]):
+            memory["folder"] = str(folder)
+            return
+    raise ConfigurationError(
+        f"the checkpoint {checkpoint} needs its clients' memory, which is not in "
+        f"{beside.resolve()} any more"
+    )
+
+
+def is_needed(folder: Path) -> bool:
+    """Return whether there is a checkpoint that names a row in a folder of client memory."""
+    return any(True for _ in kept_tables(folder))
+
+
+def clear(folder: Path) -> None:
+    """Remove all client memory from a folder, and the folder if nothing else is in it."""
+    for own in {path.parent for path in folder.glob(f"*/*{_ROWS}")} | {folder / _TABLES}:
+        shutil.rmtree(own, ignore_errors=True)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def named_rows(memory: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the rows that a checkpoint names, by file."""
+    names = [name for name, _ in memory.get("files", ())]
+    rows: dict[str, list[int]] = {name: [] for name in names}
+    for held in memory["rows"].values() if names else ():
+        for _, file, index, _ in held.tolist():
+            rows[names[file]].append(index)
+    return rows
+
+
+def rows_of(memory: Mapping[str, Any], clients: Collection[int] | None) -> Slots:
+    """Return the rows that a checkpoint names, if they are still there."""
+    folder = Path(memory["folder"])
+    files = [
+        RowFile(folder / name, tuple((n, dtype, tuple(shape)) for n, dtype, shape in layout))
+        for name, layout in memory["files"]
+    ]
+    slots: Slots = {slot: {} for slot in memory["rows"]}
+    for slot, held in memory["rows"].items():
+        for position, file in enumerate(files):
+            table = held[held[:, 1] == position].cpu().numpy()
+            if clients is not None:
+                table = table[np.isin(table[:, 0], list(clients))]
+            fits = (file.headers(table[:, 2]) == table[:, [0, 3]]).all(1)
+            for (client, _, index, checksum), fit in zip(table.tolist(), fits, strict=True):
+                row = Row(file, index, client, checksum)
+                if not fit:
+                    raise row.lost()
+                slots[slot][client] = row
+    return slots
+
+
+def table_of(slots: Slots, folder: Path) -> dict[str, Any]:
+    """Return rows in a folder as tensors and primitives."""
+    files: dict[RowFile, int] = {}
+    rows = {
+        slot: torch.tensor(
+            [
+                [row.client, files.setdefault(row.file, len(files)), row.index, row.checksum]
+                for row in held.values()
+                if isinstance(row, Row)
+            ]
+        ).view(-1, 4)
+        for slot, held in slots.items()
+    }
+    described = [
+        [str(file.path.relative_to(folder)), [[n, d, list(s)] for n, d, s in file.layout]]
+        for file in files
+    ]
+    return {"folder": str(folder), "files": described, "rows": rows}
+
+
+def kept_tables(folder: Path) -> Iterator[dict[str, list[int]]]:
+    """Yield the rows that each checkpoint names, by file, of those that are still there."""
+    for _, table in _tables(folder):
+        if _is_kept(folder, table):
+            yield table["rows"]
+
+
+def _tables(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    for path in (folder / _TABLES).glob("*"):
+        # It was removed just now, or never completed: then neither was its checkpoint.
+        with suppress(FileNotFoundError, json.JSONDecodeError):
+            yield path, _read_table(path)
+
+
+@lru_cache(maxsize=32)
+def _read_table(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def _is_kept(folder: Path, table: Mapping[str, Any]) -> bool:
+    return (folder.parent / table["checkpoint"]).is_file()
+
+
+def _seen_from(folder: Path, checkpoint: Path) -> str:
+    """Return the path of a checkpoint from the run's folder, with which it may be moved."""
+    path, run = checkpoint.resolve(), folder.parent
+    return str(path.relative_to(run) if path.is_relative_to(run) else path)
+
+
+def sweep(folder: Path, ours: Collection[Path]) -> None:
+    """Remove what no living process writes to and no checkpoint needs."""
+    needed = {(folder / name).parent for rows in kept_tables(folder) for name in rows}
+    for own in {path.parent for path in folder.glob(f"*/*{_ROWS}")} - needed - {*ours}:
+        if locked(own) is not None:
+            shutil.rmtree(own)
+    for path, table in _tables(folder):
+        if not any((folder / name).exists() for name in table["rows"]):
+            path.unlink(missing_ok=True)
+
+
+def locked(folder: Path) -> FileLock | None:
+    """Return a lock on a folder, which holds as long as it is referred to; ``None`` if taken."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / "lock", thread_local=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        return None
+    return lock if folder.exists() else None
+
+
+def file_name(slot: str, layout: Layout) -> str:
+    """Return the name of the file of a slot's states of one layout."""
+    return f"{slot}-{zlib.crc32(repr(layout).encode()):08x}{_ROWS}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a type's name in torch and in NumPy."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
