@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.clustering import cluster_updates
+from pflight.cohort import sample_clients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.matching import BBPMAP
@@ -23,7 +24,6 @@ from .selection import (
     ClusterSelection,
     Criterion,
     check_candidates,
-    sample_clients,
     select_for,
 )
 from .server import ServerCallback

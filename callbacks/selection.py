@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from tensordict import TensorDict
 from torch import Tensor
 
+from pflight.cohort import sample_clients
 from pflight.datamodules import FederatedDataModule, Split
 from pflight.distributed import all_sum, gather
 from pflight.engines import ClientUpdates
@@ -186,12 +187,6 @@ def check_candidates(candidates: Sequence[int], criterion: str) -> None:
         )
     if criterion not in ("accuracy", "distance"):
         raise ConfigurationError(f"criterion must be 'accuracy' or 'distance', got {criterion!r}")
-
-
-def sample_clients(clients: Tensor, size: int, seed: int) -> Tensor:
-    """Return a seeded sample of at most ``size`` of the clients ``[N]``, ascending."""
-    order = torch.randperm(len(clients), generator=generator(Purpose.SAMPLE, seed))
-    return clients[order[:size]].sort().values
 
 
 class SampledClients(FederatedDataModule):

@@ -41,6 +41,12 @@ def check_cohort_options(
         raise ConfigurationError(f"dropout must be in [0, 1), got {dropout}")
 
 
+def sample_clients(clients: Tensor, size: int, seed: int) -> Tensor:
+    """Return a seeded sample of at most ``size`` of the clients ``[N]``, ascending."""
+    order = torch.randperm(len(clients), generator=generator(Purpose.SAMPLE, seed))
+    return clients[order[:size]].sort().values
+
+
 class CohortSampler:
     r"""Draws the cohort of a round as a pure function of ``(seed, round)``.
 

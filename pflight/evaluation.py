@@ -105,11 +105,10 @@ class ClientModels(NamedTuple):
     def of(cls, federation: Federation, clients: Tensor) -> ClientModels:
         """Return the models of the clients ``[C]``."""
         callback = federation.attached_callback
-        used = callback.personalize(clients)
         if not federation.finetune_epochs:
-            return cls(used, None)
+            return cls(callback.personalize(clients), None)
         if not federation.client.judged_by_memory:
-            tuned = finetune(federation, clients, used)
+            tuned = finetune(federation, clients, callback.personalize(clients))
             return cls(tuned, tuned)
         starts = federation.lay_over(clients, callback.broadcast(clients))
         tuned = finetune(federation, clients, starts)

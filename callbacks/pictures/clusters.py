@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pflight.cohort import sample_clients
 from pflight.distributed import gather
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
@@ -21,7 +22,7 @@ from pflight.palette import COLORS, FAINT, point_style
 from pflight.randomness import Purpose, generator
 from pflight.state import rows
 
-from .picture import RepeatedPicture, new_figure, sampled_clients
+from .picture import RepeatedPicture, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,7 +70,7 @@ class ClusterPlot(RepeatedPicture):
 
     def start(self, federation: Federation) -> None:
         """Listen to the clients' updates."""
-        self._sample = sampled_clients(
+        self._sample = sample_clients(
             federation.trainable_clients, self.max_clients, federation.seed
         )
         self._names = federation.layout.parameters

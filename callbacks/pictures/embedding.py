@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from pflight.cohort import sample_clients
 from pflight.datamodules import Split
 from pflight.distributed import gather, owned
 from pflight.errors import ConfigurationError
@@ -19,7 +20,7 @@ from pflight.models import ClientModule
 from pflight.palette import point_style
 from pflight.randomness import Purpose, derive_seed
 
-from .picture import Picture, new_figure, sampled_clients
+from .picture import Picture, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -97,7 +98,7 @@ class EmbeddingTrajectory(Picture):
         if not federation.history:
             self._features = {}
         if not self._features:
-            self._clients = sampled_clients(clients, self.max_clients, federation.seed)
+            self._clients = sample_clients(clients, self.max_clients, federation.seed)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Note the average features after this round."""

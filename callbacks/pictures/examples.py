@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pflight.cohort import sample_clients
 from pflight.datamodules import FederatedDataModule
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 
-from .picture import RepeatedPicture, new_figure, sampled_clients
+from .picture import RepeatedPicture, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,7 +83,7 @@ class ClusterExamples(RepeatedPicture):
         return {"examples": examples_figure(blocks, counts)}
 
     def _block(self, federation: Federation, members: Tensor) -> dict[int, Tensor]:
-        shown = sampled_clients(members, self.per_cluster, federation.seed)
+        shown = sample_clients(members, self.per_cluster, federation.seed)
         data = federation.attached_data
         return {client: self._row(data, client) for client in shown.tolist()}
 

@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING
 
 import lightning as L
 import numpy as np
-import torch
 from lightning.pytorch.loggers import TensorBoardLogger
-from torch import Tensor
 
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
-from pflight.randomness import Purpose, generator
 from pflight.runs import PICTURES
 
 if TYPE_CHECKING:
@@ -102,12 +99,6 @@ def new_figure(width: float = 7.0, height: float = 4.5) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
-
-
-def sampled_clients(clients: Tensor, count: int, seed: int) -> Tensor:
-    """Return up to ``count`` of some clients, a seeded sample, ascending."""
-    order = torch.randperm(len(clients), generator=generator(Purpose.SAMPLE, seed))
-    return clients[order[:count].sort().values]
 
 
 def _write(trainer: L.Trainer, name: str, step: int, figure: Figure) -> None:

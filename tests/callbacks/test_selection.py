@@ -11,9 +11,9 @@ from pflight.callbacks import FeSEM
 from pflight.callbacks.selection import (
     ClusterSelection,
     SampledClients,
-    sample_clients,
     select_num_clusters,
 )
+from pflight.cohort import sample_clients
 from pflight.datamodules import ClusteredSynthetic
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
