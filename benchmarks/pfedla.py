@@ -1,13 +1,10 @@
-"""What pFedLA costs on the server, and which step its hypernetworks need.
+"""What pFedLA costs on the server, and whose models weigh most in its mixtures.
 
     python benchmarks/pfedla.py time
-    python benchmarks/pfedla.py sweep digits
-    python benchmarks/pfedla.py sweep fashion_mnist --root data --rounds 30 --seeds 2
     python benchmarks/pfedla.py chain digits
 
 ``time`` measures the server's part of rounds in which all clients take part, with the CNN of the
-paper's tables. ``sweep`` compares steps of the hypernetworks, beside FedAvg and Local: 20 clients
-with four classes each, or with two dominant ones. ``chain`` has eight clients with four classes
+paper's tables. ``chain`` has eight clients with four classes
 each, of which neighbours share three, as in figure 6 of the paper, and says what a client's own
 model, those of its neighbours and those of clients with none of its classes weigh. Where all weigh
 the same it is 1/8.
@@ -30,12 +27,10 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight import Federation
-from pflight.callbacks import FedAvg, Local, PFedLA, ServerCallback
+from pflight.callbacks import PFedLA, ServerCallback
 from pflight.datamodules import (
-    ClassesPerClient,
     ConsecutiveClasses,
     Digits,
-    DominantClasses,
     FashionMNIST,
     FederatedDataModule,
     TensorClients,
@@ -64,7 +59,7 @@ def task_of(options: argparse.Namespace) -> Task:
 
 def fit(
     federation: Federation, server: ServerCallback, data: FederatedDataModule, rounds: int
-) -> L.Trainer:
+) -> None:
     """Train a federation under a Trainer that writes nothing."""
     trainer = L.Trainer(
         max_epochs=rounds,
@@ -78,19 +73,6 @@ def fit(
         num_sanity_val_steps=0,
     )
     trainer.fit(federation, datamodule=data)
-    return trainer
-
-
-def train(
-    task: Task, server: ServerCallback, data: FederatedDataModule, rounds: int, seed: int
-) -> dict[str, float]:
-    """Train clients, and return their quality in the end by tag."""
-    torch.manual_seed(seed)
-    client = ClientModule(task.network(), 10, optimizer=partial(torch.optim.SGD, lr=task.lr))
-    federation = Federation(client, local_epochs=2, seed=seed)
-    trainer = fit(federation, server, data, rounds)
-    (tested,) = trainer.test(federation, datamodule=data, verbose=False)
-    return {**federation.history[-1].metrics, **tested}
 
 
 class TimedFederation(Federation):
@@ -128,51 +110,6 @@ def print_times(options: argparse.Namespace) -> None:
         print(f"| {count} | {statistics.median(seconds):.3f} | {min(seconds):.3f} |", flush=True)
 
 
-def own_weight(server: PFedLA) -> float:
-    """Return the mean weight of clients' own models, over clients and layers."""
-    weights = server.layer_weights(range(len(server.hypernetworks)))
-    return torch.stack([matrix.diagonal().mean() for matrix in weights.values()]).mean().item()
-
-
-def print_sweep(options: argparse.Namespace) -> None:
-    """Print the clients' accuracy by the step of the hypernetworks."""
-    task = task_of(options)
-    partitions = {
-        "4 classes": ClassesPerClient(4),
-        "2 dominant classes": DominantClasses(2),
-    }
-    if options.task != "digits":
-        partitions = {
-            "4 classes": ClassesPerClient(4, samples_per_client=task.samples),
-            "2 dominant classes": DominantClasses(2, samples_per_client=task.samples),
-        }
-    methods: dict[str, Callable[[], ServerCallback]] = {"Local": Local}
-    methods["FedAvg"] = partial(FedAvg, "uniform")
-    for lr in options.steps:
-        methods[f"pFedLA, {lr:g}"] = partial(PFedLA, options.retain, options.weights, lr=lr)
-    print("| clients | method | validation acc. | test acc. | own weight |")
-    print("|---|---|---|---|---|")
-    for clients, partition in partitions.items():
-        for name, method in methods.items():
-            columns: dict[str, list[float]] = {"val": [], "test": [], "own": []}
-            for seed in range(options.seeds):
-                data = task.data(
-                    partition=partition, num_clients=20, batch_size=10, seed=seed, val_fraction=0.2
-                )
-                server = method()
-                metrics = train(task, server, data, options.rounds, seed)
-                for split in ("val", "test"):
-                    columns[split].append(100 * metrics[f"{split}/macro_acc"])
-                if isinstance(server, PFedLA):
-                    columns["own"].append(own_weight(server))
-            cells = [
-                f"{statistics.mean(columns[split]):.1f} ± {statistics.stdev(columns[split]):.1f}"
-                for split in ("val", "test")
-            ]
-            own = f"{statistics.mean(columns['own']):.3f}" if columns["own"] else ""
-            print(f"| {clients} | {name} | {' | '.join(cells)} | {own} |", flush=True)
-
-
 def print_chain(options: argparse.Namespace) -> None:
     """Print what models weigh for eight clients in a chain, by layer."""
     task = task_of(options)
@@ -187,7 +124,11 @@ def print_chain(options: argparse.Namespace) -> None:
         for seed in range(options.seeds):
             data = task.data(partition=chain, num_clients=8, batch_size=10, seed=seed)
             server = PFedLA(options.retain, options.weights, lr=lr)
-            train(task, server, data, options.rounds, seed)
+            torch.manual_seed(seed)
+            optimizer = partial(torch.optim.SGD, lr=task.lr)
+            client = ClientModule(task.network(), 10, optimizer=optimizer)
+            federation = Federation(client, local_epochs=2, seed=seed)
+            fit(federation, server, data, options.rounds)
             for layer, weights in server.layer_weights(range(8)).items():
                 values = [weights[members].mean() for members in groups.values()]
                 values.append((weights.argmax(dim=1) == torch.arange(8)).sum())
@@ -206,16 +147,15 @@ def main() -> None:
     timing.add_argument("--clients", type=int, nargs="+", default=[10, 100])
     timing.add_argument("--rounds", type=int, default=11)
     timing.set_defaults(run=print_times)
-    for name, run in (("sweep", print_sweep), ("chain", print_chain)):
-        command = commands.add_parser(name)
-        command.add_argument("task", choices=["digits", "fashion_mnist"])
-        command.add_argument("--root", default="data", help="folder of the Fashion-MNIST files")
-        command.add_argument("--steps", type=float, nargs="+", default=[0.005, 0.05, 0.5, 5.0])
-        command.add_argument("--retain", type=int, default=0)
-        command.add_argument("--weights", choices=["softmax", "relu_norm"], default="softmax")
-        command.add_argument("--rounds", type=int, default=50)
-        command.add_argument("--seeds", type=int, default=3, help="two at least")
-        command.set_defaults(run=run)
+    chain = commands.add_parser("chain")
+    chain.add_argument("task", choices=["digits", "fashion_mnist"])
+    chain.add_argument("--root", default="data", help="folder of the Fashion-MNIST files")
+    chain.add_argument("--steps", type=float, nargs="+", default=[0.005, 0.05, 0.5, 5.0])
+    chain.add_argument("--retain", type=int, default=0)
+    chain.add_argument("--weights", choices=["softmax", "relu_norm"], default="softmax")
+    chain.add_argument("--rounds", type=int, default=50)
+    chain.add_argument("--seeds", type=int, default=3)
+    chain.set_defaults(run=print_chain)
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.utils import parameters_to_vector
 
 from pflight.state import rows
 
 _BLOCK = 16  # clients in one matrix product
+_ALIGNED = 16  # numbers
 
 
 class HyperNetwork(nn.Module):
@@ -59,30 +63,47 @@ class HyperNetwork(nn.Module):
 
     def forward(self) -> Tensor:
         """Return the logits ``[num_layers, num_clients]``."""
-        return self.output(self.hidden(self.embedding)).view(self.shape)
+        return self.output(self.hidden(self.embedding.unsqueeze(0))).view(self.shape)
 
 
-class HyperNetworks(nn.ModuleList):
-    """One hypernetwork for each of the N clients, and the weights that it gives.
+class HyperNetworks(nn.Module):
+    """The hypernetworks of all N clients, computed together, and the weights that they give.
 
-    Each has parameters of its own: one whose client does not take part has no gradient, so that no
-    optimizer moves it, whatever its momentum or weight decay.
+    The parameters of each are one vector, which zeros fill up. A hypernetwork whose client does not take part has no
+    gradient, so that no optimizer moves it, whatever its momentum or weight decay.
 
     Args:
-        networks: Modules without inputs that give logits ``[num_layers, N]``, in client order.
+        networks: Modules of one kind, without inputs, that give logits ``[num_layers, N]``, in
+            client order.
         weights: ``"softmax"``, or ``"relu_norm"``: positive parts divided by their sum, and all
             weight on the client itself where nothing is positive.
     """
 
     def __init__(
-        self, networks: Iterable[nn.Module], weights: Literal["softmax", "relu_norm"] = "softmax"
+        self, networks: Sequence[nn.Module], weights: Literal["softmax", "relu_norm"] = "softmax"
     ) -> None:
-        super().__init__(networks)
+        super().__init__()
         self.weights = weights
+        self._shapes = {name: p.shape for name, p in networks[0].named_parameters()}
+        self._sizes = [shape.numel() for shape in self._shapes.values()]
+        # Stacked rows are aligned alike, so that a client's weights are the same to the last bit
+        # whoever else is asked.
+        padding = -sum(self._sizes) % _ALIGNED
+        vectors = (parameters_to_vector(network.parameters()) for network in networks)
+        self.vectors = nn.ParameterList(F.pad(vector, (0, padding)) for vector in vectors)
+        # In a tuple, so that it is no submodule: it lends its forward pass to all vectors.
+        self._network = (copy.deepcopy(networks[0]).to("meta"),)
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+    def __getitem__(self, client: int) -> dict[str, Tensor]:
+        """Return the parameters of one client's hypernetwork by name: views of its vector."""
+        return self._named(self.vectors[client].detach())
 
     def forward(self, clients: Tensor) -> Tensor:
         """Return the weights of the clients ``[C, num_layers, N]``; over N they sum to 1."""
-        logits = torch.stack([self[client]() for client in clients.tolist()])
+        logits = vmap(self._logits)(torch.stack([self.vectors[i] for i in clients.tolist()]))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.weights == "softmax":
             return logits.softmax(dim=2)
@@ -99,11 +120,21 @@ class HyperNetworks(nn.ModuleList):
             weights: The clients' weights ``[C, num_layers, N]``, with their autograd graph.
             gradients: By these weights, of the same shape.
         """
-        chosen = [p for client in clients.tolist() for p in self[client].parameters()]
-        for parameter, gradient in zip(
+        chosen = [self.vectors[client] for client in clients.tolist()]
+        for vector, gradient in zip(
             chosen, torch.autograd.grad(weights, chosen, gradients), strict=True
         ):
-            parameter.grad = gradient
+            vector.grad = gradient
+
+    def _named(self, vector: Tensor) -> dict[str, Tensor]:
+        parts = vector[: sum(self._sizes)].split(self._sizes)
+        return {
+            name: part.view(shape)
+            for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)
+        }
+
+    def _logits(self, vector: Tensor) -> Tensor:
+        return functional_call(self._network[0], self._named(vector), ())
 
 
 @torch.no_grad()
@@ -130,4 +161,9 @@ def weighted_sums(models: Tensor, clients: Tensor, weights: Tensor) -> Tensor:
     sums = table.new_empty(len(padded), table.shape[1])
     for part, product in zip(padded.split(_BLOCK), sums.split(_BLOCK), strict=True):
         torch.mm(part, table, out=product)
-    return sums.index_select(0, places).view(-1, *models.shape[1:]).to(models)
+    first = int(places[0]) if len(places) else 0
+    if torch.equal(places, torch.arange(first, first + len(places), device=places.device)):
+        sums = sums[first : first + len(places)]  # a view spares a copy
+    else:
+        sums = sums.index_select(0, places)
+    return sums.view(-1, *models.shape[1:]).to(models)

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pflight.distributed import all_max, all_sum
+from pflight.distributed import all_max, all_sum, share_owned
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
@@ -207,11 +207,9 @@ class PFedLA(ServerCallback):
         gradients = -all_sum(self._products)[clients].masked_fill(retained, 0)
         self.hypernetworks.descend(clients, weights, gradients)
         for name, leaf in self.stored.tensors().items():
-            returned = leaf.new_zeros(len(clients), *leaf.shape[1:])
             for updates in self._updates:
-                places = torch.searchsorted(clients, updates.clients)
-                returned.index_copy_(0, places, updates.states[name])
-            leaf.index_copy_(0, clients, all_sum(returned))
+                leaf.index_copy_(0, updates.clients, updates.states[name])
+            share_owned(leaf, clients)
         self._updates.clear()
         self.seen |= answered
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -28,6 +29,14 @@ def all_sum(tensor: Tensor) -> Tensor:
 def all_max(tensor: Tensor) -> Tensor:
     """Take the elementwise maximum of a tensor over all ranks, in place."""
     return _all_reduce(tensor, dist.ReduceOp.MAX)
+
+
+def share_owned(table: Tensor, clients: Tensor) -> None:
+    """Give all ranks those rows of a table ``[N, ...]`` that the owners of clients ``[C]`` set."""
+    if is_distributed():
+        mine = torch.isin(clients, owned(clients)).view(-1, *[1] * (table.dim() - 1))
+        set_by_owners = torch.where(mine, table.index_select(0, clients), 0)
+        table.index_copy_(0, clients, all_sum(set_by_owners))
 
 
 def gather(value: Any) -> list[Any]:

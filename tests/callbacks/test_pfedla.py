@@ -93,9 +93,10 @@ class Fixed(PFedLA):
 
     def setup_server(self, federation: Federation) -> None:
         super().setup_server(federation)
-        for network, logits in zip(self.hypernetworks, self.fixed, strict=True):
-            nn.init.zeros_(network.output.weight)
-            network.output.bias.data.copy_(logits.flatten())
+        for client, logits in enumerate(self.fixed):
+            network = self.hypernetworks[client]
+            network["output.weight"].zero_()
+            network["output.bias"].copy_(logits.flatten())
 
 
 class Shuffled(PFedLA):
@@ -104,10 +105,14 @@ class Shuffled(PFedLA):
     def setup_server(self, federation: Federation) -> None:
         super().setup_server(federation)
         random = torch.Generator().manual_seed(5)
-        for network in self.hypernetworks:
-            network.output.weight.data.normal_(0, 0.3, generator=random)
-            network.output.bias.data.normal_(0, 0.3, generator=random)
-        self.first = [dict(copy.deepcopy(n).named_parameters()) for n in self.hypernetworks]
+        for client in range(len(self.hypernetworks)):
+            network = self.hypernetworks[client]
+            network["output.weight"].normal_(0, 0.3, generator=random)
+            network["output.bias"].normal_(0, 0.3, generator=random)
+        self.first = [
+            {n: p.clone().requires_grad_() for n, p in self.hypernetworks[client].items()}
+            for client in range(len(self.hypernetworks))
+        ]
 
 
 class Recording(PFedLA):
@@ -118,7 +123,7 @@ class Recording(PFedLA):
         self.before: list[list[Tensor]] = []
 
     def snapshot(self) -> list[Tensor]:
-        return [nn.utils.parameters_to_vector(n.parameters()).detach() for n in self.hypernetworks]
+        return [vector.detach().clone() for vector in self.hypernetworks.vectors]
 
     def begin(self) -> None:
         super().begin()
@@ -156,10 +161,10 @@ class TestVectors:
         returned = torch.stack(list(updates.states.values()))
         assert returned.flatten().tolist() == pytest.approx([1.9, 0.6], abs=1e-12)
         network = callback.hypernetworks[0]
-        assert network.matrix.flatten().tolist() == pytest.approx(
+        assert network["matrix"].flatten().tolist() == pytest.approx(
             [0.05, -0.05, 0.2, -0.2], abs=1e-12
         )
-        assert network.embedding.item() == 1
+        assert network["embedding"].item() == 1
         assert weights.flatten().tolist() == pytest.approx(
             [0.5249792, 0.4750208, 0.5986877, 0.4013123], abs=5e-8
         )
@@ -181,16 +186,16 @@ class TestVectors:
         assert_close(returned, start + change, rtol=0, atol=5e-8)
         network = callback.hypernetworks[0]
         d1, d2 = 0.0445694, 0.2044842
-        assert network.embedding.item() == pytest.approx(0.5 - 0.0230691, abs=5e-8)
-        assert network.matrix.flatten().tolist() == pytest.approx(
+        assert network["embedding"].item() == pytest.approx(0.5 - 0.0230691, abs=5e-8)
+        assert network["matrix"].flatten().tolist() == pytest.approx(
             [0.3 + d1 / 2, -0.1 - d1 / 2, 0.2 + d2 / 2, 0.4 - d2 / 2], abs=5e-8
         )
 
     def test_the_other_client_contributes_but_does_not_move(self) -> None:
         callback, federation, _ = h2([[0.3, -0.1], [0.2, 0.4]], 0.5, rounds=3)
         other = callback.hypernetworks[1]
-        assert other.matrix.flatten().tolist() == [0.3, -0.1, 0.2, 0.4]
-        assert other.embedding.item() == 0.5
+        assert other["matrix"].flatten().tolist() == [0.3, -0.1, 0.2, 0.4]
+        assert other["embedding"].item() == 0.5
         assert flat(federation.server_states()[1]).tolist() == [3, 2]
 
     @pytest.mark.parametrize(
@@ -516,7 +521,7 @@ class TestWeights:
     def test_the_default_hypernetwork_is_as_published(self) -> None:
         callback = PFedLA()
         run(linear_client(), small_data(), callback)
-        shapes = {name: tuple(p.shape) for name, p in callback.hypernetworks[0].named_parameters()}
+        shapes = {name: tuple(p.shape) for name, p in callback.hypernetworks[0].items()}
         assert shapes == {
             "embedding": (100,),
             **{f"hidden.{index}.weight": (100, 100) for index in (0, 2, 4)},
@@ -524,7 +529,7 @@ class TestWeights:
             "output.weight": (6, 100),
             "output.bias": (6,),
         }
-        one, other = (callback.hypernetworks[i].embedding for i in (0, 1))
+        one, other = (callback.hypernetworks[i]["embedding"] for i in (0, 1))
         assert not torch.equal(one, other)
 
     def test_clients_alike_come_to_weigh_more_than_others(self) -> None:
