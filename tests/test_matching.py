@@ -8,14 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from pflight.chains import find_chain, matched_chain
 from pflight.errors import ConfigurationError
 from pflight.matching import (
     BBPMAP,
     align,
-    find_chain,
     match,
     match_rows,
-    matched_chain,
     matched_mean,
     matching_scores,
     permute,
