@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict
@@ -28,9 +28,6 @@ from .selection import (
 )
 from .server import ServerCallback
 
-if TYPE_CHECKING:
-    from pflight.federation import Federation
-
 Distance = Callable[[TensorDict, Mapping[str, Tensor]], Tensor]
 """Distances ``[C]`` of a stack ``[C]`` of states to a center, over the names of the center."""
 
@@ -53,7 +50,7 @@ class FeSEM(MultiCenter):
     With ``matching`` this is FeSEM-MA: the M-step is :func:`pflight.matching.matched_mean` of the
     members, and the E-step takes distances after permuting the neurons of :math:`W_i` to each
     center's. The last layer is averaged by the members' training samples of each class. The network
-    must be a chain of layers, as :func:`pflight.matching.find_chain` takes it, and all updates of a
+    must be a chain of layers, as :func:`pflight.chains.find_chain` takes it, and all updates of a
     round are kept until its end.
 
     Args:
@@ -107,9 +104,9 @@ class FeSEM(MultiCenter):
             raise ConfigurationError(
                 f"FeSEM: init_clients ({init_clients}) must not be below num_clusters ({most})"
             )
-        if centers is not None and len(centers) != num_clusters:
+        if centers is not None and num_clusters == "auto":
             raise ConfigurationError(
-                f"FeSEM: {len(centers)} centers were given for num_clusters={num_clusters}"
+                f"FeSEM: {len(centers)} centers were given for num_clusters=auto"
             )
         if not (matching in (None, "bbp_map") or isinstance(matching, BBPMAP)):
             raise ConfigurationError(f"FeSEM: unknown matching {matching!r}; choose 'bbp_map'")
@@ -119,27 +116,18 @@ class FeSEM(MultiCenter):
             0 if num_clusters == "auto" else num_clusters,
             BBPMAP() if matching == "bbp_map" else matching,
             buffers,
+            centers,
         )
         self.num_restarts = num_restarts
         self.init_clients = init_clients
-        self.centers = centers
         self.distance = squared_distance if distance == "l2" else distance
         self.candidates = candidates
         self.criterion = criterion
         self.initialized = centers is not None
         self.selection: ClusterSelection | None = None
 
-    def setup_server(self, federation: Federation) -> None:
-        """Make K models, equal until the first round unless ``centers`` were given.
-
-        With ``num_clusters="auto"`` there is one until :meth:`prepare`.
-        """
-        super().setup_server(federation)
-        for index, center in enumerate(self.centers or ()):
-            federation.server.replace(index, center)
-
     def prepare(self) -> None:
-        """Choose the number of clusters, unless it is known."""
+        """Choose the number of clusters, unless it is known; until then there is one model."""
         if not self.num_clusters:
             self.selection = select_for(self.federation, self)
             self.add_centers(self.selection.num_clusters)

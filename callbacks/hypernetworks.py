@@ -69,8 +69,8 @@ class HyperNetwork(nn.Module):
 class HyperNetworks(nn.Module):
     """The hypernetworks of all N clients, computed together, and the weights that they give.
 
-    The parameters of each are one vector, which zeros fill up. A hypernetwork whose client does not take part has no
-    gradient, so that no optimizer moves it, whatever its momentum or weight decay.
+    The parameters of each are one vector, which zeros fill up. A hypernetwork whose client does not
+    take part has no gradient, so that no optimizer moves it, whatever its momentum or weight decay.
 
     Args:
         networks: Modules of one kind, without inputs, that give logits ``[num_layers, N]``, in

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Literal
 
 import lightning as L
@@ -17,6 +17,7 @@ from pflight.errors import ConfigurationError
 from pflight.state import state_bytes
 
 if TYPE_CHECKING:
+    from pflight.datamodules import FederatedDataModule
     from pflight.federation import Federation
 
 
@@ -57,6 +58,13 @@ class ServerCallback(L.Callback):
             )
         self.buffers = buffers
         self.private: tuple[str, ...] = ()
+
+    def local_data(self, data: FederatedDataModule) -> FederatedDataModule:
+        """Return the data as the clients are to use them, by default as they are.
+
+        Called before anything else, each time that a Trainer runs the federation.
+        """
+        return data
 
     def setup_server(self, federation: Federation) -> None:
         """Make the server's parameters, by default one model; called once per federation.
@@ -99,6 +107,14 @@ class ServerCallback(L.Callback):
         model, as a view.
         """
         return self.federation.server.expand(0, self.sent_names, len(clients))
+
+    def broadcast_groups(self, clients: Tensor) -> Iterator[tuple[Tensor, TensorDict]]:
+        """Split the clients ``[C]`` into groups, each with what :meth:`broadcast` sends it.
+
+        Evaluation runs a group at once: clients that are sent one and the same model, as a view,
+        are best in a group of their own. By default all are one group.
+        """
+        yield clients, self.broadcast(clients)
 
     def receive(self, updates: ClientUpdates) -> None:
         """Fold the updates of a chunk of clients into partial sums."""

@@ -30,7 +30,8 @@ from .loaders import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Split = Literal["train", "val", "test"]
+Split = Literal["train", "val", "test", "held_out"]
+"""``held_out`` is what :class:`~pflight.datamodules.held_out.HeldOut` keeps out of training."""
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 

@@ -23,8 +23,8 @@ class ClientModule(L.LightningModule):
 
     An algorithm's client half is a subclass with another :meth:`loss`. Inside a federation the
     module is told, before it trains, what the server sent (:attr:`anchor`), what this client kept
-    from earlier rounds (:attr:`memory`), and three scalars (:attr:`num_samples`,
-    :attr:`mean_samples`, :attr:`seen`). None of these is a parameter or part of ``state_dict()``. A
+    from earlier rounds (:attr:`memory`), and scalars (:attr:`num_samples`, :attr:`mean_samples`,
+    :attr:`seen`, :attr:`num_steps`). None of these is a parameter or part of ``state_dict()``. A
     module without an anchor, as in centralized training, has a zero penalty. What it sets on itself
     while it trains lasts as long as the client's local training; only its state is kept.
 
@@ -46,6 +46,8 @@ class ClientModule(L.LightningModule):
         num_samples: Scalar tensor, the client's number of training samples.
         mean_samples: Scalar tensor, the mean of that number over all clients with data.
         seen: Scalar tensor, 1 if this client's memory has been written, else 0.
+        num_steps: Scalar tensor, the optimizer steps of this participation, for
+            :meth:`after_training`.
 
     Example:
         >>> client = ClientModule(torch.nn.Linear(4, 2), num_classes=2)
@@ -59,9 +61,13 @@ class ClientModule(L.LightningModule):
     judged_by_memory: ClassVar[bool] = False
     """Whether a client is judged by the state that it kept, once there is one."""
 
+    told: ClassVar[tuple[str, ...]] = ("num_samples", "mean_samples", "seen", "num_steps")
+    """Names of the scalars that a federation tells a client."""
+
     num_samples: Tensor
     mean_samples: Tensor
     seen: Tensor
+    num_steps: Tensor
 
     def __init__(
         self,
@@ -88,7 +94,7 @@ class ClientModule(L.LightningModule):
         self.gradient_clip_algorithm = gradient_clip_algorithm
         self.anchor: StateModule | None = None
         self.memory: StateModule | None = None
-        for name in ("num_samples", "mean_samples", "seen"):
+        for name in self.told:
             self.register_buffer(name, torch.zeros(()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,6 +120,14 @@ class ClientModule(L.LightningModule):
             if parameter.requires_grad:
                 distance = distance + (parameter - held[name]).square().sum()
         return distance
+
+    def after_training(self) -> None:
+        """Change what this client sends or keeps, beyond its trained parameters.
+
+        Called once after local training in a round, without gradients and before :meth:`remember`;
+        not after fine-tuning. Buffers are changed in place, as BatchNorm does, by tensor operations
+        alone: an engine that trains many clients at once runs them on all of these together.
+        """
 
     def remember(self) -> Mapping[str, Tensor]:
         """Return what this client keeps, under names of its state: its model as it was trained.

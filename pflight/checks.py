@@ -20,6 +20,7 @@ def check_options(
     local_steps: int | None,
     finetune_epochs: int,
     engine: str,
+    clients_at_once: int | None,
     on_client_error: str,
     client_memory: str,
     seed: int,
@@ -31,8 +32,12 @@ def check_options(
         raise ConfigurationError(f"local_steps must be at least 1, got {local_steps}")
     if finetune_epochs < 0:
         raise ConfigurationError(f"finetune_epochs must not be negative, got {finetune_epochs}")
-    if engine not in ("auto", "sequential"):
-        raise ConfigurationError(f"engine must be 'auto' or 'sequential', got {engine!r}")
+    if engine not in ("auto", "sequential", "vectorized"):
+        raise ConfigurationError(
+            f"engine must be 'auto', 'sequential' or 'vectorized', got {engine!r}"
+        )
+    if clients_at_once is not None and clients_at_once < 1:
+        raise ConfigurationError(f"clients_at_once must be at least 1, got {clients_at_once}")
     if on_client_error not in ("skip", "raise"):
         raise ConfigurationError(
             f"on_client_error must be 'skip' or 'raise', got {on_client_error!r}"

@@ -54,8 +54,11 @@ class Evaluator:
         clients = owned(clients)
         if not len(clients):
             return
-        received = federation.complete(clients, callback.broadcast(clients))
-        outputs = engine.evaluate(clients, received, self.split)
+        parts = [
+            engine.evaluate(group, federation.complete(group, sent), self.split)
+            for group, sent in callback.broadcast_groups(clients)
+        ]
+        outputs = Evaluation(*map(torch.cat, zip(*parts, strict=True)))
         self._add("server/", outputs)
         if callback.personalizes or federation.finetune_epochs:
             models = ClientModels.of(federation, clients)

@@ -8,12 +8,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,9 +24,17 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from .callbacks import FedAvg, ServerCallback
 from .checkpoint import AtomicCheckpointIO, read_checkpoint
 from .checks import check_data, check_memory, check_options, check_record, check_trainer
-from .datamodules import FederatedDataModule
+from .datamodules import FederatedDataModule, Split
 from .distributed import owned
-from .engines import ClientFailure, ClientUpdates, Evaluation, Kept, SequentialEngine
+from .engines import (
+    ClientFailure,
+    ClientUpdates,
+    EngineName,
+    Evaluation,
+    Kept,
+    SequentialEngine,
+    build_engine,
+)
 from .errors import ClientError, ConfigurationError
 from .evaluation import ClientModels, Evaluator, Judged
 from .history import Round, add_logs, dump_history, load_history, traffic
@@ -39,6 +49,7 @@ _CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
 _PRIVATE = "private"  # the memory slot of entries that never travel
 _MEMORY = "memory"  # and of what client modules remember
 _PER_ROUND: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
+_SHOWN = ("val/micro_acc", "val/macro_acc", "test/micro_acc", "test/macro_acc")
 _MEANINGLESS = (  # Lightning's hints that don't hold for a federation
     "The number of training batches .* is smaller than the logging interval",
     "It is recommended to use .*sync_dist=True",
@@ -65,7 +76,11 @@ class Federation(L.LightningModule):
             callback's own, SGD with step 1 for FedAvg.
         server_scheduler: Builds a learning-rate scheduler of the server optimizer, stepped once a
             round; a ``ReduceLROnPlateau`` watches its ``monitor``, or else ``val/macro_acc``.
-        engine: How local training runs: ``"sequential"``, or ``"auto"`` to let pflight choose.
+        engine: How local training runs: ``"sequential"``, one client after the other;
+            ``"vectorized"``, many at once with stacked parameters; or ``"auto"``, by a fixed rule
+            on network, batch and device.
+        clients_at_once: Clients that the vectorized engine trains at once; by default as many as
+            the processor's caches or the GPU's memory hold.
         on_client_error: ``"skip"`` leaves a client that raises or returns NaN out of its round and
             warns; ``"raise"`` stops the run.
         client_memory: Where clients' private entries and other states that they keep are held:
@@ -108,7 +123,8 @@ class Federation(L.LightningModule):
         finetune_epochs: int = 0,
         server_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
         server_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None = None,
-        engine: Literal["auto", "sequential"] = "auto",
+        engine: EngineName = "auto",
+        clients_at_once: int | None = None,
         on_client_error: Literal["skip", "raise"] = "skip",
         client_memory: Literal["ram", "disk"] = "ram",
         seed: int = 0,
@@ -120,7 +136,14 @@ class Federation(L.LightningModule):
                 f"client must be a pflight.models.ClientModule, got {type(client).__name__}"
             )
         check_options(
-            local_epochs, local_steps, finetune_epochs, engine, on_client_error, client_memory, seed
+            local_epochs,
+            local_steps,
+            finetune_epochs,
+            engine,
+            clients_at_once,
+            on_client_error,
+            client_memory,
+            seed,
         )
         self.save_hyperparameters(
             ignore=["client", "server_optimizer", "server_scheduler"],
@@ -132,6 +155,8 @@ class Federation(L.LightningModule):
         self.finetune_epochs = finetune_epochs
         self.server_optimizer = server_optimizer
         self.server_scheduler = server_scheduler
+        self.engine = engine
+        self.clients_at_once = clients_at_once
         self.on_client_error = on_client_error
         self.seed = seed
         self.f1_average = f1_average
@@ -258,18 +283,63 @@ class Federation(L.LightningModule):
         """
         answers = self.attached_data.cohorts.answers(self._round.index, clients.cpu())
         self._silent = clients[~answers.to(clients.device)]
-        size = max(1, _CHUNK_BYTES // max(1, self.layout.nbytes))
+        size = max(self.clients_at_once or 1, _CHUNK_BYTES // max(1, self.layout.nbytes))
         for chunk in owned(clients).split(size):
             if len(chunk):
                 yield chunk
 
-    def train_clients(self, clients: Tensor, sent: TensorDict) -> ClientUpdates:
+    def train_clients(
+        self, clients: Tensor, sent: TensorDict, epochs: int | None = None
+    ) -> ClientUpdates:
         """Train the clients ``[C]`` locally from what they are sent ``[C]``; return what they send.
 
         What is sent is laid over what a client kept; private entries of the result are kept again
         and don't appear in the updates. Traffic, failures and the clients' logs are recorded.
+
+        Args:
+            clients: Ids ``[C]``.
+            sent: What they are sent ``[C]``.
+            epochs: Local epochs, in place of the federation's own epochs or steps.
         """
-        return self._ask(clients, sent, self._train)
+        return self._ask(clients, sent, partial(self._train, epochs=epochs))
+
+    def try_training(
+        self, clients: Tensor, sent: TensorDict, round_index: int, epochs: int | None = None
+    ) -> ClientUpdates:
+        """Train the clients ``[C]`` aside from any round: nothing is recorded or kept.
+
+        So a newcomer finds out where it belongs. Failures are warnings.
+
+        Args:
+            clients: Ids ``[C]``.
+            sent: What they start from ``[C]``, laid over what they kept.
+            round_index: Keys the order of batches and all other randomness.
+            epochs: As in :meth:`train_clients`.
+        """
+        updates = self.attached_engine.train(
+            clients,
+            self.lay_over(clients, sent),
+            round_index=round_index,
+            epochs=epochs or self.local_epochs,
+            steps=None if epochs else self.local_steps,
+        )
+        for failure in updates.failures:
+            warnings.warn(
+                f"round {self._round.index}: client {failure.client} failed to find its place: "
+                f"{failure.reason}",
+                stacklevel=2,
+            )
+        return updates
+
+    def client_losses(self, clients: Tensor, sent: TensorDict, split: Split = "train") -> Tensor:
+        """Return the clients' mean losses ``[C]`` on a split at what they are sent ``[C]``.
+
+        Losses are the client module's own, in evaluation mode; NaN for a client without samples or
+        whose loss raises, and for all as long as there is no data.
+        """
+        if self._engine is None:
+            return torch.full((len(clients),), torch.nan, dtype=torch.double)
+        return self._engine.losses(clients, self.lay_over(clients, sent), split)
 
     def client_gradients(
         self, clients: Tensor, sent: TensorDict, batches: int | None = None
@@ -316,6 +386,19 @@ class Federation(L.LightningModule):
         assert not isinstance(optimizer, list)
         return float(optimizer.param_groups[0]["lr"])
 
+    def copy_server_model(self, index: int) -> None:
+        """Add a copy of a server model in the course of a round.
+
+        The server optimizer steps it from now on, with what it has gathered for the original.
+        """
+        model, optimizer = copy.deepcopy(self.server[index]), self.optimizers()
+        assert not isinstance(optimizer, list)
+        originals = list(self.server[index].parameters())
+        optimizer.param_groups[0]["params"] += list(model.parameters())
+        for original, parameter in zip(originals, model.parameters(), strict=True):
+            optimizer.state[parameter] = copy.deepcopy(optimizer.state.get(original, {}))
+        self.server.append(model)
+
     def log_round(self, values: Mapping[str, float]) -> None:
         """Log scalars of the current round and add them to its entry in :attr:`history`."""
         self._round.metrics.update(values)
@@ -340,6 +423,8 @@ class Federation(L.LightningModule):
     def setup(self, stage: str) -> None:
         """Bring client, data and callback together; set the server up once."""
         data = check_data(getattr(self.trainer, "datamodule", None), self.client)
+        (callback,) = _server_callbacks(self.trainer)
+        data = callback.local_data(data)
         if self.callback is not None and data.num_clients != self.num_clients:
             raise ConfigurationError(
                 f"this federation was set up for {self.num_clients} clients, "
@@ -350,7 +435,9 @@ class Federation(L.LightningModule):
         self._data = data
         self.num_clients = data.num_clients
         strategy = self.trainer.strategy
-        self._engine = SequentialEngine(
+        self._engine, choice = build_engine(
+            self.engine,
+            self.clients_at_once,
             self.client,
             self.layout,
             data,
@@ -358,8 +445,8 @@ class Federation(L.LightningModule):
             strategy.root_device,
             self.seed,
         )
-        self._engine.check_input()
-        self._set_up(*_server_callbacks(self.trainer))
+        rank_zero_info(str(choice))
+        self._set_up(callback)
         if type(strategy.checkpoint_io) is TorchCheckpointIO:
             strategy.checkpoint_io = AtomicCheckpointIO()
         check_memory(self.memory, strategy.checkpoint_io)
@@ -520,13 +607,15 @@ class Federation(L.LightningModule):
             seed_everything(derive_seed(Purpose.SERVER, self.seed, len(self.history)), device)
             yield
 
-    def _train(self, clients: Tensor, starts: TensorDict) -> ClientUpdates:
+    def _train(
+        self, clients: Tensor, starts: TensorDict, epochs: int | None = None
+    ) -> ClientUpdates:
         updates = self.attached_engine.train(
             clients,
             starts,
             round_index=self._round.index,
-            epochs=self.local_epochs,
-            steps=self.local_steps,
+            epochs=epochs or self.local_epochs,
+            steps=None if epochs else self.local_steps,
             kept=self.remembered(clients, starts) if self.client.keeps_memory else None,
             on_client_end=self.on_client_end,
         )
@@ -579,16 +668,23 @@ class Federation(L.LightningModule):
         if self.trainer.sanity_checking:
             return
         fitting = self.trainer.state.fn == "fit"
-        through_lightning = False if fitting else None
-        for name, value in values.items():
-            shown = name in ("val/micro_acc", "val/macro_acc", "test/micro_acc", "test/macro_acc")
-            self.log(name, float(value), prog_bar=shown, logger=through_lightning, **_PER_ROUND)
+        floats = {name: float(value) for name, value in values.items()}
         step = self.history[-1].index if self.history else 0
         if fitting:  # at once, so that no checkpoint runs ahead of what was logged
+            self.trainer.callback_metrics.update(self._as_tensors(floats))
             for logger in self.loggers:
-                logger.log_metrics({name: float(value) for name, value in values.items()}, step)
+                logger.log_metrics(floats, step)
         else:  # Lightning takes a value of this name for the step
-            self.log("step", float(step), **_PER_ROUND)
+            floats["step"] = float(step)
+        for name, value in floats.items():
+            shown = name in _SHOWN
+            if shown or not fitting:  # a call takes longer than all else in a small round
+                through = False if fitting else None  # the loggers that there are
+                self.log(name, value, prog_bar=shown, logger=through, **_PER_ROUND)
+
+    def _as_tensors(self, values: Mapping[str, float]) -> dict[str, Tensor]:
+        tensors = torch.tensor(list(values.values()), device=self.device).unbind()
+        return dict(zip(values, tensors, strict=True))
 
 
 def _server_callbacks(trainer: L.Trainer) -> list[ServerCallback]:

@@ -13,6 +13,9 @@ from .distributed import gather
 Logs = dict[str, tuple[Any, int]]
 """What clients logged: name to (sum over samples, number of samples)."""
 
+_NUMBERS = ("index", "bytes_down", "bytes_up")
+_LISTS = ("clients", "failed")
+
 
 @dataclass
 class Round:
@@ -44,8 +47,8 @@ class Round:
             "logs": {name: (float(total), samples) for name, (total, samples) in logs.items()},
         }
         ranks = gather(mine)
-        self.clients = sorted(client for rank in ranks for client in rank["clients"])
-        self.failed = sorted(client for rank in ranks for client in rank["failed"])
+        self.clients = sorted({client for rank in ranks for client in rank["clients"]})
+        self.failed = sorted({client for rank in ranks for client in rank["failed"]})
         self.bytes_down = sum(rank["bytes_down"] for rank in ranks)
         self.bytes_up = sum(rank["bytes_up"] for rank in ranks)
         combined = merge_logs(rank["logs"] for rank in ranks)
@@ -81,24 +84,44 @@ def traffic(history: list[Round]) -> dict[str, int]:
     }
 
 
-def dump_history(history: Iterable[Round]) -> list[dict[str, Any]]:
-    """Return the rounds as tensors and primitives that a checkpoint can hold."""
-    return [
-        {
-            "index": entry.index,
-            "clients": torch.tensor(entry.clients, dtype=torch.long),
-            "failed": torch.tensor(entry.failed, dtype=torch.long),
-            "bytes_down": entry.bytes_down,
-            "bytes_up": entry.bytes_up,
-            "metrics": dict(entry.metrics),
-        }
-        for entry in history
-    ]
+def dump_history(history: list[Round]) -> dict[str, Any]:
+    """Return the rounds as a few long tensors, which a checkpoint holds and saves fast."""
+    metrics: dict[str, tuple[list[int], list[float]]] = {}
+    for place, entry in enumerate(history):
+        for name, value in entry.metrics.items():
+            places, values = metrics.setdefault(name, ([], []))
+            places.append(place)
+            values.append(value)
+    return {
+        **{name: torch.tensor([getattr(entry, name) for entry in history]) for name in _NUMBERS},
+        **{
+            name: {
+                "counts": torch.tensor([len(getattr(entry, name)) for entry in history]),
+                "ids": torch.tensor([i for entry in history for i in getattr(entry, name)]).long(),
+            }
+            for name in _LISTS
+        },
+        "metrics": {
+            name: {
+                "rounds": torch.tensor(places),
+                "values": torch.tensor(values, dtype=torch.double),
+            }
+            for name, (places, values) in metrics.items()
+        },
+    }
 
 
-def load_history(entries: Iterable[Mapping[str, Any]]) -> list[Round]:
+def load_history(dumped: Mapping[str, Any]) -> list[Round]:
     """Return the rounds that :func:`dump_history` dumped."""
-    return [
-        Round(**{**entry, "clients": entry["clients"].tolist(), "failed": entry["failed"].tolist()})
-        for entry in entries
+    columns = {name: dumped[name].tolist() for name in _NUMBERS}
+    for name in _LISTS:
+        parts = dumped[name]["ids"].split(dumped[name]["counts"].tolist())
+        columns[name] = [part.tolist() for part in parts]
+    history = [
+        Round(**dict(zip(columns, entry, strict=True)))
+        for entry in zip(*columns.values(), strict=True)
     ]
+    for name, column in dumped["metrics"].items():
+        for place, value in zip(column["rounds"].tolist(), column["values"].tolist(), strict=True):
+            history[place].metrics[name] = value
+    return history

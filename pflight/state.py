@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 import torch
+import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -200,7 +201,11 @@ def squared_distance(states: TensorDict, center: Mapping[str, Tensor]) -> Tensor
     The sum runs over the names of ``center``; differences are formed before they are squared, so
     that close models keep their precision.
     """
-    parts = [rows(states[name] - value).square().sum(1) for name, value in center.items()]
+
+    def squares(leaf: Tensor, value: Tensor) -> Tensor:  # in one pass over memory
+        return rows(F.mse_loss(leaf, value.expand_as(leaf), reduction="none"))
+
+    parts = [squares(states[name], value).sum(1) for name, value in center.items()]
     return torch.stack(parts).sum(0)
 
 
@@ -266,7 +271,7 @@ class WeightedMean:
         self.weights += spread.sum(1)
         for name, total in self.sums.items():
             leaf = rows(states[name]).to(total.dtype)
-            total += (spread.to(total.dtype) @ leaf).view_as(total)
+            rows(total).addmm_(spread.to(total.dtype), leaf)
         for name, maximum in self.maxima.items():
             for group, value in zip(groups.tolist(), states[name], strict=True):
                 torch.maximum(maximum[group], value, out=maximum[group])

@@ -20,9 +20,10 @@ from pflight.datamodules import FederatedDataModule, Split
 from pflight.errors import ConfigurationError
 from pflight.history import Logs, merge_logs
 from pflight.models import ClientModule
-from pflight.randomness import Purpose, derive_seed, seed_everything
+from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
 from pflight.state import StateLayout, StateModule, entries, rows, state_tensors
 
+from .descent import Descent
 from .local_trainer import LocalTrainer
 from .updates import ClientFailure, ClientUpdates, Evaluation, Kept
 
@@ -47,7 +48,8 @@ _HOOKS = (
     "on_train_epoch_end",
     "on_train_end",
 )
-_GRADIENT_BATCH = 512  # samples in one pass where their number does not matter
+_LARGE_KERNEL = 2**20  # weights of a convolution from which on channels-last is slower
+GRADIENT_BATCH = 512  # samples in one pass where their number does not matter
 _ONE_THREAD = (
     20e6  # operations of a batch's forward pass below which threads cost more than they give
 )
@@ -87,6 +89,7 @@ class SequentialEngine:
         self.seed = seed
         self.mean_samples = float(data.num_samples("train")[data.train_clients].double().mean())
         self.threads = torch.get_num_threads()
+        self._channels_last = False
         self._build()
         if self._mixes_samples and data.batch_size == 1:
             raise ConfigurationError("batch_size=1 can't train a network with BatchNorm")
@@ -120,6 +123,10 @@ class SequentialEngine:
 
         def train_one(client: int) -> list[Tensor]:
             self._train_one(client, round_index, epochs, steps)
+            if purpose is Purpose.TRAIN:
+                self.client.num_steps.fill_(self.trainer.global_step)
+                with torch.no_grad():
+                    self.client.after_training()
             if on_client_end is not None:
                 on_client_end(client)
             return self._tensors
@@ -180,7 +187,7 @@ class SequentialEngine:
         states = TensorDict(
             dict(zip(self.layout.names, results, strict=True)), batch_size=[len(clients)]
         )
-        finite = _finite_rows(states)
+        finite = finite_rows(states)
         for row in [row for row in logs if not finite[row]]:
             failures.append(ClientFailure(int(clients[row]), "its result is NaN or infinite"))
             del logs[row]
@@ -205,14 +212,37 @@ class SequentialEngine:
         client.num_samples.fill_(len(y))
         trainer.start(None if steps is not None else epochs, len(sizes), steps)
         trainer.configure_optimizers()
+        descent = None
+        if self._plain and not trainer.lr_scheduler_configs and Descent.suits(trainer.optimizers):
+            descent = Descent(trainer.optimizers[0])
         client.train()
         self._call("on_train_start")
         while sizes and not trainer.finished:
             epoch = client_id, round_index, trainer.current_epoch
             order = self.data.order(*epoch).to(self.device)
             inputs = self.data.augment(x, *epoch)[order]
-            self._train_epoch(inputs.split(sizes), y[order].split(sizes))
+            batches = inputs.split(sizes), y[order].split(sizes)
+            if descent is not None:
+                self._descend(descent, *batches)
+            else:
+                self._train_epoch(*batches)
         self._call("on_train_end")
+
+    def _descend(
+        self, descent: Descent, inputs: tuple[Tensor, ...], labels: tuple[Tensor, ...]
+    ) -> None:
+        """Train a client without hooks of its own for an epoch."""
+        client, trainer = self.client, self.trainer
+        for index, batch in enumerate(zip(inputs, labels, strict=True)):
+            trainer.batch_size = len(batch[1])
+            with self._forward_context():
+                loss = client.training_step(batch, index)
+            descent.step(loss)
+            trainer.global_step += 1
+            trainer.batches_seen += 1
+            if trainer.finished:
+                break
+        trainer.end_epoch()
 
     def _train_epoch(self, inputs: tuple[Tensor, ...], labels: tuple[Tensor, ...]) -> None:
         client, trainer = self.client, self.trainer
@@ -293,7 +323,7 @@ class SequentialEngine:
             order = self.data.order(client_id, round_index, 0)[: sum(sizes)].to(self.device)
             x, y = x[order], y[order]
         # A module that mixes the samples of a batch has to see them all at once.
-        part = max(len(y), 1) if self._mixes_samples else _GRADIENT_BATCH
+        part = max(len(y), 1) if self._mixes_samples else GRADIENT_BATCH
         for batch in zip(x.split(part), y.split(part), strict=True) if sizes else ():
             self.trainer.batch_size = len(batch[1])
             with self._forward_context():
@@ -347,6 +377,45 @@ class SequentialEngine:
             raise ConfigurationError(f"the client's optimizer can't be built: {reason}") from error
         if self._operations(x) / len(x) * batch < _ONE_THREAD:
             self.threads = 1
+        if self._gains_from_channels_last():
+            self._channels_last = True
+            self._build()
+            with isolated(self.device):
+                self._channels_last = self._runs((x, y))
+            self._build()
+
+    def _gains_from_channels_last(self) -> bool:
+        """Whether convolutions and pooling run faster with the channels of a pixel side by side."""
+        kernels = [
+            module.weight.numel()
+            for module in self.client.modules()
+            if isinstance(module, nn.Conv2d)
+        ]
+        return (
+            self.device.type == "cpu"
+            and self._plain
+            and 0 < max(kernels, default=0) < _LARGE_KERNEL
+        )
+
+    def _runs(self, batch: tuple[Tensor, Tensor]) -> bool:
+        """Try a step and an evaluation; a ``view`` in the client may need the usual layout."""
+        client = self.client
+        start = [value.to(self.device) for value in self.layout.template.values()]
+        try:
+            self._load(start, anchored=True)
+            if self._memory is not None:
+                self._recall([held.contiguous() for held in self._memory.tensors().values()])
+            client.train()
+            with self._forward_context(), torch.enable_grad():
+                client.loss(batch).backward()
+            client.after_training()
+            client.remember()
+            client.eval()
+            with self._forward_context(), torch.no_grad():
+                client(batch[0])
+        except Exception:
+            return False
+        return True
 
     def _operations(self, x: Tensor) -> float:
         """Count the floating-point operations of a forward pass."""
@@ -375,9 +444,7 @@ class SequentialEngine:
             self._load([column[0] for column in columns], anchored=False)
             logits = self._forward(torch.cat([x for x, _ in samples]))
         else:
-            for row, (x, _) in enumerate(samples):
-                self._load([column[row] for column in columns], anchored=False)
-                logits += self._forward(x)
+            logits = self.logits_of_each(columns, samples)
         outputs = torch.cat(logits)
         if outputs.dtype.itemsize < 4:  # bfloat16 loses too much of a loss
             outputs = outputs.float()
@@ -387,19 +454,62 @@ class SequentialEngine:
         losses = F.cross_entropy(outputs, targets, reduction="none")
         return Evaluation(owners, outputs, targets, losses)
 
+    @torch.no_grad()
+    def losses(self, clients: Tensor, states: TensorDict, split: Split) -> Tensor:
+        """Return the mean loss ``[C]`` of each client's model on its own samples of a split.
+
+        It is the client module's own loss, in evaluation mode and without an anchor, so that
+        penalties vanish; NaN for a client without samples, or whose loss raises.
+        """
+        self.client.eval()
+        means = torch.full((len(clients),), torch.nan, dtype=torch.double, device=self.device)
+        with _threads(self.threads):
+            for row, client in enumerate(clients.tolist()):
+                x, y = self._samples(client, split)
+                size = self.data.eval_batch_size or max(len(y), 1)
+                self._load([states[name][row] for name in self.layout.names], anchored=False)
+                self.client.num_samples.fill_(int(self.data.num_samples("train")[client]))
+                batches = zip(x.split(size), y.split(size), strict=True)
+                try:
+                    with self._forward_context():
+                        sums = [
+                            self.client.loss(batch).double() * len(batch[1]) for batch in batches
+                        ]
+                except Exception:  # training will say why
+                    continue
+                means[row] = torch.stack(sums).sum() / len(y)
+        return means
+
+    def logits_of_each(
+        self, columns: list[Tensor], samples: list[tuple[Tensor, Tensor]]
+    ) -> list[Tensor]:
+        """Return the logits of each client's model, a row of every column, on its own samples."""
+        logits = []
+        for row, (x, _) in enumerate(samples):
+            self._load([column[row] for column in columns], anchored=False)
+            logits += self._forward(x)
+        return logits
+
     def _forward(self, x: Tensor) -> list[Tensor]:
         with self._forward_context():
             return [self.client(part) for part in x.split(self.data.eval_batch_size or len(x) or 1)]
 
     # The copy of the client in which everybody trains
 
-    def _build(self) -> None:
+    def copy_of_client(self) -> ClientModule:
+        """Return a new copy of the client on the device and in the precision of training."""
         client = copy.deepcopy(self.template)
         self.precision.convert_module(client).to(self.device)
         dtype = self.layout.template[self.layout.parameters[0]].dtype
-        for name in ("num_samples", "mean_samples", "seen"):  # as precise as the network
+        for name in client.told:  # as precise as the network
             setattr(client, name, getattr(client, name).to(dtype))
         client.mean_samples.fill_(self.mean_samples)
+        return client
+
+    def _build(self) -> None:
+        client = self.copy_of_client()
+        if self._channels_last:
+            client.to(memory_format=torch.channels_last)
         tensors = state_tensors(client)
         self._tensors = list(tensors.values())
         self._anchor = StateModule(
@@ -421,6 +531,12 @@ class SequentialEngine:
             or type(client).configure_gradient_clipping
             is not ClientModule.configure_gradient_clipping
         )
+        self._plain = (
+            not self._hooks
+            and not self._clips
+            and client.automatic_optimization
+            and type(client).training_step is ClientModule.training_step
+        )
         self._mixes_samples = any(
             isinstance(module, nn.modules.batchnorm._BatchNorm) for module in client.modules()
         )
@@ -439,6 +555,7 @@ class SequentialEngine:
         self.client.anchor = self._anchor if anchored else None
         self.client.memory = None
         self.client.seen.zero_()
+        self.client.num_steps.zero_()
 
     def _recall(self, memory: list[Tensor]) -> None:
         assert self._memory is not None
@@ -501,7 +618,7 @@ def _detached(output: Any) -> Any:
     return output
 
 
-def _finite_rows(states: TensorDict) -> list[bool]:
+def finite_rows(states: TensorDict) -> list[bool]:
     """Tell for each state of a stack whether all its floating values are finite."""
     finite = torch.ones(len(states), dtype=torch.bool, device=states.device)
     for _, leaf in entries(states):

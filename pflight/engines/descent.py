@@ -1,0 +1,77 @@
+"""Gradient descent without what ``torch.optim`` does around every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+from torch.optim.sgd import sgd
+
+_OPTIONS = (
+    "lr",
+    "momentum",
+    "dampening",
+    "weight_decay",
+    "nesterov",
+    "maximize",
+    "foreach",
+    "fused",
+)
+
+
+class Descent:
+    """Takes a client's steps of SGD with the arithmetic of ``zero_grad``, ``backward``, ``step``.
+
+    Those look for hooks, profilers and graphs at every call, which takes longer than the step of a
+    small network itself. Here gradients are never stored in the parameters.
+
+    Args:
+        optimizer: The client's optimizer, one that :meth:`suits`.
+
+    Example:
+        >>> w = torch.nn.Parameter(torch.tensor([3.0]))
+        >>> Descent(SGD([w], lr=0.5)).step((w - 1).square().sum())
+        >>> w.detach()
+        tensor([1.])
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._groups = optimizer.param_groups
+        self._parameters = [parameter for group in self._groups for parameter in group["params"]]
+        self._momenta: list[Tensor | None] = [None] * len(self._parameters)
+
+    @staticmethod
+    def suits(optimizers: Sequence[Optimizer]) -> bool:
+        """Return whether this is one SGD as torch has it, whose steps nothing else waits for."""
+        if len(optimizers) != 1 or type(optimizers[0]) is not SGD:
+            return False
+        (optimizer,) = optimizers
+        return (
+            "step" not in vars(optimizer)  # a learning-rate scheduler counts the steps
+            and not optimizer._optimizer_step_pre_hooks
+            and not optimizer._optimizer_step_post_hooks
+            and not any(group["differentiable"] for group in optimizer.param_groups)
+            and all(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+        )
+
+    def step(self, loss: Tensor) -> None:
+        """Step along the gradient of a scalar; what it does not depend on stays as it is."""
+        gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        first = 0
+        with torch.no_grad():
+            for group in self._groups:
+                places = range(first, first + len(group["params"]))
+                first = places.stop
+                used = [place for place in places if gradients[place] is not None]
+                momenta = [self._momenta[place] for place in used]
+                sgd(
+                    [self._parameters[place] for place in used],
+                    [gradients[place] for place in used],
+                    momenta,
+                    has_sparse_grad=any(gradients[place].is_sparse for place in used),
+                    **{name: group[name] for name in _OPTIONS},
+                )
+                for place, momentum in zip(used, momenta, strict=True):
+                    self._momenta[place] = momentum

@@ -1,0 +1,154 @@
+"""One client module that stands for many clients at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim import Optimizer
+
+from pflight.models import Batch, ClientModule
+from pflight.state import StateLayout, StateModule, state_tensors
+
+Stack = dict[str, Tensor]
+"""Tensors ``[C, ...]`` by their names in a client, one row for each of ``C`` clients."""
+
+
+_OFTEN = 12  # calls with tensors of the same shapes after which these are recorded
+_RECORDS = 16  # at most
+
+
+class JointClient:
+    """A client module whose tensors are replaced by stacks of them, under ``vmap``.
+
+    What its gradients take is recorded when it is asked for again and again, and then repeated, bit
+    for bit, without the module: Python around the operations takes longer than small ones.
+
+    Args:
+        client: A copy of the client module that is this object's own.
+        layout: Its state layout.
+    """
+
+    def __init__(self, client: ClientModule, layout: StateLayout) -> None:
+        self.client = client
+        tensors = state_tensors(client)
+        self._anchor = StateModule({n: tensors[n] for n in layout.parameters}, persistent=False)
+        self._memory = (
+            StateModule(client.remember(), persistent=False) if client.keeps_memory else None
+        )
+        client._trainer = _NoTrainer()  # type: ignore[assignment]
+        client.log = client.log_dict = _no_logs  # type: ignore[method-assign]
+        self._tied = bool(layout.aliases)
+        self.changes_afterwards = type(client).after_training is not ClientModule.after_training
+        self.remembers_its_state = type(client).remember is ClientModule.remember
+        self._calls: Counter[Hashable] = Counter()
+        self._records: dict[Hashable, Callable[..., Any]] = {}
+        self._gradients = vmap(grad_and_value(self._caller("loss")))
+        self._logits = vmap(self._caller("forward"))
+        self._after_training = vmap(self._caller("after_training"), out_dims=None)
+        self._remember = vmap(self._caller("remember"))
+
+    def prepare(self, anchored: bool, remembers: bool) -> None:
+        """Train with or without an anchor, with or without a memory."""
+        self.client.train()
+        self.client.anchor = self._anchor if anchored else None
+        self.client.memory = self._memory if remembers else None
+
+    def optimizer(self) -> Optimizer:
+        """Return what a client's ``configure_optimizers`` gives, over this module's parameters.
+
+        Scalars that are a client's own have no value in it, since the optimizer is one for all.
+        """
+        told = {name: getattr(self.client, name) for name in self.client.told}
+        try:
+            for name, value in told.items():
+                setattr(self.client, name, value.to("meta"))
+            return self.client.configure_optimizers()
+        finally:
+            for name, value in told.items():
+                setattr(self.client, name, value)
+
+    def loss(self, state: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """Return the loss of a single client."""
+        return self._caller("loss")({}, state, batch)
+
+    def gradients(
+        self, parameters: Stack, others: Stack, x: Tensor, y: Tensor
+    ) -> tuple[Stack, Tensor]:
+        """Return the gradients ``[C, ...]`` of the parameters, and the losses ``[C]``.
+
+        Args:
+            parameters: Stacked parameters.
+            others: All other tensors that differ between clients; buffers are changed in place.
+            x: Features ``[C, batch, ...]``.
+            y: Labels ``[C, batch]``.
+        """
+        arguments = parameters, others, (x, y)
+        tensors = *parameters.values(), *others.values(), x, y
+        mode = self.client.anchor is None, self.client.memory is None, *parameters, None, *others
+        key = mode, tuple((tensor.shape, tensor.stride()) for tensor in tensors)
+        if key not in self._records:
+            self._calls[key] += 1
+            if self._calls[key] != _OFTEN or len(self._records) == _RECORDS:
+                return self._gradients(*arguments)
+            self._records[key] = self._record(*arguments)
+        return self._records[key](*arguments)
+
+    def _record(self, parameters: Stack, others: Stack, batch: Batch) -> Callable[..., Any]:
+        """Return the operations behind :meth:`gradients` or, where they can't be had, itself."""
+        copies = {name: value.clone() for name, value in others.items()}
+        try:
+            return make_fx(self._gradients)(parameters, copies, batch)
+        except Exception:
+            return self._gradients
+
+    def logits(self, state: Stack, x: Tensor) -> Tensor:
+        """Return the logits ``[C, batch, num_classes]`` in evaluation mode."""
+        self.client.eval()
+        return self._logits({}, state, x)
+
+    def after_training(self, state: Stack) -> None:
+        """Let all clients change their buffers in place."""
+        self._after_training({}, state)
+
+    def remember(self, state: Stack) -> Stack:
+        """Return what the clients keep."""
+        return dict(self._remember({}, state))
+
+    def _caller(self, method: str) -> Callable[..., Any]:
+        called = _Method(self.client, method)
+
+        def call(parameters: Mapping[str, Tensor], others: Mapping[str, Tensor], *args: Any) -> Any:
+            tensors = {
+                f"client.{name}": t for part in (parameters, others) for name, t in part.items()
+            }
+            return functional_call(called, tensors, args, tie_weights=self._tied)
+
+        return call
+
+
+class _Method(nn.Module):
+    """Calls a method of a client as its forward pass, as ``functional_call`` needs it."""
+
+    def __init__(self, client: ClientModule, method: str) -> None:
+        super().__init__()
+        self.client = client
+        self.method = method
+
+    def forward(self, *args: Any) -> Any:
+        return getattr(self.client, self.method)(*args)
+
+
+class _NoTrainer:
+    """Stands where a client looks for its trainer, and has nothing."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError(f"it asks for trainer.{name}")
+
+
+def _no_logs(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError("it logs")

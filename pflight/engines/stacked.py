@@ -1,0 +1,227 @@
+"""Steps of many clients at once: stacked batches, stacked optimizers, clipping client by client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+
+from pflight.state import rows
+
+ELEMENTWISE = (SGD, Adam, AdamW, RMSprop)
+"""Optimizers that treat every number by itself, so that stacking clients changes nothing."""
+_FUSED = (SGD, Adam, AdamW)
+
+
+class Plan(NamedTuple):
+    """The batches of a client's local training."""
+
+    sizes: tuple[int, ...]
+    """Of an epoch's batches."""
+    steps: int
+    """Batches in all, over as many epochs as they take."""
+
+    def batch(self, step: int) -> tuple[int, int]:
+        """Return where in its epoch the batch of a step begins, and its size."""
+        index = step % len(self.sizes)
+        return sum(self.sizes[:index]), self.sizes[index]
+
+    def samples(self, step: int) -> int:
+        """Return how many samples are needed from a step that begins an epoch to its end."""
+        return sum(self.sizes[: self.steps - step])
+
+    @property
+    def most_samples(self) -> int:
+        """Samples that are needed of an epoch."""
+        return sum(self.sizes[: self.steps])
+
+    @property
+    def num_seen(self) -> int:
+        """Samples that the client trains on, counted as often as it sees them."""
+        epochs, rest = divmod(self.steps, len(self.sizes) or 1)
+        return epochs * sum(self.sizes) + sum(self.sizes[:rest])
+
+
+class Run(NamedTuple):
+    """Neighbouring rows of a stack with the same plan: ``first`` to ``last``, exclusively."""
+
+    first: int
+    last: int
+    plan: Plan
+
+
+class Group(NamedTuple):
+    """Neighbouring rows whose batches of a step have the same size."""
+
+    rows: slice
+    size: int
+    x: Tensor
+    y: Tensor
+
+
+def runs_of(plans: Sequence[Plan]) -> list[Run]:
+    """Divide rows into runs of equal plans."""
+    runs, first = [], 0
+    for plan, equal in groupby(plans):
+        last = first + len(list(equal))
+        runs.append(Run(first, last, plan))
+        first = last
+    return runs
+
+
+class Batches:
+    """The batches of some clients, one client a row, in memory that is given.
+
+    Args:
+        plans: The rows' plans, longest training first.
+        features: Where features are gathered ``[rows, samples, ...]``.
+        labels: And labels ``[rows, samples]``.
+        load: Gets a row, an epoch and a number of samples; returns features and labels of all of
+            the client's samples, and which of them come first ``[number]``.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        features: Tensor,
+        labels: Tensor,
+        load: Callable[[int, int, int], tuple[Tensor, Tensor, Tensor]],
+    ) -> None:
+        self.runs = runs_of(plans)
+        self.features = features
+        self.labels = labels
+        self.load = load
+
+    def __len__(self) -> int:
+        return self.runs[0].plan.steps
+
+    def groups(self, step: int) -> list[Group]:
+        """Return the batches of a step, without the rows that have come to their end."""
+        live = [run for run in self.runs if run.plan.steps > step]
+        for run in live:
+            if step % len(run.plan.sizes) == 0:
+                self._start_epoch(run, step)
+        groups = []
+        for size, part in groupby(live, key=lambda run: run.plan.batch(step)[1]):
+            equal = list(part)
+            taken = slice(equal[0].first, equal[-1].last)
+            x, y = self._batch(equal, step)
+            groups.append(Group(taken, size, x, y))
+        return groups
+
+    def _start_epoch(self, run: Run, step: int) -> None:
+        epoch, count = step // len(run.plan.sizes), run.plan.samples(step)
+        for row in range(run.first, run.last):
+            x, y, order = self.load(row, epoch, count)
+            torch.index_select(x, 0, order, out=self.features[row, :count])
+            torch.index_select(y, 0, order, out=self.labels[row, :count])
+
+    def _batch(self, runs: Sequence[Run], step: int) -> tuple[Tensor, Tensor]:
+        places = [(run, *run.plan.batch(step)) for run in runs]
+        if len({begin for _, begin, _ in places}) == 1:
+            _, begin, size = places[0]
+            chosen = slice(runs[0].first, runs[-1].last), slice(begin, begin + size)
+            return self.features[chosen], self.labels[chosen]
+        x, y = (
+            torch.cat(
+                [held[run.first : run.last, begin : begin + size] for run, begin, size in places]
+            )
+            for held in (self.features, self.labels)
+        )
+        return x, y
+
+
+def misfit(optimizer: Any) -> str | None:
+    """Say why an optimizer can't step stacked parameters, or return ``None`` if it can."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in ELEMENTWISE:
+        known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        return f"its configure_optimizers() gives {name}, and not one of {known}"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"its {name} has hooks"
+    for group in optimizer.param_groups:
+        if group["differentiable"] or group.get("capturable"):
+            return f"its {name} is differentiable or capturable"
+        if any(isinstance(value, Tensor) for value in group.values()):
+            return f"the options of its {name} are tensors"
+    return None
+
+
+class StackedOptimizer:
+    """An optimizer's like for stacked parameters, from whose end clients drop out.
+
+    Args:
+        optimizer: The optimizer of a single client.
+        stacked: Its parameters and, in their place, the stacks ``[C, ...]``; those without a stack
+            stay as they are.
+
+    Example:
+        >>> w, stack = torch.zeros(2), torch.zeros(3, 2)
+        >>> optimizer = StackedOptimizer(SGD([w], lr=0.5), {w: stack})
+        >>> optimizer.step([torch.ones(3, 2)])
+        >>> optimizer.step([torch.ones(1, 2)])
+        >>> stack[:, 0]
+        tensor([-1.0000, -0.5000, -0.5000])
+    """
+
+    def __init__(self, optimizer: Optimizer, stacked: Mapping[Tensor, Tensor]) -> None:
+        self.leaves = [leaf.detach() for leaf in stacked.values()]
+        place = dict(zip(stacked, self.leaves, strict=True))
+        groups = []
+        for group in optimizer.param_groups:
+            leaves = [place[parameter] for parameter in group["params"] if parameter in place]
+            fused = {"fused": True} if _can_be_fused(optimizer, group) else {}
+            options = {name: value for name, value in group.items() if name != "param_names"}
+            groups.append({**options, **fused, "params": leaves})
+        self.optimizer = type(optimizer)(groups)  # type: ignore[call-arg]
+
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        """Step the first ``len(gradients[0])`` clients; the others never move again."""
+        count = len(gradients[0])
+        for leaf, gradient in zip(self.leaves, gradients, strict=True):
+            if len(leaf) > count:
+                leaf.data = leaf.data[:count]
+                state = self.optimizer.state[leaf]
+                state.update((n, v[:count]) for n, v in state.items() if _per_client(v))
+            leaf.grad = gradient
+        self.optimizer.step()
+        for leaf in self.leaves:
+            leaf.grad = None
+
+
+def _per_client(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _can_be_fused(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    chosen = group["foreach"] is not None or group.get("fused") is not None
+    return type(optimizer) in _FUSED and not chosen
+
+
+def clip(gradients: Sequence[Tensor], limit: float, algorithm: str) -> None:
+    """Clip stacked gradients ``[C, ...]`` in place, each client's by itself.
+
+    Args:
+        gradients: The gradients of all parameters.
+        limit: The largest norm over all parameters, or the largest value.
+        algorithm: ``"norm"`` or ``"value"``.
+
+    Example:
+        >>> gradients = [torch.tensor([[3.0], [0.3]]), torch.tensor([[4.0], [0.4]])]
+        >>> clip(gradients, 1.0, "norm")
+        >>> gradients[1]
+        tensor([[0.8000],
+                [0.4000]])
+    """
+    if algorithm == "value":
+        for gradient in gradients:
+            gradient.clamp_(-limit, limit)
+        return
+    norms = torch.stack([torch.linalg.vector_norm(rows(g), dim=1) for g in gradients])
+    scale = (limit / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale.view(-1, *[1] * (gradient.dim() - 1)))

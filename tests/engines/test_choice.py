@@ -1,0 +1,73 @@
+"""The rule of ``engine="auto"``."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from torch import nn
+
+from pflight.datamodules import TensorClients
+from pflight.engines import SequentialEngine, VectorizedEngine
+from pflight.models import ClientModule
+from tests.runs import CLASSES, FEATURES, dropout_client, linear_client, run, samples, small_data
+
+
+@pytest.mark.parametrize(
+    ("client", "options", "reason"),
+    [
+        (linear_client(), {}, "vectorized engine, 3 clients at once: 15 parameters"),
+        (linear_client(), {"cohort_size": 1}, "sequential engine: one client in a round"),
+        (dropout_client(), {}, "sequential engine: .*draws random numbers"),
+        (
+            ClientModule(
+                nn.Sequential(
+                    nn.Unflatten(1, (1, FEATURES)),
+                    nn.Conv1d(1, 2, 3),
+                    nn.Flatten(),
+                    nn.Linear(4, CLASSES),
+                ),
+                CLASSES,
+            ),
+            {},
+            "sequential engine: stacked convolutions are slow on a CPU",
+        ),
+        (
+            ClientModule(
+                nn.Sequential(nn.Linear(FEATURES, 4000), nn.Linear(4000, 4000), nn.Linear(4000, 3)),
+                CLASSES,
+            ),
+            {},
+            r"sequential engine: 16,\d+,\d+ parameters with batches of 4 keep a CPU busy",
+        ),
+    ],
+)
+def test_the_choice_and_its_reason(
+    client: ClientModule, options: dict, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = small_data(**options)
+    with caplog.at_level("INFO"):
+        engine = run(client, data, rounds=0, clients_at_once=3).attached_engine
+    assert isinstance(engine, SequentialEngine)
+    said = [text for text in caplog.messages if " engine" in text]
+    assert len(said) == 1
+    assert re.match(reason, said[0])
+
+
+def test_the_engine_asked_for_is_taken() -> None:
+    sequential = run(linear_client(), small_data(), engine="sequential").attached_engine
+    assert not isinstance(sequential, VectorizedEngine)
+    assert isinstance(
+        run(linear_client(), small_data(), engine="vectorized").attached_engine, VectorizedEngine
+    )
+
+
+def test_a_chunk_does_not_depend_on_the_number_of_clients() -> None:
+    def chunk(clients: int) -> int:
+        train = [samples(9, client) for client in range(clients)]
+        data = TensorClients(train, num_classes=CLASSES)
+        engine = run(linear_client(), data, engine="vectorized").attached_engine
+        assert isinstance(engine, VectorizedEngine)
+        return engine.chunk
+
+    assert chunk(2) == chunk(20)

@@ -1,0 +1,516 @@
+"""Many clients at once give what they give one by one."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+
+from pflight import Federation
+from pflight.callbacks import FedAvg, FedSGD, FeSEM, Local, PFedLA, Reptile, ServerCallback
+from pflight.datamodules import TensorClients
+from pflight.engines import VectorizedEngine
+from pflight.errors import ClientError, ConfigurationError
+from pflight.models import ClientModule, ElasticClient, ProximalClient
+from tests.runs import (
+    CLASSES,
+    FEATURES,
+    assert_same,
+    batchnorm_client,
+    dropout_client,
+    linear_client,
+    network_client,
+    quiet_trainer,
+    run,
+    samples,
+    sgd,
+    small_data,
+)
+
+COUNTS = (5, 12, 7, 9, 3, 10)
+
+
+def double_data(**options: Any) -> TensorClients:
+    return small_data(**{"cohort_size": 4, "dtype": torch.float64, **options})
+
+
+def bits(federation: Federation) -> list[dict[str, Tensor]]:
+    return [*federation.server_states(), *map(federation.client_state, range(6))]
+
+
+def obstacle(federation: Federation) -> str | None:
+    assert isinstance(federation.attached_engine, VectorizedEngine)
+    return federation.attached_engine.obstacle
+
+
+def assert_close(one: Federation, other: Federation, tolerance: float = 1e-10) -> None:
+    for left, right in zip(bits(one), bits(other), strict=True):
+        torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
+    for left, right in zip(one.history, other.history, strict=True):
+        assert left.clients == right.clients
+        assert left.failed == right.failed
+        assert left.metrics == pytest.approx(right.metrics, rel=tolerance, abs=tolerance)
+
+
+def both(
+    client: ClientModule,
+    callback: Callable[[], ServerCallback] = FedAvg,
+    data: TensorClients | None = None,
+    rounds: int = 3,
+    chunk: int | None = 3,
+    **options: Any,
+) -> Federation:
+    """Run both engines, compare them, and return the vectorized run."""
+    data = double_data() if data is None else data
+    fit = partial(run, client, data, rounds=rounds, **options)
+    stacked = fit(callback=callback(), engine="vectorized", clients_at_once=chunk)
+    assert obstacle(stacked) is None
+    assert_close(fit(callback=callback(), engine="sequential"), stacked)
+    return stacked
+
+
+# Equality with the sequential engine
+
+
+@pytest.mark.parametrize(
+    ("callback", "kind", "options"),
+    [
+        (FedAvg, ClientModule, {}),
+        (partial(FedAvg, buffers="local"), ClientModule, {}),
+        (FedAvg, ProximalClient, {"mu": 0.3}),
+        (partial(FeSEM, 2), ProximalClient, {"scaling": "eq7"}),
+        (Reptile, ElasticClient, {"constraint": "kl"}),
+        (Reptile, ElasticClient, {"constraint": "l2"}),
+        (Reptile, ElasticClient, {"constraint": None}),
+        (PFedLA, ClientModule, {}),
+        (Local, ClientModule, {}),
+        (FedSGD, ProximalClient, {}),
+        (partial(FedSGD, batches=2), ClientModule, {}),
+    ],
+)
+def test_algorithms(
+    callback: Callable[[], ServerCallback], kind: type[ClientModule], options: dict[str, Any]
+) -> None:
+    both(batchnorm_client(kind, **options).double(), callback, rounds=4)
+
+
+@pytest.mark.parametrize("duration", [{"local_epochs": 3}, {"local_steps": 4}])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(SGD, lr=0.1),
+        partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+        partial(SGD, lr=0.1, momentum=0.9, nesterov=True),
+        partial(SGD, lr=0.1, momentum=0.9, dampening=0.5, foreach=True),
+        partial(Adam, lr=0.05, weight_decay=0.1),
+        partial(Adam, lr=0.05, amsgrad=True),
+        partial(AdamW, lr=0.05),
+        partial(RMSprop, lr=0.02, momentum=0.5, centered=True),
+    ],
+)
+def test_optimizers(optimizer: Callable[..., Any], duration: dict[str, int]) -> None:
+    both(linear_client(double=True, optimizer=optimizer), **duration)
+
+
+class TwoSteps(ClientModule):
+    """Trains weights and biases with steps of their own, and leaves one bias alone."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        layers = self.network[0], self.network[-1]
+        groups = [
+            {"params": [layer.weight for layer in layers], "lr": 0.1},
+            {"params": [layers[0].bias], "lr": 0.01, "momentum": 0.5},
+        ]
+        return SGD(groups, lr=1.0)
+
+
+def test_parameter_groups() -> None:
+    stacked = both(batchnorm_client(TwoSteps).double(), local_epochs=2)
+    states = zip(*(state["network.3.bias"] for state in bits(stacked)), strict=True)
+    assert all(len({float(value) for value in values}) == 1 for values in states)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("limit", [0.01, 0.3, 100.0])
+def test_clipping(algorithm: str, limit: float) -> None:
+    client = batchnorm_client(gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
+    both(client.double(), local_epochs=2)
+
+
+@pytest.mark.parametrize("batch_size", [2, 4, 7, None])
+def test_batchnorm_of_ragged_clients(batch_size: int | None) -> None:
+    """A last single sample joins the batch before it, and a client of one sample stays still."""
+    data = double_data(counts=[1, 9, 0, 5, 13, 8], batch_size=batch_size, cohort_size=None)
+    both(batchnorm_client().double(), Local, data=data, local_epochs=2)
+
+
+def test_fine_tuning() -> None:
+    client = batchnorm_client(ProximalClient, mu=1.0).double()
+    stacked = both(client, finetune_epochs=2)
+    data = double_data()
+    (quality,) = stacked.trainer.test(stacked, datamodule=data, verbose=False)
+    alone = run(client, data, rounds=3, finetune_epochs=2, engine="sequential")
+    (expected,) = alone.trainer.test(alone, datamodule=data, verbose=False)
+    assert quality == pytest.approx(expected, abs=1e-10)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4, 100, None])
+def test_any_number_at_once(chunk: int | None) -> None:
+    both(linear_client(ProximalClient, double=True), chunk=chunk)
+
+
+def test_tied_frozen_and_unused_parameters() -> None:
+    """Weight decay would move a parameter that the loss does not depend on."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(FEATURES, FEATURES)
+            self.again = nn.Linear(FEATURES, FEATURES)
+            self.again.weight = self.first.weight
+            self.fixed = nn.Linear(FEATURES, FEATURES).requires_grad_(False)
+            self.unused = nn.Linear(2, 2)
+            self.output = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.output(self.fixed(self.again(self.first(x).tanh())))
+
+    torch.manual_seed(0)
+    network = Odd().double()
+    client = ClientModule(network, CLASSES, optimizer=sgd(weight_decay=0.5))
+    state = both(client).server_states()[0]
+    assert_same({"w": state["network.unused.weight"]}, {"w": network.unused.weight.data})
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_precision(precision: str) -> None:
+    data = small_data(cohort_size=4)
+    fit = partial(run, linear_client(), data, rounds=2, trainer={"precision": precision})
+    stacked = fit(engine="vectorized")
+    assert obstacle(stacked) is None
+    assert_close(fit(engine="sequential"), stacked, 1e-10 if precision == "64-true" else 0.02)
+
+
+class Counting(ClientModule):
+    """Sends how many steps it took, and remembers twice that."""
+
+    keeps_memory = True
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_buffer("taken", torch.zeros(()))
+
+    def after_training(self) -> None:
+        self.taken.copy_(self.num_steps)
+
+    def remember(self) -> dict[str, Tensor]:
+        return {"taken": 2 * self.taken}
+
+
+def test_what_a_client_does_after_training() -> None:
+    client = linear_client(Counting, double=True)
+    stacked = both(client, Local, data=double_data(cohort_size=None), rounds=1, local_epochs=2)
+    steps = [2 * -(-count // 4) for count in COUNTS]
+    everyone = torch.arange(6)
+    kept = stacked.remembered(everyone, stacked.callback.personalize(everyone)).states
+    assert kept["taken"].tolist() == [2 * count for count in steps]
+
+
+def networks() -> st.SearchStrategy[nn.Module]:
+    """Chains of layers with activations and normalisation between them, for 1 x 4 x 4 images."""
+
+    @st.composite
+    def chain(draw: st.DrawFn) -> nn.Module:
+        channels = [1, *draw(st.lists(st.integers(1, 4), max_size=2))]
+        layers: list[nn.Module] = []
+        for before, after in pairwise(channels):
+            layers += [nn.Conv2d(before, after, 3, padding=1)]
+            layers += draw(st.sampled_from([[], [nn.BatchNorm2d(after)], [nn.GroupNorm(1, after)]]))
+            layers += [draw(st.sampled_from([nn.ReLU(), nn.Tanh()]))]
+        if len(channels) > 1 and draw(st.booleans()):
+            layers += [draw(st.sampled_from([nn.MaxPool2d(2), nn.AvgPool2d(2)]))]
+        layers += [nn.Flatten()]
+        with torch.no_grad():
+            width = nn.Sequential(*layers).eval()(torch.zeros(1, 1, 4, 4)).shape[1]
+        widths = [width, *draw(st.lists(st.integers(1, 6), max_size=2))]
+        for before, after in pairwise(widths):
+            layers += [nn.Linear(before, after, bias=draw(st.booleans()))]
+            layers += draw(st.sampled_from([[], [nn.BatchNorm1d(after)], [nn.LayerNorm(after)]]))
+            layers += [draw(st.sampled_from([nn.ReLU(), nn.GELU(), nn.Tanh()]))]
+        return nn.Sequential(*layers, nn.Linear(widths[-1], CLASSES))
+
+    return chain()
+
+
+@settings(
+    max_examples=8,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
+)
+@given(
+    network=networks(),
+    counts=st.lists(st.integers(4, 11), min_size=6, max_size=6),
+    batch_size=st.sampled_from([4, 5, None]),
+    optimizer=st.sampled_from([sgd(0.05), sgd(0.05, momentum=0.9)]),
+    kind=st.sampled_from([ClientModule, ProximalClient, ElasticClient]),
+    epochs=st.integers(1, 2),
+)
+def test_random_networks(
+    network: nn.Module,
+    counts: list[int],
+    batch_size: int | None,
+    optimizer: Callable[..., Any],
+    kind: type[ClientModule],
+    epochs: int,
+) -> None:
+    shape = 1, 4, 4
+    train = []
+    for client, count in enumerate(counts):
+        random_ = torch.Generator().manual_seed(client)
+        x = torch.randn(count, *shape, generator=random_, dtype=torch.float64)
+        train.append((x, torch.randint(CLASSES, (count,), generator=random_)))
+    data = TensorClients(train, train, num_classes=CLASSES, batch_size=batch_size, cohort_size=4)
+    client = network_client(network, kind, optimizer=optimizer).double()
+    fit = partial(run, client, data, rounds=2, local_epochs=epochs)
+    stacked = fit(engine="vectorized", clients_at_once=3)
+    assert obstacle(stacked) is None
+    assert_close(fit(engine="sequential"), stacked, 1e-8)
+
+
+# Clients that have come to their end
+
+
+@pytest.mark.parametrize("optimizer", [sgd(momentum=0.9, weight_decay=0.1), partial(Adam, lr=0.1)])
+def test_a_finished_client_does_not_move(optimizer: Callable[..., Any]) -> None:
+    """Beside one that trains ten times as long, a client ends as beside its like, bit for bit."""
+    short, long = samples(4, 0, torch.float64), samples(40, 1, torch.float64)
+
+    def first(*others: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        data = TensorClients([short, *others], num_classes=CLASSES, batch_size=4)
+        client = linear_client(double=True, optimizer=optimizer)
+        return run(client, data, Local(), engine="vectorized", clients_at_once=2).client_state(0)
+
+    assert_same(first(short), first(long))
+
+
+# Failures
+
+
+class Fragile(ClientModule):
+    """Gives NaN, where the samples of a client are large."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return super().loss((x, y)) * torch.where(x.abs().max() > 50, torch.nan, 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+def test_a_client_that_gives_nan_is_left_out_alone() -> None:
+    train = [samples(count, client, torch.float64) for client, count in enumerate(COUNTS)]
+    train[3] = 100 * train[3][0], train[3][1]
+    data = TensorClients(train, num_classes=CLASSES, batch_size=4)
+    asked: list[int] = []
+
+    class Asked(FedAvg):
+        def round(self, cohort: Tensor) -> None:
+            self.federation.on_client_end = asked.append
+            super().round(cohort)
+
+    client = linear_client(Fragile, double=True)
+    stacked = both(client, Asked, data, rounds=1)
+    assert stacked.history[0].failed == [3]
+    assert sorted(asked) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    with pytest.raises(ClientError, match="round 0: client 3 failed: its result is NaN"):
+        run(client, data, engine="vectorized", on_client_error="raise")
+
+
+@pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+def test_a_client_that_raises_is_left_out_alone() -> None:
+    class Broken(TensorClients):
+        def augment(self, x: Tensor, client: int, round: int, epoch: int = 0) -> Tensor:
+            if client == 2:
+                raise OSError("its disk is gone")
+            return x
+
+    train = [samples(count, client, torch.float64) for client, count in enumerate(COUNTS)]
+    data = Broken(train, num_classes=CLASSES, batch_size=4)
+    client = linear_client(double=True)
+    stacked = both(client, data=data, rounds=2)
+    assert [entry.failed for entry in stacked.history] == [[2], [2]]
+    with pytest.raises(ClientError, match="client 2 failed: OSError: its disk is gone"):
+        run(client, data, engine="vectorized", on_client_error="raise")
+
+
+# What can't be stacked
+
+
+class Hooked(ClientModule):
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
+class OwnStep(ClientModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return 2 * self.loss(batch)
+
+
+class Branching(ClientModule):
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = super().loss(batch)
+        return 2 * loss if loss > 1 else loss
+
+
+class Scheduled(ClientModule):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class OwnLearningRate(ClientModule):
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=1 / float(self.num_samples))
+
+
+class Dicing(ClientModule):
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return super().loss(batch) * random.random()
+
+
+class NumpyDicing(ClientModule):
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return super().loss(batch) * float(np.random.rand())
+
+
+class Remembering(ClientModule):
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.last_loss = super().loss(batch)
+        return self.last_loss
+
+
+class Logging(ClientModule):
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.log("shown", 1.0)
+        return super().loss(batch)
+
+
+class Watchful(ClientModule):
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return super().loss(batch) * (1 + self.current_epoch)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(1, 5, batch_first=True)
+        self.output = nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(self.cell(x.unsqueeze(2))[0][:, -1])
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: linear_client(Hooked), "it has on_train_batch_end of its own"),
+        (lambda: linear_client(OwnStep), "it has training_step of its own"),
+        (lambda: linear_client(Branching), "many at once fail: .*data-dependent"),
+        (lambda: linear_client(Scheduled), r"its configure_optimizers\(\) gives tuple"),
+        (lambda: linear_client(OwnLearningRate), r"configure_optimizers\(\) needs a client"),
+        (lambda: linear_client(Dicing), "it draws random numbers"),
+        (lambda: linear_client(NumpyDicing), "it draws random numbers"),
+        (dropout_client, "it draws random numbers while it trains, as dropout does"),
+        (lambda: linear_client(Remembering), "it sets attributes of itself"),
+        (lambda: linear_client(Logging), "many at once fail: it logs"),
+        (lambda: linear_client(Watchful), "many at once fail: it asks for trainer.current_epoch"),
+        (lambda: linear_client(optimizer=partial(Adagrad, lr=0.1)), "gives Adagrad"),
+        (lambda: network_client(Recurrent()), "many at once fail"),
+    ],
+)
+def test_what_can_not_be_stacked_runs_one_by_one(
+    make: Callable[[], ClientModule], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = small_data(cohort_size=4)
+    with caplog.at_level("INFO"):
+        stacked = run(make(), data, rounds=2, engine="vectorized")
+    assert obstacle(stacked) is not None
+    said = [text for text in caplog.messages if "can't be stacked" in text]
+    assert len(said) == 1
+    assert re.search(reason, said[0])
+    alone = run(make(), data, rounds=2, engine="sequential")
+    for left, right in zip(bits(alone), bits(stacked), strict=True):
+        assert_same(left, right)
+
+
+def test_more_than_none_at_once() -> None:
+    with pytest.raises(ConfigurationError, match="clients_at_once must be at least 1, got 0"):
+        Federation(linear_client(), clients_at_once=0)
+
+
+# Runs
+
+
+def test_the_same_run_twice_and_resumed(tmp_path: Any) -> None:
+    """Also over the call at which operations are recorded."""
+    client = batchnorm_client(ElasticClient)
+    fit = partial(run, client, small_data(cohort_size=4), engine="vectorized")
+    whole = fit(callback=Reptile(), rounds=8)
+    half = fit(callback=Reptile(), rounds=3)
+    half.trainer.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = fit(callback=Reptile(), rounds=8, ckpt_path=tmp_path / "half.ckpt")
+    for other in (fit(callback=Reptile(), rounds=8), resumed):
+        for left, right in zip(bits(whole), bits(other), strict=True):
+            assert_same(left, right)
+
+
+def test_the_clients_module_is_left_alone() -> None:
+    client = batchnorm_client(ProximalClient)
+    before = copy.deepcopy(client.state_dict())
+    run(client, small_data(), engine="vectorized", rounds=2)
+    assert_same(before, dict(client.state_dict()))
+    assert client.anchor is None
+    assert client._trainer is None
+
+
+def test_memory_does_not_grow_with_clients() -> None:
+    """What the engine holds between rounds is that of one chunk."""
+
+    def held(clients: int) -> int:
+        data = small_data(counts=[8] * clients)
+        engine = run(linear_client(), data, engine="vectorized", clients_at_once=5)._engine
+        return sum(tensor.nbytes for tensor in engine._reused.values())
+
+    assert held(10) == held(200)
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("counts", [[6] * 6, [1, 9, 0, 4, 4, 2]])
+@pytest.mark.parametrize("eval_batch_size", [2, 1024])
+def test_evaluation_of_a_model_per_client(counts: list[int], eval_batch_size: int) -> None:
+    train = [samples(count, client) for client, count in enumerate(COUNTS)]
+    test = [samples(count, 50 + client) for client, count in enumerate(counts)]
+    data = TensorClients(
+        train, test, num_classes=CLASSES, batch_size=4, eval_batch_size=eval_batch_size
+    )
+    client = batchnorm_client()
+    values = []
+    for engine in ("sequential", "vectorized"):
+        federation = run(client, data, Local(), engine=engine, clients_at_once=4)
+        quiet_trainer().test(federation, datamodule=data, verbose=False)
+        values.append(federation.client_metrics())
+    torch.testing.assert_close(*values, equal_nan=True, rtol=1e-5, atol=1e-6)
