@@ -5,12 +5,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .cfl import FedCluster
 from .fedavg import FedAvg
+from .feddane import FedDANE
 from .fedsgd import FedSGD
 from .fesem import FeSEM
+from .hypocluster import HypoCluster
 from .local import Local
 from .pfedla import PFedLA
 from .reptile import Reptile
+from .robust import Robust
+from .scaffold import SCAFFOLD
 from .selection import ClusterSelection, select_num_clusters
 from .server import ServerCallback
 
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
     from .tensorboard import TensorBoardReport
 
 __all__ = [
+    "SCAFFOLD",
     "AggregationWeights",
     "ClusterExamples",
     "ClusterPlot",
@@ -36,13 +42,17 @@ __all__ = [
     "EmbeddingTrajectory",
     "FeSEM",
     "FedAvg",
+    "FedCluster",
+    "FedDANE",
     "FedSGD",
     "FederationProgressBar",
+    "HypoCluster",
     "Local",
     "PFedLA",
     "PredictionWriter",
     "Reptile",
     "ResultTable",
+    "Robust",
     "ServerCallback",
     "TensorBoardReport",
     "convergence_figure",

@@ -10,10 +10,13 @@ from .convolutional import (
     McMahanCNN,
     PFedHNCNN,
 )
+from .corrected import CorrectedClient
 from .elastic import ElasticClient
+from .feddane import DaneClient
 from .networks import MLP, LogisticRegression
 from .proximal import ProximalClient
 from .resnet import ResNet18
+from .scaffold import ScaffoldClient
 
 __all__ = [
     "FEMNISTCNN",
@@ -21,6 +24,8 @@ __all__ = [
     "Batch",
     "CelebACNN",
     "ClientModule",
+    "CorrectedClient",
+    "DaneClient",
     "ElasticClient",
     "FedBNCNN",
     "FedFomoCNN",
@@ -30,4 +35,5 @@ __all__ = [
     "PFedHNCNN",
     "ProximalClient",
     "ResNet18",
+    "ScaffoldClient",
 ]

@@ -13,9 +13,28 @@ import torch
 from torch import Tensor
 
 from pflight import Federation
-from pflight.callbacks import FedAvg, FedSGD, FeSEM, Local, PFedLA, Reptile, ServerCallback
+from pflight.callbacks import (
+    SCAFFOLD,
+    FedAvg,
+    FedCluster,
+    FedDANE,
+    FedSGD,
+    FeSEM,
+    HypoCluster,
+    Local,
+    PFedLA,
+    Reptile,
+    Robust,
+    ServerCallback,
+)
 from pflight.datamodules import TensorClients
-from pflight.models import ClientModule, ElasticClient, ProximalClient
+from pflight.models import (
+    ClientModule,
+    DaneClient,
+    ElasticClient,
+    ProximalClient,
+    ScaffoldClient,
+)
 from tests.runs import (
     assert_same,
     batchnorm_client,
@@ -53,6 +72,20 @@ ALGORITHMS = {
     "pFedLA": Algorithm(PFedLA),
     "pFedLA-relu-norm": Algorithm(lambda: PFedLA(weights="relu_norm")),
     "HeurpFedLA": Algorithm(lambda: PFedLA(retain=1)),
+    "CFL": Algorithm(FedCluster),
+    "CFL-splitting": Algorithm(lambda: FedCluster(eps1=1e3, eps2=0, min_size=1, warmup=0)),
+    "HypoCluster": Algorithm(lambda: HypoCluster(2)),
+    "HypoCluster-cohort": Algorithm(
+        lambda: HypoCluster(2, group_rounds=2, divide_by="cohort", buffers="local")
+    ),
+    "Robust": Algorithm(lambda: Robust(2, init_epochs=2)),
+    "Robust-median": Algorithm(
+        lambda: Robust(
+            2, beta=0.4, init_epochs=1, trim="radius", estimate="median", buffers="reset"
+        )
+    ),
+    "SCAFFOLD": Algorithm(SCAFFOLD, ScaffoldClient),
+    "FedDANE": Algorithm(lambda: FedDANE(same_set=True), DaneClient),
 }
 
 
@@ -167,7 +200,7 @@ class AlgorithmTester:
 
     def test_batchnorm(self, algorithm: Algorithm) -> None:
         federation = self.train(algorithm, make=batchnorm_client)
-        template = batchnorm_client().state_dict()
+        template = batchnorm_client(algorithm.client).state_dict()
         for state in [*federation.server_states(), *map(federation.client_state, range(6))]:
             for name, value in state.items():
                 assert value.dtype == template[name].dtype

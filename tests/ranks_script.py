@@ -14,19 +14,39 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pflight import Federation
-from pflight.callbacks import FedAvg, FeSEM, Local, PFedLA, Reptile
-from pflight.models import ClientModule, ElasticClient, ProximalClient
+from pflight.callbacks import (
+    SCAFFOLD,
+    FedAvg,
+    FedDANE,
+    FeSEM,
+    HypoCluster,
+    Local,
+    PFedLA,
+    Reptile,
+    Robust,
+)
+from pflight.models import (
+    ClientModule,
+    DaneClient,
+    ElasticClient,
+    ProximalClient,
+    ScaffoldClient,
+)
 from tests.runs import batchnorm_client, dropout_client, quiet_trainer, small_data
 
 ROUNDS, SAVED = 4, 2
 ALGORITHMS: dict[str, Any] = {
     "fedavg": (FedAvg, batchnorm_client, ClientModule),
+    "feddane": (FedDANE, batchnorm_client, DaneClient),
     "fedec": (Reptile, batchnorm_client, ElasticClient),
     "fesem": (lambda: FeSEM(2), dropout_client, ProximalClient),
     "fesem-ma": (lambda: FeSEM(2, matching="bbp_map"), dropout_client, ProximalClient),
     "heurpfedla": (lambda: PFedLA(retain=1), batchnorm_client, ClientModule),
     "local": (Local, dropout_client, ClientModule),
     "local on disk": (Local, dropout_client, ClientModule),
+    "hypocluster": (lambda: HypoCluster(2), dropout_client, ClientModule),
+    "robust": (lambda: Robust(2, init_epochs=1), dropout_client, ClientModule),
+    "scaffold": (SCAFFOLD, batchnorm_client, ScaffoldClient),
 }
 
 

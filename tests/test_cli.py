@@ -25,7 +25,11 @@ from tests.event_files import read_events
 
 QUICKSTART = "configs/quickstart.yaml"
 ALGORITHMS = {  # the two halves of each
+    "fedadam": ("FedAvg", "ClientModule"),
     "fedavg": ("FedAvg", "ClientModule"),
+    "fedavgm": ("FedAvg", "ClientModule"),
+    "fedcluster": ("FedCluster", "ClientModule"),
+    "feddane": ("FedDANE", "DaneClient"),
     "feddist": ("Reptile", "ClientModule"),
     "feddws": ("Reptile", "ClientModule"),
     "fedec": ("Reptile", "ElasticClient"),
@@ -33,13 +37,17 @@ ALGORITHMS = {  # the two halves of each
     "fedec_wo": ("Reptile", "ElasticClient"),
     "fedprox": ("FedAvg", "ProximalClient"),
     "fedsgd": ("FedSGD", "ClientModule"),
+    "fedyogi": ("FedAvg", "ClientModule"),
     "fesem": ("FeSEM", "ProximalClient"),
     "fesem_auto": ("FeSEM", "ProximalClient"),
     "fesem_ma": ("FeSEM", "ProximalClient"),
     "heurpfedla": ("PFedLA", "ClientModule"),
+    "hypocluster": ("HypoCluster", "ClientModule"),
     "local": ("Local", "ClientModule"),
     "pfedla": ("PFedLA", "ClientModule"),
     "reptile": ("Reptile", "ClientModule"),
+    "robust": ("Robust", "ClientModule"),
+    "scaffold": ("SCAFFOLD", "ScaffoldClient"),
 }
 NETWORKS = {
     "celeba": "CelebACNN",
@@ -132,8 +140,8 @@ class TestRunFolder:
         pflight("fit", "--trainer.check_val_every_n_epoch=3", rounds=4)
         last = torch.load("run/checkpoints/last.ckpt", weights_only=True)
         best = torch.load("run/checkpoints/best.ckpt", weights_only=True)
-        assert len(last["pflight"]["history"]) == 4
-        assert len(best["pflight"]["history"]) == 3
+        assert len(last["pflight"]["history"]["index"]) == 4
+        assert len(best["pflight"]["history"]["index"]) == 3
 
     def test_a_fresh_fit_moves_the_earlier_run_aside(self, capsys):
         pflight("fit", rounds=1)
@@ -247,7 +255,7 @@ class TestResume:
         time.sleep(0.3)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        done = len(torch.load(last, weights_only=True)["pflight"]["history"])
+        done = len(torch.load(last, weights_only=True)["pflight"]["history"]["index"])
         rounds = ["--trainer.max_epochs", str(done + 3), "--ckpt_path", "last"]
         main([*command[3:], *rounds])
         events = read_events("run")

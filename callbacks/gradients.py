@@ -1,0 +1,54 @@
+"""Gradients that clients take for themselves before they train."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.errors import ConfigurationError
+from pflight.models import ClientModule
+
+if TYPE_CHECKING:
+    from pflight.federation import Federation
+
+
+def own_gradients(federation: Federation, clients: Tensor, sent: TensorDict) -> TensorDict:
+    """Return the gradient of each client's loss over all its samples, at what it is sent.
+
+    Nothing travels, and no buffer changes. A client whose pass fails gets NaN, with which its
+    training fails as well.
+
+    Args:
+        federation: Whose clients they are.
+        clients: Ids ``[C]``.
+        sent: What they are sent ``[C]``.
+
+    Returns:
+        Gradients by parameter name ``[C]``.
+    """
+    updates = federation.attached_engine.gradients(
+        clients, federation.complete(clients, sent), round_index=federation.current_epoch
+    )
+    gradients = updates.states.select(*federation.layout.parameters)
+    if not updates.failures:
+        return gradients
+    nans = {name: torch.full_like(sent[name], torch.nan) for name in federation.layout.parameters}
+    everybody = TensorDict(nans, batch_size=[len(clients)])
+    everybody[torch.isin(clients, updates.clients)] = gradients
+    return everybody
+
+
+def check_client(client: ClientModule, kind: type[ClientModule], algorithm: str) -> None:
+    """Raise unless a client is of a kind, and its gradients are those of its loss."""
+    if not isinstance(client, kind):
+        raise ConfigurationError(
+            f"{algorithm} needs a {kind.__name__} as its client, got {type(client).__name__}"
+        )
+    if not client.automatic_optimization:
+        raise ConfigurationError(
+            f"{algorithm} asks for the gradient of training_step's loss, which "
+            f"{type(client).__name__} with manual optimization does not give"
+        )

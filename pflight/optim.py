@@ -1,0 +1,83 @@
+"""Server optimizers that torch does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .errors import ConfigurationError
+
+
+class Yogi(Optimizer):
+    r"""Yogi (Zaheer et al. 2018), as the server of FedYogi (Reddi et al. 2021, algorithm 2).
+
+    Where Adam's second moment forgets, this one moves by a step of the gradient's own size:
+
+    .. math:: m \leftarrow \beta_1 m + (1 - \beta_1) g, \qquad
+        v \leftarrow v - (1 - \beta_2)\, g^2 \operatorname{sign}(v - g^2), \qquad
+        \theta \leftarrow \theta - \frac{\eta\, m}{\sqrt{v} + \tau}
+
+    starting at :math:`m = 0` and :math:`v = \tau^2`, without correction of the bias.
+
+    Args:
+        params: Parameters, or groups of them.
+        lr: Step :math:`\eta`.
+        betas: :math:`\beta_1` and :math:`\beta_2`.
+        eps: :math:`\tau`, how far the step adapts: less for a larger one.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.tensor(1.0))
+        >>> optimizer = Yogi([weight], lr=0.1, betas=(0.0, 0.0), eps=1.0)
+        >>> weight.grad = torch.tensor(3.0)
+        >>> optimizer.step()  # v rises from 1 to 10
+        >>> round(weight.item(), 4)
+        0.9279
+
+    References:
+        Zaheer et al., Adaptive Methods for Nonconvex Optimization, NeurIPS 2018. Reddi et al.,
+        Adaptive Federated Optimization, ICLR 2021, https://arxiv.org/abs/2003.00295.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.01,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-3,
+    ) -> None:
+        if not lr > 0:
+            raise ConfigurationError(f"Yogi: lr must be over 0, got {lr}")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ConfigurationError(f"Yogi: betas must be in [0, 1), got {tuple(betas)}")
+        if not eps > 0:
+            raise ConfigurationError(f"Yogi: eps must be over 0, got {eps}")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step every parameter that has a gradient; return what the closure returned, if any."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["mean"] = torch.zeros_like(parameter)
+                    state["square"] = torch.full_like(parameter, group["eps"] ** 2)
+                mean, square = state["mean"], state["square"]
+                squared = parameter.grad.square()
+                mean.lerp_(parameter.grad, 1 - beta1)
+                square.addcmul_(squared, (square - squared).sign(), value=beta2 - 1)
+                parameter.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-group["lr"])
+        return loss
