@@ -5,19 +5,28 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .apfl import APFL
 from .cfl import FedCluster
+from .ditto import Ditto
+from .fedala import FedALA
 from .fedavg import FedAvg
 from .feddane import FedDANE
+from .fedfomo import FedFomo
 from .fedsgd import FedSGD
 from .fesem import FeSEM
 from .hypocluster import HypoCluster
+from .l2gd import L2GD
 from .local import Local
+from .per_fedavg import PerFedAvg
+from .pfedhn import PFedHN
 from .pfedla import PFedLA
+from .pfedme import PFedMe
 from .reptile import Reptile
 from .robust import Robust
 from .scaffold import SCAFFOLD
 from .selection import ClusterSelection, select_num_clusters
 from .server import ServerCallback
+from .shared_part import FedRep, SharedPart
 
 if TYPE_CHECKING:
     from .pictures import (
@@ -33,27 +42,37 @@ if TYPE_CHECKING:
     from .tensorboard import TensorBoardReport
 
 __all__ = [
+    "APFL",
+    "L2GD",
     "SCAFFOLD",
     "AggregationWeights",
     "ClusterExamples",
     "ClusterPlot",
     "ClusterSelection",
     "ConvergencePlot",
+    "Ditto",
     "EmbeddingTrajectory",
     "FeSEM",
+    "FedALA",
     "FedAvg",
     "FedCluster",
     "FedDANE",
+    "FedFomo",
+    "FedRep",
     "FedSGD",
     "FederationProgressBar",
     "HypoCluster",
     "Local",
+    "PFedHN",
     "PFedLA",
+    "PFedMe",
+    "PerFedAvg",
     "PredictionWriter",
     "Reptile",
     "ResultTable",
     "Robust",
     "ServerCallback",
+    "SharedPart",
     "TensorBoardReport",
     "convergence_figure",
     "select_num_clusters",

@@ -8,6 +8,7 @@ from .digits import Digits
 from .emnist import EMNIST
 from .fashion_mnist import FashionMNIST
 from .federated import Centralized, ClientData, FederatedDataModule, Split
+from .held_out import HeldOut
 from .hidden_groups import HiddenGroups
 from .images import ImageDataModule, LabelledImages
 from .leaf import LeafCelebA, LeafDataModule, LeafFEMNIST
@@ -47,6 +48,7 @@ __all__ = [
     "DominantClasses",
     "FashionMNIST",
     "FederatedDataModule",
+    "HeldOut",
     "HiddenGroups",
     "ImageDataModule",
     "IndexedSamples",

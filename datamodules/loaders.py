@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from pflight.randomness import Purpose, generator
+from pflight.randomness import Purpose, shuffled
 
 Batch = tuple[Tensor, Tensor]
 
@@ -39,8 +39,7 @@ class ClientLoader:
 
 def sample_order(count: int, seed: int, round: int, client: int = 0, epoch: int = 0) -> Tensor:
     """Return a permutation of ``count`` samples as a pure function of the arguments."""
-    random = generator(Purpose.ORDER, seed, round, client, epoch)
-    return torch.randperm(count, generator=random)
+    return shuffled(count, Purpose.ORDER, seed, round, epoch, streams=[client])[0]
 
 
 class IndexedSamples(Dataset[Batch]):

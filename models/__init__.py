@@ -1,5 +1,6 @@
 """The client half of each algorithm, one file per client module, and the networks."""
 
+from .apfl import APFLClient
 from .client import Batch, ClientModule
 from .convolutional import (
     FEMNISTCNN,
@@ -11,9 +12,13 @@ from .convolutional import (
     PFedHNCNN,
 )
 from .corrected import CorrectedClient
+from .ditto import DittoClient
 from .elastic import ElasticClient
 from .feddane import DaneClient
+from .fedrep import FedRepClient
 from .networks import MLP, LogisticRegression
+from .per_fedavg import PerFedAvgClient
+from .pfedme import PFedMeClient
 from .proximal import ProximalClient
 from .resnet import ResNet18
 from .scaffold import ScaffoldClient
@@ -21,18 +26,23 @@ from .scaffold import ScaffoldClient
 __all__ = [
     "FEMNISTCNN",
     "MLP",
+    "APFLClient",
     "Batch",
     "CelebACNN",
     "ClientModule",
     "CorrectedClient",
     "DaneClient",
+    "DittoClient",
     "ElasticClient",
     "FedBNCNN",
     "FedFomoCNN",
     "FedRepCNN",
+    "FedRepClient",
     "LogisticRegression",
     "McMahanCNN",
     "PFedHNCNN",
+    "PFedMeClient",
+    "PerFedAvgClient",
     "ProximalClient",
     "ResNet18",
     "ScaffoldClient",

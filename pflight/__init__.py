@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from pflight import callbacks, datamodules, engines, models
     from pflight.errors import ClientError, ConfigurationError
     from pflight.federation import Federation
+    from pflight.layers import Layers
 
 __version__ = "0.1.0"
 
@@ -16,6 +17,7 @@ __all__ = [
     "ClientError",
     "ConfigurationError",
     "Federation",
+    "Layers",
     "callbacks",
     "datamodules",
     "engines",
@@ -26,6 +28,7 @@ _HOMES = {
     "ClientError": "pflight.errors",
     "ConfigurationError": "pflight.errors",
     "Federation": "pflight.federation",
+    "Layers": "pflight.layers",
 }
 
 

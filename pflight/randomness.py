@@ -7,12 +7,13 @@ Every draw of a run comes from a generator keyed by a purpose and by integers su
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 class Purpose(IntEnum):
@@ -51,6 +52,28 @@ def generator(purpose: Purpose, *keys: int) -> torch.Generator:
 def numpy_generator(purpose: Purpose, *keys: int) -> np.random.Generator:
     """Return a NumPy generator keyed like :func:`generator`."""
     return np.random.default_rng([int(purpose), *keys])
+
+
+def shuffled(count: int, purpose: Purpose, *keys: int, streams: Sequence[int]) -> Tensor:
+    """Return a permutation of ``count`` things for each stream ``[streams, count]``.
+
+    The row of a stream depends on nothing but its number, the purpose and the keys. Things are
+    sorted by 64 random bits: a counter of stream and thing, mixed as in SplitMix64 (Steele et al.,
+    2014), so that all streams take a few operations.
+
+    Example:
+        >>> one, two = shuffled(100, Purpose.ORDER, 0, streams=[5, 6])
+        >>> torch.equal(two, shuffled(100, Purpose.ORDER, 0, streams=[6])[0])
+        True
+    """
+    counter = np.array(streams, dtype=np.uint64)[:, None] << np.uint64(32)
+    bits = (counter | np.arange(count, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+    bits += np.uint64(derive_seed(purpose, *keys))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        bits ^= bits >> np.uint64(shift)
+        bits *= np.uint64(factor)
+    bits ^= bits >> np.uint64(31)
+    return torch.from_numpy(bits.argsort(axis=1, kind="stable"))
 
 
 def seed_everything(seed: int, device: torch.device) -> None:

@@ -5,33 +5,50 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pflight import Federation
 from pflight.callbacks import (
+    APFL,
+    L2GD,
     SCAFFOLD,
+    Ditto,
+    FedALA,
     FedAvg,
     FedCluster,
     FedDANE,
+    FedFomo,
+    FedRep,
     FedSGD,
     FeSEM,
     HypoCluster,
     Local,
+    PerFedAvg,
+    PFedHN,
     PFedLA,
+    PFedMe,
     Reptile,
     Robust,
     ServerCallback,
+    SharedPart,
 )
 from pflight.datamodules import TensorClients
+from pflight.layers import Layers
 from pflight.models import (
+    APFLClient,
     ClientModule,
     DaneClient,
+    DittoClient,
     ElasticClient,
+    FedRepClient,
+    PerFedAvgClient,
+    PFedMeClient,
     ProximalClient,
     ScaffoldClient,
 )
@@ -53,6 +70,10 @@ class Algorithm(NamedTuple):
     client: type[ClientModule] = ClientModule
 
 
+class AdaptiveAPFLClient(APFLClient):
+    __init__ = partialmethod(APFLClient.__init__, alpha_lr=0.1)
+
+
 ALGORITHMS = {
     "FedAvg": Algorithm(FedAvg),
     "FedAvg-uniform": Algorithm(lambda: FedAvg("uniform")),
@@ -67,7 +88,9 @@ ALGORITHMS = {
     "FedEC": Algorithm(Reptile, ElasticClient),
     "FeSEM": Algorithm(lambda: FeSEM(2), ProximalClient),
     "FeSEM-sample": Algorithm(lambda: FeSEM(2, init_clients=3), ProximalClient),
-    "FeSEM-auto": Algorithm(lambda: FeSEM("auto", candidates=(1, 2)), ProximalClient),
+    "FeSEM-auto": Algorithm(
+        lambda: FeSEM("auto", candidates=(1, 2), criterion="distance"), ProximalClient
+    ),
     "FeSEM-MA": Algorithm(lambda: FeSEM(2, matching="bbp_map"), ProximalClient),
     "pFedLA": Algorithm(PFedLA),
     "pFedLA-relu-norm": Algorithm(lambda: PFedLA(weights="relu_norm")),
@@ -84,6 +107,19 @@ ALGORITHMS = {
             2, beta=0.4, init_epochs=1, trim="radius", estimate="median", buffers="reset"
         )
     ),
+    "FedPer": Algorithm(lambda: SharedPart(Layers(last=1))),
+    "LG-FedAvg": Algorithm(lambda: SharedPart(shared=Layers(last=1))),
+    "FedBN": Algorithm(lambda: SharedPart(Layers(types=nn.modules.batchnorm._BatchNorm))),
+    "FedRep": Algorithm(FedRep, FedRepClient),
+    "pFedHN": Algorithm(PFedHN),
+    "FedFomo": Algorithm(FedFomo),
+    "FedALA": Algorithm(FedALA),
+    "Ditto": Algorithm(Ditto, DittoClient),
+    "APFL": Algorithm(APFL, APFLClient),
+    "APFL-adaptive": Algorithm(APFL, AdaptiveAPFLClient),
+    "pFedMe": Algorithm(lambda: PFedMe(train_newcomers=False), PFedMeClient),
+    "L2GD": Algorithm(L2GD),
+    "Per-FedAvg": Algorithm(lambda: PerFedAvg(steps=0), PerFedAvgClient),
     "SCAFFOLD": Algorithm(SCAFFOLD, ScaffoldClient),
     "FedDANE": Algorithm(lambda: FedDANE(same_set=True), DaneClient),
 }
@@ -165,10 +201,12 @@ class AlgorithmTester:
     @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
     @pytest.mark.parametrize("value", [None, torch.nan])
     def test_a_failing_client_is_left_out(self, algorithm: Algorithm, value: float | None) -> None:
+        trains_on = int(algorithm.callback().local_data(small_data()).num_samples()[3])
+
         class Failing(algorithm.client):
             def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
                 loss = super().loss(batch)
-                if self.num_samples == 9:  # client 3
+                if self.num_samples == trains_on:
                     assert value is not None
                     return loss * value
                 return loss

@@ -12,23 +12,39 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 
 from pflight import Federation
 from pflight.callbacks import (
+    APFL,
+    L2GD,
     SCAFFOLD,
+    Ditto,
+    FedALA,
     FedAvg,
     FedDANE,
+    FedRep,
     FeSEM,
     HypoCluster,
     Local,
+    PerFedAvg,
+    PFedHN,
     PFedLA,
+    PFedMe,
     Reptile,
     Robust,
+    SharedPart,
 )
+from pflight.layers import Layers
 from pflight.models import (
+    APFLClient,
     ClientModule,
     DaneClient,
+    DittoClient,
     ElasticClient,
+    FedRepClient,
+    PerFedAvgClient,
+    PFedMeClient,
     ProximalClient,
     ScaffoldClient,
 )
@@ -37,14 +53,27 @@ from tests.runs import batchnorm_client, dropout_client, quiet_trainer, small_da
 ROUNDS, SAVED = 4, 2
 ALGORITHMS: dict[str, Any] = {
     "fedavg": (FedAvg, batchnorm_client, ClientModule),
+    "apfl": (APFL, batchnorm_client, APFLClient),
+    "ditto": (Ditto, batchnorm_client, DittoClient),
+    "fedala": (FedALA, batchnorm_client, ClientModule),
     "feddane": (FedDANE, batchnorm_client, DaneClient),
     "fedec": (Reptile, batchnorm_client, ElasticClient),
+    "fedbn": (
+        lambda: SharedPart(Layers(types=nn.modules.batchnorm._BatchNorm)),
+        batchnorm_client,
+        ClientModule,
+    ),
+    "fedrep": (FedRep, batchnorm_client, FedRepClient),
     "fesem": (lambda: FeSEM(2), dropout_client, ProximalClient),
     "fesem-ma": (lambda: FeSEM(2, matching="bbp_map"), dropout_client, ProximalClient),
     "heurpfedla": (lambda: PFedLA(retain=1), batchnorm_client, ClientModule),
+    "l2gd": (L2GD, dropout_client, ClientModule),
     "local": (Local, dropout_client, ClientModule),
     "local on disk": (Local, dropout_client, ClientModule),
     "hypocluster": (lambda: HypoCluster(2), dropout_client, ClientModule),
+    "perfedavg": (PerFedAvg, batchnorm_client, PerFedAvgClient),
+    "pfedme": (PFedMe, batchnorm_client, PFedMeClient),
+    "pfedhn": (PFedHN, batchnorm_client, ClientModule),
     "robust": (lambda: Robust(2, init_epochs=1), dropout_client, ClientModule),
     "scaffold": (SCAFFOLD, batchnorm_client, ScaffoldClient),
 }

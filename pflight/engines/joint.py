@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
@@ -20,6 +21,13 @@ Stack = dict[str, Tensor]
 
 _OFTEN = 12  # calls with tensors of the same shapes after which these are recorded
 _RECORDS = 16  # at most
+
+
+class Phase(NamedTuple):
+    """Successive local epochs in which a client trains the same parameters in the same modes."""
+
+    first: int
+    epochs: int
 
 
 class JointClient:
@@ -40,7 +48,7 @@ class JointClient:
         self._memory = (
             StateModule(client.remember(), persistent=False) if client.keeps_memory else None
         )
-        client._trainer = _NoTrainer()  # type: ignore[assignment]
+        self._trainer = client._trainer = _NoTrainer()  # type: ignore[assignment]
         client.log = client.log_dict = _no_logs  # type: ignore[method-assign]
         self._tied = bool(layout.aliases)
         self.changes_afterwards = type(client).after_training is not ClientModule.after_training
@@ -57,6 +65,15 @@ class JointClient:
         self.client.train()
         self.client.anchor = self._anchor if anchored else None
         self.client.memory = self._memory if remembers else None
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Let the client do what its hooks do around the epochs of a phase."""
+        self._call_hook("on_train_epoch_start", phase.first)
+        try:
+            yield
+        finally:
+            self._call_hook("on_train_epoch_end", phase.first)
 
     def optimizer(self) -> Optimizer:
         """Return what a client's ``configure_optimizers`` gives, over this module's parameters.
@@ -119,6 +136,12 @@ class JointClient:
         """Return what the clients keep."""
         return dict(self._remember({}, state))
 
+    def _call_hook(self, name: str, epoch: int) -> None:
+        """Call a hook of the client, which alone may ask for the epoch."""
+        self._trainer.current_epoch = epoch
+        getattr(self.client, name)()
+        del self._trainer.current_epoch
+
     def _caller(self, method: str) -> Callable[..., Any]:
         called = _Method(self.client, method)
 
@@ -144,7 +167,9 @@ class _Method(nn.Module):
 
 
 class _NoTrainer:
-    """Stands where a client looks for its trainer, and has nothing."""
+    """Stands where a client looks for its trainer, and has nothing but, in hooks, the epoch."""
+
+    current_epoch: int
 
     def __getattr__(self, name: str) -> NoReturn:
         raise RuntimeError(f"it asks for trainer.{name}")

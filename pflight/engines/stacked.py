@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -80,8 +80,8 @@ class Batches:
         plans: The rows' plans, longest training first.
         features: Where features are gathered ``[rows, samples, ...]``.
         labels: And labels ``[rows, samples]``.
-        load: Gets a row, an epoch and a number of samples; returns features and labels of all of
-            the client's samples, and which of them come first ``[number]``.
+        load: Gets rows, an epoch and a number of samples; yields for each row features and labels
+            of all of the client's samples, and which of them come first ``[number]``.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Batches:
         plans: Sequence[Plan],
         features: Tensor,
         labels: Tensor,
-        load: Callable[[int, int, int], tuple[Tensor, Tensor, Tensor]],
+        load: Callable[[range, int, int], Iterable[tuple[Tensor, Tensor, Tensor]]],
     ) -> None:
         self.runs = runs_of(plans)
         self.features = features
@@ -115,8 +115,8 @@ class Batches:
 
     def _start_epoch(self, run: Run, step: int) -> None:
         epoch, count = step // len(run.plan.sizes), run.plan.samples(step)
-        for row in range(run.first, run.last):
-            x, y, order = self.load(row, epoch, count)
+        rows = range(run.first, run.last)
+        for row, (x, y, order) in zip(rows, self.load(rows, epoch, count), strict=True):
             torch.index_select(x, 0, order, out=self.features[row, :count])
             torch.index_select(y, 0, order, out=self.labels[row, :count])
 

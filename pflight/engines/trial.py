@@ -16,7 +16,7 @@ from pflight.models import Batch
 from pflight.randomness import isolated
 from pflight.state import StateLayout, state_tensors
 
-from .joint import JointClient, Stack
+from .joint import JointClient, Phase, Stack
 from .stacked import misfit
 
 _TOLERANCE = 1e-2  # of the largest gradient; stacked arithmetic rounds otherwise
@@ -99,6 +99,43 @@ class _Reading(TorchFunctionMode):
     ) -> Any:
         self.read.update(map(id, tree_leaves((args, kwargs))))
         return function(*args, **(kwargs or {}))
+
+
+def phases_of(joint: JointClient, epochs: int) -> list[Phase]:
+    """Return the phases into which a client's hooks of epochs divide its local training.
+
+    A phase begins with an epoch in which other parameters rest than before, or other modules are
+    in evaluation mode. Nothing else may change.
+
+    Args:
+        joint: The client module.
+        epochs: Local epochs.
+
+    Raises:
+        RuntimeError: If anything else changes, or a parameter is trained in several phases, whose
+            optimizers are not the same.
+    """
+    client = joint.client
+    client.train()
+    phases: list[Phase] = []
+    before: tuple[list[str], ...] = ()
+    trained: set[str] = set()
+    attributes = _attributes(client)
+    for epoch in range(epochs):
+        with joint.phase(Phase(epoch, 1)):
+            names = [name for name, p in client.named_parameters() if p.requires_grad]
+            now = names, [name for name, module in client.named_modules() if module.training]
+            if not _same(attributes, _attributes(client)):
+                raise RuntimeError("it sets attributes of itself when an epoch starts")
+        if now == before:
+            phases[-1] = Phase(phases[-1].first, phases[-1].epochs + 1)
+        elif again := trained.intersection(names):
+            raise RuntimeError(f"it trains {min(again)} in several phases of epochs")
+        else:
+            phases.append(Phase(epoch, 1))
+        trained.update(names)
+        before = now
+    return phases
 
 
 def _agrees(joint: JointClient, states: Stack, layout: StateLayout, batch: Batch) -> bool:

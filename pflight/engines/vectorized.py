@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tensordict import TensorDict
 from torch import Tensor
@@ -18,13 +19,14 @@ from pflight.models import Batch, ClientModule
 from pflight.randomness import Purpose
 from pflight.state import entries
 
-from .joint import JointClient, Stack
+from .joint import JointClient, Phase, Stack
 from .sequential import GRADIENT_BATCH, SequentialEngine, finite_rows
 from .stacked import Batches, Group, Plan, StackedOptimizer, clip
-from .trial import Dependence, dependence_of, obstacle_to
+from .trial import Dependence, dependence_of, obstacle_to, phases_of
 from .updates import ClientUpdates, Kept
 
 _TRIAL = 8  # samples on which a client is tried
+_EPOCH_HOOKS = {"on_train_epoch_start", "on_train_epoch_end"}  # which may let parameters rest
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class VectorizedEngine(SequentialEngine):
             for name in ("training_step", "configure_gradient_clipping")
             if getattr(type(client), name) is not getattr(ClientModule, name)
         ]
-        if hooks := [*sorted(self._hooks), *own]:
+        if hooks := [*sorted(self._hooks - _EPOCH_HOOKS), *own]:
             return f"it has {hooks[0]} of its own"
         if not client.automatic_optimization:
             return "it optimizes manually"
@@ -183,8 +185,10 @@ class VectorizedEngine(SequentialEngine):
             whole = epochs * len(sizes) if steps is None else steps
             return Plan(sizes, whole if sizes else 0)
 
+        phases = self._phases(epochs, steps)
+
         def run(chunk: _Chunk) -> None:
-            self._train_chunk(chunk, self._batches(chunk, task), task.anchored)
+            self._train_chunk(chunk, phases, task)
 
         anchored = purpose is Purpose.TRAIN
         task = _Task(round_index, anchored, plan, run, one_by_one, on_client_end=on_client_end)
@@ -338,12 +342,42 @@ class VectorizedEngine(SequentialEngine):
             keep if kept is not None else None,
         )
 
-    def _train_chunk(self, chunk: _Chunk, batches: Batches, anchored: bool) -> None:
+    def _phases(self, epochs: int, steps: int | None) -> list[Phase] | None:
+        """Return the phases of local training; ``None`` if the client's epochs are all alike."""
+        if self.obstacle or self._hooks.isdisjoint(_EPOCH_HOOKS):
+            return None
+        try:
+            if steps is not None:
+                raise RuntimeError("it has hooks of epochs, and trains for some steps")
+            return phases_of(self._joint, epochs)
+        except Exception as error:
+            self.obstacle = str(error)
+            name = type(self.template).__name__
+            rank_zero_info(f"sequential engine: {name} can't be stacked, {error}")
+            return None
+
+    def _train_chunk(self, chunk: _Chunk, phases: list[Phase] | None, task: _Task) -> None:
         """Train the clients of a chunk, in place."""
-        joint, starts = self._joint, chunk.starts
+        joint, anchored = self._joint, task.anchored
         results = list(chunk.results.values())
-        torch._foreach_copy_(results, [starts[name] for name in chunk.results])
+        torch._foreach_copy_(results, [chunk.starts[name] for name in chunk.results])
         joint.prepare(anchored, bool(chunk.kept))
+        if phases is None:
+            self._take_steps(chunk, self._batches(chunk, task), anchored)
+        for phase in phases or ():
+            with joint.phase(phase):
+                self._take_steps(chunk, self._batches(chunk, task, phase), anchored)
+        state = self._others(chunk, (), anchored) | chunk.told
+        if anchored and joint.changes_afterwards:
+            joint.after_training(state)
+        if chunk.kept:
+            keep = state if joint.remembers_its_state else joint.remember(state)
+            for name, value in chunk.kept.items():
+                value.copy_(keep[name])
+
+    def _take_steps(self, chunk: _Chunk, batches: Batches, anchored: bool) -> None:
+        """Take the steps of some batches."""
+        joint = self._joint
         single = joint.optimizer()
         stepped = {id(p) for group in single.param_groups for p in group["params"]}
         own = dict(joint.client.named_parameters())
@@ -418,25 +452,33 @@ class VectorizedEngine(SequentialEngine):
         losses[rows] += mean_losses * group.size
         return gradients
 
-    def _batches(self, chunk: _Chunk, task: _Task) -> Batches:
-        """Prepare the batches of a chunk, in memory that all chunks use."""
-        several = any(plan.steps > len(plan.sizes) for plan in chunk.plans)
+    def _batches(self, chunk: _Chunk, task: _Task, phase: Phase | None = None) -> Batches:
+        """Prepare the batches of a chunk, or those of a phase, in memory that all chunks use."""
+        plans, first = chunk.plans, 0
+        if phase is not None:
+            plans = [Plan(plan.sizes, phase.epochs * len(plan.sizes)) for plan in plans]
+            first = phase.first
+        several = any(plan.steps > len(plan.sizes) for plan in plans)
         cached: dict[int, Batch] = {}
 
-        def load(row: int, epoch: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-            client = chunk.clients[row]
-            x, y = cached[row] if row in cached else self._samples(client, "train")
-            if several:
-                cached[row] = x, y
-            when = client, task.round_index, epoch
-            order = self.data.order(*when) if task.shuffled else torch.arange(count)
-            return self.data.augment(x, *when), y, order[:count].to(self.device)
+        def load(rows: range, epoch: int, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+            clients = chunk.clients[rows.start : rows.stop]
+            when = task.round_index, first + epoch
+            orders: Sequence[Tensor] = [torch.arange(count)] * len(rows)
+            if task.shuffled:
+                orders = self.data.orders(clients, *when)
+            for row, client, order in zip(rows, clients, orders, strict=True):
+                x, y = cached[row] if row in cached else self._samples(client, "train")
+                if several:
+                    cached[row] = x, y
+                x = self.data.augment(x, client, *when)
+                yield x, y, order[:count].to(self.device)
 
-        most = max(plan.most_samples for plan in chunk.plans)
+        most = max(plan.most_samples for plan in plans)
         x, y = self._some
         shape = len(chunk.clients), most
         return Batches(
-            chunk.plans,
+            plans,
             self._reuse("x", (*shape, *x.shape[1:]), x.dtype),
             self._reuse("y", (*shape, *y.shape[1:]), y.dtype),
             load,

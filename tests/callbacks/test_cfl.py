@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import SGD, Adam
 
-from pflight.callbacks import FedAvg, Local
-from pflight.callbacks.cfl import FedCluster
+from pflight.callbacks import FedAvg, FedCluster, Local
 from pflight.clustering import bipartition
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError

@@ -12,13 +12,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight import Federation
-from pflight.callbacks import FedAvg, FedSGD
-from pflight.callbacks.feddane import FedDANE
+from pflight.callbacks import FedAvg, FedDANE, FedSGD
 from pflight.datamodules import TensorClients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
-from pflight.models import ClientModule, ProximalClient
-from pflight.models.feddane import DaneClient
+from pflight.models import ClientModule, DaneClient, ProximalClient
 from tests import reference
 from tests.runs import (
     CLASSES,

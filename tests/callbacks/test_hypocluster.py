@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pflight import Federation
-from pflight.callbacks import FedAvg
-from pflight.callbacks.hypocluster import HypoCluster
+from pflight.callbacks import FedAvg, HypoCluster
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.models import ProximalClient

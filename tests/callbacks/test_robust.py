@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pflight.callbacks import FedAvg
-from pflight.callbacks.robust import Robust
+from pflight.callbacks import FedAvg, Robust
 from pflight.clustering import TrimmedMean, trimmed_kmeans
 from pflight.datamodules import TensorClients
 from pflight.engines import ClientUpdates

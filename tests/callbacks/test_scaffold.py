@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from pflight import Federation
-from pflight.callbacks import FedAvg, FedSGD
-from pflight.callbacks.scaffold import SCAFFOLD
+from pflight.callbacks import SCAFFOLD, FedAvg, FedSGD
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.models import ClientModule
-from pflight.models.scaffold import ScaffoldClient
+from pflight.models import ClientModule, ScaffoldClient
 from tests import reference
 from tests.runs import (
     CLASSES,

@@ -1,0 +1,57 @@
+"""APFL: FedAvg beside personal models that are mixtures with its model."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.models import APFLClient
+from pflight.models.personal import PersonalClient
+
+from .personal import PersonalFedAvg
+
+
+class APFL(PersonalFedAvg):
+    r"""Adaptive personalized federated learning (Deng et al. 2020, algorithm 1).
+
+    The shared model is that of FedAvg. A client is judged by
+    :math:`\alpha_i v_i + (1 - \alpha_i)\,\theta`, the mixture of the model that it keeps and the
+    server's as it is now; parameters and floating buffers are mixed alike. Its own model and its
+    :math:`\alpha_i` never travel; a newcomer's own model is the server's. How they are trained is
+    :class:`~pflight.models.APFLClient`'s.
+
+    Args:
+        weighting: As in :class:`FedAvg`.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`; those of the clients' own models
+            stay with them.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or the client is of another kind.
+
+    References:
+        Deng et al., Adaptive Personalized Federated Learning, 2020,
+        https://arxiv.org/abs/2003.13461.
+    """
+
+    client_kind: ClassVar[type[PersonalClient]] = APFLClient
+
+    def __init__(
+        self,
+        weighting: Literal["uniform", "samples"] = "uniform",
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__(weighting, buffers)
+
+    def personal_value(self, states: TensorDict, shared: str, personal: str) -> Tensor:
+        """Return an entry of the mixtures ``[C, ...]``; counters are those of the clients' own."""
+        own = states[personal]
+        if not own.is_floating_point():
+            return own
+        alpha = states["alpha"].view(-1, *[1] * (own.dim() - 1)).to(own.dtype)
+        return alpha * own + (1 - alpha) * states[shared]
+
+    def mixing(self, clients: Tensor) -> Tensor:
+        r"""Return :math:`\alpha_i` of the clients ``[C]``."""
+        return self.federation.lay_over(clients, self.broadcast(clients))["alpha"]

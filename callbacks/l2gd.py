@@ -1,0 +1,117 @@
+"""L2GD: clients keep models of their own, and a coin says when these move to their mean."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.errors import ConfigurationError
+from pflight.randomness import Purpose, generator
+
+from .fedavg import FedAvg
+
+if TYPE_CHECKING:
+    from pflight.federation import Federation
+
+
+class L2GD(FedAvg):
+    r"""Loopless local gradient descent (Hanzely and Richtárik 2020, algorithm 1).
+
+    The objective is
+    :math:`\frac{1}{N} \sum_i f_i(x_i) + \frac{\lambda}{2N} \sum_i \|x_i - \bar x\|^2`, where every
+    client has a model of its own. In each iteration a coin shows, with probability :math:`1 - p`, a
+    local step, and else the step
+
+    .. math:: x_i \leftarrow (1 - c)\,x_i + c\,\bar x, \qquad c = \frac{\alpha\lambda}{N p}.
+
+    A round here is one local training with all steps to the mean that come before it: they leave
+    the mean as it is, so that m in a row are one step of :math:`1 - (1 - c)^m`. Clients send their
+    models at the end of a round if the next one begins with such steps, for which they are then
+    sent the mean; nothing else travels after the initial model. The paper's local step is a single
+    one of SGD with ``lr`` :math:`\alpha / (N (1 - p))` on all samples (``local_steps=1``).
+
+    Where not all clients take part, :math:`\bar x` is the mean over the last cohort, which is
+    outside the paper. Buffers stay with the clients. Newcomers start at :math:`\bar x`.
+
+    Args:
+        alpha: The paper's step :math:`\alpha`.
+        lam: Weight :math:`\lambda` of the distance to the mean; with 0 clients train alone.
+        p: Probability of a step to the mean.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or c is over 1.
+
+    References:
+        Hanzely and Richtárik, Federated Learning of a Mixture of Global and Local Models, 2020,
+        https://arxiv.org/abs/2002.05516.
+    """
+
+    def __init__(self, alpha: float = 1.0, lam: float = 0.5, p: float = 0.9) -> None:
+        super().__init__("uniform", buffers="local")
+        if not alpha > 0:
+            raise ConfigurationError(f"L2GD: alpha must be over 0, got {alpha}")
+        if not lam >= 0:
+            raise ConfigurationError(f"L2GD: lam must not be negative, got {lam}")
+        if not 0 < p < 1:
+            raise ConfigurationError(f"L2GD: p must be in (0, 1), got {p}")
+        self.alpha = alpha
+        self.lam = lam
+        self.p = p
+
+    def setup_server(self, federation: Federation) -> None:
+        """Keep the common initial model as the first mean; everything is private to the clients."""
+        super().setup_server(federation)
+        self.private = federation.layout.names
+        clients = len(federation.trainable_clients)
+        self.c = self.alpha * self.lam / (clients * self.p)
+        if self.c > 1:
+            raise ConfigurationError(
+                f"L2GD: c = alpha lam / (N p) must not be over 1, got {self.c:.4g} with "
+                f"alpha={self.alpha}, lam={self.lam}, N={clients}, p={self.p}"
+            )
+
+    def tosses(self, round_index: int) -> int:
+        """Return how many steps to the mean the coin shows before a round's local training."""
+        random = generator(Purpose.SERVER, self.federation.seed, round_index)
+        count = 0
+        while torch.rand((), dtype=torch.float64, generator=random) < self.p:
+            count += 1
+        return count
+
+    def share(self, round_index: int) -> float:
+        """Return the share of the mean that a round begins with; there is no mean at first."""
+        return 1 - (1 - self.c) ** self.tosses(round_index) if round_index else 0.0
+
+    def round(self, cohort: Tensor) -> None:
+        """Run a round, which clients begin with their steps to the mean."""
+        federation = self.federation
+        share = self.share(len(federation.history))
+        means = federation.server.tensors(0, federation.layout.parameters if share else ())
+        self.begin()
+        for clients in federation.chunks(cohort):
+            starts = self.personalize(clients)
+            moved = {name: torch.lerp(starts[name], mean, share) for name, mean in means.items()}
+            self.receive(federation.train_clients(clients, starts.update(moved)))
+        self.step()
+
+    def personalize(self, clients: Tensor) -> TensorDict:
+        """Return the clients' own models ``[C]``, those of newcomers at the mean."""
+        return self.federation.lay_over(clients, TensorDict({}, batch_size=[len(clients)]))
+
+    def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
+        """Return the bytes of the mean where it is needed, and of a newcomer's first model."""
+        federation, layout = self.federation, self.federation.layout
+        size = {name: value.nbytes for name, value in layout.template.items()}
+        newcomers = int((~federation.has_kept(clients)).sum())
+        known = len(clients) - newcomers if self.share(len(federation.history)) else 0
+        mean = sum(size[name] for name in layout.parameters)
+        return newcomers * (mean + sum(size[name] for name in layout.buffers)) + known * mean
+
+    @property
+    def sent_names(self) -> tuple[str, ...]:
+        """Names of what clients send in this round: parameters, if the next begins with a mean."""
+        due = self.share(len(self.federation.history) + 1)
+        return self.federation.layout.parameters if due else ()

@@ -1,0 +1,77 @@
+"""Per-FedAvg: FedAvg of models that are a step of adaptation away from good ones."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.errors import ConfigurationError
+from pflight.models import PerFedAvgClient
+from pflight.randomness import Purpose
+
+from .fedavg import FedAvg
+from .personal import check_kind
+
+if TYPE_CHECKING:
+    from pflight.federation import Federation
+
+
+class PerFedAvg(FedAvg):
+    r"""Personalized FedAvg (Fallah et al. 2020, algorithm 1): model-agnostic meta-learning.
+
+    The server is FedAvg; what clients train for is
+    :class:`~pflight.models.PerFedAvgClient`'s. Each client is judged by the server's model after
+    steps of size :math:`\alpha` on batches of its training samples, for which a federation needs
+    its data. A client without samples has the server's model as it is.
+
+    Args:
+        steps: Steps of adaptation before a client is judged; with 0 it is judged by the server's
+            model, or as ``finetune_epochs`` of the federation says, also with :math:`\alpha`.
+        weighting: As in :class:`FedAvg`.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or the client is of another kind.
+
+    References:
+        Fallah et al., Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic
+        Meta-Learning Approach, NeurIPS 2020, https://arxiv.org/abs/2002.07948.
+    """
+
+    def __init__(
+        self,
+        steps: int = 1,
+        weighting: Literal["uniform", "samples"] = "uniform",
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__(weighting, buffers)
+        if steps < 0:
+            raise ConfigurationError(f"PerFedAvg: steps must not be negative, got {steps}")
+        self.steps = steps
+
+    def setup_server(self, federation: Federation) -> None:
+        """Make the server's model."""
+        check_kind(self, federation.client, PerFedAvgClient)
+        super().setup_server(federation)
+
+    def personalize(self, clients: Tensor) -> TensorDict:
+        """Return the server's model after each client's adaptation ``[C]``."""
+        states = super().personalize(clients)
+        if not self.steps:
+            return states
+        index = len(self.federation.history)
+        adapted = self.federation.attached_engine.train(
+            clients, states, round_index=index, steps=self.steps, purpose=Purpose.FINETUNE
+        )
+        for failure in adapted.failures:
+            warnings.warn(
+                f"round {index}: client {failure.client} failed to adapt: {failure.reason}",
+                stacklevel=2,
+            )
+        states = states.clone()
+        states[torch.isin(clients, adapted.clients)] = adapted.states
+        return states

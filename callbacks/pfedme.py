@@ -1,0 +1,104 @@
+"""pFedMe: the server averages models that clients hold their personal ones to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pflight.errors import ConfigurationError
+from pflight.models import PFedMeClient
+
+from .fedavg import FedAvg
+from .personal import check_kind, mirrored
+
+if TYPE_CHECKING:
+    from pflight.federation import Federation
+
+
+class PFedMe(FedAvg):
+    r"""Federated learning with Moreau envelopes (T. Dinh et al. 2020, algorithm 1).
+
+    The server's model moves by
+
+    .. math:: w \leftarrow (1 - \beta)\,w + \beta \sum_{i \in S} p_i w_i
+
+    over the clients that answered; buffers are averaged. What a client does is
+    :class:`~pflight.models.PFedMeClient`'s. It is judged by the personal model that it kept. One
+    that has never taken part trains aside, as in a round, and is judged by the personal model that
+    this gives, for which a federation needs its data.
+
+    Args:
+        beta: Step :math:`\beta` of the default server optimizer, SGD.
+        weighting: As in :class:`FedAvg`; the paper has ``"uniform"``, its code ``"samples"``.
+        train_newcomers: Whether clients that have never taken part train before they are judged;
+            if not, they are judged by the server's model.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or the client is of another kind.
+
+    References:
+        T. Dinh et al., Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020,
+        https://arxiv.org/abs/2006.08848.
+    """
+
+    def __init__(
+        self,
+        beta: float = 1.0,
+        weighting: Literal["samples", "uniform"] = "samples",
+        train_newcomers: bool = True,
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__(weighting, buffers)
+        if not beta > 0:
+            raise ConfigurationError(f"PFedMe: beta must be over 0, got {beta}")
+        self.beta = beta
+        self.train_newcomers = train_newcomers
+
+    def setup_server(self, federation: Federation) -> None:
+        """Make the server's model."""
+        check_kind(self, federation.client, PFedMeClient)
+        super().setup_server(federation)
+        self.pairs = mirrored(federation.layout.names)
+
+    def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Return SGD with the outer step."""
+        return torch.optim.SGD(parameters, lr=self.beta)
+
+    def broadcast(self, clients: Tensor) -> TensorDict:
+        """Return the server's model, where the inner steps start as well."""
+        sent = super().broadcast(clients)
+        return sent.update({own: sent[shared] for shared, own in self.pairs})
+
+    def server_states(self) -> list[dict[str, Tensor]]:
+        """Return the server's model, with itself as the personal one."""
+        (state,) = super().server_states()
+        return [{**state, **{own: state[shared] for shared, own in self.pairs}}]
+
+    def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
+        """Return the bytes sent to the clients ``[C]``, the model once."""
+        return super().bytes_down(clients, sent.select(*self.sent_names))
+
+    def personalize(self, clients: Tensor) -> TensorDict:
+        """Return the personal models, those of newcomers from training aside ``[C]``."""
+        federation = self.federation
+        states = federation.lay_over(clients, self.broadcast(clients))
+        kept = federation.remembered(clients, states)
+        states = federation.complete(clients, kept.states)
+        new = clients[~kept.seen.to(clients.device)]
+        if len(new) and self.train_newcomers:
+            tried = federation.try_training(new, self.broadcast(new), len(federation.history))
+            found = {shared: tried.states[own] for shared, own in self.pairs}
+            states = states.clone()
+            states[torch.isin(clients, tried.clients)] = tried.states.update(found)
+        return states.update({own: states[shared] for shared, own in self.pairs})
+
+    @property
+    def sent_names(self) -> tuple[str, ...]:
+        """Names of the entries of a state that travel, those of the network."""
+        return tuple(name for name in super().sent_names if name.startswith("network."))

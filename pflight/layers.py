@@ -1,0 +1,79 @@
+"""A choice of a client's layers, such as those that stay private."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from .errors import ConfigurationError
+from .state import StateLayout
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Some of a client's layers: by name, by position or by kind, or all that any of these gives.
+
+    Layers are those of :attr:`pflight.state.StateLayout.layers`: modules that hold tensors of their
+    own, in the order of ``state_dict()``. A layer has its weight, its bias and its buffers.
+
+    Args:
+        names: Names of layers, such as ``"network.output"``, or of modules, which stand for all
+            layers inside them; ``*``, ``?`` and ``[...]`` match as in file names.
+        first: So many layers from the first on.
+        last: So many layers up to the last.
+        types: Kinds of module, subclasses included, such as ``torch.nn.BatchNorm2d``; a network may
+            have none of them.
+
+    Raises:
+        ConfigurationError: If ``first`` or ``last`` is negative.
+
+    Example:
+        >>> network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        >>> Layers(last=1).of(network)
+        ('2',)
+        >>> Layers("0", types=nn.BatchNorm1d).of(network)
+        ('0', '1')
+        >>> Layers().of(network)
+        ()
+    """
+
+    names: str | Sequence[str] = ()
+    first: int = 0
+    last: int = 0
+    types: type[nn.Module] | Sequence[type[nn.Module]] = ()
+
+    def __post_init__(self) -> None:
+        for option, count in (("first", self.first), ("last", self.last)):
+            if count < 0:
+                raise ConfigurationError(f"Layers: {option} must not be negative, got {count}")
+
+    def of(self, client: nn.Module) -> tuple[str, ...]:
+        """Return the names of these layers of a client, in its order.
+
+        Raises:
+            ConfigurationError: If a name matches no layer, or there are not so many layers.
+        """
+        layers = tuple(StateLayout.of(client).layers)
+        if max(self.first, self.last) > len(layers):
+            option = "first" if self.first > len(layers) else "last"
+            count = getattr(self, option)
+            raise ConfigurationError(f"Layers: {option}={count}, but there are {_listed(layers)}")
+        chosen = {*layers[: self.first], *layers[len(layers) - self.last :]}
+        for pattern in [self.names] if isinstance(self.names, str) else self.names:
+            inside = f"{pattern}.*"
+            found = {n for n in layers if fnmatchcase(n, pattern) or fnmatchcase(n, inside)}
+            if not found:
+                raise ConfigurationError(
+                    f"Layers: {pattern!r} matches none of the {_listed(layers)}"
+                )
+            chosen |= found
+        types = self.types if isinstance(self.types, type) else tuple(self.types)
+        chosen |= {name for name in layers if isinstance(client.get_submodule(name), types)}
+        return tuple(name for name in layers if name in chosen)
+
+
+def _listed(layers: Sequence[str]) -> str:
+    return f"{len(layers)} layers {', '.join(layers)}"

@@ -1,0 +1,186 @@
+"""Per-FedAvg, first-order and with the Hessian (section 3.3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pflight import Federation
+from pflight.callbacks import FedAvg, PerFedAvg
+from pflight.errors import ConfigurationError
+from pflight.models import PerFedAvgClient
+from tests import reference
+from tests.runs import (
+    CLASSES,
+    Point,
+    QuadraticClient,
+    assert_same,
+    batches_of,
+    batchnorm_client,
+    flat,
+    linear_client,
+    quadratic_client,
+    quiet_trainer,
+    run,
+    sgd,
+    small_data,
+    world_q,
+)
+
+ENGINES = pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+ORDERS = pytest.mark.parametrize("hessian", [False, True])
+
+
+class PerQuadratic(PerFedAvgClient, QuadraticClient):
+    """A client of world Q that trains for its adaptation."""
+
+
+def quadratic(**options: Any) -> PerFedAvgClient:
+    return PerQuadratic(Point(), num_classes=2, optimizer=sgd(0.5), alpha=0.1, **options)
+
+
+def theta(federation: Federation) -> list[float]:
+    return federation.server_states()[0]["network.theta"].tolist()
+
+
+@ENGINES
+def test_m2(engine: str) -> None:
+    for hessian, expected in ((False, [0.45, -0.8]), (True, [0.405, -0.64])):
+        client, data = quadratic(hessian=hessian), world_q([0])
+        federation = run(client, data, PerFedAvg(), 1, local_steps=1, engine=engine)
+        assert theta(federation) == pytest.approx(expected, abs=1e-15)
+
+
+@ENGINES
+def test_clients_are_judged_after_steps_of_alpha(engine: str) -> None:
+    a, b = np.array([1, 2]), np.array([1, -1])
+    for steps in (0, 1, 3):
+        federation = run(quadratic(), world_q([0]), PerFedAvg(steps), 1, engine=engine)
+        adapted = np.array(theta(federation))
+        for _ in range(steps):
+            adapted = adapted - 0.1 * a * (adapted - b)
+        judged = federation.client_state(0)["network.theta"].tolist()
+        assert judged == pytest.approx(adapted, abs=1e-15)
+
+
+def test_fine_tuning_takes_steps_of_alpha_as_well() -> None:
+    federation = run(quadratic(), world_q([0]), PerFedAvg(steps=0), 1, finetune_epochs=2)
+    once = run(quadratic(), world_q([0]), PerFedAvg(steps=2), 1)
+    expected = once.client_state(0)["network.theta"].tolist()
+    assert federation.client_state(0)["network.theta"].tolist() == pytest.approx(expected)
+
+
+def meta_gradient(
+    world: reference.World, w: np.ndarray, client: int, batch: np.ndarray, hessian: bool
+) -> np.ndarray:
+    """Return the gradient of the loss after a step of 0.3; the Hessian by finite differences."""
+    count = 3 if hessian else 2
+    whole = len(batch) < 2 * count
+    first, second, *rest = [batch] * count if whole else np.array_split(batch, count)
+    gradient = world.gradient(w - 0.3 * world.gradient(w, client, first), client, second)
+    if hessian:
+        ahead, behind = (
+            world.gradient(w + step * gradient, client, rest[0]) for step in (1e-5, -1e-5)
+        )
+        gradient = gradient - 0.3 * (ahead - behind) / 2e-5
+    return gradient
+
+
+@ENGINES
+@ORDERS
+@pytest.mark.parametrize("weighting", ["uniform", "samples"])
+def test_several_rounds_with_partial_participation(
+    hessian: bool, weighting: str, engine: str
+) -> None:
+    data = small_data(cohort_size=3, dtype=torch.float64, batch_size=7)
+    client = linear_client(PerFedAvgClient, double=True, alpha=0.3, hessian=hessian)
+    callback = PerFedAvg(weighting=weighting)
+    federation = run(client, data, callback, rounds=3, local_epochs=2, engine=engine)
+    world = reference.SoftmaxRegression([data.samples(i, "train") for i in range(6)], CLASSES)
+    w = flat(linear_client(double=True).state_dict())
+    for round_, cohort in enumerate(entry.clients for entry in federation.history):
+        models = []
+        for i in cohort:
+            model = w
+            for batch in batches_of(data, round_, i, 2):
+                model = model - 0.1 * meta_gradient(world, model, i, batch, hessian)
+            models.append(model)
+        weights = world.counts[cohort] if weighting == "samples" else None
+        w = np.average(models, axis=0, weights=weights)
+    tolerance = 1e-9 if hessian else 1e-13
+    assert flat(federation.server_states()[0]) == pytest.approx(w, abs=tolerance)
+    for i in range(6):
+        batch = batches_of(data, 3, i, 1)[0]
+        adapted = w - 0.3 * world.gradient(w, i, batch)
+        assert flat(federation.client_state(i)) == pytest.approx(adapted, abs=tolerance)
+
+
+@ORDERS
+def test_without_adaptation_it_is_uniform_fedavg(hessian: bool) -> None:
+    data = small_data(cohort_size=3, dtype=torch.float64)
+    client = linear_client(PerFedAvgClient, double=True, alpha=0.0, hessian=hessian)
+    federation = run(client, data, PerFedAvg(), 3)
+    plain = run(linear_client(double=True), data, FedAvg("uniform"), 3)
+    expected = flat(plain.server_states()[0])
+    assert flat(federation.server_states()[0]) == pytest.approx(expected, rel=1e-12, abs=1e-14)
+    assert flat(federation.client_state(0)) == pytest.approx(expected, rel=1e-12, abs=1e-14)
+
+
+@ENGINES
+@ORDERS
+def test_only_the_pass_of_the_adaptation_updates_buffers(hessian: bool, engine: str) -> None:
+    data = small_data(counts=[9], batch_size=None)
+    client = batchnorm_client(PerFedAvgClient, alpha=0.1, hessian=hessian)
+    federation = run(client, data, PerFedAvg(), 1, local_epochs=1, engine=engine)
+    x, _ = data.samples(0, "train")
+    order = data.order(0, 0, 0)[: 3 if hessian else 5]  # D, of thirds or halves
+    features = client.network[0](x[order])
+    state = federation.server_states()[0]
+    assert state["network.1.num_batches_tracked"] == 1
+    torch.testing.assert_close(state["network.1.running_mean"], 0.1 * features.mean(0).detach())
+
+
+def test_a_client_without_samples_has_the_servers_model() -> None:
+    data = small_data(counts=[6, 0, 8])
+    federation = run(linear_client(PerFedAvgClient), data, PerFedAvg(), 1)
+    assert_same(federation.client_state(1), federation.server_states()[0])
+    assert not torch.equal(
+        federation.client_state(0)["network.weight"], federation.client_state(1)["network.weight"]
+    )
+
+
+def test_a_client_that_fails_to_adapt_is_judged_without() -> None:
+    class Failing(PerFedAvgClient):
+        def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            if self.num_samples == 9 and self.anchor is None:
+                raise RuntimeError("out of battery")
+            return super().loss(batch)
+
+    federation = run(
+        linear_client(Failing), small_data(), PerFedAvg(), trainer={"limit_val_batches": 0}
+    )
+    with pytest.warns(UserWarning, match="round 1: client 3 failed to adapt: .*out of battery"):
+        state = federation.client_state(3)
+    assert_same(state, federation.server_states()[0])
+
+
+def test_trained_alone_it_has_its_own_optimizer() -> None:
+    data = small_data(counts=[12])
+    client, plain = linear_client(PerFedAvgClient, alpha=0.01), linear_client()
+    for module in (client, plain):
+        torch.manual_seed(0)
+        quiet_trainer(2).fit(module, datamodule=data.client(0))
+    assert_same(dict(client.state_dict()), dict(plain.state_dict()))
+
+
+def test_what_does_not_fit() -> None:
+    with pytest.raises(ConfigurationError, match="PerFedAvgClient: alpha must not be negative, "):
+        linear_client(PerFedAvgClient, alpha=-0.1)
+    with pytest.raises(ConfigurationError, match="PerFedAvg: steps must not be negative, got -1"):
+        PerFedAvg(steps=-1)
+    with pytest.raises(ConfigurationError, match="PerFedAvg needs PerFedAvgClient as its client"):
+        run(quadratic_client(), world_q(), PerFedAvg())

@@ -1,0 +1,156 @@
+"""What all methods with personal models stand, whatever they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from pflight import Federation
+from pflight.callbacks import APFL, L2GD, Ditto, PerFedAvg, PFedMe, ServerCallback
+from pflight.models import APFLClient, ClientModule, DittoClient, PerFedAvgClient, PFedMeClient
+from tests.runs import (
+    assert_same,
+    batchnorm_client,
+    dropout_client,
+    linear_client,
+    run,
+    small_data,
+)
+
+
+class Method(NamedTuple):
+    """The two halves of a method."""
+
+    callback: Callable[[], ServerCallback]
+    client: type[ClientModule]
+    options: dict[str, Any]
+
+
+METHODS = {
+    "Ditto": Method(Ditto, DittoClient, {"lam": 0.5}),
+    "APFL": Method(APFL, APFLClient, {"alpha_lr": 0.1}),
+    "pFedMe": Method(PFedMe, PFedMeClient, {"lam": 2.0, "personal_steps": 2}),
+    "L2GD": Method(lambda: L2GD(lam=2.0), ClientModule, {}),
+    "Per-FedAvg": Method(PerFedAvg, PerFedAvgClient, {"alpha": 0.1, "hessian": True}),
+}
+ALL = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+AS_FEDAVG = [method for name, method in METHODS.items() if name != "L2GD"]
+
+
+def fit(
+    method: Method,
+    rounds: int = 3,
+    make: Callable[..., ClientModule] = batchnorm_client,
+    data: Any = None,
+    **options: Any,
+) -> Federation:
+    client = make(method.client, **method.options)
+    data = small_data(cohort_size=3) if data is None else data
+    return run(client, data, method.callback(), rounds, **options)
+
+
+@ALL
+def test_both_engines_agree(method: Method) -> None:
+    def double(*args: Any, **options: Any) -> ClientModule:
+        return batchnorm_client(*args, **options).double()
+
+    data = small_data(cohort_size=4, dtype=torch.float64)
+    one, other = (
+        fit(method, 4, double, data, local_epochs=2, engine=engine)
+        for engine in ("sequential", "vectorized")
+    )
+    assert other._engine.obstacle is None
+    pairs = [(one.server_states()[0], other.server_states()[0])]
+    pairs += [(one.client_state(i), other.client_state(i)) for i in range(6)]
+    for left, right in pairs:
+        torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-10)
+
+
+@ALL
+def test_a_resumed_run_knows_all_personal_models(method: Method, tmp_path: Path) -> None:
+    fit(method, 2, dropout_client).trainer.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = fit(method, 4, dropout_client, ckpt_path=tmp_path / "half.ckpt")
+    whole = fit(method, 4, dropout_client)
+    assert_same(resumed.server_states()[0], whole.server_states()[0])
+    for i in range(6):
+        assert_same(resumed.client_state(i), whole.client_state(i))
+
+
+@pytest.mark.parametrize("method", AS_FEDAVG, ids=lambda method: method.client.__name__)
+def test_only_the_network_travels(method: Method) -> None:
+    network = batchnorm_client().state_dict()
+    for entry in fit(method).history:
+        size = sum(value.nbytes for value in network.values())
+        assert entry.bytes_down == entry.bytes_up == 3 * size
+
+
+@ALL
+def test_a_clients_module_predicts_with_its_personal_model(method: Method) -> None:
+    data = small_data(cohort_size=3)
+    federation = fit(method, data=data)
+    federation.trainer.test(federation, datamodule=data, verbose=False)
+    judged = federation.client_metrics("test")
+    states = [federation.client_state(i)["network.0.weight"] for i in range(6)]
+    assert not torch.equal(states[0], states[1])
+    for i in range(6):
+        x, y = data.samples(i, "test")
+        logits = federation.client_module(i).eval()(x)
+        loss = torch.nn.functional.cross_entropy(logits, y)
+        torch.testing.assert_close(judged["loss"][i].float(), loss)
+
+
+@pytest.mark.parametrize("method", [METHODS["Ditto"], METHODS["APFL"]], ids=["Ditto", "APFL"])
+def test_newcomers_have_the_servers_model(method: Method) -> None:
+    data = small_data(holdout_clients=0.34)
+    federation = fit(method, data=data)
+    server = federation.server_states()[0]
+    for i in data.new_clients.tolist():
+        torch.testing.assert_close(federation.client_state(i), server)
+
+
+@ALL
+@pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+def test_a_client_that_always_fails_keeps_nothing(method: Method) -> None:
+    class Failing(method.client):
+        def after_training(self) -> None:
+            super().after_training()
+            if self.num_samples == 9 and self.num_steps > 0:  # client 3
+                raise RuntimeError("out of battery")
+
+    data = small_data()
+    client = linear_client(Failing, **method.options)
+    federation = run(client, data, method.callback(), 3, engine="sequential")
+    assert all(entry.failed == [3] for entry in federation.history)
+    for slot in ("private", "memory"):
+        assert not federation.memory.seen(slot, torch.tensor([3])).any()
+    assert all(value.isfinite().all() for value in federation.client_state(3).values())
+
+
+@ALL
+def test_a_cohort_of_one_and_clients_of_one_sample(method: Method) -> None:
+    data = small_data(counts=[1, 0, 5, 1, 8], cohort_size=1)
+    federation = fit(method, 5, data=data)
+    states = [federation.client_state(i) for i in range(5)]
+    assert all(value.isfinite().all() for state in states for value in state.values())
+
+
+@ALL
+def test_fine_tuning_goes_on_from_the_personal_model_with_the_task_alone(method: Method) -> None:
+    def loss(federation: Federation) -> Tensor:
+        modules = [federation.client_module(i).eval() for i in range(6)]
+        batches = [data.samples(i, "train") for i in range(6)]
+        return torch.stack([ClientModule.loss(m, b) for m, b in zip(modules, batches, strict=True)])
+
+    data = small_data(batch_size=None)
+    plain = fit(method, make=linear_client, data=data)
+    tuned = fit(method, make=linear_client, data=data, finetune_epochs=1)
+    assert_same(plain.server_states()[0], tuned.server_states()[0])
+    if method.client.judged_by_memory:  # then everybody has been seen
+        torch.testing.assert_close(loss(tuned), loss(plain))
+    else:
+        assert (loss(tuned) < loss(plain)).all()

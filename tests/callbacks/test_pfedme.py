@@ -1,0 +1,202 @@
+"""pFedMe (section 4.1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pflight import Federation
+from pflight.callbacks import FedAvg, PFedMe
+from pflight.datamodules import TensorClients
+from pflight.errors import ConfigurationError
+from pflight.models import PFedMeClient
+from tests import reference
+from tests.runs import (
+    CLASSES,
+    Point,
+    QuadraticClient,
+    batches_of,
+    batchnorm_client,
+    flat,
+    linear_client,
+    quadratic_client,
+    run,
+    sgd,
+    small_data,
+    world_q,
+)
+
+ENGINES = pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+P1 = {"lam": 2.0, "personal_steps": 2, "personal_lr": 0.1}
+
+
+class PFedMeQuadratic(PFedMeClient, QuadraticClient):
+    """A client of world Q that descends its envelope."""
+
+
+def quadratic(lr: float = 0.05, **options: Any) -> PFedMeClient:
+    return PFedMeQuadratic(Point(), num_classes=2, optimizer=sgd(lr), **options)
+
+
+def network(state: dict[str, torch.Tensor]) -> np.ndarray:
+    return flat({name: value for name, value in state.items() if name.startswith("network.")})
+
+
+def shared(federation: Federation) -> np.ndarray:
+    return network(federation.server_states()[0])
+
+
+def personal(federation: Federation, client: int) -> np.ndarray:
+    return network(federation.client_state(client))
+
+
+@ENGINES
+def test_p1(engine: str) -> None:
+    data = world_q([0])
+    federation = run(quadratic(**P1), data, PFedMe(), 1, local_steps=2, engine=engine)
+    assert personal(federation, 0) == pytest.approx([0.25908, -0.44544], abs=1e-15)
+    assert shared(federation) == pytest.approx([0.041208, -0.073344], abs=1e-15)
+    federation = run(quadratic(**P1), data, PFedMe(beta=2.0), 1, local_steps=2, engine=engine)
+    assert shared(federation) == pytest.approx([0.082416, -0.146688], abs=1e-15)
+
+
+def test_the_loss_is_the_envelope_and_its_gradient_the_pull() -> None:
+    """Near the minimiser, which for a quadratic is (a b + lam w) / (a + lam)."""
+    client = quadratic(lam=2.0, personal_steps=400, personal_lr=0.1).double()
+    federation = run(client, world_q([0]), PFedMe(), 1, local_steps=1)
+    a, b = np.array([1, 2]), np.array([1, -1])
+    theta = a * b / (a + 2)
+    assert personal(federation, 0) == pytest.approx(theta, abs=1e-12)
+    assert shared(federation) == pytest.approx(0.05 * 2 * theta, abs=1e-12)
+    envelope = (a / 2 * (theta - b) ** 2 + theta**2).sum()
+    assert federation.history[0].metrics["train/loss"] == pytest.approx(envelope, rel=1e-6)
+
+
+def pfedme(
+    world: reference.World,
+    w: np.ndarray,
+    cohorts: list[list[int]],
+    batches: reference.Batches,
+    weighting: str,
+    beta: float,
+    mu: float,
+) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+    """Return the server's weights and the personal ones; lam 3, K 4, inner step 0.1, outer 0.2."""
+    personal = {}
+    for round_, cohort in enumerate(cohorts):
+        sent = []
+        for i in cohort:
+            own, theta = w, w
+            for batch in batches(round_, i):
+                for _ in range(4):
+                    gradient = world.gradient(theta, i, batch)
+                    theta = theta - 0.1 * (gradient + 3 * (theta - own) + mu * theta)
+                own = own - 0.2 * 3 * (own - theta)
+            personal[i] = theta
+            sent.append(own)
+        weights = world.counts[cohort] if weighting == "samples" else None
+        w = (1 - beta) * w + beta * np.average(sent, axis=0, weights=weights)
+    return w, personal
+
+
+@ENGINES
+@pytest.mark.parametrize(
+    ("weighting", "beta", "mu"), [("samples", 1.0, 0.0), ("uniform", 1.5, 0.1)]
+)
+def test_several_rounds_with_partial_participation(
+    weighting: str, beta: float, mu: float, engine: str
+) -> None:
+    data = small_data(cohort_size=3, dtype=torch.float64)
+    options = {"lam": 3.0, "personal_steps": 4, "personal_lr": 0.1, "mu": mu}
+    client = linear_client(PFedMeClient, double=True, optimizer=sgd(0.2), **options)
+    callback = PFedMe(beta, weighting)
+    federation = run(client, data, callback, rounds=3, local_epochs=2, engine=engine)
+    expected, models = pfedme(
+        reference.SoftmaxRegression([data.samples(i, "train") for i in range(6)], CLASSES),
+        flat(linear_client(double=True).state_dict()),
+        [entry.clients for entry in federation.history],
+        lambda t, i: batches_of(data, t, i, 2),
+        weighting,
+        beta,
+        mu,
+    )
+    assert shared(federation) == pytest.approx(expected, rel=1e-12, abs=1e-14)
+    assert len(models) < 6
+    for i, theta in models.items():
+        assert personal(federation, i) == pytest.approx(theta, rel=1e-12, abs=1e-14)
+
+
+def test_with_one_step_of_each_it_is_fedavg() -> None:
+    data = small_data(cohort_size=3, dtype=torch.float64)
+    options = {"lam": 4.0, "personal_steps": 1, "personal_lr": 0.1, "optimizer": sgd(0.25)}
+    client = linear_client(PFedMeClient, double=True, **options)
+    federation = run(client, data, PFedMe(), 4, local_steps=1)
+    plain = run(linear_client(double=True), data, FedAvg(), 4, local_steps=1)
+    assert shared(federation) == pytest.approx(network(plain.server_states()[0]), rel=1e-12)
+
+
+def test_the_personal_model_is_no_alias_of_the_shared_one_and_depends_on_lam() -> None:
+    distances = []
+    for lam in (0.5, 2.0, 8.0):
+        options = {"lam": lam, "personal_steps": 20, "personal_lr": 0.1}
+        federation = run(quadratic(0.01, **options), world_q(), PFedMe(), 3, local_steps=3)
+        distances.append(np.linalg.norm(personal(federation, 1) - shared(federation)))
+    assert distances[0] > distances[1] > distances[2] > 0.01
+
+
+def test_newcomers_run_the_inner_loop_from_the_servers_model() -> None:
+    def fit(train_newcomers: bool) -> Federation:
+        train = [world_q().samples(i, "train") for i in range(3)]
+        data = TensorClients(train, num_classes=2, batch_size=None, cohort_size=1)
+        callback = PFedMe(train_newcomers=train_newcomers)
+        return run(quadratic(**P1), data, callback, 1, local_steps=2)
+
+    federation = fit(train_newcomers=True)
+    (seen,) = federation.history[0].clients
+    new = next(i for i in range(3) if i != seen)
+    a, b = np.array([(1, 2), (2, 1), (1, 1)][new]), np.array([(1, -1), (3, 1), (-2, 4)][new])
+    w = theta = shared(federation)
+    for _ in range(2):
+        for _ in range(2):
+            theta = theta - 0.1 * (a * (theta - b) + 2 * (theta - w))
+        w = w - 0.05 * 2 * (w - theta)
+    assert personal(federation, new) == pytest.approx(theta, abs=1e-14)
+    assert not federation.memory.seen("memory", torch.tensor([new])).any()
+    federation = fit(train_newcomers=False)
+    assert personal(federation, new) == pytest.approx(shared(federation), abs=0)
+
+
+def test_buffers_are_those_of_the_inner_passes_and_go_with_both() -> None:
+    client = batchnorm_client(PFedMeClient, personal_steps=3)
+    federation = run(client, small_data(batch_size=None), PFedMe(), 2)
+    counter, mean = "network.1.num_batches_tracked", "network.1.running_mean"
+    server, states = federation.server_states()[0], [federation.client_state(i) for i in range(6)]
+    assert server[counter] == 6  # three inner steps on a batch, one batch a round
+    counts = torch.tensor([5.0, 12, 7, 9, 3, 10])
+    kept = torch.stack([state[mean] for state in states])
+    torch.testing.assert_close(server[mean], (counts / counts.sum()) @ kept)
+    assert (kept[0] - kept[1]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lam": 0.0}, "lam and personal_lr must be over 0, got 0.0 and 0.09"),
+        ({"personal_lr": -1.0}, "lam and personal_lr must be over 0, got 15.0 and -1.0"),
+        ({"personal_steps": 0}, "personal_steps must be at least 1, got 0"),
+        ({"mu": -0.1}, "mu must not be negative, got -0.1"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"PFedMeClient: {message}"):
+        linear_client(PFedMeClient, **options)
+
+
+def test_what_does_not_fit() -> None:
+    with pytest.raises(ConfigurationError, match="PFedMe: beta must be over 0, got 0"):
+        PFedMe(beta=0)
+    with pytest.raises(ConfigurationError, match="PFedMe needs PFedMeClient as its client, got Q"):
+        run(quadratic_client(), world_q(), PFedMe())
