@@ -1,0 +1,90 @@
+"""Where the time of a round goes in pflight, on the workloads of ``compare.py``.
+
+    python benchmarks/breakdown.py [--root FOLDER] [--rounds 10] [W1 W2 W3]
+
+First the seconds of local training, of the rest of a round, and of the Trainer between two rounds;
+then, from a run of its own under PyTorch's profiler, the operators that take most time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from peers.images import write_images
+from peers.pflight import fit, make_federation
+from peers.workloads import WORKLOADS, Record, Task
+from tensordict import TensorDict
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from pflight import Federation
+from pflight.engines import ClientUpdates
+
+
+class TimedFederation(Federation):
+    """Takes the seconds of every round, and those of local training."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.rounds: list[float] = []
+        self.training: list[float] = []
+
+    def training_step(self, cohort: Tensor, batch_idx: int) -> None:
+        """Run a round."""
+        started = time.perf_counter()
+        self.training.append(0.0)
+        super().training_step(cohort, batch_idx)
+        self.rounds.append(time.perf_counter() - started)
+
+    def train_clients(self, clients: Tensor, sent: TensorDict) -> ClientUpdates:
+        """Train the clients."""
+        started = time.perf_counter()
+        updates = super().train_clients(clients, sent)
+        self.training[-1] += time.perf_counter() - started
+        return updates
+
+
+def parts(task: Task, rounds: int) -> list[float]:
+    """Return the median seconds of local training, of the rest of a round, and of the Trainer."""
+    federation, record = make_federation(task, kind=TimedFederation), Record()
+    fit(federation, task, rounds, record)
+    laps, inside = np.diff(record.ends), np.array(federation.rounds[1:])
+    training = np.array(federation.training[1:])
+    return [float(np.median(part)) for part in (training, inside - training, laps - inside)]
+
+
+def operators(task: Task, rounds: int, count: int) -> list[tuple[str, float]]:
+    """Return the operators that take most time, and their shares of all operators' time."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        fit(make_federation(task), task, rounds, Record())
+    events = profiler.key_averages()
+    total = sum(event.self_cpu_time_total for event in events)
+    slowest = sorted(events, key=lambda event: -event.self_cpu_time_total)[:count]
+    return [(event.key, event.self_cpu_time_total / total) for event in slowest]
+
+
+def main() -> None:
+    """Print a table of both."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), metavar="workload")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--root", type=Path, help="folder of Fashion-MNIST's idx files")
+    options = parser.parse_args()
+    print("| | local training | rest of the round | Trainer | operators |")
+    print("|---|---|---|---|---|")
+    with TemporaryDirectory() as folder:
+        write_images(Path(folder), options.root)
+        for name in options.workloads:
+            task = Task.load(name, Path(folder))
+            seconds = " | ".join(f"{1000 * part:.1f} ms" for part in parts(task, options.rounds))
+            shares = ", ".join(f"`{key}` {share:.0%}" for key, share in operators(task, 3, 5))
+            print(f"| {name} | {seconds} | {shares} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

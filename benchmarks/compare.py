@@ -1,0 +1,176 @@
+"""Seconds per round and memory of pflight, of raw loops and of other libraries, on the same work.
+
+    python benchmarks/compare.py [--root FOLDER] [--repeats 3] [--out docs/speed.md]
+
+Every library has a virtual environment of its own, made at the first run; together they take some
+13 GB. A library that can't be installed or fails is a row that says why. Every row is run in fresh
+processes, one after another, in turn with the other rows, and once more to measure its memory. The
+seconds are those between the ends of two rounds, without evaluation and start-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from peers.environments import ENVIRONMENTS, InstallError, python_of, version_of
+from peers.images import write_images
+from peers.networks import accuracy
+from peers.processes import RowError, Run, run_row
+from peers.table import Result, save, write_table
+from peers.workloads import WORKLOADS
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table.
+
+    Attributes:
+        run: ``module.function`` of the folder ``peers``.
+        workloads: Those on which it makes a difference.
+        environment: Name of the library's environment; "" is the current one.
+    """
+
+    run: str
+    workloads: tuple[str, ...] = tuple(WORKLOADS)
+    environment: str = ""
+
+    @property
+    def raw(self) -> bool:
+        """Whether it is a loop without a library."""
+        return self.run.startswith("raw.")
+
+
+ROWS = {
+    "raw loop": Row("raw.loop"),
+    "raw loop, channels last": Row("raw.channels_last", ("W1",)),
+    "raw loop, `autograd.grad` and `foreach`": Row("raw.foreach"),
+    "raw loop, both": Row("raw.channels_last_foreach", ("W1",)),
+    "raw loop, 2 processes": Row("raw.two_processes"),
+    "raw `vmap`": Row("raw.vectorized"),
+    "raw `vmap`, chunks of 10": Row("raw.chunks_of_10", ("W2", "W3")),
+    "**pflight**": Row("pflight.auto"),
+    "pflight, sequential": Row("pflight.sequential"),
+    "pflight, vectorized": Row("pflight.vectorized"),
+    "pflight, 2 ranks": Row("pflight.two_ranks"),
+    "pfl": Row("pfl.run", environment="pfl"),
+    "fluke": Row("fluke.run", environment="fluke"),
+    "Flower and Ray": Row("flower.run", environment="flower"),
+    "BlazeFL": Row("blazefl.run", environment="blazefl"),
+    "FedJAX": Row("fedjax.run", environment="fedjax"),
+}
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "pflight-benchmarks")
+
+
+def pythons(names: set[str], folder: Path) -> dict[str, Path | InstallError]:
+    """Return the interpreter of each environment, or why there is none."""
+    found: dict[str, Path | InstallError] = {"": Path(sys.executable)}
+    for name in sorted(names - {""}):
+        print(f"environment {name}", file=sys.stderr, flush=True)
+        try:
+            found[name] = python_of(ENVIRONMENTS[name], folder)
+        except InstallError as failure:
+            found[name] = failure
+    return found
+
+
+def compare(options: argparse.Namespace, data: Path) -> dict[str, dict[str, Result]]:
+    """Run everything; return each workload's results by row."""
+    chosen = {name: row for name, row in ROWS.items() if row.run in options.rows}
+    results = {
+        workload: {name: Result() for name, row in chosen.items() if workload in row.workloads}
+        for workload in options.workloads
+    }
+    interpreters = pythons({row.environment for row in chosen.values()}, options.environments)
+    x, y = np.load(data / "test_x.npy"), np.load(data / "test_y.npy")
+
+    def run(workload: str, name: str, rounds: int, watch: bool = False) -> Run:
+        row = ROWS[name]
+        python = interpreters[row.environment]
+        if isinstance(python, InstallError):
+            raise RowError(str(python))
+        limit = options.timeout
+        return run_row(
+            python, row.run, workload, data=data, rounds=rounds, timeout=limit, watch=watch
+        )
+
+    cells = [(workload, *cell) for workload, rows in results.items() for cell in rows.items()]
+    for workload, name, result in cells * options.repeats:
+        if result.failure:
+            continue
+        try:
+            timed = run(workload, name, options.rounds)
+            result.runs.append(timed)
+            result.accuracy.append(accuracy(WORKLOADS[workload], timed.weights, x, y))
+            print(f"{workload} {name}: {timed.median:.4f} s", file=sys.stderr, flush=True)
+        except RowError as failure:
+            result.failure = str(failure)
+            print(f"{workload} {name}: {failure}", file=sys.stderr, flush=True)
+    for workload, name, result in cells if options.memory else []:
+        if not result.failure:
+            with suppress(RowError):  # what was timed stays
+                result.peak = run(workload, name, rounds=2, watch=True).peak
+    return results
+
+
+def page(options: argparse.Namespace, results: Mapping[str, Mapping[str, Result]]) -> list[str]:
+    """Return the lines of all tables, and what they were measured on and with."""
+    raw = {name for name, row in ROWS.items() if row.raw}
+    used = {ROWS[name].environment for rows in results.values() for name in rows}
+    versions = [
+        version_of(ENVIRONMENTS[name], options.environments) for name in sorted(used - {""})
+    ]
+    images = "Fashion-MNIST" if options.root else "generated images"
+    lines = [
+        f"{datetime.date.today()}, {os.cpu_count()} cores, {platform.machine()}, "
+        f"Python {platform.python_version()}, PyTorch {version('torch')}, {images}; "
+        f"{options.rounds} rounds, repeats: {options.repeats}. {', '.join(versions)}",
+    ]
+    for name, rows in results.items():
+        workload = WORKLOADS[name]
+        layers = ", ".join("x".join(map(str, shape)) for shape in workload.layers)
+        lines += [
+            "",
+            f"**{name}**: {workload.cohort} of {workload.clients} clients, {workload.samples} "
+            f"images each, batches of {workload.batch_size}, weights {layers}",
+            "",
+            *write_table(workload, options.rounds, rows, raw),
+        ]
+    return lines
+
+
+def main() -> None:
+    """Run the rows that were asked for, and print or save the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    runs = [row.run for row in ROWS.values()]
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--rows", nargs="+", choices=runs, default=runs, metavar="ROW")
+    parser.add_argument("--repeats", type=int, default=3, help="processes per row")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds per process, two at least")
+    parser.add_argument("--root", type=Path, help="folder of Fashion-MNIST's idx files")
+    parser.add_argument("--out", type=Path, help="page to write, or to update between its marks")
+    parser.add_argument("--environments", type=Path, default=CACHE, help="where they are kept")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one process")
+    parser.add_argument("--no-memory", dest="memory", action="store_false")
+    options = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        write_images(Path(folder), options.root)
+        lines = page(options, compare(options, Path(folder)))
+    if options.out:
+        save(options.out, lines)
+    else:
+        print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""What every row of the benchmark has to do: clients, their samples, network and first weights.
+
+Only NumPy is needed here, so that this file is the same in the environment of every library.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Weights = list[NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Rounds of FedAvg: SGD with a constant step, one local epoch, clients of equal size.
+
+    Attributes:
+        clients: Clients in all.
+        cohort: Clients that train in a round.
+        samples: Images of 28 x 28 pixels per client.
+        batch_size: Images of a local step; an epoch's last batch may be smaller.
+        layers: Shape of each layer's weight: ``(out, in)``, or ``(out, in, size, size)`` for a
+            convolution that keeps the size of the image. Convolutions are followed by ReLU and 2x2
+            max pooling, and all but the last linear layer by ReLU.
+        lr: Step of SGD.
+    """
+
+    clients: int
+    cohort: int
+    samples: int
+    batch_size: int
+    layers: tuple[tuple[int, ...], ...]
+    lr: float = 0.01
+
+    @property
+    def steps(self) -> int:
+        """Number of a client's steps in a round."""
+        return math.ceil(self.samples / self.batch_size)
+
+    def initial_weights(self) -> Weights:
+        """Return each layer's weight and bias, uniform in +-1/sqrt(inputs) as PyTorch has it."""
+        random = np.random.default_rng(0)
+        weights = []
+        for shape in self.layers:
+            bound = 1 / math.sqrt(math.prod(shape[1:]))
+            for tensor in (shape, shape[:1]):
+                weights.append(random.uniform(-bound, bound, tensor).astype(np.float32))
+        return weights
+
+    def draw(self, round_index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return a round's clients ``[cohort]`` and the order of their samples ``[cohort, n]``."""
+        random = np.random.default_rng(round_index)
+        clients = random.permutation(self.clients)[: self.cohort]
+        order = np.tile(np.arange(self.samples), (self.cohort, 1))
+        return clients, random.permuted(order, axis=1)
+
+
+CNN = ((32, 1, 5, 5), (64, 32, 5, 5), (512, 3136), (10, 512))
+WORKLOADS = {
+    "W1": Workload(clients=100, cohort=10, samples=600, batch_size=32, layers=CNN),
+    "W2": Workload(clients=1000, cohort=100, samples=60, batch_size=10, layers=((10, 784),)),
+    "W3": Workload(100, cohort=100, samples=100, batch_size=10, layers=((200, 784), (10, 200))),
+}
+
+
+class Task(NamedTuple):
+    """A workload and its data."""
+
+    workload: Workload
+    x: NDArray[np.float32]
+    """Images ``[clients, samples, 1, 28, 28]``."""
+    y: NDArray[np.int64]
+    """Labels ``[clients, samples]``."""
+    name: str = ""
+    folder: Path = Path()
+    """Where it was read from, for processes that read it again."""
+
+    @classmethod
+    def load(cls, name: str, folder: Path) -> Task:
+        """Read what :func:`~.images.write_images` wrote."""
+        workload = WORKLOADS[name]
+        shape = workload.clients, workload.samples
+        count = math.prod(shape)
+        x, y = (
+            np.array(np.load(folder / f"train_{part}.npy", mmap_mode="r")[:count]).reshape(
+                *shape, *rest
+            )
+            for part, rest in (("x", (1, 28, 28)), ("y", ()))
+        )
+        return cls(workload, x, y, name, folder)
+
+
+@dataclass
+class Record:
+    """What a run did: when each round ended, and the samples and steps of all local training."""
+
+    ends: list[float] = field(default_factory=list)
+    samples: int = 0
+    steps: int = 0
+
+    def count(self, samples: int, steps: int = 1) -> None:
+        """Take note of local training."""
+        self.samples += samples
+        self.steps += steps
+
+    def end_round(self) -> None:
+        """Take the time; what lies between two ends is a round, and nothing is left out."""
+        self.ends.append(time.perf_counter())

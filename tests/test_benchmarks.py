@@ -1,0 +1,281 @@
+"""The rows of the benchmark against other libraries do the same work, and its table adds up."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import math
+import struct
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from benchmarks.peers import images, pflight, raw
+from benchmarks.peers.environments import (
+    ENVIRONMENTS,
+    REQUIREMENTS,
+    Environment,
+    InstallError,
+    python_of,
+)
+from benchmarks.peers.networks import accuracy, load_weights, make_network
+from benchmarks.peers.processes import RowError, Run, marked, run_row
+from benchmarks.peers.table import Result, distance, save, write_table
+from benchmarks.peers.workloads import WORKLOADS, Record, Task, Weights, Workload
+from pflight.datamodules import TensorClients
+from pflight.models import McMahanCNN
+
+CNN = Workload(5, 4, 10, 4, layers=((2, 1, 5, 5), (3, 2, 5, 5), (8, 147), (10, 8)), lr=0.1)
+LOGISTIC = Workload(clients=4, cohort=4, samples=10, batch_size=4, layers=((10, 784),), lr=0.1)
+ROOT = Path(__file__).parents[1]
+
+
+def random_task(workload: Workload) -> Task:
+    random = np.random.default_rng(3)
+    shape = workload.clients, workload.samples
+    x = random.standard_normal((*shape, 1, 28, 28), dtype=np.float32)
+    return Task(workload, x, random.integers(10, size=shape))
+
+
+def trained(row: Any, task: Task, rounds: int = 2) -> tuple[list[torch.Tensor], Record]:
+    record = Record()
+    weights = row(task, rounds, record)
+    return [torch.from_numpy(weight) for weight in weights], record
+
+
+def assert_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("compare")
+
+
+# Workloads
+
+
+@pytest.mark.parametrize(("name", "steps"), [("W1", 19), ("W2", 6), ("W3", 10)])
+def test_steps(name: str, steps: int) -> None:
+    assert WORKLOADS[name].steps == steps
+
+
+def test_cnn_is_mcmahans() -> None:
+    weights = WORKLOADS["W1"].initial_weights()
+    network, theirs = make_network(WORKLOADS["W1"]), McMahanCNN()
+    load_weights(theirs, weights)
+    x = torch.randn(3, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    assert_close(network(x), theirs(x))
+    assert sum(weight.size for weight in weights) == 1_663_370
+
+
+def test_draw() -> None:
+    clients, order = WORKLOADS["W2"].draw(4)
+    assert len(set(clients.tolist())) == 100
+    assert order.shape == (100, 60)
+    assert (np.sort(order, axis=1) == np.arange(60)).all()
+    assert not (order[0] == order[1]).all()
+    again, _ = WORKLOADS["W2"].draw(4)
+    other, _ = WORKLOADS["W2"].draw(5)
+    assert (clients == again).all()
+    assert not (clients == other).all()
+
+
+# Rows
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        raw.foreach,
+        raw.channels_last,
+        raw.channels_last_foreach,
+        raw.vectorized,
+        partial(raw.vectorized, chunk=3),
+    ],
+)
+@pytest.mark.parametrize("workload", [CNN, LOGISTIC], ids=["cnn", "logistic"])
+def test_raw_rows_agree(row: Any, workload: Workload) -> None:
+    task = random_task(workload)
+    expected, loop = trained(raw.loop, task)
+    weights, record = trained(row, task)
+    assert_equal(weights, expected)
+    assert record.samples == loop.samples == 2 * 4 * 10
+    assert record.steps == loop.steps == 2 * 4 * 3
+    assert len(record.ends) == 2
+
+
+def test_loop_by_hand() -> None:
+    """One client, one sample, zero weights: the gradient of the bias is 1/10 less the label."""
+    workload = Workload(clients=1, cohort=1, samples=1, batch_size=1, layers=((10, 784),), lr=0.5)
+    network = make_network(workload)
+    x = np.zeros((1, 1, 1, 28, 28), dtype=np.float32)
+    (_, bias), _ = trained(raw.loop, Task(workload, x, np.array([[2]])), rounds=1)
+    start = list(network.parameters())[1].detach()
+    expected = start - 0.5 * (start.softmax(0) - torch.eye(10)[2])
+    assert_close(bias, expected)
+
+
+class SameOrder(TensorClients):
+    """Gives the samples in the order of the raw loops."""
+
+    def order(self, client: int, round: int, epoch: int) -> torch.Tensor:
+        clients, order = LOGISTIC.draw(round)
+        return torch.from_numpy(order[clients.tolist().index(client)])
+
+
+def test_pflight_does_what_the_loop_does() -> None:
+    task = random_task(LOGISTIC)
+    expected, loop = trained(raw.loop, task)
+    weights, record = trained(partial(pflight.sequential, data_module=SameOrder), task)
+    assert_equal(weights, expected)
+    assert (record.samples, record.steps) == (loop.samples, loop.steps)
+    assert len(record.ends) == 2
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images for W3."""
+    folder = tmp_path_factory.mktemp("images")
+    task = random_task(WORKLOADS["W3"])
+    np.save(folder / "train_x.npy", task.x.reshape(-1, 1, 28, 28))
+    np.save(folder / "train_y.npy", task.y.flatten())
+    return folder
+
+
+def test_processes(data: Path) -> None:
+    run = run_row(Path(sys.executable), "raw.two_processes", "W3", data=data, rounds=2, watch=True)
+    expected, _ = trained(raw.loop, Task.load("W3", data))
+    assert_equal([torch.from_numpy(weight) for weight in run.weights], expected)
+    assert (run.samples, run.steps) == (2 * 100 * 100, 2 * 100 * 10)
+    assert len(run.seconds) == 1
+    if sys.platform == "linux":
+        assert run.peak is not None
+        assert 2**26 < run.peak < 2**32
+
+
+def test_a_row_that_fails_says_why(data: Path) -> None:
+    with pytest.raises(RowError, match=r"^AttributeError: .* has no attribute 'lost'$"):
+        run_row(Path(sys.executable), "workloads.lost", "W3", data=data, rounds=2)
+    with pytest.raises(RowError, match="took more than 0 s"):
+        run_row(Path(sys.executable), "raw.loop", "W3", data=data, rounds=2, timeout=0.01)
+
+
+def test_nobody_has_an_unknown_mark() -> None:
+    assert marked("nobody's") == []
+
+
+# The table
+
+
+def shifted(workload: Workload, shift: float) -> Weights:
+    weights = workload.initial_weights()
+    return [weights[0], weights[1] + np.float32(shift)]
+
+
+def result(
+    seconds: list[float], shift: float = 0.5, samples: int = 80, right: float = 0.7
+) -> Result:
+    runs = [Run([9.0, value, 0.0], samples, 24, shifted(LOGISTIC, shift)) for value in seconds]
+    return Result(runs, [right] * len(runs), peak=3 * 2**20)
+
+
+def test_table() -> None:
+    results = {
+        "raw loop": result([0.3, 0.2, 0.4]),
+        "raw vmap": result([0.1, 0.1, 0.1]),
+        "pflight": result([0.15]),
+        "broken": Result(failure="needs | Python 3.14"),
+        "lazy": result([0.05], shift=0.25, samples=40, right=0.6),
+    }
+    assert write_table(LOGISTIC, 2, results, {"raw loop", "raw vmap", "broken"})[2:] == [
+        "| raw loop | 0.3000 | 0.2000 to 0.4000 | 3.00 | 3 | 0.700 | yes |",
+        "| raw vmap | 0.1000 | 0.1000 to 0.1000 | 1.00 | 3 | 0.700 | yes |",
+        "| pflight | 0.1500 | 0.1500 to 0.1500 | 1.50 | 3 | 0.700 | yes |",
+        "| broken | needs / Python 3.14 | | | | | |",
+        "| lazy | 0.0500 | 0.0500 to 0.0500 | 0.50 | 3 | 0.600 | 0.5 times the samples, "
+        "another accuracy, not 0.700, 0.50 times as far from the start |",
+    ]
+
+
+def test_distance() -> None:
+    run = Run([1.0], 80, 24, shifted(LOGISTIC, 0.5))
+    assert distance(LOGISTIC, run) == pytest.approx(math.sqrt(10 * 0.25), rel=1e-6)
+
+
+def test_accuracy() -> None:
+    weights = [np.zeros((10, 784), dtype=np.float32), np.eye(10, dtype=np.float32)[3]]
+    x = np.ones((1500, 1, 28, 28), dtype=np.float32)
+    y = np.where(np.arange(1500) < 300, 3, 4)
+    assert accuracy(LOGISTIC, weights, x, y) == pytest.approx(0.2)
+
+
+def test_save(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    save(page, ["one"])
+    assert page.read_text() == "one\n"
+    page.write_text("Above\n<!-- table -->\nold\n<!-- end of table -->\nbelow\n")
+    for _ in range(2):
+        save(page, ["new", "lines"])
+    expected = "Above\n<!-- table -->\n\nnew\nlines\n\n<!-- end of table -->\nbelow\n"
+    assert page.read_text() == expected
+
+
+# Images and environments
+
+
+def test_images_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "TRAIN", 500)
+    monkeypatch.setattr(images, "TEST", 20)
+    images.write_images(tmp_path, None)
+    x, y = np.load(tmp_path / "train_x.npy"), np.load(tmp_path / "train_y.npy")
+    assert (x.shape, x.dtype, y.shape) == ((500, 1, 28, 28), np.float32, (500,))
+    assert np.load(tmp_path / "test_x.npy").shape == (20, 1, 28, 28)
+    means = np.stack([x[y == label].mean(0) for label in range(10)])
+    assert means[0].std() > 0.1  # a pattern of its own, not noise about 0
+
+
+def test_images_are_read(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    for prefix, count in (("train", 3), ("t10k", 2)):
+        pixels = np.full((count, 28, 28), 255, dtype=np.uint8)
+        header = struct.pack(">HBB3I", 0, 8, 3, *pixels.shape)
+        packed = gzip.compress(header + pixels.tobytes())
+        (root / f"{prefix}-images-idx3-ubyte.gz").write_bytes(packed)
+        labels = struct.pack(">HBBI", 0, 8, 1, count) + bytes(range(count))
+        (root / f"{prefix}-labels-idx1-ubyte").write_bytes(labels)
+    images.write_images(tmp_path, root)
+    x, y = np.load(tmp_path / "train_x.npy"), np.load(tmp_path / "train_y.npy")
+    assert x == pytest.approx(np.full((3, 1, 28, 28), (1 - 0.2860) / 0.3530))
+    assert sorted(y.tolist()) == [0, 1, 2]
+
+
+def test_every_row_exists(compare: Any) -> None:
+    for row in compare.ROWS.values():
+        module, _, function = row.run.partition(".")
+        if row.environment:
+            assert f"def {function}(" in (REQUIREMENTS.parent / f"{module}.py").read_text()
+            assert row.environment in ENVIRONMENTS
+        else:
+            assert callable(getattr({"raw": raw, "pflight": pflight}[module], function))
+        assert set(row.workloads) <= set(WORKLOADS)
+
+
+@pytest.mark.parametrize("name", ["torch", *ENVIRONMENTS])
+def test_requirements_are_pinned(name: str) -> None:
+    lines = (REQUIREMENTS / f"{name}.txt").read_text().splitlines()
+    assert lines
+    assert all("==" in line for line in lines)
+
+
+def test_missing_python(tmp_path: Path) -> None:
+    with pytest.raises(InstallError, match=r"^needs Python 3\.0 or 3\.1$"):
+        python_of(Environment("pfl", "pfl", pythons=("3.0", "3.1")), tmp_path)
