@@ -44,7 +44,7 @@ class FedCluster(MultiCenter):
     updates :math:`\Delta_i = \theta_i - \theta_c` of the clients that answered. A cluster where
     FedAvg has come to rest, but its clients have not, is split in two:
 
-    .. math:: \Big\| \sum_{i \in c} w_i \Delta_i \Big\| < \varepsilon_1
+    .. math:: \| \sum_{i \in c} w_i \Delta_i \| < \varepsilon_1
         \quad\text{and}\quad \max_{i \in c} \|\Delta_i\| > \varepsilon_2
 
     with :math:`w_i` as in the mean. The two halves :math:`c_1, c_2` are those between which the

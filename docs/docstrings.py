@@ -8,6 +8,7 @@ from typing import Any
 import griffe
 
 FORMULA = re.compile(r":math:`([^`]+)`")
+DISPLAYED = re.compile(r"^\.\. math:: (.+?)$(?=\n\n|\Z)", re.DOTALL | re.MULTILINE)
 ROLE = re.compile(r":(?:attr|class|func|meth|mod):`(?P<tilde>~?)(?P<name>[\w.]+)`")
 EXAMPLE = re.compile(r"^( *)Example:$", re.MULTILINE)
 
@@ -30,4 +31,5 @@ class Docstrings(griffe.Extension):
             return f'<autoref identifier="{target}" optional><code>{shown}</code></autoref>'
 
         text = EXAMPLE.sub(r"\1Examples:", obj.docstring.value)
+        text = DISPLAYED.sub(r"$$\n\1\n$$", text)
         obj.docstring.value = ROLE.sub(link, FORMULA.sub(r"$\1$", text))
