@@ -50,7 +50,11 @@ class JointClient:
         )
         self._trainer = client._trainer = _NoTrainer()  # type: ignore[assignment]
         client.log = client.log_dict = _no_logs  # type: ignore[method-assign]
-        self._tied = bool(layout.aliases)
+        self._tied = {
+            alias: name
+            for alias, name in layout.aliases.items()
+            if _owner(client, alias) is not _owner(client, name)
+        }
         self.changes_afterwards = type(client).after_training is not ClientModule.after_training
         self.remembers_its_state = type(client).remember is ClientModule.remember
         self._calls: Counter[Hashable] = Counter()
@@ -146,12 +150,17 @@ class JointClient:
         called = _Method(self.client, method)
 
         def call(parameters: Mapping[str, Tensor], others: Mapping[str, Tensor], *args: Any) -> Any:
-            tensors = {
-                f"client.{name}": t for part in (parameters, others) for name, t in part.items()
-            }
-            return functional_call(called, tensors, args, tie_weights=self._tied)
+            tensors = {**parameters, **others}
+            tensors |= {alias: tensors[n] for alias, n in self._tied.items() if n in tensors}
+            named = {f"client.{name}": tensor for name, tensor in tensors.items()}
+            return functional_call(called, named, args, tie_weights=False)
 
         return call
+
+
+def _owner(client: nn.Module, name: str) -> nn.Module:
+    """Return the module that has a tensor; one with two names has it but once."""
+    return client.get_submodule(name.rpartition(".")[0])
 
 
 class _Method(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tensordict import TensorDict
 from torch import Tensor
@@ -228,20 +228,21 @@ class VectorizedEngine(SequentialEngine):
             range(len(plans)), key=lambda row: (plans[row].steps, counts[row]), reverse=True
         )
         everyone = self._chunk_of_all(clients, starts, kept, plans, order, task)
-        failed: set[int] = set()  # rows, as they are ordered here
+        failed: dict[int, Exception | None] = {}  # rows, as they are ordered here
         for part in torch.arange(len(plans)).tensor_split(-(-len(plans) // self.chunk)):
             first, last = int(part[0]), int(part[-1]) + 1
             chunk = everyone[first:last]
+            cause = None
             try:
                 task.run(chunk)
                 finite = finite_rows(TensorDict(chunk.results, batch_size=[last - first]))
             except MisconfigurationException:
                 raise
-            except Exception:  # whose it is will be seen below
-                finite = [False] * (last - first)
+            except Exception as error:  # whose it is will be seen below
+                cause, finite = error, [False] * (last - first)
             for row, client in enumerate(chunk.clients):
                 if not finite[row]:
-                    failed.add(first + row)
+                    failed[first + row] = cause
                 elif task.on_client_end is not None:
                     task.on_client_end(client)
         return self._updates(clients, starts, kept, everyone, order, failed, task)
@@ -302,7 +303,7 @@ class VectorizedEngine(SequentialEngine):
         kept: Kept | None,
         done: _Chunk,
         order: list[int],
-        failed: set[int],
+        failed: dict[int, Exception | None],
         task: _Task,
     ) -> ClientUpdates:
         """Put results into the clients' own order; do what failed once more, one by one."""
@@ -326,6 +327,12 @@ class VectorizedEngine(SequentialEngine):
             )
             logs.append(again.logs)
             failures = again.failures
+            causes = [cause for cause in failed.values() if cause is not None]
+            if causes and not failures:
+                rank_zero_warn(
+                    f"clients that can't be trained together, but one by one: {causes[0]!r}; "
+                    "engine='sequential' does so from the start"
+                )
             answered[rows] = torch.isin(clients[rows], again.clients).cpu()
             rows = rows[answered[rows]]
             states[rows] = again.states
@@ -402,13 +409,6 @@ class VectorizedEngine(SequentialEngine):
             if limit is not None:
                 clip(gradients, limit, algorithm)
             optimizer.step(gradients)
-        state = parameters | others | chunk.told
-        if anchored and joint.changes_afterwards:
-            joint.after_training(state)
-        if chunk.kept:
-            keep = state if joint.remembers_its_state else joint.remember(state)
-            for name, value in chunk.kept.items():
-                value.copy_(keep[name])
 
     def _add_gradients(self, chunk: _Chunk, batches: Batches) -> None:
         """Sum up the gradients of the clients of a chunk, at what they start from."""
