@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -97,8 +98,10 @@ class FeSEM(MultiCenter):
     ) -> None:
         check_candidates(candidates, criterion)
         for name, value in (("num_clusters", num_clusters), ("num_restarts", num_restarts)):
-            if value != "auto" and value < 1:
-                raise ConfigurationError(f"FeSEM: {name} must be at least 1, got {value}")
+            if value != "auto" and not (isinstance(value, int) and value >= 1):
+                raise ConfigurationError(
+                    f"FeSEM: {name} must be a whole number of 1 or more, got {value!r}"
+                )
         most = max(candidates) if num_clusters == "auto" else num_clusters
         if init_clients < most:
             raise ConfigurationError(
@@ -154,7 +157,8 @@ class FeSEM(MultiCenter):
     def _initialize(self) -> None:
         """Train a sample of clients once and cluster their models by k-means."""
         federation = self.federation
-        sample = sample_clients(federation.trainable_clients, self.init_clients, federation.seed)
+        seed = federation.seed + federation.current_epoch  # others, where too few have answered
+        sample = sample_clients(federation.trainable_clients, self.init_clients, seed)
         updates = [
             federation.train_clients(clients, ServerCallback.broadcast(self, clients))
             for clients in federation.chunks(sample)
@@ -168,7 +172,11 @@ class FeSEM(MultiCenter):
             seed=derive_seed(Purpose.SERVER, federation.seed),
         )
         if clusters is None:
-            return  # too few answered: the next round tries again
+            rank_zero_warn(
+                f"round {federation.current_epoch}: of {len(sample)} clients that were to give "
+                f"{self.num_clusters} centers too few answered; the next round tries others"
+            )
+            return
         self.begin()
         for update in updates:
             self.assign(update, clusters[torch.searchsorted(sample, update.clients.cpu())])

@@ -77,13 +77,21 @@ class HyperNetworks(nn.Module):
             client order.
         weights: ``"softmax"``, or ``"relu_norm"``: positive parts divided by their sum, and all
             weight on the client itself where nothing is positive.
+        mixed: Whose models are mixed ``[N]``; those of the other clients weigh nothing.
     """
 
+    mixed: Tensor
+
     def __init__(
-        self, networks: Sequence[nn.Module], weights: Literal["softmax", "relu_norm"] = "softmax"
+        self,
+        networks: Sequence[nn.Module],
+        weights: Literal["softmax", "relu_norm"] = "softmax",
+        mixed: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.weights = weights
+        everyone = torch.ones(len(networks), dtype=torch.bool)
+        self.register_buffer("mixed", everyone if mixed is None else mixed)
         self._shapes = {name: p.shape for name, p in networks[0].named_parameters()}
         self._sizes = [shape.numel() for shape in self._shapes.values()]
         # Stacked rows are aligned alike, so that a client's weights are the same to the last bit
@@ -106,8 +114,8 @@ class HyperNetworks(nn.Module):
         logits = vmap(self._logits)(torch.stack([self.vectors[i] for i in clients.tolist()]))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.weights == "softmax":
-            return logits.softmax(dim=2)
-        positive = logits.relu()
+            return logits.masked_fill(~self.mixed, -torch.inf).softmax(dim=2)
+        positive = logits.relu() * self.mixed
         total = positive.sum(dim=2, keepdim=True)
         own = F.one_hot(clients, len(self)).unsqueeze(1).to(positive)
         return torch.where(total > 0, positive / torch.where(total > 0, total, 1), own)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class PFedLA(ServerCallback):
     r"""Layer-wised model aggregation (Ma et al. 2022, algorithms 1 and 2).
 
-    The server stores the last model :math:`\theta_j` of each of the N clients and trains a
-    hypernetwork for each. Client i starts from a mixture of its own, layer by layer,
+    The server stores the last model :math:`\theta_j` of each of the N clients that may train, and
+    trains a hypernetwork for each. Client i starts from a mixture of its own, layer by layer,
 
     .. math:: \bar\theta_i^l = \sum_{j=1}^N \alpha_i^{l,j} \theta_j^l,
         \qquad \alpha_i^l = HN_i^l(v_i; \psi_i)
@@ -44,7 +44,9 @@ class PFedLA(ServerCallback):
     (eq. 10 and 11), for which inner products of models are enough. Only the clients that answered
     are updated, whatever the server optimizer; the others' models stay in the mixtures.
 
-    A layer is a module with parameters of its own; buffers stay with the clients. Memory on the
+    A newcomer, or a client without training samples, gets the mean of the N models, and its own
+    does not count. A layer is a module with parameters of its own; buffers stay with the clients.
+    Memory on the
     server grows with N models and, in the hypernetworks, with the square of N.
 
     With ``retain=k`` it is HeurpFedLA(k): a client keeps the k layers in which its own model weighs
@@ -128,7 +130,9 @@ class PFedLA(ServerCallback):
         with isolated(federation.device):
             seed_everything(derive_seed(Purpose.SERVER, federation.seed), federation.device)
             networks = [self.hypernetwork(len(self.layers), count) for _ in range(count)]
-        self.hypernetworks = HyperNetworks(networks, self.weights)
+        mixed = torch.zeros(count, dtype=torch.bool)
+        mixed[federation.trainable_clients.cpu()] = True
+        self.hypernetworks = HyperNetworks(networks, self.weights, mixed)
         self.hypernetworks.to(torch.promote_types(initial[layout.parameters[0]].dtype, torch.float))
         federation.add_module("stored", self.stored)
         federation.add_module("hypernetworks", self.hypernetworks)
@@ -227,10 +231,15 @@ class PFedLA(ServerCallback):
         return int((travels * sizes).sum())
 
     def _retained(self, clients: Tensor, weights: Tensor) -> Tensor:
-        """Return which layers the clients keep ``[C, layers]``; ties go to the lower index."""
+        """Return which layers the clients keep ``[C, layers]``; ties go to the lower index.
+
+        Clients that never train have nothing to keep.
+        """
         own = weights[torch.arange(len(clients)), :, clients]
         order = own.argsort(dim=1, descending=True, stable=True)
-        return torch.zeros_like(own, dtype=torch.bool).scatter(1, order[:, : self.retain], True)
+        retained = torch.zeros_like(own, dtype=torch.bool)
+        retained.scatter_(1, order[:, : self.retain], True)
+        return retained & self.hypernetworks.mixed[clients].unsqueeze(1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return which clients have answered so far, for the checkpoint."""

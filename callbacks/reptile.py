@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
+import lightning as L
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LinearLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from pflight.errors import ConfigurationError
 
@@ -73,7 +74,14 @@ class Reptile(FedAvg):
         rounds = self.federation.trainer.max_epochs
         if rounds is None or rounds < 1:
             raise ConfigurationError("Reptile: a linear decay needs the Trainer's max_epochs")
-        return LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=rounds)
+        return LambdaLR(optimizer, lambda round: max(0.0, 1 - round / rounds))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the step of this run's decay, where an earlier run had fewer rounds."""
+        scheduler = pl_module.lr_schedulers()
+        if isinstance(scheduler, LambdaLR):
+            (decay,), (base,) = scheduler.lr_lambdas, scheduler.base_lrs
+            scheduler.optimizer.param_groups[0]["lr"] = base * decay(scheduler.last_epoch)
 
     def step(self) -> None:
         """Step towards the mean of the clients that answered."""

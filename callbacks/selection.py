@@ -278,10 +278,11 @@ def _try(
     )
     trainer.fit(trial, datamodule=data)
     total = torch.zeros(2, dtype=torch.double)
-    for member, model in models.items():
-        center = int(callback.assignments[member])
-        total[0] += callback.distances(stack_states([model.to(trial.device)]), center).item()
-        total[1] += 1
+    with torch.no_grad():
+        for member, model in models.items():
+            center = int(callback.assignments[member])
+            total[0] += callback.distances(stack_states([model.to(trial.device)]), center).item()
+            total[1] += 1
     total = all_sum(total)
     return trial.history[-1].metrics["val/macro_acc"], float(total[0] / total[1])
 

@@ -517,8 +517,9 @@ def test_sizes_are_logged_every_round() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_clusters": 0}, "num_clusters must be at least 1"),
-        ({"num_clusters": 2, "num_restarts": 0}, "num_restarts must be at least 1"),
+        ({"num_clusters": 0}, "num_clusters must be a whole number of 1"),
+        ({"num_clusters": "three"}, "a whole number of 1 or more, got 'three'"),
+        ({"num_clusters": 2, "num_restarts": 0}, "num_restarts must be a whole number of 1"),
         ({"num_clusters": 3, "init_clients": 2}, r"init_clients \(2\)"),
         ({"num_clusters": 3, "centers": []}, "0 centers were given"),
         ({"num_clusters": 2, "matching": "bbp"}, "unknown matching 'bbp'; choose 'bbp_map'"),

@@ -131,14 +131,21 @@ class Recording(PFedLA):
 
 
 def client_one() -> TensorClients:
-    """Return client 1 of world Q, and one without samples, which never trains."""
+    """Return client 1 of world Q, and one with two samples."""
     x = torch.tensor([[1.0, 2.0, 1.0, -1.0]], dtype=torch.float64)
-    train = [(x, torch.zeros(1, dtype=torch.long)), (x[:0], torch.zeros(0, dtype=torch.long))]
+    train = [(x.expand(n, 4), torch.zeros(n, dtype=torch.long)) for n in (1, 2)]
     return TensorClients(train, num_classes=2, batch_size=None)
 
 
+class OnlyClientOne(QuadraticClient):
+    """Gives no answer with two samples."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return super().loss(batch) if self.num_samples == 1 else torch.tensor(math.nan)
+
+
 def two_layers() -> ClientModule:
-    return QuadraticClient(Scalars([Scalar(), Scalar()]), num_classes=2, optimizer=sgd(0.1))
+    return OnlyClientOne(Scalars([Scalar(), Scalar()]), num_classes=2, optimizer=sgd(0.1))
 
 
 def loss_of_client_one(theta: Tensor) -> float:
@@ -154,6 +161,7 @@ def h2(matrix: Sequence[Sequence[float]], embedding: float, rounds: int = 1) -> 
     return callback, federation, weights
 
 
+@pytest.mark.filterwarnings("ignore:round .*client 1 failed:UserWarning")
 class TestVectors:
     def test_h2_one_step_from_the_uniform_mean(self) -> None:
         callback, federation, weights = h2([[0, 0], [0, 0]], 1.0)
@@ -467,11 +475,30 @@ class TestParticipation:
         data = small_data(holdout_clients=0.34, dtype=torch.float64)
         callback = PFedLA(lr=2.0)
         federation = run(linear_client(double=True), data, callback, rounds=3)
-        mean = sum(flat(state) for state in federation.server_states()) / 6
+        trained = data.train_clients.tolist()
+        states = federation.server_states()
+        mean = sum(flat(states[i]) for i in trained) / len(trained)
         for newcomer in data.new_clients.tolist():
             assert flat(federation.client_state(newcomer)) == pytest.approx(mean, abs=1e-12)
             for weights in callback.layer_weights([newcomer]).values():
-                assert (weights == 1 / 6).all()
+                assert weights[0, trained].tolist() == [pytest.approx(1 / len(trained))] * 4
+                assert weights.sum() == pytest.approx(1)
+
+    @pytest.mark.parametrize("options", [{"counts": (6, 0, 7, 9)}, {"holdout_clients": 0.34}])
+    def test_clients_that_never_train_count_for_nobody(self, options: dict) -> None:
+        data = small_data(dtype=torch.float64, **options)
+        layered = run(linear_client(double=True), data, PFedLA(lr=0.0), rounds=3)
+        average = run(linear_client(double=True), data, FedAvg("uniform"), rounds=3)
+        for i in range(data.num_clients):
+            assert_close(layered.client_state(i), average.client_state(i))
+
+    def test_newcomers_retain_nothing(self) -> None:
+        data = small_data(holdout_clients=0.34)
+        federation = run(linear_client(), data, PFedLA(retain=1, lr=0.0), rounds=3)
+        trained = data.train_clients.tolist()
+        mean = sum(flat(federation.server_states()[i]) for i in trained) / len(trained)
+        for newcomer in data.new_clients.tolist():
+            assert flat(federation.client_state(newcomer)) == pytest.approx(mean, abs=1e-6)
 
     def test_everybody_starts_from_the_common_initial_model(self) -> None:
         client = linear_client()

@@ -92,6 +92,21 @@ def test_a_decayed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert_same(fit(ckpt_path=path), fit())
 
 
+def test_a_finished_run_goes_on_with_a_longer_decay(tmp_path: Path) -> None:
+    seen = []
+
+    class Watched(Reptile):
+        def step(self) -> None:
+            seen.append(self.federation.server_lr)
+            super().step()
+
+    path = tmp_path / "done.ckpt"
+    done = run(linear_client(), small_data(), Watched(lr=0.8, decay="linear"), rounds=2)
+    done.trainer.save_checkpoint(path)
+    run(linear_client(), small_data(), Watched(lr=0.8, decay="linear"), 4, ckpt_path=path)
+    assert seen == pytest.approx([0.8, 0.4, 0.4, 0.2])
+
+
 def test_another_server_optimizer_takes_the_pseudo_gradient() -> None:
     federation = run(
         quadratic_client(), world_q(), Reptile(), local_steps=2, server_optimizer=sgd(0.5)

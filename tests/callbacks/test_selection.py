@@ -168,6 +168,12 @@ class TestTrial:
         assert given.num_clusters == 2
         assert torch.equal(given.assignments, assignments)
 
+    def test_matching_takes_part(self) -> None:
+        federation = Federation(linear_client(ProximalClient))
+        given = FeSEM("auto", matching="bbp_map")
+        found = select_num_clusters(federation, small_data(), (2, 3), callback=given, **CPU)
+        assert all(distance > 0 for distance in found.distance.values())
+
     def test_candidates_above_the_number_of_clients_are_left_out(self) -> None:
         federation = Federation(linear_client())
         found = select_num_clusters(federation, small_data(counts=[5, 5]), (1, 2, 3), **CPU)
