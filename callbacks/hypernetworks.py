@@ -14,7 +14,9 @@ from torch.nn.utils import parameters_to_vector
 
 from pflight.state import rows
 
-_BLOCK = 16  # clients in one matrix product
+BLOCK = 16
+"""Clients in one matrix product."""
+
 _ALIGNED = 16  # numbers
 
 
@@ -163,11 +165,11 @@ def weighted_sums(models: Tensor, clients: Tensor, weights: Tensor) -> Tensor:
         tensor([2.])
     """
     table = rows(models).to(weights)
-    blocks, block_of = (clients // _BLOCK).unique(return_inverse=True)
-    places = block_of * _BLOCK + clients % _BLOCK
-    padded = weights.new_zeros(len(blocks) * _BLOCK, len(table)).index_copy_(0, places, weights)
+    blocks, block_of = (clients // BLOCK).unique(return_inverse=True)
+    places = block_of * BLOCK + clients % BLOCK
+    padded = weights.new_zeros(len(blocks) * BLOCK, len(table)).index_copy_(0, places, weights)
     sums = table.new_empty(len(padded), table.shape[1])
-    for part, product in zip(padded.split(_BLOCK), sums.split(_BLOCK), strict=True):
+    for part, product in zip(padded.split(BLOCK), sums.split(BLOCK), strict=True):
         torch.mm(part, table, out=product)
     first = int(places[0]) if len(places) else 0
     if torch.equal(places, torch.arange(first, first + len(places), device=places.device)):

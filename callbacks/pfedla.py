@@ -189,9 +189,10 @@ class PFedLA(ServerCallback):
     def receive(self, updates: ClientUpdates) -> None:
         """Keep a chunk's models, and multiply their changes with all stored models."""
         asked, mixtures = self._sent
-        answered = torch.isin(asked, updates.clients).nonzero().flatten()
+        if len(updates.clients) < len(asked):
+            mixtures = mixtures[torch.isin(asked, updates.clients)]
         for name, leaf in self.stored.tensors().items():
-            change = rows(updates.states[name] - mixtures[name].index_select(0, answered))
+            change = rows(updates.states[name] - mixtures[name])
             products = change.to(self._products) @ rows(leaf).to(self._products).T
             self._products[updates.clients, self._layer_of[name]] += products
         self._updates.append(updates)

@@ -46,6 +46,7 @@ from .server import ServerModels
 from .state import StateLayout, state_bytes, state_tensors
 
 _CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
+_WHOLE = 16  # clients; larger chunks are multiples, which fill the blocks that models are mixed in
 _PRIVATE = "private"  # the memory slot of entries that never travel
 _MEMORY = "memory"  # and of what client modules remember
 _PER_ROUND: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
@@ -284,6 +285,8 @@ class Federation(L.LightningModule):
         answers = self.attached_data.cohorts.answers(self._round.index, clients.cpu())
         self._silent = clients[~answers.to(clients.device)]
         size = max(self.clients_at_once or 1, _CHUNK_BYTES // max(1, self.layout.nbytes))
+        if size > _WHOLE:
+            size -= size % _WHOLE
         for chunk in owned(clients).split(size):
             if len(chunk):
                 yield chunk
