@@ -47,11 +47,14 @@ class BBPMAP:
         sigma: Variance of a neuron around its global neuron.
         sigma0: Variance of the global neurons.
         mu0: Mean of the global neurons.
+        bias_mu0: Mean of their biases, by default ``mu0``; FedMA's code has 0.1.
         passes: How often each network's neurons are matched again, in random order.
         estimate: Value of a matched neuron's weights and bias: their ``"mean"``, or the ``"map"``
-            estimate, which draws the mean to ``mu0``.
+            estimate, which draws the mean to the prior.
         grow: Whether a neuron may become a new global one, so that the result may be wider. If not,
             all networks are of one width, which stays.
+        compat_ibm: With ``grow``, weigh a neuron's popularity as IBM's code does: once and not
+            twice, with counts of 10 at most.
 
     Raises:
         ConfigurationError: If an option is out of range.
@@ -65,9 +68,11 @@ class BBPMAP:
     sigma: float = 1.0
     sigma0: float = 1.0
     mu0: float = 0.0
+    bias_mu0: float | None = None
     passes: int = 5
     estimate: Literal["mean", "map"] = "mean"
     grow: bool = False
+    compat_ibm: bool = False
 
     def __post_init__(self) -> None:
         for name in ("gamma", "sigma", "sigma0"):
@@ -140,7 +145,7 @@ def match(
         if layer.bias is not None:
             biases = [state[layer.bias].unsqueeze(1) for state in states]
             rows = [torch.cat(pair, dim=1) for pair in zip(rows, biases, strict=True)]
-        found = match_rows(rows, options, random)
+        found = match_rows(rows, options, random, biased=layer.bias is not None)
         width = 1 + max(int(place.max()) for place in found)
         weights = [
             _move_inputs(state[following.weight], place, width)
@@ -154,6 +159,7 @@ def match_rows(
     rows: Sequence[Tensor],
     options: BBPMAP = BBPMAP(),
     random: torch.Generator | None = None,
+    biased: bool = False,
 ) -> list[Tensor]:
     """Match the rows of J matrices by BBP-MAP.
 
@@ -165,6 +171,7 @@ def match_rows(
         rows: Matrices ``[L_j, D]``, a neuron in each row.
         options: Options of the matching.
         random: Draws the order of the passes; torch's global numbers if there is none.
+        biased: Whether the last column is the neurons' biases.
 
     Returns:
         For each matrix the global neuron of each row ``[L_j]``.
@@ -198,7 +205,7 @@ def match_rows(
             stay = counts > 0
             sums, counts = sums[stay], counts[stay]
             places = {other: stay.cumsum(0)[place] - 1 for other, place in places.items()}
-        scores = matching_scores(matrix, sums, counts, len(rows), options)
+        scores = matching_scores(matrix, sums, counts, len(rows), options, biased)
         place = torch.from_numpy(linear_sum_assignment(scores.numpy(), maximize=True)[1])
         new = place >= len(sums)
         place[new] = place[new].sort().values  # which of the new ones is which does not matter
@@ -211,7 +218,12 @@ def match_rows(
 
 
 def matching_scores(
-    rows: Tensor, sums: Tensor, counts: Tensor, networks: int, options: BBPMAP
+    rows: Tensor,
+    sums: Tensor,
+    counts: Tensor,
+    networks: int,
+    options: BBPMAP,
+    biased: bool = False,
 ) -> Tensor:
     r"""Return what each row of a network gains by each global neuron.
 
@@ -227,6 +239,7 @@ def matching_scores(
         counts: Number of those rows ``[L]``.
         networks: J, the number of networks.
         options: Options of the matching.
+        biased: Whether the last column is the neurons' biases.
 
     Returns:
         Scores ``[L_j, L]`` or, with ``grow``, ``[L_j, L + L_j]``.
@@ -239,10 +252,15 @@ def matching_scores(
 
     scaled = rows / options.sigma
     prior = torch.full_like(rows[:1], options.mu0 / options.sigma0)
+    if biased and options.bias_mu0 is not None:
+        prior[:, -1] = options.bias_mu0 / options.sigma0
     old = gain(prior + sums / options.sigma, 1 / options.sigma0 + counts / options.sigma)
     if not options.grow:  # then all neurons are equally popular
         return old
     popularity = 2 * (counts / (networks - counts)).log()
+    if options.compat_ibm:
+        capped = counts.clamp(max=10)
+        popularity = (capped / (networks - capped)).log()
     ranks = torch.arange(1, len(rows) + 1).to(rows)
     new = gain(prior, torch.full_like(rows[0, :1], 1 / options.sigma0))
     return torch.cat([old + popularity, new + 2 * (options.gamma / networks / ranks).log()], dim=1)
@@ -319,7 +337,10 @@ def matched_mean(
     if options.estimate == "map":
         for layer in chain[:-1]:
             for name in layer.weights:
-                mean[name] = _shrink(mean[name], hidden[name].sum(0), options)
+                prior = options.mu0
+                if name == layer.bias and options.bias_mu0 is not None:
+                    prior = options.bias_mu0
+                mean[name] = _shrink(mean[name], hidden[name].sum(0), prior, options)
     return mean
 
 
@@ -386,7 +407,7 @@ def _mean(values: Tensor, weights: Tensor) -> Tensor:
     return mean.to(values.dtype).reshape(values.shape[1:])
 
 
-def _shrink(mean: Tensor, counts: Tensor, options: BBPMAP) -> Tensor:
+def _shrink(mean: Tensor, counts: Tensor, prior: float, options: BBPMAP) -> Tensor:
     """Turn the mean of each neuron's ``counts`` members into its MAP estimate."""
     precision = (counts / options.sigma).to(mean).view(-1, *[1] * (mean.ndim - 1))
-    return (options.mu0 / options.sigma0 + precision * mean) / (1 / options.sigma0 + precision)
+    return (prior / options.sigma0 + precision * mean) / (1 / options.sigma0 + precision)

@@ -1,3 +1,4 @@
+import math
 from itertools import permutations
 
 import numpy as np
@@ -583,3 +584,28 @@ def test_a_chain_of_one_layer_has_nothing_to_match() -> None:
 def test_bad_options(options: dict, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         BBPMAP(**options)
+
+
+def test_biases_have_a_prior_of_their_own() -> None:
+    rows, sums = torch.tensor([[1.0, 2.0]]).double(), torch.tensor([[3.0, -1.0]]).double()
+    options = BBPMAP(mu0=0.5, bias_mu0=0.1)
+    (score,) = matching_scores(rows, sums, torch.ones(1), 2, options, biased=True).flatten()
+    joint, before = (4.5**2 + 1.1**2) / 3, (3.5**2 + 0.9**2) / 2
+    assert score.item() == pytest.approx(joint - before, abs=1e-6)
+    states = [{"0.weight": torch.ones(1, 2), "0.bias": torch.ones(1)}] * 2
+    states = [{**state, "1.weight": torch.ones(2, 1), "1.bias": torch.ones(2)} for state in states]
+    chain = find_chain(nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 2)))
+    mean = matched_mean(states, chain, options=BBPMAP(mu0=0.5, bias_mu0=0.1, estimate="map"))
+    assert mean["0.weight"].tolist() == [[pytest.approx(2.5 / 3)] * 2]
+    assert mean["0.bias"].tolist() == [pytest.approx(2.1 / 3)]
+
+
+def test_ibms_code_weighs_popularity_once_and_caps_it() -> None:
+    rows, sums, counts = torch.zeros(1, 2), torch.zeros(2, 2), torch.tensor([12.0, 4.0])
+    paper, ibm = (
+        matching_scores(rows, sums, counts, 20, BBPMAP(grow=True, compat_ibm=compat))
+        for compat in (False, True)
+    )
+    assert paper[0, :2].tolist() == pytest.approx([2 * math.log(12 / 8), 2 * math.log(4 / 16)])
+    assert ibm[0, :2].tolist() == pytest.approx([math.log(10 / 10), math.log(4 / 16)])
+    assert torch.equal(paper[0, 2:], ibm[0, 2:])
