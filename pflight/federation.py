@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +16,6 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_info
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -45,6 +45,7 @@ from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .server import ServerModels
 from .state import StateLayout, state_bytes, state_tensors
 
+_log = logging.getLogger("lightning.pytorch.pflight")
 _CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
 _WHOLE = 16  # clients; larger chunks are multiples, which fill the blocks that models are mixed in
 _PRIVATE = "private"  # the memory slot of entries that never travel
@@ -448,7 +449,8 @@ class Federation(L.LightningModule):
             strategy.root_device,
             self.seed,
         )
-        rank_zero_info(str(choice))
+        if self.trainer.is_global_zero:
+            _log.info(choice)
         self._set_up(callback)
         if type(strategy.checkpoint_io) is TorchCheckpointIO:
             strategy.checkpoint_io = AtomicCheckpointIO()

@@ -99,7 +99,7 @@ def chunk_size(layout: StateLayout, data: FederatedDataModule, device: torch.dev
     counts = data.num_samples("train")
     x, _ = data.samples(int(data.train_clients[0]), "train")
     by_samples = _SAMPLE_BYTES[kind] // max(1, x[0].nbytes * int(counts.max()))
-    return max(1, min(by_parameters, by_samples))
+    return max(1, min(by_parameters, by_samples, data.num_clients))
 
 
 def build_engine(
