@@ -103,6 +103,8 @@ def permute(
         widths: Widths of the layers of the copy, if it is wider; the rest is filled with zeros.
 
     Example:
+        >>> from torch import nn
+        >>> from pflight.chains import find_chain
         >>> chain = find_chain(nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten(), nn.Linear(4, 1)))
         >>> state = {"0.weight": torch.tensor([[[[5.0]]], [[[6.0]]]]), "0.bias": torch.zeros(2),
         ...     "2.weight": torch.tensor([[1.0, 2.0, 3.0, 4.0]]), "2.bias": torch.zeros(1)}

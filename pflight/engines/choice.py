@@ -37,7 +37,7 @@ class Choice:
 
     Example:
         >>> str(Choice("vectorized", 10, "small steps"))
-        'vectorized engine, 10 clients at once: small steps'
+        'vectorized engine, up to 10 clients at once: small steps'
     """
 
     engine: Literal["sequential", "vectorized"]
@@ -45,7 +45,7 @@ class Choice:
     reason: str
 
     def __str__(self) -> str:
-        many = f", {self.chunk} clients at once" if self.chunk > 1 else ""
+        many = f", up to {self.chunk} clients at once" if self.chunk > 1 else ""
         return f"{self.engine} engine{many}: {self.reason}"
 
 
@@ -99,7 +99,7 @@ def chunk_size(layout: StateLayout, data: FederatedDataModule, device: torch.dev
     counts = data.num_samples("train")
     x, _ = data.samples(int(data.train_clients[0]), "train")
     by_samples = _SAMPLE_BYTES[kind] // max(1, x[0].nbytes * int(counts.max()))
-    return max(1, min(by_parameters, by_samples, data.num_clients))
+    return max(1, min(by_parameters, by_samples))
 
 
 def build_engine(

@@ -16,7 +16,7 @@ from tests.runs import CLASSES, FEATURES, dropout_client, linear_client, run, sa
 @pytest.mark.parametrize(
     ("client", "options", "reason"),
     [
-        (linear_client(), {}, "vectorized engine, 3 clients at once: 15 parameters"),
+        (linear_client(), {}, "vectorized engine, up to 3 clients at once: 15 parameters"),
         (linear_client(), {"cohort_size": 1}, "sequential engine: one client in a round"),
         (dropout_client(), {}, "sequential engine: .*draws random numbers"),
         (
