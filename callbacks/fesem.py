@@ -173,8 +173,8 @@ class FeSEM(MultiCenter):
         )
         if clusters is None:
             rank_zero_warn(
-                f"round {federation.current_epoch} failed to find {self.num_clusters} centers: too few "
-                f"of {len(sample)} clients answered; the next round tries others"
+                f"round {federation.current_epoch} failed to find {self.num_clusters} centers: too "
+                f"few of {len(sample)} clients answered; the next round tries others"
             )
             return
         self.begin()
