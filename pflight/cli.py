@@ -15,7 +15,12 @@ import lightning as L
 import torch.distributed as dist
 from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
-from lightning.pytorch.cli import ArgsType, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import (
+    ArgsType,
+    LightningArgumentParser,
+    LightningCLI,
+    SaveConfigCallback,
+)
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -55,6 +60,20 @@ _FEDERATION = {
 }
 
 
+class FederationParser(LightningArgumentParser):
+    """Takes ``None`` for ``null``, which jsonargparse makes of it on the way to a part of a part.
+
+    It reads the value of ``--model.client.constraint null`` and hands it on to the parser of the
+    client's options as Python writes it.
+    """
+
+    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
+        """Parse arguments as usual."""
+        if args is not None:
+            args = [re.sub("(^|=)None$", r"\1null", arg) for arg in args]
+        return super().parse_args(args, *more, **options)
+
+
 class FederationCLI(LightningCLI):
     """LightningCLI for federations, with one run in one folder.
 
@@ -90,6 +109,7 @@ class FederationCLI(LightningCLI):
             subclass_mode_data=True,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
+            parser_class=FederationParser,
             args=args,
         )
 

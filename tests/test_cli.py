@@ -389,6 +389,21 @@ class TestConfigs:
         network = config["model"]["init_args"]["client"]["init_args"]["network"]
         assert class_name(network) == NETWORKS[data]
 
+    @pytest.mark.parametrize("none", ["null", "None"])
+    def test_null_on_the_line_is_null_at_any_depth(self, none, capsys):
+        options = {"data.cohort_size": 3, "model.client.gradient_clip_val": 2.0}
+        options |= {"model.client.constraint": "l2", "model.server_optimizer": "SGD"}
+        given = [f"--{key}={value}" for key, value in options.items()]
+        given += [part for key in options for part in (f"--{key}", none)]
+        printed = printed_config(capsys, *composed("data/digits", "algorithm/fedec"), *given)
+        config = yaml.safe_load(printed)
+        federation = config["model"]["init_args"]
+        client = federation["client"]["init_args"]
+        assert config["data"]["init_args"]["cohort_size"] is None
+        assert federation["server_optimizer"] is None
+        assert client["gradient_clip_val"] is None
+        assert client["constraint"] is None
+
     def test_print_config_round_trips(self, capsys):
         first = printed_config(capsys, *composed("data/digits", "algorithm/fesem"))
         Path("printed.yaml").write_text(first)
