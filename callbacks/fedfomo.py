@@ -206,11 +206,9 @@ class FedFomo(ServerCallback):
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the bytes of the models sent, and of the initial one until a client answers."""
-        received, layout = self.received[clients.cpu()].long(), self.federation.layout
-        models = (self.received.sum() - received).clamp(max=self.num_models).sum()
-        frozen = sum(layout.template[name].nbytes for name in layout.frozen)
-        initial = (1 - received).sum() * (layout.nbytes - frozen)
-        return int(models * state_bytes(sent) + initial)
+        received = self.received[clients.cpu()].long()
+        models = (self.received.sum() - received).clamp(max=self.num_models)
+        return int((models + 1 - received).sum()) * state_bytes(sent)
 
     def _models(self, clients: Tensor) -> TensorDict:
         models = {name: leaf[clients] for name, leaf in self.stored.tensors().items()}

@@ -104,11 +104,10 @@ class L2GD(FedAvg):
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the bytes of the mean where it is needed, and of a newcomer's first model."""
         federation, layout = self.federation, self.federation.layout
-        size = {name: value.nbytes for name, value in layout.template.items()}
-        newcomers = int((~federation.has_kept(clients)).sum())
-        known = len(clients) - newcomers if self.share(len(federation.history)) else 0
-        mean = sum(size[name] for name in layout.parameters)
-        return newcomers * (mean + sum(size[name] for name in layout.buffers)) + known * mean
+        asking = clients
+        if not self.share(len(federation.history)):
+            asking = clients[~federation.has_kept(clients)]
+        return len(asking) * sum(layout.template[name].nbytes for name in layout.parameters)
 
     @property
     def sent_names(self) -> tuple[str, ...]:

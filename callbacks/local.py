@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class Local(ServerCallback):
     """Every client trains its own model; nothing is ever aggregated.
 
-    All clients start from one common model, which is all that travels, once per client. A round is
-    a round's worth of local training for the clients that were drawn, so that budgets match those
-    of federated methods. Held-out clients are served the common initial model.
+    All clients start from one common model, whose parameters are all that travels, once per client.
+    A round is a round's worth of local training for the clients that were drawn, so that budgets
+    match those of federated methods. Held-out clients are served the common initial model.
     """
 
     def setup_server(self, federation: Federation) -> None:
@@ -35,8 +35,7 @@ class Local(ServerCallback):
         """Leave the initial model as it is."""
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
-        """Return the bytes of the initial model for clients that take part for the first time."""
+        """Return the bytes of the initial parameters, for clients without a model of their own."""
         newcomers = int((~self.federation.has_kept(clients)).sum())
         layout = self.federation.layout
-        frozen = sum(layout.template[name].nbytes for name in layout.frozen)
-        return newcomers * (layout.nbytes - frozen)
+        return newcomers * sum(layout.template[name].nbytes for name in layout.parameters)

@@ -45,9 +45,9 @@ class PFedLA(ServerCallback):
     are updated, whatever the server optimizer; the others' models stay in the mixtures.
 
     A newcomer, or a client without training samples, gets the mean of the N models, and its own
-    does not count. A layer is a module with parameters of its own; buffers stay with the clients.
-    Memory on the
-    server grows with N models and, in the hypernetworks, with the square of N.
+    does not count. A layer is a module with parameters of its own; buffers stay with the clients,
+    where they start as the client module was given, and never travel. Memory on the server grows
+    with N models and, in the hypernetworks, with the square of N.
 
     With ``retain=k`` it is HeurpFedLA(k): a client keeps the k layers in which its own model weighs
     most. It starts these from its own last values, which are sent only when it first takes part,
@@ -219,16 +219,12 @@ class PFedLA(ServerCallback):
         self.seen |= answered
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
-        """Return the bytes of all layers; retained ones travel once, then with their buffers."""
-        if not self.retain:
-            return super().bytes_down(clients, sent)
-        tensors = self.federation.server.tensors(0)
-        sizes = torch.zeros(len(self.layers), 2, dtype=torch.long)  # parameters, buffers
-        for name in self._layer_of.keys() - self.federation.layout.frozen:
-            sizes[self._layer_of[name], int(name in self.private)] += tensors[name].nbytes
+        """Return the bytes of all layers, of retained ones until a client has answered once."""
+        sizes = torch.zeros(len(self.layers), dtype=torch.long)
+        for name, leaf in sent.items():
+            sizes[self._layer_of[name]] += leaf[0].nbytes
         retained = self._retained(clients, self.hypernetworks(clients)).cpu()
-        first = ~self.seen[clients.cpu()].unsqueeze(1)
-        travels = torch.stack([~retained | first, retained & first], dim=2)
+        travels = ~(retained & self.seen[clients.cpu()].unsqueeze(1))
         return int((travels * sizes).sum())
 
     def _retained(self, clients: Tensor, weights: Tensor) -> Tensor:

@@ -136,6 +136,7 @@ def test_buffers_stay_with_the_clients() -> None:
     assert torch.equal(server[mean], start[mean])
     assert not torch.equal(federation.client_state(0)[mean], federation.client_state(1)[mean])
     parameters = sum(4 * p.numel() for p in batchnorm_client().parameters())
+    assert federation.history[0].bytes_down == 6 * parameters
     assert federation.history[1].bytes_down == federation.history[1].bytes_up == 6 * parameters
 
 

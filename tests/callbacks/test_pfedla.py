@@ -400,6 +400,13 @@ class TestTraffic:
         assert totals[1] / totals[0] == pytest.approx(0.99505, abs=5e-6)
         assert totals[2] / totals[0] == pytest.approx(0.63639, abs=1e-5)
 
+    @pytest.mark.parametrize("retain", [0, 1, 3])
+    def test_buffers_never_travel(self, retain: int) -> None:
+        client = batchnorm_client()
+        size = 4 * sum(parameter.numel() for parameter in client.parameters())
+        federation = run(client, small_data(), PFedLA(retain), rounds=1)
+        assert federation.history[0].bytes_down == federation.history[0].bytes_up == 6 * size
+
     @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
     def test_retained_layers_are_sent_again_until_a_client_has_answered(self) -> None:
         class FailsAtFirst(ClientModule):
