@@ -60,7 +60,8 @@ class FeSEM(MultiCenter):
         num_restarts: Random starts of k-means.
         init_clients: Clients of the seeded sample that trains in the first round; all if fewer.
         matching: How neurons are aligned: ``None`` takes them as they stand, ``"bbp_map"`` matches
-            them, and a :class:`pflight.matching.BBPMAP` does so with other options.
+            them, and a :class:`pflight.matching.BBPMAP` does so with other options; not with
+            ``grow``, as clients can't start from centers that are wider than their network.
         centers: K states, as from ``federation.server_states()``, that replace the initialisation.
         buffers: As in :class:`ServerCallback`.
         distance: Of the E-step: ``"l2"`` for :math:`\|W_i - C_k\|^2`, or a function of a stack of

@@ -73,7 +73,7 @@ class MultiCenter(ServerCallback):
         if matching is not None and matching.grow:
             raise ConfigurationError(
                 f"{type(self).__name__}: matching with grow=True makes centers wider than the "
-                "clients' network"
+                "clients' network, which can't start from them"
             )
         self.num_clusters = num_clusters
         self.matching = matching

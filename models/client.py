@@ -44,7 +44,8 @@ class ClientModule(L.LightningModule):
         memory: The state that this client kept, or ``None``; in an engine that trains many clients
             at once, the state that it starts from if it kept none.
         num_samples: Scalar tensor, the client's number of training samples.
-        mean_samples: Scalar tensor, the mean of that number over all clients with data.
+        mean_samples: Scalar tensor, the mean of that number over all clients that may train,
+            whatever the cohort; newcomers and clients without training samples never do.
         seen: Scalar tensor, 1 if this client's memory has been written, else 0.
         num_steps: Scalar tensor, the optimizer steps of this participation, for
             :meth:`after_training`.

@@ -19,8 +19,8 @@ class ProximalClient(ClientModule):
     (FedProx, Li et al. 2020, eq. 2). With ``scaling="eq7"`` it is
     :math:`\lambda_i\|w - w_{\text{anchor}}\|^2` with :math:`\lambda_i = \mu\,\bar n / n_i`
     (FeSEM, Long et al. 2022, eq. 7 divided by :math:`\alpha_i`, so that the step size keeps its
-    meaning), where :math:`n_i` is the client's sample count, :math:`\bar n` its mean over all
-    clients, and :math:`\mu` the paper's :math:`\lambda`. Norms are over parameters, not buffers.
+    meaning), where :math:`n_i` is ``num_samples``, :math:`\bar n` is ``mean_samples``, and
+    :math:`\mu` the paper's :math:`\lambda`. Norms are over parameters, not buffers.
 
     Args:
         *args: As in :class:`ClientModule`.
