@@ -221,7 +221,7 @@ class PFedLA(ServerCallback):
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the bytes of all layers, of retained ones until a client has answered once."""
         sizes = torch.zeros(len(self.layers), dtype=torch.long)
-        for name, leaf in sent.items():
+        for name, leaf in self.stored.tensors().items():
             sizes[self._layer_of[name]] += leaf[0].nbytes
         retained = self._retained(clients, self.hypernetworks(clients)).cpu()
         travels = ~(retained & self.seen[clients.cpu()].unsqueeze(1))

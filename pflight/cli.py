@@ -67,7 +67,9 @@ class FederationParser(LightningArgumentParser):
     client's options as Python writes it.
     """
 
-    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, *more: Any, **options: Any
+    ) -> Namespace:
         """Parse arguments as usual."""
         if args is not None:
             args = [re.sub("(^|=)None$", r"\1null", arg) for arg in args]

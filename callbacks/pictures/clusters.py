@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 2048
 _POINTS: dict[str, Any] = {"s": 36, "alpha": 0.7, "linewidths": 0}
-_CROSSES: dict[str, Any] = {"s": 60, "color": "black", "marker": "x", "linewidths": 1.2}
+_CROSSES: dict[str, Any] = {"s": 200, "color": "black", "marker": "+", "linewidths": 1.0}
 
 
 class ClusterPlot(RepeatedPicture):
@@ -149,7 +149,7 @@ def cluster_figure(
 
     Returns:
         A figure without a window, ready for a logger or ``savefig``. Clusters have different
-        colours and markers, up to 40 of them.
+        colours and markers, up to 70 of them.
     """
     from matplotlib.ticker import MaxNLocator
     from sklearn.decomposition import PCA
@@ -175,7 +175,7 @@ def cluster_figure(
             label = f"{k if k >= 0 else 'none'} ({members.sum()})"
             axes.scatter(x[members], y[members], color=color, marker=marker, label=label, **_POINTS)
         if centers is not None:
-            axes.scatter(*project(centers), label="server model", **_CROSSES)
+            axes.scatter(*project(centers), label="server model", zorder=0.5, **_CROSSES)
         figure.legend(
             title="cluster (clients)",
             loc="outside right upper",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.history import Round
-from pflight.palette import COLORS
+from pflight.palette import line_style
 
 from .picture import Picture, new_figure
 
@@ -23,8 +23,6 @@ Curve = tuple[Sequence[int], Sequence[float]]
 
 _METRICS = ("val/micro_acc", "val/macro_acc")
 _WORDS = {"val": "validation", "acc": "accuracy", "f1": "F1"}
-_DASHES = ("-", "--", ":", "-.")
-_FEW = 30  # rounds, up to which each has a marker
 
 
 class ConvergencePlot(Picture):
@@ -151,15 +149,8 @@ def _draw(curves: Mapping[str, Mapping[str, Curve]], metrics: Sequence[str]) -> 
         for position, (label, run) in enumerate(curves.items()):
             if metric in run:
                 rounds, values = run[metric]
-                (handles[label],) = axes.plot(
-                    rounds,
-                    values,
-                    color=COLORS[position % len(COLORS)],
-                    linestyle=_DASHES[position // len(COLORS) % len(_DASHES)],
-                    linewidth=1.6,
-                    marker="o" if len(rounds) <= _FEW else None,
-                    markersize=3.5,
-                )
+                style = line_style(position, len(rounds))
+                (handles[label],) = axes.plot(rounds, values, linewidth=1.6, **style)
         axes.set_xlabel("round")
         axes.set_ylabel(_in_words(metric))
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))

@@ -24,11 +24,14 @@ from .picture import Picture, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 Color = Literal["client", "round"]
 
-_MOST_NAMED = 40
+_MOST_IN_LEGEND = 40
+_PALEST = 0.25
 _POINTS: dict[str, Any] = {"s": 16, "linewidths": 0}
+_ID: dict[str, Any] = {"fontsize": 6, "xytext": (2, 2), "textcoords": "offset points"}
 _PATHS: dict[str, Any] = {"linewidth": 0.6, "zorder": 1}
 
 
@@ -194,7 +197,7 @@ def embedding_figure(
 
     Returns:
         A figure without a window, ready for a logger or ``savefig``. A thin line follows each
-        client from round to round.
+        client from round to round; the ids of more than 40 clients are at their last points.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -203,21 +206,29 @@ def embedding_figure(
     figure = new_figure()
     axes = figure.add_subplot()
     if color == "client":
-        pale_to_dark = np.linspace(1.0, 0.25, len(times))[::-1]
+        shades = np.linspace(1.0, _PALEST, len(times))[::-1]
+        named = []
         for c, client in enumerate(clients.tolist()):
             style, marker = point_style(c)
             x, y = points[:, c].T
             axes.plot(x, y, color=style, alpha=0.4, **_PATHS)
-            axes.scatter(x, y, c=[(style, a) for a in pale_to_dark], marker=marker, **_POINTS)
-            axes.scatter([], [], c=style, marker=marker, label=str(client), **_POINTS)
-        if len(clients) <= _MOST_NAMED:
+            axes.scatter(x, y, c=[(style, a) for a in shades], marker=marker, **_POINTS)
+            named.append(_key(str(client), style, marker))
+            if len(clients) > _MOST_IN_LEGEND:
+                for place in points[np.isfinite(x), c][-1:]:
+                    axes.annotate(str(client), place, **_ID)
+        if len(clients) <= _MOST_IN_LEGEND:
+            columns = 1 + (len(clients) - 1) // 20
             figure.legend(
+                handles=named,
                 title="client",
                 loc="outside right upper",
                 frameon=False,
-                markerscale=1.3,
-                ncols=1 + (len(clients) - 1) // 20,
+                ncols=columns,
             )
+        if len(times) > 1:
+            ends = [_key(str(times[end]), ("black", shades[end])) for end in (0, -1)]
+            figure.legend(handles=ends, title="round", loc="outside right lower", frameon=False)
     else:
         x, y = points.T
         axes.plot(x.T, y.T, color="black", alpha=0.3, **_PATHS)
@@ -231,6 +242,13 @@ def embedding_figure(
     axes.set_aspect("equal", adjustable="datalim")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def _key(label: str, color: Any, marker: str = "o") -> Line2D:
+    """Return an entry of a legend."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color=color, marker=marker, markersize=5, linestyle="", label=label)
 
 
 def _tsne(features: Tensor, seed: int) -> NDArray[np.float64]:

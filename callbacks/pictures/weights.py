@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
-from pflight.palette import COLORS, FAINT
+from pflight.palette import COLORS, FAINT, line_style
 
 from .picture import RepeatedPicture, new_figure
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _MOST_LAYERS = 6
 _MOST_CLIENTS = 50
 _NAMED = 5  # clients, besides the one that is looked at, that have a colour
+_HATCHES = ("", "//", "..", "\\\\", "xx", "--", "")  # of the bars, from below
+_PREFIX = "network."  # of the layers of a client's network, which pictures leave out
 
 
 class AggregationWeights(RepeatedPicture):
@@ -35,8 +37,9 @@ class AggregationWeights(RepeatedPicture):
     num_clients]}`` with rows that sum to 1.
 
     Args:
-        layers: Names of the layers, as in ``federation.layout.layers``; by default up to 6, evenly
-            spaced from the first to the last.
+        layers: Names of the layers, as the pictures have them or, with ``network.`` before them,
+            as in ``federation.layout.layers``; by default up to 6, evenly spaced from the first to
+            the last.
         client: The client whose weights are drawn over rounds and as bars.
         clients: The clients in the heatmap; by default all, or 50 evenly spaced ones.
         every: As in :class:`RepeatedPicture`.
@@ -61,7 +64,7 @@ class AggregationWeights(RepeatedPicture):
         self.layers = layers
         self.client = client
         self.clients = clients
-        self._layers: list[str] = []
+        self._layers: dict[str, str] = {}  # from names in pictures to those of the callback
         self._shown = torch.empty(0, dtype=torch.long)
         self._matrices: dict[str, Tensor] = {}
         self._past: dict[int, Tensor] = {}
@@ -81,15 +84,17 @@ class AggregationWeights(RepeatedPicture):
             )
         for client in (self.client, *(self.clients or ())):
             federation.attached_data.check_client(client)
-        known = list(callback.layer_weights(torch.tensor([self.client])))
+        names = callback.layer_weights(torch.tensor([self.client]))
+        known = {name.removeprefix(_PREFIX): name for name in names}
         if self.layers is None:
-            self._layers = [known[i] for i in _spaced(len(known), _MOST_LAYERS)]
-        elif unknown := [name for name in self.layers if name not in known]:
+            chosen = [[*known][i] for i in _spaced(len(known), _MOST_LAYERS)]
+        else:
+            chosen = [name.removeprefix(_PREFIX) for name in self.layers]
+        if unknown := [name for name in chosen if name not in known]:
             raise ConfigurationError(
                 f"AggregationWeights: unknown layer {unknown[0]!r}; there are {', '.join(known)}"
             )
-        else:
-            self._layers = list(self.layers)
+        self._layers = {name: known[name] for name in chosen}
         self._shown = (
             torch.from_numpy(_spaced(federation.num_clients, _MOST_CLIENTS))
             if self.clients is None
@@ -102,18 +107,17 @@ class AggregationWeights(RepeatedPicture):
         """Ask for the weights."""
         clients = torch.cat([self._shown, torch.tensor([self.client])])
         weights: dict[str, Tensor] = federation.attached_callback.layer_weights(clients)  # type: ignore[attr-defined]
-        rows = {name: weights[name].detach().float().cpu() for name in self._layers}
+        rows = {name: weights[key].detach().float().cpu() for name, key in self._layers.items()}
         self._matrices = {name: row[:-1, self._shown] for name, row in rows.items()}
         now = torch.stack([row[-1] for row in rows.values()])
         self._past[federation.history[-1].index] = now
 
     def figures(self, federation: Federation) -> Mapping[str, Figure]:
         """Return the heatmap, the evolution and the bars."""
-        matrices = dict(zip(_short(self._layers), self._matrices.values(), strict=True))
         past = torch.stack(list(self._past.values()))
-        rounds, names = list(self._past), list(matrices)
+        rounds, names = list(self._past), list(self._matrices)
         return {
-            "weights/heatmap": heatmap_figure(matrices, self._shown.tolist()),
+            "weights/heatmap": heatmap_figure(self._matrices, self._shown.tolist()),
             f"weights/client-{self.client}-evolution": evolution_figure(
                 past, rounds, names, self.client
             ),
@@ -172,8 +176,9 @@ def evolution_figure(
         client: The client.
 
     Returns:
-        A figure without a window, ready for a logger or ``savefig``. The client itself and the
-        clients that weigh most in the last round have colours, all others are grey.
+        A figure without a window, ready for a logger or ``savefig``. The client itself, in front,
+        and the clients that weigh most in the last round have colours and markers, all others are
+        grey. The axis goes with the square root of a weight, so that small ones differ too.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -181,26 +186,26 @@ def evolution_figure(
     figure, panels, columns = _panels(len(layers), 2.6, 2.4, 2.2, share=True)
     values = weights.numpy()
     others = np.setdiff1d(np.arange(values.shape[2]), named)
-    marker = "o" if len(rounds) == 1 else None
     for position, axes in enumerate(panels):
         if len(others):
-            lines = axes.plot(
-                rounds, values[:, position, others], color=FAINT, linewidth=0.6, marker=marker
-            )
+            marker = "." if len(rounds) == 1 else None
+            rest = values[:, position, others]
+            lines = axes.plot(rounds, rest, color=FAINT, linewidth=0.6, marker=marker)
             lines[0].set_label(_others(len(others)))
-        for color, other in zip(COLORS, named, strict=False):
+        for place, other in enumerate(named):
             axes.plot(
                 rounds,
                 values[:, position, other],
-                color=color,
                 linewidth=2.2 if other == client else 1.3,
-                marker=marker,
+                zorder=3 if other == client else 2,
                 label=_name(other, client),
+                **line_style(place, len(rounds)),
             )
         axes.set_title(layers[position], fontsize="medium")
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True, min_n_ticks=1))
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yscale("function", functions=(lambda w: np.sqrt(np.maximum(w, 0)), np.square))
     panels[0].set_ylim(0.0, 1.05 * _highest(weights))
     for axes in panels[-columns:]:  # also above an empty place
         axes.tick_params(labelbottom=True)
@@ -231,12 +236,23 @@ def bars_figure(weights: Tensor, layers: Sequence[str], client: int) -> Figure:
     axes = figure.add_subplot()
     bottom = np.zeros(len(layers))
     colors = [*COLORS[: len(named)], FAINT]
-    for color, (label, heights) in zip(colors, parts.items(), strict=False):
-        axes.bar(layers, heights, bottom=bottom, width=0.7, color=color, label=label)
+    for color, hatch, (label, heights) in zip(colors, _HATCHES, parts.items(), strict=False):
+        axes.bar(
+            layers,
+            heights,
+            bottom=bottom,
+            width=0.7,
+            label=label,
+            color=color,
+            hatch=hatch,
+            edgecolor="white",
+            linewidth=0.6,
+        )
         bottom += heights
     axes.set_xlabel("layer")
     axes.set_ylabel(f"weight for client {client}")
     axes.set_xlim(-0.6, len(layers) - 0.4)
+    axes.set_ylim(0.0, 1.02)
     if max(map(len, layers)) * len(layers) > 50:
         axes.tick_params(axis="x", rotation=30)
     axes.spines[["top", "right"]].set_visible(False)
@@ -282,8 +298,3 @@ def _others(count: int) -> str:
 
 def _spaced(count: int, most: int) -> np.ndarray[Any, Any]:
     return np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)
-
-
-def _short(layers: Sequence[str]) -> list[str]:
-    """Return names of layers without the prefix of the client's network."""
-    return [name.removeprefix("network.") for name in layers]

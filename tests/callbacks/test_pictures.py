@@ -38,11 +38,12 @@ from pflight.callbacks.pictures import (
 )
 from pflight.callbacks.pictures.clusters import fold
 from pflight.callbacks.pictures.embedding import mean_features
+from pflight.callbacks.pictures.picture import RepeatedPicture
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.history import Round
 from pflight.models import ClientModule
-from pflight.palette import COLORS, FAINT, MARKERS
+from pflight.palette import COLORS, FAINT, KINDS, MARKERS, point_style
 from tests.event_files import read_events
 from tests.runs import CLASSES, dropout_client, flat, linear_client, network_client, run, small_data
 
@@ -51,6 +52,19 @@ from tests.runs import CLASSES, dropout_client, flat, linear_client, network_cli
 def _coarse(monkeypatch):
     """Draw at a low resolution, which takes less time."""
     monkeypatch.setattr("pflight.callbacks.pictures.picture._DPI", 60)
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Make the figures of a run, but render none."""
+    monkeypatch.setattr("pflight.callbacks.pictures.picture._write", lambda *_: None)
+
+
+class Blank(RepeatedPicture):
+    """A picture of nothing, which takes no time to render."""
+
+    def figures(self, federation: Federation) -> dict[str, Figure]:
+        return {"blank": Figure((1, 1))}
 
 
 class Mixing(FedAvg):
@@ -72,8 +86,8 @@ def drawn(folder: Path) -> list[str]:
     return [path.name for path in paths]
 
 
-def legend(figure: Figure) -> list[str]:
-    return [text.get_text() for text in figure.legends[0].get_texts()]
+def legend(figure: Figure, index: int = 0) -> list[str]:
+    return [text.get_text() for text in figure.legends[index].get_texts()]
 
 
 def offsets(collection: Any) -> Tensor:
@@ -93,20 +107,14 @@ def image_client() -> ClientModule:
 
 class TestWhenAndWhere:
     def test_every_and_the_last_round(self, tmp_path):
-        run(
-            linear_client(),
-            small_data(),
-            FeSEM(2),
-            5,
-            ClusterPlot(every=2),
-            trainer={"default_root_dir": tmp_path},
-        )
-        assert drawn(tmp_path) == [f"clusters-{i:04}.png" for i in (1, 3, 4)]
+        options = {"default_root_dir": tmp_path}
+        run(linear_client(), small_data(), FedAvg(), 5, Blank(every=2), trainer=options)
+        assert drawn(tmp_path) == [f"blank-{i:04}.png" for i in (1, 3, 4)]
 
     def test_by_default_with_each_evaluation(self, tmp_path):
         options = {"default_root_dir": tmp_path, "check_val_every_n_epoch": 3}
-        run(linear_client(), small_data(), FeSEM(2), 6, ClusterPlot(), trainer=options)
-        assert drawn(tmp_path) == ["clusters-0002.png", "clusters-0005.png"]
+        run(linear_client(), small_data(), FedAvg(), 6, Blank(), trainer=options)
+        assert drawn(tmp_path) == ["blank-0002.png", "blank-0005.png"]
 
     def test_the_last_round_of_a_run_that_stops_early(self, tmp_path):
         stop = EarlyStopping("val/macro_acc", patience=1, mode="min", stopping_threshold=2.0)
@@ -116,11 +124,11 @@ class TestWhenAndWhere:
             FeSEM(2),
             9,
             stop,
-            ClusterPlot(every=9),
+            Blank(every=9),
             ConvergencePlot(),
             trainer={"default_root_dir": tmp_path},
         )
-        assert drawn(tmp_path) == ["clusters-0000.png", "convergence-0000.png"]
+        assert drawn(tmp_path) == ["blank-0000.png", "convergence-0000.png"]
 
     def test_tensorboard_has_them_too(self, tmp_path):
         logger = TensorBoardLogger(tmp_path, name="", version="")
@@ -130,14 +138,16 @@ class TestWhenAndWhere:
             Mixing(),
             2,
             ConvergencePlot(),
-            AggregationWeights(client=3),
+            Blank(),
+            AggregationWeights(client=3, every=2),
             trainer={"default_root_dir": tmp_path, "logger": logger},
         )
         assert read_events(tmp_path).images == {
             "pictures/convergence": [1],
-            "pictures/weights/heatmap": [0, 1],
-            "pictures/weights/client-3-evolution": [0, 1],
-            "pictures/weights/client-3-layers": [0, 1],
+            "pictures/blank": [0, 1],
+            "pictures/weights/heatmap": [1],
+            "pictures/weights/client-3-evolution": [1],
+            "pictures/weights/client-3-layers": [1],
         }
         assert "weights-client-3-layers-0001.png" in drawn(tmp_path)
 
@@ -168,7 +178,7 @@ class TestWhenAndWhere:
 
 
 class TestClusterPlot:
-    def test_points_are_the_clients_last_models(self, monkeypatch):
+    def test_points_are_the_clients_last_models(self, undrawn, monkeypatch):
         plot = ClusterPlot(every=3)
         seen: dict[str, Tensor] = {}
 
@@ -178,7 +188,6 @@ class TestClusterPlot:
 
         monkeypatch.setattr("pflight.callbacks.pictures.clusters.cluster_figure", note)
         options = {"fast_dev_run": False, "default_root_dir": "unused"}
-        monkeypatch.setattr("pflight.callbacks.pictures.picture._write", lambda *_: None)
         callback = FeSEM(2)
         returned: dict[int, Tensor] = {}
 
@@ -200,7 +209,7 @@ class TestClusterPlot:
         centers = [torch.from_numpy(flat(state)) for state in module.server_states()]
         assert_close(seen["centers"].double(), torch.stack(centers), rtol=0, atol=1e-7)
 
-    def test_it_listens_only_while_it_trains(self, tmp_path):
+    def test_it_listens_only_while_it_trains(self, undrawn, tmp_path):
         plot = ClusterPlot()
         options = {"default_root_dir": tmp_path}
         module = run(linear_client(), small_data(), FeSEM(2), 1, plot, trainer=options)
@@ -242,7 +251,7 @@ class TestClusterPlot:
         for path in other.iterdir():
             assert path.read_bytes() == (one / path.name).read_bytes()
 
-    def test_a_new_federation_starts_anew(self, tmp_path):
+    def test_a_new_federation_starts_anew(self, undrawn, tmp_path):
         plot = ClusterPlot()
         for counts in ([5, 5, 5], [4, 4]):
             run(
@@ -393,6 +402,7 @@ class TestConvergence:
         assert legend(figure) == ["K = 1", "K = 2"]
         one, two = axes.lines
         assert (one.get_color(), two.get_color()) == COLORS[:2]
+        assert (one.get_marker(), two.get_marker()) == tuple(MARKERS[:2])
         assert one.get_xdata().tolist() == [0, 1, 2, 3]
         assert_close(
             torch.as_tensor(two.get_ydata()),
@@ -517,7 +527,7 @@ class TestEmbedding:
         )
         assert one == other
 
-    def test_training_goes_on_as_without(self, tmp_path):
+    def test_training_goes_on_as_without(self, undrawn, tmp_path):
         options = {"default_root_dir": tmp_path}
         plain = run(dropout_client(), small_data(), FedAvg(), 2, trainer=options)
         pictures = [EmbeddingTrajectory(), ClusterPlot(), ConvergencePlot()]
@@ -548,12 +558,27 @@ class TestEmbedding:
         features[1, 2, 0] = torch.nan
         figure = embedding_figure(features, range(4), torch.arange(12))
         axes = figure.axes[0]
-        shown = [offsets(points) for points in axes.collections[::2]]
+        shown = [offsets(points) for points in axes.collections]
         assert [len(points) for points in shown] == [4] * 12
         missing = torch.stack(shown).isnan().any(2).nonzero().tolist()
         assert missing == [[2, 1]]
         assert legend(figure) == [str(client) for client in range(12)]
+        assert legend(figure, 1) == ["0", "3"]
+        first, last = figure.legends[1].legend_handles
+        assert to_rgba(first.get_color())[3] < to_rgba(last.get_color())[3] == 1
         assert all(map(torch.isfinite, torch.tensor(axes.get_xlim())))
+
+    def test_the_ids_of_many_clients_are_at_their_last_points(self):
+        features = torch.randn(3, 41, 4)
+        features[2, 7] = torch.nan
+        features[:, 8] = torch.nan
+        figure = embedding_figure(features, range(3), torch.arange(100, 141))
+        (axes,) = figure.axes
+        ids = {text.get_text(): text.xy for text in axes.texts}
+        assert ids.keys() == {str(client) for client in range(100, 141)} - {"108"}
+        for c, last in ((0, 2), (7, 1), (40, 2)):
+            assert ids[str(100 + c)] == pytest.approx(offsets(axes.collections[c])[last].tolist())
+        assert [found.get_title().get_text() for found in figure.legends] == ["round"]
 
     def test_colours_by_round(self):
         figure = embedding_figure(torch.randn(3, 4, 5), [0, 5, 10], torch.arange(4), "round")
@@ -564,16 +589,16 @@ class TestEmbedding:
     @pytest.mark.parametrize("shape", [(1, 1, 4), (1, 2, 4), (2, 2, 1), (1, 4, 3)])
     def test_few_points(self, shape):
         figure = embedding_figure(torch.randn(shape), range(shape[0]), torch.arange(shape[1]))
-        found = torch.stack([offsets(p) for p in figure.axes[0].collections[::2]])
+        found = torch.stack([offsets(p) for p in figure.axes[0].collections])
         assert found.isfinite().all()
 
     def test_equal_features_are_one_point(self):
         figure = embedding_figure(torch.ones(2, 3, 4), range(2), torch.arange(3))
-        assert all((offsets(p) == 0).all() for p in figure.axes[0].collections[::2])
+        assert all((offsets(p) == 0).all() for p in figure.axes[0].collections)
 
 
 class TestAggregationWeights:
-    def test_what_is_drawn(self, tmp_path):
+    def test_what_is_drawn(self, undrawn, tmp_path):
         picture = AggregationWeights(client=2, clients=[1, 2, 4])
         options = {"default_root_dir": tmp_path}
         module = run(linear_client(), small_data(), Mixing(), 3, picture, trainer=options)
@@ -588,9 +613,11 @@ class TestAggregationWeights:
         own = next(line for line in evolution.lines if line.get_label() == "client 2, itself")
         assert own.get_xdata().tolist() == [0, 1, 2]
         assert own.get_ydata().tolist() == pytest.approx([0.6, 0.7, 0.8])
+        assert own.zorder == max(line.zorder for line in evolution.lines)
+        assert own.get_linewidth() == max(line.get_linewidth() for line in evolution.lines)
 
     @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
-    def test_a_resumed_run_draws_all_rounds(self, tmp_path):
+    def test_a_resumed_run_draws_all_rounds(self, undrawn, tmp_path):
         def go(folder: str, *more: L.Callback, **options: Any) -> list[dict[str, Any]]:
             pictures = [AggregationWeights(client=client, every=1) for client in (0, 3)]
             root = {"default_root_dir": tmp_path / folder}
@@ -608,7 +635,7 @@ class TestAggregationWeights:
         ("callback", "options", "message"),
         [
             (FedAvg, {}, r"layer_weights\(clients\), such as PFedLA; FedAvg has none"),
-            (Mixing, {"layers": ["network.third"]}, "unknown layer 'network.third'; there are net"),
+            (Mixing, {"layers": ["network.third"]}, "unknown layer 'third'; there are first, s"),
             (Mixing, {"client": 6}, "unknown client 6: the ids are 0 to 5"),
             (Mixing, {"clients": [1, -1]}, "unknown client -1"),
         ],
@@ -622,6 +649,8 @@ class TestAggregationWeights:
         figure = bars_figure(weights, ["conv", "fc"], client=1)
         names = ["client 1, itself", *(f"client {i}" for i in (2, 0, 3, 6, 4)), "2 others"]
         assert legend(figure) == names[::-1]
+        hatches = [group[0].get_hatch() for group in figure.axes[0].containers[:-1]]
+        assert len(set(hatches)) == len(hatches)
         bars = torch.tensor(
             [[bar.get_height() for bar in group] for group in figure.axes[0].containers]
         )
@@ -649,10 +678,18 @@ class TestAggregationWeights:
         assert {axes.images[0].get_clim() for axes in figure.axes[:2]} == {(0.0, 1.0)}
         assert [int(t.get_text()) for t in figure.axes[0].get_xticklabels()] == [0, 20, 40, 60, 80]
 
+    def test_layers_are_named_as_in_pictures_or_with_their_network(self, undrawn):
+        for name in ("second", "network.second"):
+            picture = AggregationWeights(layers=[name], every=9)
+            module = run(linear_client(), small_data(), Mixing(), 1, picture)
+            panel, _ = picture.figures(module)["weights/heatmap"].axes
+            assert panel.get_title() == "second"
+
 
 def test_the_palette_is_told_apart():
     assert len({*COLORS, FAINT}) == len(COLORS) + 1
-    assert len(set(MARKERS)) == len(MARKERS)
+    assert len({point_style(index) for index in range(KINDS)}) == KINDS
+    assert len({point_style(index)[1] for index in range(len(MARKERS))}) == len(MARKERS)
 
 
 @pytest.mark.parametrize("width", ["narrow", "wide"])
