@@ -6,24 +6,44 @@ resumed run goes on as it began.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from pflight.datamodules import FederatedDataModule
 from pflight.models import ClientModule
 from pflight.state import StateLayout
 
+from .operations import forward_operations
 from .sequential import SequentialEngine
 from .vectorized import VectorizedEngine
 
 EngineName = Literal["auto", "sequential", "vectorized"]
 
-_CHUNK_BYTES = {"cpu": 6 * 2**20, "cuda": 256 * 2**20}  # of a chunk's parameters
-_SAMPLE_BYTES = {"cpu": 32 * 2**20, "cuda": 2**30}  # of a chunk's samples
-_MOST_WORK = 60e6  # parameters times batch from which a client's step keeps a CPU busy alone
+
+class _Limits(NamedTuple):
+    """What is worth stacking on a kind of device; ``benchmarks/engines.py`` has measured it."""
+
+    parameters: float
+    """Bytes of a chunk's parameters, unless it has but a few clients."""
+    samples: float
+    """Bytes of a chunk's samples."""
+    operations: float
+    """Of a chunk's forward pass, unless it has but a few clients."""
+    linear: float
+    """Operations of a client's forward pass from which on a client keeps the device busy alone."""
+    convolutional: float
+    """And for networks with convolutions, which run slower stacked."""
+
+
+_LIMITS = {
+    "cpu": _Limits(16 * 2**20, 32 * 2**20, 300e6, linear=100e6, convolutional=30e6),
+    "cuda": _Limits(256 * 2**20, 2**30, math.inf, linear=math.inf, convolutional=math.inf),
+}
+_FEW = 4  # clients at once, which always pay
 
 
 @dataclass(frozen=True)
@@ -59,8 +79,8 @@ def choose(
     """Choose an engine.
 
     Stacking clients saves what PyTorch spends around each operation, which is most of a small
-    network's step, and loses where one client's step fills the processor. Convolutions of stacked
-    weights are slow on a CPU.
+    network's step, and loses where one client's step fills the processor; with convolutions, which
+    run slower stacked, it does so earlier. A chunk fits into a CPU's caches or a GPU's memory.
 
     Args:
         wanted: The engine asked for, or ``"auto"``.
@@ -69,37 +89,35 @@ def choose(
         data: Where the clients' samples come from.
         device: Where clients train.
     """
-    size = chunk or chunk_size(StateLayout.of(client), data, device)
+    limits = _LIMITS["cpu" if device.type == "cpu" else "cuda"]
+    counts = data.num_samples("train")
+    batch = min(data.batch_size or math.inf, int(counts[data.train_clients].max()))
+    x, _ = data.samples(int(data.train_clients[0]), "train")
+    operations = forward_operations(client, x[:1]) * batch
+    chunk = chunk or _chunk_size(limits, client, data, operations)
     if wanted == "vectorized":
-        return Choice(wanted, size, "as asked for")
+        return Choice(wanted, chunk, "as asked for")
     if wanted == "sequential":
         return Choice(wanted, 1, "as asked for")
-    parameters = sum(p.numel() for p in client.parameters())
-    counts = data.num_samples("train")[data.train_clients]
-    batch = min(data.batch_size or int(counts.max()), int(counts.max()))
     if data.cohorts.size == 1:
         return Choice("sequential", 1, "one client in a round")
-    if device.type == "cpu":
-        if any(isinstance(module, nn.modules.conv._ConvNd) for module in client.modules()):
-            return Choice("sequential", 1, "stacked convolutions are slow on a CPU")
-        if parameters * batch > _MOST_WORK:
-            return Choice(
-                "sequential",
-                1,
-                f"{parameters:,} parameters with batches of {batch} keep a CPU busy",
-            )
-    reason = f"{parameters:,} parameters with batches of {batch} leave the device idle one by one"
-    return Choice("vectorized", size, reason)
+    convolutional = any(isinstance(module, _ConvNd) for module in client.modules())
+    step = f"{operations / 1e6:,.1f} million operations a batch"
+    if operations >= (limits.convolutional if convolutional else limits.linear):
+        kind = " of a network with convolutions" if convolutional else ""
+        return Choice("sequential", 1, f"{step}{kind} keep the device busy")
+    return Choice("vectorized", chunk, f"{step} leave the device idle one by one")
 
 
-def chunk_size(layout: StateLayout, data: FederatedDataModule, device: torch.device) -> int:
-    """Return how many clients fit at once: into the caches of a CPU, or into a GPU's memory."""
-    kind = "cpu" if device.type == "cpu" else "cuda"
-    by_parameters = _CHUNK_BYTES[kind] // layout.nbytes
-    counts = data.num_samples("train")
+def _chunk_size(
+    limits: _Limits, client: ClientModule, data: FederatedDataModule, operations: float
+) -> int:
+    """Return how many clients to stack, however many there are."""
+    by_parameters = limits.parameters / StateLayout.of(client).nbytes
+    by_operations = limits.operations / max(operations, 1)
     x, _ = data.samples(int(data.train_clients[0]), "train")
-    by_samples = _SAMPLE_BYTES[kind] // max(1, x[0].nbytes * int(counts.max()))
-    return max(1, min(by_parameters, by_samples))
+    by_samples = limits.samples / max(x[0].nbytes * int(data.num_samples("train").max()), 1)
+    return max(1, int(min(max(by_parameters, _FEW), max(by_operations, _FEW), by_samples)))
 
 
 def build_engine(

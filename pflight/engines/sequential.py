@@ -25,6 +25,7 @@ from pflight.state import StateLayout, StateModule, entries, rows, state_tensors
 
 from .descent import Descent
 from .local_trainer import LocalTrainer
+from .operations import forward_operations
 from .updates import ClientFailure, ClientUpdates, Evaluation, Kept
 
 _TRANSFER_HOOKS = (
@@ -50,9 +51,7 @@ _HOOKS = (
 )
 _LARGE_KERNEL = 2**20  # weights of a convolution from which on channels-last is slower
 GRADIENT_BATCH = 512  # samples in one pass where their number does not matter
-_ONE_THREAD = (
-    20e6  # operations of a batch's forward pass below which threads cost more than they give
-)
+_ONE_THREAD = 20e6  # operations of a batch's forward pass from which on threads pay
 
 
 class SequentialEngine:
@@ -375,7 +374,7 @@ class SequentialEngine:
         except Exception as error:
             reason = " ".join(str(error).split())
             raise ConfigurationError(f"the client's optimizer can't be built: {reason}") from error
-        if self._operations(x) / len(x) * batch < _ONE_THREAD:
+        if forward_operations(self.client, x[:1]) * batch < _ONE_THREAD:
             self.threads = 1
         if self._gains_from_channels_last():
             self._channels_last = True
@@ -416,17 +415,6 @@ class SequentialEngine:
         except Exception:
             return False
         return True
-
-    def _operations(self, x: Tensor) -> float:
-        """Count the floating-point operations of a forward pass."""
-        from torch.utils.flop_counter import FlopCounterMode
-
-        try:
-            with FlopCounterMode(display=False) as counter, torch.no_grad():
-                self.client(x)
-        except Exception:  # a network that can't be counted may be of any size
-            return float("inf")
-        return float(counter.get_total_flops())
 
     @torch.no_grad()
     def evaluate(self, clients: Tensor, states: TensorDict, split: Split) -> Evaluation:

@@ -16,7 +16,7 @@ from tests.runs import CLASSES, FEATURES, dropout_client, linear_client, run, sa
 @pytest.mark.parametrize(
     ("client", "options", "reason"),
     [
-        (linear_client(), {}, "vectorized engine, up to 3 clients at once: 15 parameters"),
+        (linear_client(), {}, "vectorized engine, up to 3 clients at once: 0.0 million operations"),
         (linear_client(), {"cohort_size": 1}, "sequential engine: one client in a round"),
         (dropout_client(), {}, "sequential engine: .*draws random numbers"),
         (
@@ -30,7 +30,21 @@ from tests.runs import CLASSES, FEATURES, dropout_client, linear_client, run, sa
                 CLASSES,
             ),
             {},
-            "sequential engine: stacked convolutions are slow on a CPU",
+            "vectorized engine, up to 3 clients at once: 0.0 million operations a batch",
+        ),
+        (
+            ClientModule(
+                nn.Sequential(
+                    nn.Unflatten(1, (1, FEATURES)),
+                    nn.Conv1d(1, 2_000_000, FEATURES),
+                    nn.MaxPool1d(1),
+                    nn.Flatten(),
+                    nn.AdaptiveMaxPool1d(CLASSES),
+                ),
+                CLASSES,
+            ),
+            {},
+            "sequential engine: .* of a network with convolutions keep the device busy",
         ),
         (
             ClientModule(
@@ -38,7 +52,7 @@ from tests.runs import CLASSES, FEATURES, dropout_client, linear_client, run, sa
                 CLASSES,
             ),
             {},
-            r"sequential engine: 16,\d+,\d+ parameters with batches of 4 keep a CPU busy",
+            r"sequential engine: 1\d\d\.\d million operations a batch keep the device busy",
         ),
     ],
 )

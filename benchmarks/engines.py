@@ -1,0 +1,169 @@
+"""The two engines on networks of many kinds, and which of them ``engine="auto"`` chooses.
+
+    python benchmarks/engines.py [--repeats 5] [--chunks 4 16 64] [case ...]
+
+Each case trains the same clients for one local epoch by turns, one by one and stacked; samples are
+generated. The last column is the time of auto's choice over that of the faster engine: 1 where the
+choice is right. With ``--chunks`` the table also has the time of stacks of so many clients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from lightning.pytorch.plugins import Precision
+from torch import nn
+
+from pflight.datamodules import TensorClients
+from pflight.engines import SequentialEngine, build_engine
+from pflight.models import (
+    FEMNISTCNN,
+    MLP,
+    ClientModule,
+    ElasticClient,
+    LogisticRegression,
+    McMahanCNN,
+    PFedHNCNN,
+    ResNet18,
+)
+from pflight.state import StateLayout, expand_state
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, the shape of its samples, and how much clients train on.
+
+    Attributes:
+        network: Builds the network.
+        shape: Of a sample.
+        batch: Samples of a step.
+        samples: Of a client.
+        clients: In a round.
+        momentum: Of SGD.
+        client: Kind of client module.
+    """
+
+    network: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    batch: int = 10
+    samples: int = 60
+    clients: int = 20
+    momentum: float = 0.0
+    client: Callable[..., ClientModule] = ClientModule
+
+
+def normed() -> nn.Module:
+    """Return an MLP with BatchNorm."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 100), nn.BatchNorm1d(100), nn.ReLU(), nn.Linear(100, 10)
+    )
+
+
+def small_convolutional() -> nn.Module:
+    """Return two small convolutions and a linear layer."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(784, 10)),
+    )
+
+
+WARM = 5  # turns, in which what is repeated often is recorded
+IMAGE, COLOR = (1, 28, 28), (3, 32, 32)
+CASES = {
+    "logistic regression, batch 10 (W2)": Case(partial(LogisticRegression, 784, 10), IMAGE),
+    "logistic regression, batch 100": Case(
+        partial(LogisticRegression, 784, 10), IMAGE, batch=100, samples=300
+    ),
+    "MLP 64-64-10": Case(partial(MLP, 64, [64], 10), (64,)),
+    "MLP 784-200-10 (W3)": Case(partial(MLP, 784, [200], 10), IMAGE, samples=100),
+    "MLP 784-200-10, batch 64": Case(partial(MLP, 784, [200], 10), IMAGE, batch=64, samples=256),
+    "MLP 784-200-10, momentum": Case(
+        partial(MLP, 784, [200], 10), IMAGE, samples=100, momentum=0.9
+    ),
+    "MLP 784-200-10, FedEC": Case(
+        partial(MLP, 784, [200], 10), IMAGE, samples=100, client=ElasticClient
+    ),
+    "MLP 784-500-500-10": Case(partial(MLP, 784, [500, 500], 10), IMAGE),
+    "MLP 784-1000-1000-10, batch 32": Case(
+        partial(MLP, 784, [1000, 1000], 10), IMAGE, batch=32, samples=128, clients=8
+    ),
+    "MLP with BatchNorm, batch 20": Case(normed, IMAGE, batch=20, samples=100),
+    "small convolutions": Case(small_convolutional, IMAGE, samples=40),
+    "small convolutions, batch 32": Case(small_convolutional, IMAGE, batch=32, samples=128),
+    "pFedHN's CNN": Case(partial(PFedHNCNN, 10, 3, 32), COLOR, batch=32, samples=96, clients=8),
+    "FEMNIST's CNN, batch 10": Case(FEMNISTCNN, IMAGE, samples=20, clients=4),
+    "McMahan's CNN, batch 32 (W1)": Case(
+        partial(McMahanCNN, 10), IMAGE, batch=32, samples=64, clients=4
+    ),
+    "ResNet-18, batch 10": Case(partial(ResNet18, 10), COLOR, samples=10, clients=2),
+}
+
+
+def seconds(engines: list[SequentialEngine], case: Case, repeats: int) -> list[float]:
+    """Return each engine's median seconds for all clients, by turns, once all are warm."""
+    times: list[list[float]] = [[] for _ in engines]
+    clients = torch.arange(case.clients)
+    for turn in range(WARM + repeats):
+        for engine, own in zip(engines, times, strict=True):
+            starts = expand_state(engine.layout.template, case.clients)
+            begun = time.perf_counter()
+            engine.train(clients, starts, round_index=turn)
+            own.append(time.perf_counter() - begun)
+    return [statistics.median(own[WARM:]) for own in times]
+
+
+def row(name: str, case: Case, chunks: list[int], repeats: int) -> str:
+    """Measure a case and return its row of the table."""
+    torch.manual_seed(0)
+    samples = [
+        (torch.randn(case.samples, *case.shape), torch.randint(10, (case.samples,)))
+        for _ in range(case.clients)
+    ]
+    data = TensorClients(samples, num_classes=10, batch_size=case.batch)
+    sgd = partial(torch.optim.SGD, lr=0.01, momentum=case.momentum)
+    client = case.client(case.network(), 10, optimizer=sgd)
+    layout = StateLayout.of(client)
+    shared = client, layout, data, Precision(), torch.device("cpu"), 0
+    sequential, _ = build_engine("sequential", None, *shared)
+    vectorized, asked = build_engine("vectorized", None, *shared)
+    others = [build_engine("vectorized", chunk, *shared)[0] for chunk in chunks]
+    _, choice = build_engine("auto", None, *shared)
+    alone, stacked, *rest = seconds([sequential, vectorized, *others], case, repeats)
+    chosen = alone if choice.engine == "sequential" else stacked
+    cells = [
+        f"{sum(value.numel() for value in layout.template.values()):,}",
+        f"{1000 * alone:.1f}",
+        f"{1000 * stacked:.1f} ({asked.chunk})",
+        *(f"{1000 * other:.1f}" for other in rest),
+        choice.engine,
+        f"{chosen / min(alone, stacked):.2f}",
+    ]
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Print a row for each case."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("cases", nargs="*", metavar="case", help="beginnings of names of cases")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--chunks", nargs="+", type=int, default=[], help="clients at once")
+    options = parser.parse_args()
+    sizes = [f"stacks of {chunk}, ms" for chunk in options.chunks]
+    titles = ["case", "numbers", "sequential, ms", "vectorized (at once), ms", *sizes]
+    titles += ["auto", "auto / faster"]
+    print(f"| {' | '.join(titles)} |")
+    print("|---" * len(titles) + "|")
+    for name, case in CASES.items():
+        if not options.cases or name.startswith(tuple(options.cases)):
+            print(row(name, case, options.chunks, options.repeats), flush=True)
+
+
+if __name__ == "__main__":
+    main()
