@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from pflight.randomness import Purpose
 from pflight.state import entries
 
 from .joint import JointClient, Phase, Stack
+from .mixed import StackedAutocast
 from .sequential import GRADIENT_BATCH, SequentialEngine, finite_rows
 from .stacked import Batches, Group, Plan, StackedOptimizer, clip
 from .trial import Dependence, dependence_of, obstacle_to, phases_of
@@ -135,8 +137,6 @@ class VectorizedEngine(SequentialEngine):
             return f"it has {hooks[0]} of its own"
         if not client.automatic_optimization:
             return "it optimizes manually"
-        if isinstance(self.precision, MixedPrecision):
-            return f"precision {self.precision.precision} casts operation by operation"
         batch = self._some
         for anchored in (True, False):
             mode = self._joint, self.layout, batch, anchored, anchored and client.keeps_memory
@@ -442,7 +442,7 @@ class VectorizedEngine(SequentialEngine):
     def _gradients(self, group: Group, parameters: Stack, others: Stack, losses: Tensor) -> Stack:
         """Return the gradients of a group of rows, and add up its losses."""
         rows = group.rows
-        with self._forward_context():
+        with self._stacked_context():
             gradients, mean_losses = self._joint.gradients(
                 {name: value[rows] for name, value in parameters.items()},
                 {name: value[rows] for name, value in others.items()},
@@ -484,6 +484,12 @@ class VectorizedEngine(SequentialEngine):
             load,
         )
 
+    def _stacked_context(self) -> AbstractContextManager[Any]:
+        """Return what stacked passes run in."""
+        if isinstance(self.precision, MixedPrecision):
+            return StackedAutocast(torch.bfloat16)  # float16 is refused
+        return self._forward_context()
+
     # Evaluation
 
     def logits_of_each(
@@ -513,7 +519,7 @@ class VectorizedEngine(SequentialEngine):
             for padded, row in zip(x, rows, strict=True):
                 padded[: counts[row]] = samples[row][0]
                 padded[counts[row] :] = 0
-            with self._forward_context():
+            with self._stacked_context():
                 parts = x.split(self.data.eval_batch_size or shape[1] or 1, dim=1)
                 outputs = torch.cat([self._joint.logits(state, part) for part in parts], dim=1)
             logits |= {row: outputs[i, : counts[row]] for i, row in enumerate(rows)}

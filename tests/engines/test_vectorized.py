@@ -203,6 +203,21 @@ def test_precision(precision: str) -> None:
     assert_close(fit(engine="sequential"), stacked, 1e-10 if precision == "64-true" else 0.02)
 
 
+@pytest.mark.parametrize("make", [linear_client, batchnorm_client])
+@pytest.mark.parametrize("kind", [ProximalClient, ElasticClient])
+def test_mixed_precision(make: Callable[..., ClientModule], kind: type[ClientModule]) -> None:
+    """Products of matrices are in bfloat16; steps and distances to the anchor are not."""
+    fit = partial(run, make(kind), small_data(cohort_size=4), rounds=2)
+    mixed = partial(fit, trainer={"precision": "bf16-mixed"})
+    stacked, single = mixed(engine="vectorized"), fit(engine="vectorized")
+    assert obstacle(stacked) is None
+    assert all(value.dtype != torch.bfloat16 for value in stacked.server_states()[0].values())
+    assert_close(mixed(engine="sequential"), stacked, 0.02)
+    with pytest.raises(AssertionError):
+        assert_close(single, stacked, 1e-5)
+    assert_close(single, stacked, 0.02)
+
+
 class Counting(ClientModule):
     """Sends how many steps it took, and remembers twice that."""
 
