@@ -116,6 +116,8 @@ class Dirichlet(Partition):
         too_few: If no draw gives them: ``"error"``, or ``"move"`` random samples from the largest
             clients of the best draw to those that lack some.
         max_draws: How often to draw before that.
+        samples_per_client: Samples for each client on average, a random draw of all there are;
+            ``None`` deals all samples.
 
     Example:
         >>> parts = Dirichlet(0.5, min_samples=2).split(np.arange(60) % 3, 4, seed=0)
@@ -127,6 +129,7 @@ class Dirichlet(Partition):
     min_samples: int = 10
     too_few: Literal["error", "move"] = "error"
     max_draws: int = 100
+    samples_per_client: int | None = None
 
     def __post_init__(self) -> None:
         if not self.alpha > 0:
@@ -134,6 +137,11 @@ class Dirichlet(Partition):
         if self.min_samples < 1:
             raise ConfigurationError(
                 f"Dirichlet min_samples must be at least 1, got {self.min_samples}"
+            )
+        if self.samples_per_client is not None and self.samples_per_client < self.min_samples:
+            raise ConfigurationError(
+                f"samples_per_client must be at least min_samples = {self.min_samples}, got "
+                f"{self.samples_per_client}"
             )
         if self.too_few not in ("error", "move"):
             raise ConfigurationError(
@@ -146,9 +154,13 @@ class Dirichlet(Partition):
         self, labels: Ints, num_clients: int | None, seed: int, groups: Ints | None = None
     ) -> list[Ints]:
         """See :meth:`Partition.split`."""
-        num_clients = _checked(num_clients, len(labels), self.min_samples)
+        size = self.samples_per_client
+        num_clients = _checked(num_clients, len(labels), size or self.min_samples)
         random = numpy_generator(Purpose.PARTITION, seed)
-        _, kinds, supply = np.unique(labels, return_inverse=True, return_counts=True)
+        dealt = np.arange(len(labels))
+        if size is not None:
+            dealt = np.sort(random.choice(dealt, num_clients * size, replace=False))
+        _, kinds, supply = np.unique(labels[dealt], return_inverse=True, return_counts=True)
         best = self._draw(supply, num_clients, random)
         for _ in range(self.max_draws - 1):
             if _smallest(best) >= self.min_samples:
@@ -157,12 +169,12 @@ class Dirichlet(Partition):
         if _smallest(best) < self.min_samples:
             if self.too_few == "error":
                 raise ConfigurationError(
-                    f"{self} left a client with {_smallest(best)} of {len(labels)} samples for "
+                    f"{self} left a client with {_smallest(best)} of {len(dealt)} samples for "
                     f"{num_clients} clients in the best of {self.max_draws} draws; lower "
                     "min_samples, raise alpha or choose too_few='move'"
                 )
             self._mend(best, random)
-        return deal(kinds, best, random)
+        return [dealt[part] for part in deal(kinds, best, random)]
 
     def _draw(self, supply: Ints, num_clients: int, random: np.random.Generator) -> Ints:
         """Return how many samples of each class each client gets, ``[classes, clients]``."""

@@ -370,6 +370,17 @@ def test_dirichlet_reports_counts_or_moves_samples():
         Dirichlet(0.5, too_few="move").split(labels, 11, seed=0)
 
 
+def test_dirichlet_deals_as_many_samples_as_asked_for_on_average():
+    labels = np.arange(1000) % 5
+    parts = Dirichlet(0.5, samples_per_client=30).split(labels, 10, seed=1)
+    dealt = np.concatenate(parts)
+    assert len(dealt) == len(np.unique(dealt)) == 300
+    assert len({len(part) for part in parts}) > 3
+    assert dealt.min() < 100 < 900 < dealt.max()
+    every = Dirichlet(0.5).split(labels, 10, seed=1)
+    assert sum(map(len, every)) == 1000
+
+
 def test_natural_draws_some_people_if_fewer_clients_are_asked_for():
     groups = np.repeat([30, 10, 20], 4)
     parts = Natural().split(np.zeros(12, int), 2, 0, groups)
@@ -387,6 +398,8 @@ def test_natural_draws_some_people_if_fewer_clients_are_asked_for():
         (lambda: Dirichlet(min_samples=0), "min_samples"),
         (lambda: Dirichlet(too_few="ignore"), "too_few"),
         (lambda: Dirichlet(max_draws=0), "max_draws"),
+        (lambda: Dirichlet(samples_per_client=9), "min_samples = 10, got 9"),
+        (lambda: Dirichlet(samples_per_client=30).split(np.arange(80), 3, 0), "30 each"),
         (lambda: ClassesPerClient(0), "classes per client"),
         (lambda: ClassesPerClient(3, 2), "samples_per_client"),
         (lambda: DominantClasses(2, 1.5), "share"),
