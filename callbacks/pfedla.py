@@ -220,6 +220,8 @@ class PFedLA(ServerCallback):
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the bytes of all layers, of retained ones until a client has answered once."""
+        if not self.retain:
+            return super().bytes_down(clients, sent)
         sizes = torch.zeros(len(self.layers), dtype=torch.long)
         for name, leaf in self.stored.tensors().items():
             sizes[self._layer_of[name]] += leaf[0].nbytes

@@ -285,7 +285,7 @@ class Federation(L.LightningModule):
         """
         answers = self.attached_data.cohorts.answers(self._round.index, clients.cpu())
         self._silent = clients[~answers.to(clients.device)]
-        size = max(self.clients_at_once or 1, _CHUNK_BYTES // max(1, self.layout.nbytes))
+        size = max(self.attached_engine.chunk, _CHUNK_BYTES // max(1, self.layout.nbytes))
         if size > _WHOLE:
             size -= size % _WHOLE
         for chunk in owned(clients).split(size):
@@ -293,7 +293,11 @@ class Federation(L.LightningModule):
                 yield chunk
 
     def train_clients(
-        self, clients: Tensor, sent: TensorDict, epochs: int | None = None
+        self,
+        clients: Tensor,
+        sent: TensorDict,
+        epochs: int | None = None,
+        returns: Iterable[str] | None = None,
     ) -> ClientUpdates:
         """Train the clients ``[C]`` locally from what they are sent ``[C]``; return what they send.
 
@@ -304,8 +308,9 @@ class Federation(L.LightningModule):
             clients: Ids ``[C]``.
             sent: What they are sent ``[C]``.
             epochs: Local epochs, in place of the federation's own epochs or steps.
+            returns: Names of the entries that they send back; by default all that travel.
         """
-        return self._ask(clients, sent, partial(self._train, epochs=epochs))
+        return self._ask(clients, sent, partial(self._train, epochs=epochs), returns)
 
     def try_training(
         self, clients: Tensor, sent: TensorDict, round_index: int, epochs: int | None = None
@@ -346,16 +351,27 @@ class Federation(L.LightningModule):
         return self._engine.losses(clients, self.lay_over(clients, sent), split)
 
     def client_gradients(
-        self, clients: Tensor, sent: TensorDict, batches: int | None = None
+        self,
+        clients: Tensor,
+        sent: TensorDict,
+        batches: int | None = None,
+        returns: Iterable[str] | None = None,
     ) -> ClientUpdates:
-        """Return the clients' gradients at what they are sent, over all or some samples."""
+        """Return the clients' gradients at what they are sent, over all or some samples.
+
+        Args:
+            clients: Ids ``[C]``.
+            sent: What they are sent ``[C]``.
+            batches: Take them over so many mini-batches in place of all samples.
+            returns: As in :meth:`train_clients`.
+        """
 
         def gradients(ids: Tensor, states: TensorDict) -> ClientUpdates:
             return self.attached_engine.gradients(
                 ids, states, round_index=self._round.index, batches=batches
             )
 
-        return self._ask(clients, sent, gradients)
+        return self._ask(clients, sent, gradients, returns)
 
     def lay_over(self, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Return full states ``[C]``: what is sent, over what was kept, over the initial model."""
@@ -452,6 +468,8 @@ class Federation(L.LightningModule):
         if self.trainer.is_global_zero:
             _log.info(choice)
         self._set_up(callback)
+        # Lightning does so as well, but after it has loaded a checkpoint into what is there now.
+        strategy.precision_plugin.convert_module(self)
         if type(strategy.checkpoint_io) is TorchCheckpointIO:
             strategy.checkpoint_io = AtomicCheckpointIO()
         check_memory(self.memory, strategy.checkpoint_io)
@@ -633,6 +651,7 @@ class Federation(L.LightningModule):
         clients: Tensor,
         sent: TensorDict,
         work: Callable[[Tensor, TensorDict], ClientUpdates],
+        returns: Iterable[str] | None = None,
     ) -> ClientUpdates:
         current, callback = self._round, self.attached_callback
         current.clients += clients.tolist()
@@ -650,7 +669,8 @@ class Federation(L.LightningModule):
         if callback.private:
             private = updates.states.select(*callback.private)
             self.memory.write(_PRIVATE, updates.clients, private)
-        updates = replace(updates, states=updates.states.select(*callback.sent_names))
+        returned = callback.sent_names if returns is None else returns
+        updates = replace(updates, states=updates.states.select(*returned))
         current.bytes_up += len(updates.clients) * state_bytes(updates.states)
         return updates
 

@@ -69,7 +69,12 @@ class SequentialEngine:
         precision: The precision plugin of the federation's Trainer.
         device: Where clients train.
         seed: Of all local randomness, together with round and client.
+
+    Attributes:
+        chunk: Clients that are trained at once, at most.
     """
+
+    chunk = 1
 
     def __init__(
         self,
