@@ -49,6 +49,7 @@ ALGORITHMS: dict[str, Any] = {
         dropout_client,
         {"server_scheduler": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)},
     ),
+    "float64": (FedAvg, dropout_client, {"trainer": {"precision": "64-true"}}),
 }
 
 
