@@ -62,7 +62,8 @@ class FedDANE(FedAvg):
         self.informed = cohort[:0]  # the clients that have been sent the model
         self.mean = WeightedMean(federation.server.tensors(0, parameters))
         for clients in federation.chunks(cohort):
-            self.receive(federation.client_gradients(clients, self.broadcast(clients)))
+            sent = self.broadcast(clients)
+            self.receive(federation.client_gradients(clients, sent, returns=parameters))
         self.mean.all_reduce()
         if not self.mean.weights[0] > 0:
             return

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from pflight.distributed import all_sum, owned
+from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.randomness import Purpose, generator
 
@@ -15,6 +18,8 @@ from .fedavg import FedAvg
 
 if TYPE_CHECKING:
     from pflight.federation import Federation
+
+_SENT = "l2gd"  # the memory slot of the models that clients have sent
 
 
 class L2GD(FedAvg):
@@ -33,8 +38,9 @@ class L2GD(FedAvg):
     sent the mean; nothing else travels after the initial model. The paper's local step is a single
     one of SGD with ``lr`` :math:`\alpha / (N (1 - p))` on all samples (``local_steps=1``).
 
-    Where not all clients take part, :math:`\bar x` is the mean over the last cohort, which is
-    outside the paper. Buffers stay with the clients. Newcomers start at :math:`\bar x`.
+    Where not all clients take part, which is outside the paper, only those that do take steps, and
+    :math:`\bar x` is the mean of the models that clients sent last. Buffers stay with the clients.
+    Newcomers start at :math:`\bar x`.
 
     Args:
         alpha: The paper's step :math:`\alpha`.
@@ -87,15 +93,37 @@ class L2GD(FedAvg):
 
     def round(self, cohort: Tensor) -> None:
         """Run a round, which clients begin with their steps to the mean."""
-        federation = self.federation
-        share = self.share(len(federation.history))
-        means = federation.server.tensors(0, federation.layout.parameters if share else ())
+        federation, now = self.federation, len(self.federation.history)
+        share, due = self.share(now), self.share(now + 1)
+        means = federation.server.tensors(0, self.sent_names if share else ())
         self.begin()
         for clients in federation.chunks(cohort):
             starts = self.personalize(clients)
             moved = {name: torch.lerp(starts[name], mean, share) for name, mean in means.items()}
-            self.receive(federation.train_clients(clients, starts.update(moved)))
+            returns = self.sent_names if due else ()
+            updates = federation.train_clients(clients, starts.update(moved), returns=returns)
+            if due:
+                self.receive(updates)
         self.step()
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """Add how far a chunk's models are from those that the clients sent before, or the mean."""
+        clients, states, memory = updates.clients, updates.states, self.federation.memory
+        before = memory.read(_SENT, clients, self.broadcast(clients))
+        memory.write(_SENT, clients, states)
+        super().receive(replace(updates, states=states.sub(before)))
+
+    def step(self) -> None:
+        """Move the mean to that of all clients' last models."""
+        self.mean.all_reduce()
+        federation = self.federation
+        known = federation.memory.seen(_SENT, owned(torch.arange(federation.num_clients)))
+        count = all_sum(known.sum())
+        if self.mean.weights[0] > 0:
+            change, share = self.mean.compute()[0], self.mean.weights[0].cpu() / count
+            means = federation.server.tensors(0, self.sent_names).items()
+            moved = {name: mean + share.to(mean) * change[name] for name, mean in means}
+            federation.server.pull(0, moved)
 
     def personalize(self, clients: Tensor) -> TensorDict:
         """Return the clients' own models ``[C]``, those of newcomers at the mean."""
@@ -111,6 +139,5 @@ class L2GD(FedAvg):
 
     @property
     def sent_names(self) -> tuple[str, ...]:
-        """Names of what clients send in this round: parameters, if the next begins with a mean."""
-        due = self.share(len(self.federation.history) + 1)
-        return self.federation.layout.parameters if due else ()
+        """Names of the entries of a state that travel, its parameters."""
+        return self.federation.layout.parameters

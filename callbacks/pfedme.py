@@ -37,6 +37,8 @@ class PFedMe(FedAvg):
         weighting: As in :class:`FedAvg`; the paper has ``"uniform"``, its code ``"samples"``.
         train_newcomers: Whether clients that have never taken part train before they are judged;
             if not, they are judged by the server's model.
+        train_all: Whether the clients outside the cohort train as well, as the paper has it: they
+            are sent the server's model and keep their personal one, but send nothing back.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
     Raises:
@@ -52,6 +54,7 @@ class PFedMe(FedAvg):
         beta: float = 1.0,
         weighting: Literal["samples", "uniform"] = "samples",
         train_newcomers: bool = True,
+        train_all: bool = False,
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
@@ -59,6 +62,7 @@ class PFedMe(FedAvg):
             raise ConfigurationError(f"PFedMe: beta must be over 0, got {beta}")
         self.beta = beta
         self.train_newcomers = train_newcomers
+        self.train_all = train_all
 
     def setup_server(self, federation: Federation) -> None:
         """Make the server's model."""
@@ -69,6 +73,15 @@ class PFedMe(FedAvg):
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return SGD with the outer step."""
         return torch.optim.SGD(parameters, lr=self.beta)
+
+    def round(self, cohort: Tensor) -> None:
+        """Run a round, in which all others may train for themselves."""
+        federation = self.federation
+        if self.train_all:
+            everybody = federation.trainable_clients.to(cohort.device)
+            for clients in federation.chunks(everybody[~torch.isin(everybody, cohort)]):
+                federation.train_clients(clients, self.broadcast(clients), returns=())
+        super().round(cohort)
 
     def broadcast(self, clients: Tensor) -> TensorDict:
         """Return the server's model, where the inner steps start as well."""

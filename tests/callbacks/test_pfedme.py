@@ -129,6 +129,21 @@ def test_several_rounds_with_partial_participation(
         assert personal(federation, i) == pytest.approx(theta, rel=1e-12, abs=1e-14)
 
 
+def test_all_clients_may_train_and_the_cohort_alone_is_averaged() -> None:
+    client = batchnorm_client(PFedMeClient, personal_steps=2)
+    data = small_data(cohort_size=2)
+    plain = run(client, data, PFedMe(), 1)
+    federation = run(client, data, PFedMe(train_all=True), 1)
+    torch.testing.assert_close(federation.server_states()[0], plain.server_states()[0])
+    (entry,), (expected,) = federation.history, plain.history
+    assert sorted(entry.clients) == list(range(6))
+    assert (entry.bytes_down, entry.bytes_up) == (3 * expected.bytes_down, expected.bytes_up)
+    whole = run(client, small_data(), PFedMe(), 1)
+    assert federation.memory.seen("memory", torch.arange(6)).all()
+    for i in range(6):
+        torch.testing.assert_close(federation.client_state(i), whole.client_state(i))
+
+
 def test_with_one_step_of_each_it_is_fedavg() -> None:
     data = small_data(cohort_size=3, dtype=torch.float64)
     options = {"lam": 4.0, "personal_steps": 1, "personal_lr": 0.1, "optimizer": sgd(0.25)}
