@@ -12,12 +12,16 @@ from torch import Tensor
 
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
+from pflight.layers import Layers
 from pflight.randomness import Purpose, generator
+from pflight.state import WeightedMean
 
 from .multi_center import MultiCenter
 
 if TYPE_CHECKING:
     from pflight.federation import Federation
+
+_NONE = Layers()
 
 
 class HypoCluster(MultiCenter):
@@ -43,6 +47,8 @@ class HypoCluster(MultiCenter):
         divide_by: ``"cluster"`` as above; ``"cohort"`` adds up the weighted changes of a cluster's
             clients and divides them by the weight of all that answered. With uniform weights and
             one full-batch local step this is IFCA's gradient averaging.
+        shared: Layers that are the same in all models, and become the mean of all clients that
+            answered, whatever they chose; for IFCA on FEMNIST these are all but the last.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
     Attributes:
@@ -72,6 +78,7 @@ class HypoCluster(MultiCenter):
         centers: Sequence[Mapping[str, Any]] | None = None,
         weighting: Literal["samples", "uniform"] = "samples",
         divide_by: Literal["cluster", "cohort"] = "cluster",
+        shared: Layers = _NONE,
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(num_clusters, buffers=buffers, centers=centers, weighting=weighting)
@@ -88,6 +95,7 @@ class HypoCluster(MultiCenter):
                 f"HypoCluster: divide_by must be 'cluster' or 'cohort', got {divide_by!r}"
             )
         self.group_rounds = 0 if centers else group_rounds
+        self.shared = shared
         self.divide_by = divide_by
 
     def setup_server(self, federation: Federation) -> None:
@@ -99,17 +107,21 @@ class HypoCluster(MultiCenter):
         dealt = clients[torch.randperm(len(clients), generator=random)]
         self._groups = torch.zeros_like(self.assignments)
         self._groups[dealt] = torch.arange(len(clients)) % self.num_clusters
-        if self.centers or self.group_rounds:
-            return
-        first = federation.server.tensors(0, federation.layout.parameters)
+        layers, server = federation.layout.layers, federation.server
+        names = {name for layer in self.shared.of(federation.client) for name in layers[layer]}
+        self.common = tuple(name for name in self.sent_names if name in names)
+        first = server.tensors(0, federation.layout.parameters)
         for k in range(1, self.num_clusters):
-            shuffled = {name: _shuffle(value, random) for name, value in first.items()}
-            if all(torch.equal(value, first[name]) for name, value in shuffled.items()):
+            own = server.tensors(k, first)
+            if shuffled := not self.centers and not self.group_rounds:
+                own = {name: _shuffle(value, random) for name, value in first.items()}
+            server.replace(k, {**own, **server.tensors(0, self.common)})
+            own = server.tensors(k, first)
+            if shuffled and all(torch.equal(value, first[name]) for name, value in own.items()):
                 raise ConfigurationError(
                     "HypoCluster: shuffled weights are no other model, as in each tensor all are "
                     "equal: give centers, or group_rounds of 1 or more"
                 )
-            federation.server.replace(k, shuffled)
 
     def begin(self) -> None:
         """Start empty means; nobody has chosen."""
@@ -127,20 +139,27 @@ class HypoCluster(MultiCenter):
         self.assign(updates, self._chosen[updates.clients.cpu()])
 
     def means(self) -> dict[int, TensorDict]:
-        """Return the mean of each center that was chosen in this round."""
+        """Return the mean of each center that was chosen in this round; shared layers for all."""
         means = super().means()
+        common = WeightedMean(self.federation.server.tensors(0, self.common))
+        for k, mean in means.items():
+            common.add(mean.unsqueeze(0), self.mean.weights[k : k + 1])
         if self.divide_by == "cohort":
             shares = self.mean.weights / self.mean.weights.sum()
             for k, mean in means.items():
                 start = self.federation.server.tensors(k, self.federation.layout.parameters)
                 for name, value in start.items():
                     mean[name] = torch.lerp(value, mean[name], shares[k].item())
+        if means and self.common:
+            (together,) = common.compute()
+            means = {k: means.get(k, together).update(together) for k in range(self.num_clusters)}
         return means
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
-        """Return the bytes of all K models for each of the clients ``[C]``."""
-        models = 1 if self._grouping else self.num_clusters
-        return models * super().bytes_down(clients, sent)
+        """Return the bytes of all K models for each of the clients ``[C]``, shared layers once."""
+        model = super().bytes_down(clients, sent)
+        own = model - super().bytes_down(clients, sent.select(*self.common))
+        return model if self._grouping else model + (self.num_clusters - 1) * own
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let clients choose anew."""

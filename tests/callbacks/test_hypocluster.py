@@ -11,6 +11,7 @@ from pflight import Federation
 from pflight.callbacks import FedAvg, HypoCluster
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
+from pflight.layers import Layers
 from pflight.models import ProximalClient
 from tests import reference
 from tests.runs import (
@@ -118,6 +119,39 @@ class TestRounds:
         first, second = (flat(state) for state in federation.server_states())
         assert first == pytest.approx([0.7 / 3, -0.1 / 3], abs=1e-12)
         assert second == pytest.approx([-2, 3 + 0.1 / 3], abs=1e-12)
+
+    @pytest.mark.parametrize("divide_by", ["cluster", "cohort"])
+    @pytest.mark.parametrize("group_rounds", [0, 1])
+    def test_shared_layers_are_the_mean_of_all_clients(
+        self, group_rounds: int, divide_by: str
+    ) -> None:
+        """After a round they are FedAvg's, where all models begin alike."""
+        client, data = batchnorm_client().double(), small_data(dtype=torch.float64)
+        layers, head = Layers(first=2), {"network.3.weight", "network.3.bias"}
+        options = {"group_rounds": group_rounds, "divide_by": divide_by, "shared": layers}
+        federation = run(client, data, HypoCluster(3, **options), 1)
+        states = federation.server_states()
+        assert not torch.equal(states[0]["network.3.weight"], states[1]["network.3.weight"])
+        for name in states[0].keys() - head:
+            assert torch.equal(states[0][name], states[1][name])
+            assert torch.equal(states[0][name], states[2][name])
+        if group_rounds:
+            plain = run(client, data, FedAvg(), 1).server_states()[0]
+            for name in plain.keys() - head:
+                torch.testing.assert_close(states[2][name], plain[name])
+
+    def test_shared_layers_travel_once(self) -> None:
+        federation = run(
+            linear_client(), small_data(), HypoCluster(3, shared=Layers(last=1)), rounds=2
+        )
+        size = sum(4 * p.numel() for p in linear_client().parameters())
+        assert [entry.bytes_down for entry in federation.history] == [6 * size] * 2
+        client, callback = batchnorm_client(), HypoCluster(3, shared=Layers(first=2))
+        federation = run(client, small_data(), callback, rounds=2)
+        model = sum(value.nbytes for value in client.state_dict().values())
+        head = sum(p.nbytes for p in client.network[3].parameters())
+        assert [e.bytes_down for e in federation.history] == [6 * model, 6 * (model + 2 * head)]
+        assert [e.bytes_up for e in federation.history] == [6 * model] * 2
 
     def test_ties_go_to_the_lowest_index_and_others_stay(self) -> None:
         callback = HypoCluster(3, centers=[point(0, 0), point(0, 0), point(50, 50)])
