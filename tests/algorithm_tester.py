@@ -59,6 +59,7 @@ from tests.runs import (
     linear_client,
     quiet_trainer,
     run,
+    sgd,
     small_data,
 )
 
@@ -167,6 +168,27 @@ class AlgorithmTester:
             callback=algorithm.callback(),
         )
         assert_equal(federation, loaded)
+
+    def test_both_engines_agree(self, algorithm: Algorithm) -> None:
+        """Also where BatchNorm and momentum keep something of what a client has seen."""
+        first = {"option": "I"} if algorithm.client is ScaffoldClient else {}  # II refuses momentum
+        sequential, vectorized = (
+            self.train(
+                algorithm,
+                data=small_data(cohort_size=4, dtype=torch.float64),
+                make=lambda kind: batchnorm_client(
+                    kind, optimizer=sgd(0.05, momentum=0.9), **first
+                ).double(),
+                engine=engine,
+                local_epochs=2,
+            )
+            for engine in ("sequential", "vectorized")
+        )
+        assert vectorized.attached_engine.obstacle is None
+        models = (sequential.server_states(), vectorized.server_states())
+        clients = [[run.client_state(i) for i in range(6)] for run in (sequential, vectorized)]
+        for left, right in (models, clients):
+            torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-9)
 
     def test_the_callback_is_pickled_and_copied(self, algorithm: Algorithm) -> None:
         callback = algorithm.callback()

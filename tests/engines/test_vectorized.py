@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 from pflight import Federation
-from pflight.callbacks import FedAvg, FedSGD, FeSEM, Local, PFedLA, Reptile, ServerCallback
+from pflight.callbacks import FedAvg, FedSGD, FeSEM, Local, Reptile, ServerCallback
 from pflight.datamodules import TensorClients
 from pflight.engines import VectorizedEngine
 from pflight.errors import ClientError, ConfigurationError
@@ -87,22 +87,17 @@ def both(
 @pytest.mark.parametrize(
     ("callback", "kind", "options"),
     [
-        (FedAvg, ClientModule, {}),
-        (partial(FedAvg, buffers="local"), ClientModule, {}),
-        (FedAvg, ProximalClient, {"mu": 0.3}),
         (partial(FeSEM, 2), ProximalClient, {"scaling": "eq7"}),
-        (Reptile, ElasticClient, {"constraint": "kl"}),
         (Reptile, ElasticClient, {"constraint": "l2"}),
         (Reptile, ElasticClient, {"constraint": None}),
-        (PFedLA, ClientModule, {}),
-        (Local, ClientModule, {}),
         (FedSGD, ProximalClient, {}),
         (partial(FedSGD, batches=2), ClientModule, {}),
     ],
 )
-def test_algorithms(
+def test_options_of_algorithms(
     callback: Callable[[], ServerCallback], kind: type[ClientModule], options: dict[str, Any]
 ) -> None:
+    """The common tester compares all algorithms with their default options."""
     both(batchnorm_client(kind, **options).double(), callback, rounds=4)
 
 
