@@ -117,9 +117,7 @@ class FedCluster(MultiCenter):
                 f"got {linkage!r}"
             )
         self.eps1, self.eps2, self.gamma = eps1, eps2, gamma
-        self.linkage = linkage
-        self.min_size = min_size
-        self.warmup = warmup
+        self.linkage, self.min_size, self.warmup = linkage, min_size, warmup
         self.splits: list[Split] = []
         self._changes: dict[int, Tensor] = {}  # of parameters, by client, since the last test
 

@@ -32,10 +32,10 @@ class FedALA(FedAvg):
     .. math:: \hat\theta_i = \theta_i + (\theta - \theta_i) \odot W_i, \qquad
         W_i \leftarrow \operatorname{clip}(W_i - \eta \nabla_{W_i} f_i(\hat\theta_i), 0, 1)
 
-    (lines 6 to 16), with a weight in [0, 1] for every number. All weights are 1 at first. They are
-    learned before the client trains, on batches of its training samples: a share of an epoch's in
-    each round, and as much for several epochs when it first has a model of its own. What is trained
-    from :math:`\hat\theta_i` is sent back. Models and weights are of parameters, not buffers.
+    with a weight in [0, 1] for every number. All weights are 1 at first. They are learned before
+    the client trains, on batches of its training samples: a share of an epoch's in each round, and
+    as much for several epochs when it first has a model of its own. What is trained from
+    :math:`\hat\theta_i` is sent back. Models and weights are of parameters, not buffers.
 
     A client is judged by the mixture of its own model with the server's as it is now, by the
     weights that it learned last; before its second participation that is the server's model.

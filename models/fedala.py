@@ -26,8 +26,8 @@ class MixingClient(ClientModule):
     .. math:: \hat\theta = \theta_i + (\theta - \theta_i) \odot W, \qquad
         W \leftarrow \operatorname{clip}(W - \eta \nabla_W f_i(\hat\theta), 0, 1)
 
-    (FedALA, Zhang et al. 2023, algorithm 1, lines 6 to 16). All other tensors are those that were
-    sent. The loss is the given client's, :math:`f_i`.
+    (FedALA, Zhang et al. 2023, algorithm 1). All other tensors are those that were sent. The loss
+    is the given client's, :math:`f_i`.
 
     Args:
         client: Whose copy the loss is taken of; in ``network``, with what was sent.

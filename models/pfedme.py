@@ -19,7 +19,7 @@ from .personal import RelocatedClient
 class PFedMeClient(RelocatedClient):
     r"""A client that descends the Moreau envelope of its loss.
 
-    The envelope is (T. Dinh et al. 2020, eq. 2)
+    The envelope is (T. Dinh et al. 2020)
 
     .. math:: F_i(w) = \min_\theta f_i(\theta) + \frac{\lambda}{2} \|\theta - w\|^2, \qquad
         \nabla F_i(w) = \lambda\,(w - \theta_i(w)).
