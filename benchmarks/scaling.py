@@ -40,6 +40,7 @@ FEATURES, CLASSES, SAMPLES = 64, 10, 20
 class Curve:
     """What is varied, and how a point of the curve is measured in seconds."""
 
+    label: str
     values: tuple[int, ...]
     measure: Callable[[int, int], float]
 
@@ -128,18 +129,25 @@ def server_step_seconds(clients: int, repeats: int) -> float:
 
 CURVES = {
     "clients": Curve(
-        (10, 100, 1000, 10_000), lambda x, repeats: round_seconds(FedAvg, x, 64, repeats)
+        "clients in a round",
+        (10, 100, 1000, 10_000),
+        lambda x, repeats: round_seconds(FedAvg, x, 64, repeats),
     ),
-    "hidden units": Curve(
-        (64, 256, 1024, 4096), lambda x, repeats: round_seconds(FedAvg, 20, x, repeats)
+    "model": Curve(
+        "hidden units",
+        (64, 256, 1024, 4096),
+        lambda x, repeats: round_seconds(FedAvg, 20, x, repeats),
     ),
     "centers": Curve(
+        "FeSEM's centers",
         (1, 2, 4, 8, 16),
         lambda x, repeats: round_seconds(partial(FeSEM, x), 100, 200, repeats),
     ),
-    "ranks": Curve((1, 2), lambda x, repeats: round_seconds(FedAvg, 200, 200, repeats, ranks=x)),
-    "e-step": Curve((100, 1000, 10_000), e_step_seconds),
-    "pfedla step": Curve((10, 100, 1000), server_step_seconds),
+    "ranks": Curve(
+        "ranks", (1, 2), lambda x, repeats: round_seconds(FedAvg, 200, 1024, repeats, ranks=x)
+    ),
+    "e-step": Curve("clients of FeSEM's E-step", (100, 1000, 10_000), e_step_seconds),
+    "pfedla": Curve("clients of pFedLA's server", (10, 100, 1000), server_step_seconds),
 }
 
 
@@ -150,18 +158,23 @@ def exponent(values: list[int], seconds: list[float]) -> float:
 
 
 def draw(points: dict[str, tuple[list[int], list[float]]], path: str) -> None:
-    """Draw all curves with logarithmic axes, one panel each."""
+    """Draw all curves with logarithmic axes, one panel each; dotted is what would be linear."""
     from matplotlib.figure import Figure
 
     columns = min(3, len(points))
     rows = -(-len(points) // columns)
-    figure = Figure(figsize=(2.4 * columns, 2.2 * rows), layout="constrained")
+    figure = Figure(figsize=(2.6 * columns, 2.3 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flat
     for axes, (name, (values, seconds)) in zip(panels, points.items(), strict=False):
         axes.loglog(values, seconds, color="#0072b2", marker="o", markersize=4, linewidth=1.8)
-        linear = [seconds[0] * value / values[0] for value in values]
-        axes.loglog(values, linear, color="#777777", linestyle=":", linewidth=1)
-        axes.set(xlabel=name, ylabel="seconds")
+        if name != "ranks":
+            linear = [seconds[0] * value / values[0] for value in values]
+            axes.loglog(values, linear, color="#777777", linestyle=":", linewidth=1)
+        axes.set(xlabel=CURVES[name].label, ylabel="seconds")
+        axes.set_xticks(values, [f"{value:,}" for value in values])
+        axes.minorticks_off()
+        least, most = min(seconds), max(seconds)
+        axes.set_ylim(10 ** np.floor(np.log10(least)), 10 ** np.ceil(np.log10(most)))
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     for axes in list(panels):
