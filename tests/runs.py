@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -18,6 +19,7 @@ from pflight.datamodules import FederatedDataModule, TensorClients
 from pflight.models import ClientModule, ProximalClient
 
 FEATURES, CLASSES = 4, 3
+ENGINES = pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 
 
 def quiet_trainer(rounds: int = 1, *callbacks: L.Callback, **options: Any) -> L.Trainer:
@@ -120,6 +122,21 @@ def batches_of(data: FederatedDataModule, round: int, client: int, epochs: int) 
 def flat(state: dict[str, Tensor]) -> np.ndarray:
     """Return a state as one vector of float64, in its own order."""
     return torch.cat([value.detach().double().flatten() for value in state.values()]).numpy()
+
+
+def network(state: dict[str, Tensor]) -> np.ndarray:
+    """Return those entries of a client's or the server's state that are its network's."""
+    return flat({name: value for name, value in state.items() if name.startswith("network.")})
+
+
+def shared(federation: Federation) -> np.ndarray:
+    """Return the network of the server's model."""
+    return network(federation.server_states()[0])
+
+
+def judged(federation: Federation, client: int) -> np.ndarray:
+    """Return the network that a client is judged by."""
+    return network(federation.client_state(client))
 
 
 def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

@@ -15,20 +15,21 @@ from pflight.models import APFLClient
 from tests import reference
 from tests.runs import (
     CLASSES,
+    ENGINES,
     Point,
     QuadraticClient,
     batches_of,
     batchnorm_client,
     flat,
+    judged,
     linear_client,
     quadratic_client,
     run,
     sgd,
+    shared,
     small_data,
     world_q,
 )
-
-ENGINES = pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 
 
 class APFLQuadratic(APFLClient, QuadraticClient):
@@ -41,20 +42,9 @@ def quadratic(own: float = 0.0, **options: Any) -> APFLClient:
     return client
 
 
-def part(state: dict[str, torch.Tensor], prefix: str) -> np.ndarray:
-    return flat({name: value for name, value in state.items() if name.startswith(prefix)})
-
-
-def mixture(federation: Federation, client: int) -> np.ndarray:
-    return part(federation.client_state(client), "network.")
-
-
 def own(federation: Federation, client: int) -> np.ndarray:
-    return part(federation.client_state(client), "personal.")
-
-
-def shared(federation: Federation) -> np.ndarray:
-    return part(federation.server_states()[0], "network.")
+    state = federation.client_state(client)
+    return flat({name: value for name, value in state.items() if name.startswith("personal.")})
 
 
 @ENGINES
@@ -64,7 +54,7 @@ def test_p2(engine: str) -> None:
     federation = run(client, data, APFL(), 1, local_steps=2, engine=engine)
     assert shared(federation) == pytest.approx([0.19, -0.36], abs=1e-15)  # w has moved once a batch
     assert own(federation, 0) == pytest.approx([1.0355078125, 0.88328125], abs=1e-15)
-    assert mixture(federation, 0) == pytest.approx([0.401376953125, -0.0491796875], abs=1e-15)
+    assert judged(federation, 0) == pytest.approx([0.401376953125, -0.0491796875], abs=1e-15)
 
 
 @ENGINES
@@ -135,8 +125,19 @@ def test_several_rounds_with_partial_participation(alpha_lr: float | None, engin
         v, mixing = models.get(i, theta), alphas.get(i, 0.75)
         assert callback.mixing(torch.tensor([i])).item() == pytest.approx(mixing, abs=1e-12)
         expected = mixing * v + (1 - mixing) * theta
-        assert mixture(federation, i) == pytest.approx(expected, rel=1e-12, abs=1e-13)
+        assert judged(federation, i) == pytest.approx(expected, rel=1e-12, abs=1e-13)
     assert (set(alphas.values()) == {0.75}) == (alpha_lr is None)
+
+
+@ENGINES
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_the_shared_model_moves_once_a_step(alpha: float, engine: str) -> None:
+    """As FedAvg's, whatever is mixed, also with what momentum remembers."""
+    data, momentum = small_data(dtype=torch.float64), sgd(0.1, momentum=0.9)
+    client = linear_client(APFLClient, double=True, alpha=alpha, optimizer=momentum)
+    federation = run(client, data, APFL(), 3, engine=engine)
+    plain = run(linear_client(double=True, optimizer=momentum), data, FedAvg("uniform"), 3)
+    assert shared(federation) == pytest.approx(shared(plain), rel=1e-12, abs=1e-14)
 
 
 def test_alone_with_alpha_1_and_the_server_with_alpha_0() -> None:
@@ -145,11 +146,9 @@ def test_alone_with_alpha_1_and_the_server_with_alpha_0() -> None:
     local = run(linear_client(double=True), data, Local(), 3)
     alone = run(linear_client(APFLClient, double=True, alpha=1.0), data, APFL(), 3)
     follows = run(linear_client(APFLClient, double=True, alpha=0.0), data, APFL(), 3)
-    for federation in (alone, follows):
-        assert shared(federation) == pytest.approx(shared(fedavg), rel=1e-12, abs=1e-14)
     for i in range(6):
-        assert mixture(alone, i) == pytest.approx(mixture(local, i), rel=1e-12, abs=1e-14)
-        assert mixture(follows, i) == pytest.approx(shared(fedavg), rel=1e-12, abs=1e-14)
+        assert judged(alone, i) == pytest.approx(judged(local, i), rel=1e-12, abs=1e-14)
+        assert judged(follows, i) == pytest.approx(shared(fedavg), rel=1e-12, abs=1e-14)
 
 
 def test_buffers_are_mixed_and_counters_are_the_clients_own() -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from pflight import Federation
 from pflight.callbacks import Ditto, FedAvg, Local
 from pflight.errors import ConfigurationError
 from pflight.models import DittoClient
@@ -19,10 +18,13 @@ from tests.runs import (
     QuadraticClient,
     batches_of,
     flat,
+    judged,
     linear_client,
+    network,
     quadratic_client,
     run,
     sgd,
+    shared,
     small_data,
     world_q,
 )
@@ -36,22 +38,18 @@ def quadratic(**options: Any) -> DittoClient:
     return DittoQuadratic(Point(), num_classes=2, optimizer=sgd(0.1), **options)
 
 
-def network(state: dict[str, torch.Tensor]) -> np.ndarray:
-    return flat({name: value for name, value in state.items() if name.startswith("network.")})
-
-
 def test_by_hand() -> None:
     """Client 0: a = (1, 2), b = (1, -1), lambda = 0.5, two steps from 0, then two from theta."""
     one = run(quadratic(lam=0.5), world_q([0]), Ditto(), 1, local_steps=2)
     # v = (0.1, -0.2); then v - 0.1 ((v - 1, 2 (v + 1)) + 0.5 v) = (0.185, -0.35)
-    assert network(one.client_state(0)) == pytest.approx([0.185, -0.35], abs=1e-15)
+    assert judged(one, 0) == pytest.approx([0.185, -0.35], abs=1e-15)
     # w = (0.1, -0.2), then w - 0.1 (w - 1, 2 (w + 1)) = (0.19, -0.36)
-    assert network(one.server_states()[0]) == pytest.approx([0.19, -0.36], abs=1e-15)
+    assert shared(one) == pytest.approx([0.19, -0.36], abs=1e-15)
     two = run(quadratic(lam=0.5), world_q([0]), Ditto(), 2, local_steps=2)
     v, theta = np.array([0.185, -0.35]), np.array([0.19, -0.36])
     for _ in range(2):
         v = v - 0.1 * (np.array([1, 2]) * (v - [1, -1]) + 0.5 * (v - theta))
-    assert network(two.client_state(0)) == pytest.approx(v, abs=1e-15)
+    assert judged(two, 0) == pytest.approx(v, abs=1e-15)
 
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
@@ -73,15 +71,11 @@ def test_several_rounds_with_partial_participation(weighting: str) -> None:
         theta = reference.fedavg(
             world, theta, [cohort], lambda _, i, held=batches: held[i], 0.1, weighting
         )
-    assert network(federation.server_states()[0]) == pytest.approx(theta, rel=1e-12, abs=1e-14)
+    assert shared(federation) == pytest.approx(theta, rel=1e-12, abs=1e-14)
     assert 0 < len(models) <= 6
     for i in range(6):
         expected = models.get(i, theta)
-        assert network(federation.client_state(i)) == pytest.approx(expected, rel=1e-12, abs=1e-14)
-
-
-def shared(federation: Federation) -> np.ndarray:
-    return network(federation.server_states()[0])
+        assert judged(federation, i) == pytest.approx(expected, rel=1e-12, abs=1e-14)
 
 
 def test_the_shared_model_is_that_of_fedavg_whatever_the_personal_ones() -> None:

@@ -31,6 +31,7 @@ from tests.runs import (
     run,
     samples,
     sgd,
+    shared,
     small_data,
     world_q,
 )
@@ -66,11 +67,6 @@ class Recorded(FedDANE):
         self.arrived.append(updates.states)
 
 
-def model(federation: Federation) -> np.ndarray:
-    state = federation.server_states()[0]
-    return flat({name: value for name, value in state.items() if name.startswith("network")})
-
-
 def test_q4() -> None:
     federation = run(quadratic(), world_q(), Recorded(), local_steps=2)
     gradients, models = (states["network.theta"] for states in federation.callback.arrived)
@@ -78,17 +74,17 @@ def test_q4() -> None:
     assert (weights @ gradients).tolist() == pytest.approx([-2.5, -1.5], abs=1e-12)
     for row, expected in enumerate([(0.45, 0.255), (0.425, 0.27), (0.45, 0.27)]):
         assert models[row].tolist() == pytest.approx(expected, abs=1e-12)
-    assert model(federation) == pytest.approx([0.4375, 0.2675], abs=1e-12)
+    assert shared(federation) == pytest.approx([0.4375, 0.2675], abs=1e-12)
 
 
 def test_q4b_with_one_full_step_of_the_same_set_it_is_fedsgd() -> None:
     federation = run(quadratic(), world_q(), FedDANE(same_set=True), local_steps=1)
-    assert model(federation) == pytest.approx([0.25, 0.15], abs=1e-12)
+    assert shared(federation) == pytest.approx([0.25, 0.15], abs=1e-12)
     data = small_data(batch_size=None, cohort_size=3, dtype=torch.float64)
     client = linear_client(DaneClient, double=True, mu=3.0, optimizer=sgd(0.2))
     corrected = run(client, data, FedDANE(same_set=True), rounds=4, local_steps=1)
     plain = run(linear_client(double=True), data, FedSGD(lr=0.2), rounds=4)
-    assert model(corrected) == pytest.approx(model(plain), rel=1e-12, abs=1e-14)
+    assert shared(corrected) == pytest.approx(shared(plain), rel=1e-12, abs=1e-14)
 
 
 def twins() -> TensorClients:
@@ -104,7 +100,7 @@ def test_alike_clients_and_full_batches_are_fedprox(make: Any) -> None:
     proximal = run(
         linear_client(ProximalClient, double=True, mu=0.5), make(), FedAvg(), 3, local_steps=3
     )
-    assert model(corrected) == pytest.approx(model(proximal), rel=1e-12, abs=1e-14)
+    assert shared(corrected) == pytest.approx(shared(proximal), rel=1e-12, abs=1e-14)
 
 
 def feddane(
@@ -153,7 +149,7 @@ def test_several_rounds_with_partial_participation(same_set: bool, weighting: st
         mu=0.7,
         weighting=weighting,
     )
-    assert model(federation) == pytest.approx(expected, rel=1e-12, abs=1e-14)
+    assert shared(federation) == pytest.approx(expected, rel=1e-12, abs=1e-14)
 
 
 def test_the_second_set_is_drawn_anew_among_the_same_clients() -> None:
@@ -258,7 +254,7 @@ def test_a_client_without_a_gradient_does_not_train() -> None:
     federation = run(linear_client(FailsInFirstPhase), small_data(), callback, 2)
     assert callback.sets == [[0, 1, 2, 4, 5]] * 4
     assert [set(entry.failed) for entry in federation.history] == [{3}, {3}]
-    assert np.isfinite(model(federation)).all()
+    assert np.isfinite(shared(federation)).all()
 
 
 @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")

@@ -21,6 +21,7 @@ from pflight.models import ClientModule
 from tests import reference
 from tests.runs import (
     CLASSES,
+    ENGINES,
     FEATURES,
     assert_same,
     batches_of,
@@ -131,7 +132,7 @@ def fedfomo(
     return models, affinity
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@ENGINES
 def test_several_rounds_with_partial_participation(engine: str) -> None:
     data = small_data(cohort_size=4, dtype=torch.float64)
     client, callback = linear_client(double=True), FedFomo(num_models=9)

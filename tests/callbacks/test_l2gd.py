@@ -13,6 +13,7 @@ from pflight.errors import ConfigurationError
 from tests import reference
 from tests.runs import (
     CLASSES,
+    ENGINES,
     assert_same,
     batches_of,
     batchnorm_client,
@@ -43,7 +44,7 @@ def model(federation: Federation, client: int) -> list[float]:
 P3 = {"alpha": 0.1, "lam": 0.5, "p": 0.5}
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@ENGINES
 def test_p3(engine: str) -> None:
     """The coin shows 0, 0, 1, 1, 0: two rounds, and one with two steps to the mean before."""
     data = world_q([0, 1], counts=[1, 1, 1])

@@ -16,6 +16,7 @@ from pflight.models import PerFedAvgClient
 from tests import reference
 from tests.runs import (
     CLASSES,
+    ENGINES,
     Point,
     QuadraticClient,
     assert_same,
@@ -31,7 +32,6 @@ from tests.runs import (
     world_q,
 )
 
-ENGINES = pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 ORDERS = pytest.mark.parametrize("hessian", [False, True])
 
 

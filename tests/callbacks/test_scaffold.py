@@ -29,6 +29,7 @@ from tests.runs import (
     quadratic_client,
     run,
     sgd,
+    shared,
     small_data,
     world_q,
 )
@@ -44,11 +45,6 @@ def quadratic(**options: Any) -> ScaffoldClient:
     return ScaffoldQuadratic(Point(), num_classes=2, optimizer=sgd(0.1), **options)
 
 
-def model(federation: Federation) -> np.ndarray:
-    state = federation.server_states()[0]
-    return flat({name: value for name, value in state.items() if name.startswith("network")})
-
-
 def control(federation: Federation) -> np.ndarray:
     state = federation.server_states()[0]
     return flat({name: value for name, value in state.items() if name.startswith("control")})
@@ -60,11 +56,11 @@ def client_control(federation: Federation, client: int) -> np.ndarray:
 
 def test_q5() -> None:
     one = run(quadratic(), world_q(), SCAFFOLD(), 1, local_steps=2)
-    assert model(one) == pytest.approx([0.2966666667, 0.1966666667], abs=1e-9)
+    assert shared(one) == pytest.approx([0.2966666667, 0.1966666667], abs=1e-9)
     assert control(one) == pytest.approx([-1.4833333333, -0.9833333333], abs=1e-9)
     assert client_control(one, 0) == pytest.approx([-0.95, 1.8], abs=1e-12)
     two = run(quadratic(), world_q(), SCAFFOLD(), 2, local_steps=2)
-    assert model(two) == pytest.approx([0.5332111111, 0.3355444444], abs=1e-9)
+    assert shared(two) == pytest.approx([0.5332111111, 0.3355444444], abs=1e-9)
 
 
 def drawn_first(cohort: list[int]) -> TensorClients:
@@ -77,19 +73,19 @@ def drawn_first(cohort: list[int]) -> TensorClients:
 
 def test_q5b_the_control_moves_by_the_share_of_all_clients() -> None:
     federation = run(quadratic(), drawn_first([0, 1]), SCAFFOLD(), 1, local_steps=2)
-    assert model(federation) == pytest.approx([0.635, -0.085], abs=1e-12)
+    assert shared(federation) == pytest.approx([0.635, -0.085], abs=1e-12)
     assert control(federation) == pytest.approx([-2.1166666667, 0.2833333333], abs=1e-9)
     assert client_control(federation, 2) == pytest.approx([0, 0], abs=0)
 
 
 def test_option_one_keeps_the_gradients_at_the_servers_model() -> None:
     one = run(quadratic(option="I"), world_q(), SCAFFOLD(), 1, local_steps=2)
-    assert model(one) == pytest.approx([0.2966666667, 0.1966666667], abs=1e-9)
+    assert shared(one) == pytest.approx([0.2966666667, 0.1966666667], abs=1e-9)
     for client, gradient in enumerate([(-1, 2), (-6, -1), (2, -4)]):  # -a b
         assert client_control(one, client) == pytest.approx(gradient, abs=1e-12)
     assert control(one) == pytest.approx([-5 / 3, -1], abs=1e-12)
     two = run(quadratic(option="I"), world_q(), SCAFFOLD(), 2, local_steps=2)
-    gradients = np.array([(1, 2), (2, 1), (1, 1)]) * (model(one) - [(1, -1), (3, 1), (-2, 4)])
+    gradients = np.array([(1, 2), (2, 1), (1, 1)]) * (shared(one) - [(1, -1), (3, 1), (-2, 4)])
     for client in range(3):
         assert client_control(two, client) == pytest.approx(gradients[client], abs=1e-12)
 
@@ -149,7 +145,7 @@ def test_several_rounds_with_partial_participation(
         server_lr,
         decay,
     )
-    assert model(federation) == pytest.approx(expected.theta, rel=1e-12, abs=1e-14)
+    assert shared(federation) == pytest.approx(expected.theta, rel=1e-12, abs=1e-14)
     assert control(federation) == pytest.approx(expected.control, rel=1e-12, abs=1e-14)
     for i in range(6):
         own = client_control(federation, i)
@@ -168,7 +164,7 @@ def test_with_controls_of_zero_it_is_uniform_fedavg() -> None:
     data = small_data(cohort_size=4, dtype=torch.float64)
     frozen = run(linear_client(Frozen, double=True), data, SCAFFOLD(), 3, local_epochs=2)
     plain = run(linear_client(double=True), data, FedAvg("uniform"), 3, local_epochs=2)
-    assert model(frozen) == pytest.approx(model(plain), rel=1e-12, abs=1e-14)
+    assert shared(frozen) == pytest.approx(shared(plain), rel=1e-12, abs=1e-14)
 
 
 @OPTIONS
@@ -177,7 +173,7 @@ def test_q5c_with_one_full_step_of_everybody_it_is_uniform_fedsgd(option: str) -
     client = linear_client(ScaffoldClient, double=True, option=option, optimizer=sgd(0.2))
     controlled = run(client, data, SCAFFOLD(), rounds=4, local_steps=1)
     plain = run(linear_client(double=True), data, FedSGD(lr=0.2, weighting="uniform"), rounds=4)
-    assert model(controlled) == pytest.approx(model(plain), rel=1e-12, abs=1e-14)
+    assert shared(controlled) == pytest.approx(shared(plain), rel=1e-12, abs=1e-14)
     assert np.abs(client_control(controlled, 0)).max() > 0.01
 
 
@@ -327,7 +323,7 @@ def test_option_one_corrects_what_momentum_is_fed() -> None:
     plain = quadratic_client()
     plain.optimizer = sgd(0.1, momentum=0.9)
     other = run(plain, data, FedAvg(), 2, local_steps=2)
-    assert model(federation) == pytest.approx(model(other), rel=1e-12)  # one client: c = c_i
+    assert shared(federation) == pytest.approx(shared(other), rel=1e-12)  # one client: c = c_i
 
 
 class Manual(ScaffoldClient):

@@ -20,6 +20,7 @@ from pflight.models import ClientModule
 from tests import reference
 from tests.runs import (
     CLASSES,
+    ENGINES,
     FEATURES,
     assert_same,
     batches_of,
@@ -33,7 +34,6 @@ from tests.runs import (
     small_data,
 )
 
-ENGINES = pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 HEAD = Layers(last=1)
 BATCHNORM = Layers(types=nn.modules.batchnorm._BatchNorm)
 
