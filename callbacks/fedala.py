@@ -11,6 +11,7 @@ from torch import Tensor
 from pflight.engines import ClientUpdates, SequentialEngine
 from pflight.errors import ConfigurationError
 from pflight.models.fedala import MixingClient
+from pflight.options import number, whole
 from pflight.randomness import Purpose
 from pflight.state import StateLayout, entries
 
@@ -73,11 +74,11 @@ class FedALA(FedAvg):
     ) -> None:
         super().__init__(weighting, buffers)
         for name, value in {"layers": layers, "start_epochs": start_epochs}.items():
-            if value < 1:
+            if not whole(value) >= 1:
                 raise ConfigurationError(f"FedALA: {name} must be at least 1, got {value}")
-        if not lr >= 0:
+        if not number(lr) >= 0:
             raise ConfigurationError(f"FedALA: lr must be at least 0, got {lr}")
-        if not 0 < share <= 1:
+        if not 0 < number(share) <= 1:
             raise ConfigurationError(f"FedALA: share must be in (0, 1], got {share}")
         self.layers = layers
         self.lr = lr

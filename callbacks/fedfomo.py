@@ -13,6 +13,7 @@ from pflight.datamodules.held_out import HeldOut
 from pflight.distributed import all_max, share_owned
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
+from pflight.options import number, whole
 from pflight.randomness import Purpose, generator
 from pflight.state import StateModule, entries, expand_state, rows, state_bytes
 
@@ -79,13 +80,13 @@ class FedFomo(ServerCallback):
         decay: float = 0.05,
     ) -> None:
         super().__init__(buffers="local")
-        if num_models < 0:
+        if not whole(num_models) >= 0:
             raise ConfigurationError(f"FedFomo: num_models must be at least 0, got {num_models}")
-        if not 0 < held_out < 1:
+        if not 0 < number(held_out) < 1:
             raise ConfigurationError(f"FedFomo: held_out must be in (0, 1), got {held_out}")
-        if not 0 <= epsilon <= 1:
+        if not 0 <= number(epsilon) <= 1:
             raise ConfigurationError(f"FedFomo: epsilon must be in [0, 1], got {epsilon}")
-        if not decay >= 0:
+        if not number(decay) >= 0:
             raise ConfigurationError(f"FedFomo: decay must be at least 0, got {decay}")
         self.num_models = num_models
         self.held_out = held_out

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pflight.errors import ConfigurationError
+from pflight.options import number, whole
 
 from .fedavg import FedAvg
 
@@ -38,9 +39,9 @@ class FedSGD(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        if lr <= 0:
+        if not number(lr) > 0:
             raise ConfigurationError(f"FedSGD: lr must be positive, got {lr}")
-        if batches is not None and batches < 1:
+        if batches is not None and not whole(batches) >= 1:
             raise ConfigurationError(f"FedSGD: batches must be at least 1, got {batches}")
         self.lr = lr
         self.batches = batches

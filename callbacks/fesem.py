@@ -16,6 +16,7 @@ from pflight.cohort import sample_clients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.matching import BBPMAP
+from pflight.options import whole
 from pflight.randomness import Purpose, derive_seed
 from pflight.state import squared_distance
 
@@ -98,8 +99,11 @@ class FeSEM(MultiCenter):
         criterion: Criterion = "accuracy",
     ) -> None:
         check_candidates(candidates, criterion)
-        for name, value in (("num_clusters", num_clusters), ("num_restarts", num_restarts)):
-            if value != "auto" and not (isinstance(value, int) and value >= 1):
+        counts = {"num_restarts": num_restarts, "init_clients": init_clients}
+        if num_clusters != "auto":
+            counts["num_clusters"] = num_clusters
+        for name, value in counts.items():
+            if not whole(value) >= 1:
                 raise ConfigurationError(
                     f"FeSEM: {name} must be a whole number of 1 or more, got {value!r}"
                 )

@@ -12,6 +12,7 @@ from torch import Tensor
 from pflight.distributed import all_sum, owned
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
+from pflight.options import number
 from pflight.randomness import Purpose, generator
 
 from .fedavg import FedAvg
@@ -57,11 +58,11 @@ class L2GD(FedAvg):
 
     def __init__(self, alpha: float = 1.0, lam: float = 0.5, p: float = 0.9) -> None:
         super().__init__("uniform", buffers="local")
-        if not alpha > 0:
+        if not number(alpha) > 0:
             raise ConfigurationError(f"L2GD: alpha must be over 0, got {alpha}")
-        if not lam >= 0:
+        if not number(lam) >= 0:
             raise ConfigurationError(f"L2GD: lam must not be negative, got {lam}")
-        if not 0 < p < 1:
+        if not 0 < number(p) < 1:
             raise ConfigurationError(f"L2GD: p must be in (0, 1), got {p}")
         self.alpha = alpha
         self.lam = lam

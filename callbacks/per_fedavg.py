@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pflight.errors import ConfigurationError
 from pflight.models import PerFedAvgClient
+from pflight.options import whole
 from pflight.randomness import Purpose
 
 from .fedavg import FedAvg
@@ -49,7 +50,7 @@ class PerFedAvg(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        if steps < 0:
+        if not whole(steps) >= 0:
             raise ConfigurationError(f"PerFedAvg: steps must not be negative, got {steps}")
         self.steps = steps
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from pflight.distributed import gather
 from pflight.errors import ConfigurationError
+from pflight.options import number, whole
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
 from pflight.state import stack_states
 
@@ -91,11 +92,14 @@ class PFedHN(ServerCallback):
         super().__init__(buffers="local")
         counts = {"private_layers": private_layers, "hidden_layers": hidden_layers}
         sizes = {"embedding_dim": embedding_dim, "hidden_dim": hidden_dim}
-        steps = {"lr": lr, "embedding_lr": embedding_lr, "newcomer_steps": newcomer_steps}
-        for name, value in {**counts, **sizes, **steps}.items():
-            if value is not None and not value >= (least := int(name in sizes)):
-                raise ConfigurationError(f"PFedHN: {name} must be at least {least}, got {value}")
-        if clip is not None and not clip > 0:
+        counts |= {name: size for name, size in sizes.items() if size is not None}
+        for name, count in {**counts, "newcomer_steps": newcomer_steps}.items():
+            if not whole(count) >= (least := int(name in sizes)):
+                raise ConfigurationError(f"PFedHN: {name} must be at least {least}, got {count}")
+        for name, step in (("lr", lr), ("embedding_lr", embedding_lr)):
+            if step is not None and not number(step) >= 0:
+                raise ConfigurationError(f"PFedHN: {name} must be at least 0, got {step}")
+        if clip is not None and not number(clip) > 0:
             raise ConfigurationError(f"PFedHN: clip must be over 0, got {clip}")
         self.private_layers = private_layers
         self.embedding_dim = embedding_dim

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from pflight.distributed import all_max, all_sum, share_owned
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
+from pflight.options import number, whole
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
 from pflight.state import StateModule, entries, expand_state, rows
 
@@ -96,9 +97,13 @@ class PFedLA(ServerCallback):
     ) -> None:
         super().__init__(buffers="local")
         sizes = {"retain": retain, "embedding_dim": embedding_dim, "hidden_dim": hidden_dim}
-        for name, value in {**sizes, "lr": lr}.items():
-            if not value >= (least := int(name.endswith("dim"))):
-                raise ConfigurationError(f"PFedLA: {name} must be at least {least}, got {value}")
+        for name, value in sizes.items():
+            if not whole(value) >= (least := int(name.endswith("dim"))):
+                raise ConfigurationError(
+                    f"PFedLA: {name} must be a whole number of {least} or more, got {value}"
+                )
+        if not number(lr) >= 0:
+            raise ConfigurationError(f"PFedLA: lr must be at least 0, got {lr}")
         if weights not in ("softmax", "relu_norm"):
             raise ConfigurationError(
                 f"PFedLA: weights must be 'softmax' or 'relu_norm', got {weights!r}"

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from pflight.errors import ConfigurationError
 from pflight.models import PFedMeClient
+from pflight.options import number
 
 from .fedavg import FedAvg
 from .personal import check_kind, mirrored
@@ -58,7 +59,7 @@ class PFedMe(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        if not beta > 0:
+        if not number(beta) > 0:
             raise ConfigurationError(f"PFedMe: beta must be over 0, got {beta}")
         self.beta = beta
         self.train_newcomers = train_newcomers

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from pflight.errors import ConfigurationError
+from pflight.options import number
 
 from .fedavg import FedAvg
 
@@ -56,7 +57,7 @@ class Reptile(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        if not lr > 0:
+        if not number(lr) > 0:
             raise ConfigurationError(f"Reptile: lr must be over 0, got {lr}")
         if decay not in ("linear", None):
             raise ConfigurationError(f"Reptile: decay must be 'linear' or null, got {decay!r}")

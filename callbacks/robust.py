@@ -17,6 +17,7 @@ from pflight.clustering import (
 )
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
+from pflight.options import number, whole
 from pflight.randomness import Purpose, derive_seed
 from pflight.state import entries, expand_state
 
@@ -88,10 +89,10 @@ class Robust(MultiCenter):
         counts = {"num_clusters": num_clusters, "init_epochs": init_epochs}
         counts |= {"num_restarts": num_restarts, "num_iterations": num_iterations}
         for name, value in counts.items():
-            if value < 1:
+            if not whole(value) >= 1:
                 raise ConfigurationError(f"Robust: {name} must be at least 1, got {value}")
         for name, share in (("beta", beta), ("cluster_beta", cluster_beta)):
-            if not 0 <= share < 0.5:
+            if not 0 <= number(share) < 0.5:
                 raise ConfigurationError(f"Robust: {name} must be in [0, 0.5), got {share}")
         if trim not in ("coordinate", "radius"):
             raise ConfigurationError(f"Robust: trim must be 'coordinate' or 'radius', got {trim!r}")

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from pflight.errors import ConfigurationError
 from pflight.models import ScaffoldClient
+from pflight.options import number
 from pflight.state import entries
 
 from .fedavg import FedAvg
@@ -47,7 +48,7 @@ class SCAFFOLD(FedAvg):
 
     def __init__(self, lr: float = 1.0) -> None:
         super().__init__("uniform")
-        if not lr > 0:
+        if not number(lr) > 0:
             raise ConfigurationError(f"SCAFFOLD: lr must be over 0, got {lr}")
         self.lr = lr
 

@@ -23,6 +23,7 @@ from pflight.distributed import all_sum, gather
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.models import ClientModule
+from pflight.options import whole
 from pflight.randomness import Purpose, generator, isolated
 from pflight.state import stack_states
 
@@ -125,7 +126,7 @@ def select_num_clusters(
     from .fesem import FeSEM
 
     check_candidates(candidates, criterion)
-    if rounds < 2:
+    if not whole(rounds) >= 2:
         raise ConfigurationError(f"select_num_clusters: rounds must be at least 2, got {rounds}")
     callback = FeSEM(1) if callback is None else callback
     data.prepare_data()
@@ -181,9 +182,9 @@ def select_for(federation: Federation, callback: FeSEM) -> ClusterSelection:
 
 def check_candidates(candidates: Sequence[int], criterion: str) -> None:
     """Raise unless there is something to choose from, and a known way to do it."""
-    if not candidates or min(candidates) < 1:
+    if not candidates or not all(whole(count) >= 1 for count in candidates):
         raise ConfigurationError(
-            f"candidates must be numbers of clusters, 1 or more, got {list(candidates)}"
+            f"candidates must be numbers of clusters, 1 or more, got {candidates!r}"
         )
     if criterion not in ("accuracy", "distance"):
         raise ConfigurationError(f"criterion must be 'accuracy' or 'distance', got {criterion!r}")

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from pflight.errors import ConfigurationError
+from pflight.options import number
 
 from .client import Batch
 from .personal import PersonalClient
@@ -62,9 +63,9 @@ class APFLClient(PersonalClient):
         self, *args: Any, alpha: float = 0.5, alpha_lr: float | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        if not 0 <= alpha <= 1:
+        if not 0 <= number(alpha) <= 1:
             raise ConfigurationError(f"APFLClient: alpha must be in [0, 1], got {alpha}")
-        if alpha_lr is not None and not alpha_lr > 0:
+        if alpha_lr is not None and not number(alpha_lr) > 0:
             raise ConfigurationError(f"APFLClient: alpha_lr must be over 0, got {alpha_lr}")
         self.alpha_lr = alpha_lr
         dtype = next(self.network.parameters()).dtype

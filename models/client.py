@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from pflight.errors import ConfigurationError
+from pflight.options import number
 from pflight.state import StateModule, state_tensors
 
 Batch = tuple[Tensor, Tensor]
@@ -81,7 +82,7 @@ class ClientModule(L.LightningModule):
         gradient_clip_algorithm: str = "norm",
     ) -> None:
         super().__init__()
-        if gradient_clip_val is not None and gradient_clip_val <= 0:
+        if gradient_clip_val is not None and not number(gradient_clip_val) > 0:
             raise ConfigurationError(f"gradient_clip_val must be positive, got {gradient_clip_val}")
         if gradient_clip_algorithm not in ("norm", "value"):
             raise ConfigurationError(

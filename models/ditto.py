@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
+from pflight.options import number
 
 from .client import Batch
 from .personal import PersonalClient
@@ -46,7 +47,7 @@ class DittoClient(PersonalClient):
 
     def __init__(self, *args: Any, lam: float = 0.1, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if not lam >= 0:
+        if not number(lam) >= 0:
             raise ConfigurationError(f"DittoClient: lam must not be negative, got {lam}")
         self.lam = lam
 

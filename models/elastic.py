@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pflight.errors import ConfigurationError
+from pflight.options import number
 
 from .client import Batch, ClientModule
 
@@ -61,7 +62,7 @@ class ElasticClient(ClientModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if alpha < 0:
+        if not number(alpha) >= 0:
             raise ConfigurationError(f"ElasticClient: alpha must not be negative, got {alpha}")
         if constraint not in ("kl", "l2", None):
             raise ConfigurationError(

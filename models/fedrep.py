@@ -8,6 +8,7 @@ from torch import nn
 
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
+from pflight.options import whole
 from pflight.state import StateLayout
 
 from .client import ClientModule
@@ -47,7 +48,7 @@ class FedRepClient(ClientModule):
         self, *args: Any, head: Layers = LAST_LAYER, head_epochs: int = 1, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        if head_epochs < 0:
+        if not whole(head_epochs) >= 0:
             raise ConfigurationError(
                 f"FedRepClient: head_epochs must not be negative, got {head_epochs}"
             )

@@ -11,6 +11,7 @@ from torch.func import grad
 from torch.optim import Optimizer
 
 from pflight.errors import ConfigurationError
+from pflight.options import number
 
 from .client import Batch
 from .personal import RelocatedClient
@@ -57,7 +58,7 @@ class PerFedAvgClient(RelocatedClient):
         self, *args: Any, alpha: float = 0.01, hessian: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        if not alpha >= 0:
+        if not number(alpha) >= 0:
             raise ConfigurationError(f"PerFedAvgClient: alpha must not be negative, got {alpha}")
         self.alpha = alpha
         self.hessian = hessian

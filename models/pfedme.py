@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from pflight.errors import ConfigurationError
+from pflight.options import number, whole
 from pflight.state import StateModule
 
 from .client import Batch
@@ -69,15 +70,15 @@ class PFedMeClient(RelocatedClient):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if not lam > 0 or not personal_lr > 0:
+        if not (number(lam) > 0 and number(personal_lr) > 0):
             raise ConfigurationError(
                 f"PFedMeClient: lam and personal_lr must be over 0, got {lam} and {personal_lr}"
             )
-        if personal_steps < 1:
+        if not whole(personal_steps) >= 1:
             raise ConfigurationError(
                 f"PFedMeClient: personal_steps must be at least 1, got {personal_steps}"
             )
-        if not mu >= 0:
+        if not number(mu) >= 0:
             raise ConfigurationError(f"PFedMeClient: mu must not be negative, got {mu}")
         self.lam = lam
         self.personal_lr = personal_lr

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
+from pflight.options import number
 
 from .client import Batch, ClientModule
 
@@ -44,7 +45,7 @@ class ProximalClient(ClientModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if mu < 0:
+        if not number(mu) >= 0:
             raise ConfigurationError(f"ProximalClient: mu must not be negative, got {mu}")
         if scaling not in ("plain", "eq7"):
             raise ConfigurationError(

@@ -56,6 +56,7 @@ class Layer:
         norms: Names of the BatchNorms' vectors: one entry for each neuron or, behind a flattening,
             one block of entries.
         width: Number of neurons, that is of output channels or units.
+        convolves: Whether it is a convolution, whose neurons have an output at each position.
     """
 
     name: str
@@ -63,6 +64,15 @@ class Layer:
     bias: str | None
     norms: tuple[str, ...]
     width: int
+    convolves: bool
+
+    def feeds(self, inputs: int, flat: bool) -> bool:
+        """Whether so many inputs are its outputs, neuron by neuron, flattened or not.
+
+        A linear layer that is applied at several positions has its neurons last, so that
+        flattening mixes them.
+        """
+        return inputs % self.width == 0 if self.convolves and flat else inputs == self.width
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -97,7 +107,7 @@ def find_chain(module: nn.Module) -> Chain:
     """
     unseen = {name for name, _ in module.named_parameters()}
     layers: list[Layer] = []
-    spatial, obstacle, previous = False, "", None
+    spatial, obstacle, previous = 0, "", None  # dimensions of the positions of a neuron's outputs
     for step in _steps(module):
         if layers and step.inputs != [previous]:
             raise _no_chain(f"{step} does not take the output of one layer alone")
@@ -110,13 +120,15 @@ def find_chain(module: nn.Module) -> Chain:
             if obstacle:
                 raise _no_chain(f"{obstacle} stands before {step}")
             layers.append(_layer(step, layers[-1:], spatial))
-            spatial = not isinstance(step.module, nn.Linear)
+            spatial = step.module.weight.ndim - 2
         elif isinstance(step.module, _BatchNorm):
             if layers:
+                if not layers[-1].feeds(step.module.num_features, flat=not spatial):
+                    raise _no_chain(f"{step} does not take each output of {layers[-1].name!r}")
                 layers[-1] = replace(layers[-1], norms=(*layers[-1].norms, *step.vectors))
         elif step.flattens:
-            spatial = False
-        elif layers and not (step.is_elementwise or (spatial and step.pools)):
+            spatial = 0
+        elif layers and not (step.is_elementwise or (spatial and step.pools(spatial))):
             obstacle = obstacle or str(step)
     if unseen:
         raise _no_chain(f"the parameter {min(unseen)!r} belongs to no layer of one")
@@ -143,7 +155,7 @@ def matched_chain(client: ClientModule, sent: Collection[str]) -> Chain:
     return chain
 
 
-def _layer(step: _Step, before: Sequence[Layer], spatial: bool) -> Layer:
+def _layer(step: _Step, before: Sequence[Layer], spatial: int) -> Layer:
     """Describe a layer, whose inputs are the outputs of the layer before it, if there is one."""
     weight, convolves = step.module.weight, not isinstance(step.module, nn.Linear)
     if f"{step.name}.weight" not in step.parameters:
@@ -151,10 +163,10 @@ def _layer(step: _Step, before: Sequence[Layer], spatial: bool) -> Layer:
     if getattr(step.module, "groups", 1) != 1:
         raise _no_chain(f"{step} has {step.module.groups} groups")
     for layer in before:
-        if convolves != spatial or weight.shape[1] % layer.width:
+        if convolves != bool(spatial) or not layer.feeds(weight.shape[1], flat=not spatial):
             raise _no_chain(f"{step} does not take each output of {layer.name!r} by itself")
     bias = None if step.module.bias is None else f"{step.name}.bias"
-    return Layer(step.name, f"{step.name}.weight", bias, (), len(weight))
+    return Layer(step.name, f"{step.name}.weight", bias, (), len(weight), convolves)
 
 
 def _no_chain(why: str) -> ConfigurationError:
@@ -203,10 +215,9 @@ class _Step(NamedTuple):
         """Whether each number is treated by itself."""
         return self.kind in _ELEMENTWISE
 
-    @property
-    def pools(self) -> bool:
-        """Whether it pools each channel by itself."""
-        return self.kind in _POOLINGS
+    def pools(self, dimensions: int) -> bool:
+        """Whether it pools each channel, with positions of so many dimensions, by itself."""
+        return self.kind in _POOLINGS and self.kind.endswith(f"{dimensions}d")
 
     @property
     def flattens(self) -> bool:

@@ -13,6 +13,7 @@ from .datamodules import FederatedDataModule
 from .errors import ConfigurationError
 from .memory import ClientMemory, MappedMemory
 from .models import ClientModule
+from .options import whole
 
 
 def check_options(
@@ -26,17 +27,17 @@ def check_options(
     seed: int,
 ) -> None:
     """Raise unless the options of a federation are in range."""
-    if local_epochs < 1:
+    if not whole(local_epochs) >= 1:
         raise ConfigurationError(f"local_epochs must be at least 1, got {local_epochs}")
-    if local_steps is not None and local_steps < 1:
+    if local_steps is not None and not whole(local_steps) >= 1:
         raise ConfigurationError(f"local_steps must be at least 1, got {local_steps}")
-    if finetune_epochs < 0:
+    if not whole(finetune_epochs) >= 0:
         raise ConfigurationError(f"finetune_epochs must not be negative, got {finetune_epochs}")
     if engine not in ("auto", "sequential", "vectorized"):
         raise ConfigurationError(
             f"engine must be 'auto', 'sequential' or 'vectorized', got {engine!r}"
         )
-    if clients_at_once is not None and clients_at_once < 1:
+    if clients_at_once is not None and not whole(clients_at_once) >= 1:
         raise ConfigurationError(f"clients_at_once must be at least 1, got {clients_at_once}")
     if on_client_error not in ("skip", "raise"):
         raise ConfigurationError(
@@ -44,7 +45,7 @@ def check_options(
         )
     if client_memory not in ("ram", "disk"):
         raise ConfigurationError(f"client_memory must be 'ram' or 'disk', got {client_memory!r}")
-    if seed < 0:
+    if not whole(seed) >= 0:
         raise ConfigurationError(f"seed must not be negative, got {seed}")
 
 

@@ -538,6 +538,22 @@ def tied() -> nn.Module:
             nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(4, 2)),
             "Linear '1' does not take each output of '0' by itself",
         ),
+        (  # a linear layer at each of five positions has its neurons last
+            nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Flatten(), nn.Linear(30, 3)),
+            "Linear '3' does not take each output of '0' by itself",
+        ),
+        (
+            nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Flatten(), nn.Linear(25, 3)),
+            "Linear '3' does not take each output of '0' by itself",
+        ),
+        (
+            nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(12), nn.Linear(6, 3)),
+            "BatchNorm1d '1' does not take each output of '0'",
+        ),
+        (  # which would pool over channels
+            nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool3d(2), nn.Flatten(), nn.Linear(16, 2)),
+            "MaxPool3d '1' stands before Linear '3'",
+        ),
         (
             nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 4)), nn.Linear(4, 2)),
             "has a weight that is computed",
