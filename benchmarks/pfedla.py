@@ -4,10 +4,11 @@
     python benchmarks/pfedla.py chain digits
 
 ``time`` measures the server's part of rounds in which all clients take part, with the CNN of the
-paper's tables. ``chain`` has eight clients with four classes
-each, of which neighbours share three, as in figure 6 of the paper, and says what a client's own
-model, those of its neighbours and those of clients with none of its classes weigh. Where all weigh
-the same it is 1/8.
+paper's tables: medians of the seconds in which it mixes models, multiplies what clients have
+changed with the stored models, and steps the hypernetworks. ``chain`` has eight clients with four
+classes each, of which neighbours share three, as in figure 6 of the paper, and says what a client's
+own model, those of its neighbours and those of clients with none of its classes weigh. Where all
+weigh the same it is 1/8.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import logging
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import lightning as L
 import torch
@@ -76,38 +80,63 @@ def fit(
 
 
 class TimedFederation(Federation):
-    """Takes the seconds of every round without those of local training."""
+    """Takes the seconds of the server's part of every round."""
 
-    seconds: list[float]
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.rounds: list[dict[str, float]] = []
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the seconds of a block to a part of the current round."""
+        started = time.perf_counter()
+        yield
+        self.rounds[-1][part] += time.perf_counter() - started
 
     def training_step(self, cohort: Tensor, batch_idx: int) -> None:
         """Run a round."""
-        started = time.perf_counter()
-        self._training = 0.0
-        super().training_step(cohort, batch_idx)
-        self.seconds.append(time.perf_counter() - started - self._training)
+        self.rounds.append(defaultdict(float))
+        with self.timed("round"):
+            super().training_step(cohort, batch_idx)
 
-    def train_clients(self, clients: Tensor, sent: TensorDict) -> ClientUpdates:
+    def train_clients(self, *arguments: Any, **options: Any) -> ClientUpdates:
         """Train the clients."""
-        started = time.perf_counter()
-        updates = super().train_clients(clients, sent)
-        self._training += time.perf_counter() - started
-        return updates
+        with self.timed("training"):
+            return super().train_clients(*arguments, **options)
+
+
+class TimedPFedLA(PFedLA):
+    """Says which part of a round it is at."""
+
+    federation: TimedFederation
+
+    def broadcast(self, clients: Tensor) -> TensorDict:
+        """Return each client's mixture."""
+        with self.federation.timed("mixtures"):
+            return super().broadcast(clients)
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """Multiply changes with stored models."""
+        with self.federation.timed("products"):
+            super().receive(updates)
 
 
 def print_times(options: argparse.Namespace) -> None:
-    """Print the seconds of the server's rounds by the number of clients."""
-    print("| clients | median, s a round | least |")
-    print("|---|---|---|")
+    """Print the seconds of the server's part of a round by the number of clients."""
+    print("| clients | mixtures | products | step | all | least |")
+    print("|---|---|---|---|---|---|")
     for count in options.clients:
         random = torch.Generator().manual_seed(0)
         image = (1, 3, 32, 32)
         train = [(torch.randn(image, generator=random), torch.tensor([0])) for _ in range(count)]
         federation = TimedFederation(ClientModule(PFedHNCNN(10, 3, 32), num_classes=10))
-        federation.seconds = []
-        fit(federation, PFedLA(), TensorClients(train, num_classes=10), options.rounds)
-        seconds = federation.seconds[1:]  # the first warms up
-        print(f"| {count} | {statistics.median(seconds):.3f} | {min(seconds):.3f} |", flush=True)
+        fit(federation, TimedPFedLA(), TensorClients(train, num_classes=10), options.rounds)
+        rounds = federation.rounds[1:]  # the first warms up
+        server = [times["round"] - times["training"] for times in rounds]
+        parts = [[times[part] for times in rounds] for part in ("mixtures", "products")]
+        parts += [[whole - sum(some) for whole, *some in zip(server, *parts, strict=True)], server]
+        cells = [f"{statistics.median(part):.3f}" for part in parts]
+        print(f"| {count} | {' | '.join(cells)} | {min(server):.3f} |", flush=True)
 
 
 def print_chain(options: argparse.Namespace) -> None:
