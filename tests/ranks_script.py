@@ -12,71 +12,28 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import nn
 
 from pflight import Federation
-from pflight.callbacks import (
-    APFL,
-    L2GD,
-    SCAFFOLD,
-    Ditto,
-    FedALA,
-    FedAvg,
-    FedDANE,
-    FedRep,
-    FeSEM,
-    HypoCluster,
-    Local,
-    PerFedAvg,
-    PFedHN,
-    PFedLA,
-    PFedMe,
-    Reptile,
-    Robust,
-    SharedPart,
-)
-from pflight.layers import Layers
-from pflight.models import (
-    APFLClient,
-    ClientModule,
-    DaneClient,
-    DittoClient,
-    ElasticClient,
-    FedRepClient,
-    PerFedAvgClient,
-    PFedMeClient,
-    ProximalClient,
-    ScaffoldClient,
-)
+from pflight.callbacks import FedDANE, PerFedAvg, PFedMe
+from pflight.models import ClientModule, DaneClient, PerFedAvgClient, PFedMeClient
+from tests import algorithm_tester
+from tests.algorithm_tester import Algorithm
 from tests.runs import batchnorm_client, dropout_client, quiet_trainer, small_data
 
 ROUNDS, SAVED = 4, 2
-ALGORITHMS: dict[str, Any] = {
-    "fedavg": (FedAvg, batchnorm_client, ClientModule),
-    "apfl": (APFL, batchnorm_client, APFLClient),
-    "ditto": (Ditto, batchnorm_client, DittoClient),
-    "fedala": (FedALA, batchnorm_client, ClientModule),
-    "feddane": (FedDANE, batchnorm_client, DaneClient),
-    "fedec": (Reptile, batchnorm_client, ElasticClient),
-    "fedbn": (
-        lambda: SharedPart(Layers(types=nn.modules.batchnorm._BatchNorm)),
-        batchnorm_client,
-        ClientModule,
-    ),
-    "fedrep": (FedRep, batchnorm_client, FedRepClient),
-    "fesem": (lambda: FeSEM(2), dropout_client, ProximalClient),
-    "fesem-ma": (lambda: FeSEM(2, matching="bbp_map"), dropout_client, ProximalClient),
-    "heurpfedla": (lambda: PFedLA(retain=1), batchnorm_client, ClientModule),
-    "l2gd": (L2GD, dropout_client, ClientModule),
-    "local": (Local, dropout_client, ClientModule),
-    "local on disk": (Local, dropout_client, ClientModule),
-    "hypocluster": (lambda: HypoCluster(2), dropout_client, ClientModule),
-    "perfedavg": (PerFedAvg, batchnorm_client, PerFedAvgClient),
-    "pfedme": (PFedMe, batchnorm_client, PFedMeClient),
-    "pfedhn": (PFedHN, batchnorm_client, ClientModule),
-    "robust": (lambda: Robust(2, init_epochs=1), dropout_client, ClientModule),
-    "scaffold": (SCAFFOLD, batchnorm_client, ScaffoldClient),
+ON_DISK = "Local on disk"
+DROPOUT = {"CFL-splitting", "FeSEM", "FeSEM-MA", "HypoCluster", "L2GD", "Local", ON_DISK, "Robust"}
+BATCHNORM = {"APFL", "Ditto", "FedALA", "FedAvg", "FedBN", "FedEC", "FedFomo", "FedRep"}
+BATCHNORM |= {"HeurpFedLA", "SCAFFOLD", "pFedHN"}
+OTHERS = {  # which the common tester has without what needs the data of newcomers
+    "FedDANE": Algorithm(FedDANE, DaneClient),
+    "Per-FedAvg": Algorithm(PerFedAvg, PerFedAvgClient),
+    "pFedMe": Algorithm(PFedMe, PFedMeClient),
 }
+ALGORITHMS = {
+    name: algorithm_tester.ALGORITHMS[name.removesuffix(" on disk")]
+    for name in sorted(DROPOUT | BATCHNORM)
+} | OTHERS
 
 
 def failing(kind: type[ClientModule]) -> type[ClientModule]:
@@ -91,14 +48,12 @@ def failing(kind: type[ClientModule]) -> type[ClientModule]:
 
 def fit(name: str, folder: Path, ckpt_path: Path | None = None, **options: Any) -> dict[str, Any]:
     """Train, save a checkpoint after some rounds, test, and return all that is known."""
-    callback, client, kind = ALGORITHMS[name]
+    algorithm, make = ALGORITHMS[name], dropout_client if name in DROPOUT else batchnorm_client
     data = small_data(cohort_size=4, dropout=0.2, holdout_clients=0.2, eval_chunk=3)
-    memory = "disk" if name.endswith("on disk") else "ram"
-    federation = Federation(
-        client(failing(kind)), local_epochs=2, finetune_epochs=1, client_memory=memory
-    )
+    client, memory = make(failing(algorithm.client)), "disk" if name == ON_DISK else "ram"
+    federation = Federation(client, local_epochs=2, finetune_epochs=1, client_memory=memory)
     saver = ModelCheckpoint(folder, f"{name}-{{epoch}}", save_top_k=-1, every_n_epochs=SAVED)
-    trainer = quiet_trainer(ROUNDS, callback(), saver, default_root_dir=folder, **options)
+    trainer = quiet_trainer(ROUNDS, algorithm.callback(), saver, default_root_dir=folder, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(federation, datamodule=data, ckpt_path=ckpt_path)

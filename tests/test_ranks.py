@@ -78,8 +78,8 @@ def test_one_rank_goes_on_from_the_checkpoint_of_two(
 
 def test_every_client_is_evaluated_once(two: list[dict[str, Any]]) -> None:
     for rank in (0, 1):
-        assert two[rank]["fedavg"]["judged"]["num_samples"].tolist() == [6] * 6
+        assert two[rank]["FedAvg"]["judged"]["num_samples"].tolist() == [6] * 6
 
 
 def test_failures_are_part_of_the_comparison(one: dict[str, Any]) -> None:
-    assert any(3 in failed for failed in one["fedavg"]["failed"])
+    assert any(3 in failed for failed in one["FedAvg"]["failed"])
