@@ -13,7 +13,7 @@ from pflight.clustering import Linkage, bipartition, parameter_vectors
 from pflight.distributed import gather
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
-from pflight.options import number, whole
+from pflight.options import check_at_least, number, whole
 from pflight.randomness import Purpose, derive_seed
 from pflight.state import expand_state, stack_states
 
@@ -106,14 +106,9 @@ class FedCluster(MultiCenter):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(1, buffers=buffers, weighting=weighting)
-        for name, value in {"eps1": eps1, "eps2": eps2, "gamma": gamma}.items():
-            if not number(value) >= 0:
-                raise ConfigurationError(f"FedCluster: {name} must be at least 0, got {value}")
-        for name, value, least in (("warmup", warmup, 0), ("min_size", min_size, 1)):
-            if not whole(value) >= least:
-                raise ConfigurationError(
-                    f"FedCluster: {name} must be at least {least}, got {value}"
-                )
+        check_at_least(0, number, "FedCluster", eps1=eps1, eps2=eps2, gamma=gamma)
+        check_at_least(0, whole, "FedCluster", warmup=warmup)
+        check_at_least(1, whole, "FedCluster", min_size=min_size)
         if linkage not in get_args(Linkage):
             raise ConfigurationError(
                 f"FedCluster: linkage must be one of {', '.join(get_args(Linkage))}, "

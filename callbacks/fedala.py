@@ -11,7 +11,7 @@ from torch import Tensor
 from pflight.engines import ClientUpdates, SequentialEngine
 from pflight.errors import ConfigurationError
 from pflight.models.fedala import MixingClient
-from pflight.options import number, whole
+from pflight.options import check_at_least, number, whole
 from pflight.randomness import Purpose
 from pflight.state import StateLayout, entries
 
@@ -73,11 +73,8 @@ class FedALA(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        for name, value in {"layers": layers, "start_epochs": start_epochs}.items():
-            if not whole(value) >= 1:
-                raise ConfigurationError(f"FedALA: {name} must be at least 1, got {value}")
-        if not number(lr) >= 0:
-            raise ConfigurationError(f"FedALA: lr must be at least 0, got {lr}")
+        check_at_least(1, whole, "FedALA", layers=layers, start_epochs=start_epochs)
+        check_at_least(0, number, "FedALA", lr=lr)
         if not 0 < number(share) <= 1:
             raise ConfigurationError(f"FedALA: share must be in (0, 1], got {share}")
         self.layers = layers

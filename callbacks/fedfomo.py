@@ -13,7 +13,7 @@ from pflight.datamodules.held_out import HeldOut
 from pflight.distributed import all_max, share_owned
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
-from pflight.options import number, whole
+from pflight.options import check_at_least, number, whole
 from pflight.randomness import Purpose, generator
 from pflight.state import StateModule, entries, expand_state, rows, state_bytes
 
@@ -80,14 +80,12 @@ class FedFomo(ServerCallback):
         decay: float = 0.05,
     ) -> None:
         super().__init__(buffers="local")
-        if not whole(num_models) >= 0:
-            raise ConfigurationError(f"FedFomo: num_models must be at least 0, got {num_models}")
+        check_at_least(0, whole, "FedFomo", num_models=num_models)
+        check_at_least(0, number, "FedFomo", decay=decay)
         if not 0 < number(held_out) < 1:
             raise ConfigurationError(f"FedFomo: held_out must be in (0, 1), got {held_out}")
         if not 0 <= number(epsilon) <= 1:
             raise ConfigurationError(f"FedFomo: epsilon must be in [0, 1], got {epsilon}")
-        if not number(decay) >= 0:
-            raise ConfigurationError(f"FedFomo: decay must be at least 0, got {decay}")
         self.num_models = num_models
         self.held_out = held_out
         self.epsilon = epsilon

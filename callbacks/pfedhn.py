@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from pflight.distributed import gather
 from pflight.errors import ConfigurationError
-from pflight.options import number, whole
+from pflight.options import check_at_least, number, whole
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
 from pflight.state import stack_states
 
@@ -91,14 +91,10 @@ class PFedHN(ServerCallback):
     ) -> None:
         super().__init__(buffers="local")
         counts = {"private_layers": private_layers, "hidden_layers": hidden_layers}
-        sizes = {"embedding_dim": embedding_dim, "hidden_dim": hidden_dim}
-        counts |= {name: size for name, size in sizes.items() if size is not None}
-        for name, count in {**counts, "newcomer_steps": newcomer_steps}.items():
-            if not whole(count) >= (least := int(name in sizes)):
-                raise ConfigurationError(f"PFedHN: {name} must be at least {least}, got {count}")
-        for name, step in (("lr", lr), ("embedding_lr", embedding_lr)):
-            if step is not None and not number(step) >= 0:
-                raise ConfigurationError(f"PFedHN: {name} must be at least 0, got {step}")
+        sizes = {"embedding_dim": 1 if embedding_dim is None else embedding_dim}
+        check_at_least(0, whole, "PFedHN", newcomer_steps=newcomer_steps, **counts)
+        check_at_least(1, whole, "PFedHN", hidden_dim=hidden_dim, **sizes)
+        check_at_least(0, number, "PFedHN", lr=lr, embedding_lr=embedding_lr or lr)
         if clip is not None and not number(clip) > 0:
             raise ConfigurationError(f"PFedHN: clip must be over 0, got {clip}")
         self.private_layers = private_layers

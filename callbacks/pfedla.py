@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from pflight.distributed import all_max, all_sum, share_owned
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
-from pflight.options import number, whole
+from pflight.options import check_at_least, number, whole
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
 from pflight.state import StateModule, entries, expand_state, rows
 
@@ -96,14 +96,9 @@ class PFedLA(ServerCallback):
         lr: float = 0.5,
     ) -> None:
         super().__init__(buffers="local")
-        sizes = {"retain": retain, "embedding_dim": embedding_dim, "hidden_dim": hidden_dim}
-        for name, value in sizes.items():
-            if not whole(value) >= (least := int(name.endswith("dim"))):
-                raise ConfigurationError(
-                    f"PFedLA: {name} must be a whole number of {least} or more, got {value}"
-                )
-        if not number(lr) >= 0:
-            raise ConfigurationError(f"PFedLA: lr must be at least 0, got {lr}")
+        check_at_least(0, whole, "PFedLA", retain=retain)
+        check_at_least(1, whole, "PFedLA", embedding_dim=embedding_dim, hidden_dim=hidden_dim)
+        check_at_least(0, number, "PFedLA", lr=lr)
         if weights not in ("softmax", "relu_norm"):
             raise ConfigurationError(
                 f"PFedLA: weights must be 'softmax' or 'relu_norm', got {weights!r}"
@@ -135,8 +130,7 @@ class PFedLA(ServerCallback):
         with isolated(federation.device):
             seed_everything(derive_seed(Purpose.SERVER, federation.seed), federation.device)
             networks = [self.hypernetwork(len(self.layers), count) for _ in range(count)]
-        mixed = torch.zeros(count, dtype=torch.bool)
-        mixed[federation.trainable_clients.cpu()] = True
+        mixed = torch.isin(torch.arange(count), federation.trainable_clients.cpu())
         self.hypernetworks = HyperNetworks(networks, self.weights, mixed)
         self.hypernetworks.to(torch.promote_types(initial[layout.parameters[0]].dtype, torch.float))
         federation.add_module("stored", self.stored)

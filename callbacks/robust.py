@@ -17,7 +17,7 @@ from pflight.clustering import (
 )
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
-from pflight.options import number, whole
+from pflight.options import check_at_least, number, whole
 from pflight.randomness import Purpose, derive_seed
 from pflight.state import entries, expand_state
 
@@ -86,11 +86,9 @@ class Robust(MultiCenter):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(num_clusters, buffers=buffers)
-        counts = {"num_clusters": num_clusters, "init_epochs": init_epochs}
-        counts |= {"num_restarts": num_restarts, "num_iterations": num_iterations}
-        for name, value in counts.items():
-            if not whole(value) >= 1:
-                raise ConfigurationError(f"Robust: {name} must be at least 1, got {value}")
+        check_at_least(1, whole, "Robust", num_clusters=num_clusters, init_epochs=init_epochs)
+        iterations = {"num_restarts": num_restarts, "num_iterations": num_iterations}
+        check_at_least(1, whole, "Robust", **iterations)
         for name, share in (("beta", beta), ("cluster_beta", cluster_beta)):
             if not 0 <= number(share) < 0.5:
                 raise ConfigurationError(f"Robust: {name} must be in [0, 0.5), got {share}")

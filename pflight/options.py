@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any
+
+from .errors import ConfigurationError
 
 
 def number(value: Any) -> float:
@@ -26,3 +29,20 @@ def whole(value: Any) -> float:
         (True, False, False, False)
     """
     return number(value) if isinstance(value, Integral) else math.nan
+
+
+def check_at_least(least: float, kind: Callable[[Any], float], owner: str, **options: Any) -> None:
+    """Raise unless all options of ``owner`` are numbers of a kind, and not below ``least``.
+
+    Args:
+        least: The smallest value that is allowed.
+        kind: :func:`number` or :func:`whole`.
+        owner: Whose options they are.
+        **options: The options.
+
+    Raises:
+        ConfigurationError: Naming the option.
+    """
+    for name, value in options.items():
+        if not kind(value) >= least:
+            raise ConfigurationError(f"{owner}: {name} must be at least {least}, got {value}")

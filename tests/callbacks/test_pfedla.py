@@ -587,10 +587,10 @@ class TestWeights:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"retain": -1}, "retain must be a whole number of 0 or more, got -1"),
+        ({"retain": -1}, "retain must be at least 0, got -1"),
         ({"weights": "relu"}, "weights must be 'softmax' or 'relu_norm', got 'relu'"),
-        ({"embedding_dim": 0}, "embedding_dim must be a whole number of 1 or more, got 0"),
-        ({"hidden_dim": 0}, "hidden_dim must be a whole number of 1 or more, got 0"),
+        ({"embedding_dim": 0}, "embedding_dim must be at least 1, got 0"),
+        ({"hidden_dim": 0}, "hidden_dim must be at least 1, got 0"),
         ({"lr": -0.1}, "lr must be at least 0, got -0.1"),
         ({"lr": math.nan}, "lr must be at least 0, got nan"),
     ],
