@@ -17,8 +17,9 @@ def number(value: Any) -> float:
         >>> number(0.5) > 0, number(None) > 0, number(float("inf")) > 0
         (True, False, False)
     """
-    given = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if given else math.nan
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        return math.nan
+    return float(value)
 
 
 def whole(value: Any) -> float:
