@@ -1,4 +1,4 @@
-"""All methods of ``configs/algorithm`` on Digits and Fashion-MNIST: a page of tables and figures.
+"""The methods of ``configs/algorithm`` on Digits and Fashion-MNIST: a page of tables and figures.
 
     python benchmarks/methods.py --root data --page docs/comparison.md
     python benchmarks/methods.py --tasks digits --partitions classes4 --seeds 1 --methods pfedme \
@@ -45,7 +45,8 @@ CONFIGS = Path(str(files("pflight.configs")))
 LOCAL, TUNED, BELOW, MACRO = "Local", "FedAvg + fine-tuning", "below Local", "test/macro_acc"
 EPOCHS, TUNING, CLUSTERS = 2, 5, 8
 EVERY = 5  # rounds between validations
-LEFT_OUT = {"fedbn"}  # these networks have no BatchNorm, without which FedBN is FedAvg
+VARIANTS = "apfl_adaptive", "fedec_l2", "fedec_wo", "fesem_auto", "perfedavg_hf", "pfedhn_pc"
+LEFT_OUT = {"fedbn", *VARIANTS}  # these networks have no BatchNorm, without which FedBN is FedAvg
 AS_WELL = {"fedavg": TUNED}
 INSTEAD = {"reptile": "Reptile + fine-tuning"}  # a start for a few steps, judged after them
 CLUSTERED = "fesem", "fesem_ma", "hypocluster", "robust"
@@ -126,7 +127,7 @@ class Method:
 
 
 def methods_of(names: Iterable[str] | None) -> list[Method]:
-    """Return the methods of some configurations, by default all; their first lines have titles."""
+    """Return the methods of configurations, by default most; their first lines have the titles."""
     found = []
     for config in sorted((CONFIGS / "algorithm").glob("*.yaml")):
         name = config.stem
@@ -166,7 +167,7 @@ def results_of(options: argparse.Namespace) -> list[Result]:
             done[key] = {**what, "seed": seed, "set": options.set, **made}
             with options.out.open("a") as file:
                 file.write(json.dumps(done[key]) + "\n")
-        found.append(done[key])
+        found.append({**done[key], "method": method.title})
         best, last = (100 * done[key][moment]["val/macro_acc"] for moment in MOMENTS)
         print(
             f"{name}, {partition}, seed {seed}, {method.title}: validation {best:.1f} in round "
@@ -359,7 +360,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--partitions", nargs="+", choices=PARTITIONS, default=list(PARTITIONS))
-    parser.add_argument("--methods", nargs="+", help="names of configurations, by default all")
+    parser.add_argument(
+        "--methods", nargs="+", help="names of configurations, by default all but variants"
+    )
     parser.add_argument("--set", nargs="+", default=[], metavar="OPTION=VALUE")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, help="by default those of the data set")

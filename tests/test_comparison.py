@@ -114,4 +114,7 @@ def test_every_configuration_has_a_title(methods: Any) -> None:
     assert max(map(len, titles)) < 30
     assert {"Local", "FedAvg + fine-tuning", "Reptile + fine-tuning", "pFedLA"} <= set(titles)
     configs = {path.stem for path in (ROOT / "configs" / "algorithm").glob("*.yaml")}
-    assert {method.config.stem for method in found} == configs - {"fedbn"}
+    assert {method.config.stem for method in found} == configs - methods.LEFT_OUT
+    assert configs >= methods.LEFT_OUT
+    every = methods.methods_of(configs)
+    assert len({method.title for method in every}) == len(every) == len(configs) + 1
