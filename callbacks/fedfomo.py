@@ -15,17 +15,17 @@ from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.options import check_at_least, number, whole
 from pflight.randomness import Purpose, generator
-from pflight.state import StateModule, entries, expand_state, rows, state_bytes
+from pflight.state import entries, rows, state_bytes
 
 from .hypernetworks import weighted_sums
-from .server import ServerCallback
+from .stored import StoredModels
 
 if TYPE_CHECKING:
     from pflight.datamodules import FederatedDataModule
     from pflight.federation import Federation
 
 
-class FedFomo(ServerCallback):
+class FedFomo(StoredModels):
     r"""Federated first-order model optimization (Zhang et al. 2021, section 3).
 
     The server stores the last model of each client that has answered. Client i, with model
@@ -79,7 +79,7 @@ class FedFomo(ServerCallback):
         epsilon: float = 0.3,
         decay: float = 0.05,
     ) -> None:
-        super().__init__(buffers="local")
+        super().__init__()
         check_at_least(0, whole, "FedFomo", num_models=num_models)
         check_at_least(0, number, "FedFomo", decay=decay)
         if not 0 < number(held_out) < 1:
@@ -96,22 +96,11 @@ class FedFomo(ServerCallback):
         return HeldOut(data, self.held_out)
 
     def setup_server(self, federation: Federation) -> None:
-        """Store the initial model for every client."""
+        """Store the initial model for every client, of whom nothing is known yet."""
         super().setup_server(federation)
-        layout, count = federation.layout, federation.num_clients
-        initial = {name: layout.template[name] for name in layout.parameters}
-        self.stored = StateModule(dict(entries(expand_state(initial, count))))
-        federation.add_module("stored", self.stored)
+        count = federation.num_clients
         self.received = torch.zeros(count, dtype=torch.bool)
         self.affinity = torch.zeros(count, count, dtype=torch.double)
-
-    def server_states(self) -> list[dict[str, Tensor]]:
-        """Return the stored model of every client, with the initial buffers."""
-        initial, stored = self.federation.server.tensors(0), self.stored.tensors()
-        return [
-            {**initial, **{name: leaf[client] for name, leaf in stored.items()}}
-            for client in range(self.federation.num_clients)
-        ]
 
     def round(self, cohort: Tensor) -> None:
         """Run one round; no stored model changes before all clients have trained."""

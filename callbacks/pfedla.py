@@ -17,16 +17,16 @@ from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.options import check_at_least, number, whole
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
-from pflight.state import StateModule, entries, expand_state, rows
+from pflight.state import rows
 
 from .hypernetworks import HyperNetwork, HyperNetworks, weighted_sums
-from .server import ServerCallback
+from .stored import StoredModels
 
 if TYPE_CHECKING:
     from pflight.federation import Federation
 
 
-class PFedLA(ServerCallback):
+class PFedLA(StoredModels):
     r"""Layer-wised model aggregation (Ma et al. 2022, algorithms 1 and 2).
 
     The server stores the last model :math:`\theta_j` of each of the N clients that may train, and
@@ -95,7 +95,7 @@ class PFedLA(ServerCallback):
         hidden_dim: int = 100,
         lr: float = 0.5,
     ) -> None:
-        super().__init__(buffers="local")
+        super().__init__()
         check_at_least(0, whole, "PFedLA", retain=retain)
         check_at_least(1, whole, "PFedLA", embedding_dim=embedding_dim, hidden_dim=hidden_dim)
         check_at_least(0, number, "PFedLA", lr=lr)
@@ -115,9 +115,9 @@ class PFedLA(ServerCallback):
     def setup_server(self, federation: Federation) -> None:
         """Store the initial model for every client, and draw the hypernetworks."""
         super().setup_server(federation)
-        layout, count = federation.layout, federation.num_clients
-        initial = {name: layout.template[name] for name in layout.parameters}
-        self.layers = {k: names for k, names in layout.layers.items() if initial.keys() & names}
+        count, stored = federation.num_clients, self.stored.tensors()
+        layers = federation.layout.layers
+        self.layers = {name: names for name, names in layers.items() if stored.keys() & names}
         self._layer_of = {
             name: index for index, names in enumerate(self.layers.values()) for name in names
         }
@@ -126,14 +126,13 @@ class PFedLA(ServerCallback):
                 f"PFedLA: retain={self.retain} exceeds the number of layers ({len(self.layers)}): "
                 f"{', '.join(self.layers)}"
             )
-        self.stored = StateModule(dict(entries(expand_state(initial, count))))
         with isolated(federation.device):
             seed_everything(derive_seed(Purpose.SERVER, federation.seed), federation.device)
             networks = [self.hypernetwork(len(self.layers), count) for _ in range(count)]
         mixed = torch.isin(torch.arange(count), federation.trainable_clients.cpu())
         self.hypernetworks = HyperNetworks(networks, self.weights, mixed)
-        self.hypernetworks.to(torch.promote_types(initial[layout.parameters[0]].dtype, torch.float))
-        federation.add_module("stored", self.stored)
+        dtype = next(iter(stored.values())).dtype
+        self.hypernetworks.to(torch.promote_types(dtype, torch.float))
         federation.add_module("hypernetworks", self.hypernetworks)
         self.seen = torch.zeros(count, dtype=torch.bool)
 
@@ -150,14 +149,6 @@ class PFedLA(ServerCallback):
             )
         weights = self.hypernetworks(torch.as_tensor(clients))
         return dict(zip(self.layers, weights.unbind(dim=1), strict=True))
-
-    def server_states(self) -> list[dict[str, Tensor]]:
-        """Return the stored model of every client, with the initial buffers."""
-        initial, stored = self.federation.server.tensors(0), self.stored.tensors()
-        return [
-            {**initial, **{name: leaf[client] for name, leaf in stored.items()}}
-            for client in range(self.federation.num_clients)
-        ]
 
     def round(self, cohort: Tensor) -> None:
         """Run one round; no stored model changes before all clients have trained."""
