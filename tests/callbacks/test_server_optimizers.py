@@ -63,7 +63,7 @@ class Adam:
         self.mean = 0.9 * self.mean + 0.1 * gradient
         self.square = 0.99 * self.square + 0.01 * gradient**2
         mean = self.mean / (1 - 0.9**self.rounds)
-        return 0.01 * mean / (np.sqrt(self.square / (1 - 0.99**self.rounds)) + 1e-3)
+        return 0.03 * mean / (np.sqrt(self.square / (1 - 0.99**self.rounds)) + 1e-3)
 
 
 class ReddisYogi:
@@ -75,7 +75,7 @@ class ReddisYogi:
         self.mean = 0.9 * self.mean + 0.1 * gradient
         sign = np.sign(self.square - gradient**2)
         self.square = self.square - 0.01 * gradient**2 * sign
-        return 0.01 * self.mean / (np.sqrt(self.square) + 1e-3)
+        return 0.03 * self.mean / (np.sqrt(self.square) + 1e-3)
 
 
 EXPECTED = {"fedavgm": Momentum, "fedadam": Adam, "fedyogi": ReddisYogi}
