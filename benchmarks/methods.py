@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from accuracy import cell
 from peers.table import save
 
 from pflight.cli import FederationCLI
@@ -327,12 +328,6 @@ class Comparison:
 def header(columns: list[str]) -> list[str]:
     """Return the first two lines of a table."""
     return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-
-
-def cell(values: list[float]) -> str:
-    """Return the mean and the standard deviation."""
-    spread = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):.1f} ± {spread:.1f}"
 
 
 def write(options: argparse.Namespace, results: list[Result]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pflight.errors import ConfigurationError
-from pflight.options import number, whole
+from pflight.options import check_at_least, number, whole
 
 from .fedavg import FedAvg
 
@@ -41,8 +41,8 @@ class FedSGD(FedAvg):
         super().__init__(weighting, buffers)
         if not number(lr) > 0:
             raise ConfigurationError(f"FedSGD: lr must be positive, got {lr}")
-        if batches is not None and not whole(batches) >= 1:
-            raise ConfigurationError(f"FedSGD: batches must be at least 1, got {batches}")
+        if batches is not None:
+            check_at_least(1, whole, "FedSGD", batches=batches)
         self.lr = lr
         self.batches = batches
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
-from pflight.options import whole
+from pflight.options import check_at_least, whole
 from pflight.randomness import Purpose, generator
 from pflight.state import WeightedMean
 
@@ -83,10 +83,7 @@ class HypoCluster(MultiCenter):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(num_clusters, buffers=buffers, centers=centers, weighting=weighting)
-        if not whole(num_clusters) >= 1:
-            raise ConfigurationError(
-                f"HypoCluster: num_clusters must be at least 1, got {num_clusters}"
-            )
+        check_at_least(1, whole, "HypoCluster", num_clusters=num_clusters)
         if not whole(group_rounds) >= 0:
             raise ConfigurationError(
                 f"HypoCluster: group_rounds must not be negative, got {group_rounds}"

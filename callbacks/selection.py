@@ -23,7 +23,7 @@ from pflight.distributed import all_sum, gather
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.models import ClientModule
-from pflight.options import whole
+from pflight.options import check_at_least, whole
 from pflight.randomness import Purpose, generator, isolated
 from pflight.state import stack_states
 
@@ -126,8 +126,7 @@ def select_num_clusters(
     from .fesem import FeSEM
 
     check_candidates(candidates, criterion)
-    if not whole(rounds) >= 2:
-        raise ConfigurationError(f"select_num_clusters: rounds must be at least 2, got {rounds}")
+    check_at_least(2, whole, "select_num_clusters", rounds=rounds)
     callback = FeSEM(1) if callback is None else callback
     data.prepare_data()
     data.setup("fit")

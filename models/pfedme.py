@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from pflight.errors import ConfigurationError
-from pflight.options import number, whole
+from pflight.options import check_at_least, number, whole
 from pflight.state import StateModule
 
 from .client import Batch
@@ -74,10 +74,7 @@ class PFedMeClient(RelocatedClient):
             raise ConfigurationError(
                 f"PFedMeClient: lam and personal_lr must be over 0, got {lam} and {personal_lr}"
             )
-        if not whole(personal_steps) >= 1:
-            raise ConfigurationError(
-                f"PFedMeClient: personal_steps must be at least 1, got {personal_steps}"
-            )
+        check_at_least(1, whole, "PFedMeClient", personal_steps=personal_steps)
         if not number(mu) >= 0:
             raise ConfigurationError(f"PFedMeClient: mu must not be negative, got {mu}")
         self.lam = lam

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .callbacks import FedAvg, ServerCallback
+from .callbacks.hypernetworks import BLOCK
 from .checkpoint import AtomicCheckpointIO, read_checkpoint
 from .checks import check_data, check_memory, check_options, check_record, check_trainer
 from .datamodules import FederatedDataModule, Split
@@ -47,7 +48,6 @@ from .state import StateLayout, state_bytes, state_tensors
 
 _log = logging.getLogger("lightning.pytorch.pflight")
 _CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
-_WHOLE = 16  # clients; larger chunks are multiples, which fill the blocks that models are mixed in
 _PRIVATE = "private"  # the memory slot of entries that never travel
 _MEMORY = "memory"  # and of what client modules remember
 _PER_ROUND: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
@@ -286,8 +286,8 @@ class Federation(L.LightningModule):
         answers = self.attached_data.cohorts.answers(self._round.index, clients.cpu())
         self._silent = clients[~answers.to(clients.device)]
         size = max(self.attached_engine.chunk, _CHUNK_BYTES // max(1, self.layout.nbytes))
-        if size > _WHOLE:
-            size -= size % _WHOLE
+        if size > BLOCK:  # fill the blocks in which models are mixed
+            size -= size % BLOCK
         for chunk in owned(clients).split(size):
             if len(chunk):
                 yield chunk

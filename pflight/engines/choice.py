@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
 from pflight.datamodules import FederatedDataModule
@@ -73,6 +74,7 @@ def choose(
     wanted: EngineName,
     chunk: int | None,
     client: ClientModule,
+    layout: StateLayout,
     data: FederatedDataModule,
     device: torch.device,
 ) -> Choice:
@@ -86,21 +88,22 @@ def choose(
         wanted: The engine asked for, or ``"auto"``.
         chunk: Clients at once, if it was given.
         client: The client module.
+        layout: Its state layout.
         data: Where the clients' samples come from.
         device: Where clients train.
     """
+    if wanted == "sequential":
+        return Choice(wanted, 1, "as asked for")
+    if wanted == "auto" and data.cohorts.size == 1:
+        return Choice("sequential", 1, "one client in a round")
     limits = _LIMITS["cpu" if device.type == "cpu" else "cuda"]
     counts = data.num_samples("train")
     batch = min(data.batch_size or math.inf, int(counts[data.train_clients].max()))
     x, _ = data.samples(int(data.train_clients[0]), "train")
     operations = forward_operations(client, x[:1]) * batch
-    chunk = chunk or _chunk_size(limits, client, data, operations)
+    chunk = chunk or _chunk_size(limits, layout, data, x, operations)
     if wanted == "vectorized":
         return Choice(wanted, chunk, "as asked for")
-    if wanted == "sequential":
-        return Choice(wanted, 1, "as asked for")
-    if data.cohorts.size == 1:
-        return Choice("sequential", 1, "one client in a round")
     convolutional = any(isinstance(module, _ConvNd) for module in client.modules())
     step = f"{operations / 1e6:,.1f} million operations a batch"
     if operations >= (limits.convolutional if convolutional else limits.linear):
@@ -110,12 +113,11 @@ def choose(
 
 
 def _chunk_size(
-    limits: _Limits, client: ClientModule, data: FederatedDataModule, operations: float
+    limits: _Limits, layout: StateLayout, data: FederatedDataModule, x: Tensor, operations: float
 ) -> int:
     """Return how many clients to stack, however many there are."""
-    by_parameters = limits.parameters / StateLayout.of(client).nbytes
+    by_parameters = limits.parameters / layout.nbytes
     by_operations = limits.operations / max(operations, 1)
-    x, _ = data.samples(int(data.train_clients[0]), "train")
     by_samples = limits.samples / max(x[0].nbytes * int(data.num_samples("train").max()), 1)
     return max(1, int(min(max(by_parameters, _FEW), max(by_operations, _FEW), by_samples)))
 
@@ -134,8 +136,8 @@ def build_engine(
     Raises:
         ConfigurationError: As in :meth:`SequentialEngine.check_input`.
     """
-    _, data, _, device, _ = args
-    choice = choose(wanted, chunk, client, data, device)
+    layout, data, _, device, _ = args
+    choice = choose(wanted, chunk, client, layout, data, device)
     if choice.engine == "sequential":
         engine = SequentialEngine(client, *args)
         engine.check_input()
