@@ -15,7 +15,7 @@ import datetime
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -84,8 +84,8 @@ def pythons(names: set[str], folder: Path) -> dict[str, Path | InstallError]:
     return found
 
 
-def compare(options: argparse.Namespace, data: Path) -> dict[str, dict[str, Result]]:
-    """Run everything; return each workload's results by row."""
+def compare(options: argparse.Namespace, data: Path) -> Iterator[dict[str, dict[str, Result]]]:
+    """Run everything; yield each workload's results by row, again and again as they come in."""
     chosen = {name: row for name, row in ROWS.items() if row.run in options.rows}
     results = {
         workload: {name: Result() for name, row in chosen.items() if workload in row.workloads}
@@ -94,8 +94,9 @@ def compare(options: argparse.Namespace, data: Path) -> dict[str, dict[str, Resu
     interpreters = pythons({row.environment for row in chosen.values()}, options.environments)
     x, y = np.load(data / "test_x.npy"), np.load(data / "test_y.npy")
 
-    def run(workload: str, name: str, rounds: int, watch: bool = False) -> Run:
+    def run(workload: str, name: str, watch: bool = False) -> Run:
         row = ROWS[name]
+        rounds = 2 if watch else options.rounds or WORKLOADS[workload].rounds
         python = interpreters[row.environment]
         if isinstance(python, InstallError):
             raise RowError(str(python))
@@ -105,22 +106,24 @@ def compare(options: argparse.Namespace, data: Path) -> dict[str, dict[str, Resu
         )
 
     cells = [(workload, *cell) for workload, rows in results.items() for cell in rows.items()]
-    for workload, name, result in cells * options.repeats:
-        if result.failure:
-            continue
-        try:
-            timed = run(workload, name, options.rounds)
-            result.runs.append(timed)
-            result.accuracy.append(accuracy(WORKLOADS[workload], timed.weights, x, y))
-            print(f"{workload} {name}: {timed.median:.4f} s", file=sys.stderr, flush=True)
-        except RowError as failure:
-            result.failure = str(failure)
-            print(f"{workload} {name}: {failure}", file=sys.stderr, flush=True)
+    for _ in range(options.repeats):
+        for workload, name, result in cells:
+            if result.failure:
+                continue
+            try:
+                timed = run(workload, name)
+                result.runs.append(timed)
+                result.accuracy.append(accuracy(WORKLOADS[workload], timed.weights, x, y))
+                print(f"{workload} {name}: {timed.median:.4f} s", file=sys.stderr, flush=True)
+            except RowError as failure:
+                result.failure = str(failure)
+                print(f"{workload} {name}: {failure}", file=sys.stderr, flush=True)
+        yield results
     for workload, name, result in cells if options.memory else []:
         if not result.failure:
             with suppress(RowError):  # what was timed stays
-                result.peak = run(workload, name, rounds=2, watch=True).peak
-    return results
+                result.peak = run(workload, name, watch=True).peak
+    yield results
 
 
 def page(options: argparse.Namespace, results: Mapping[str, Mapping[str, Result]]) -> list[str]:
@@ -131,20 +134,22 @@ def page(options: argparse.Namespace, results: Mapping[str, Mapping[str, Result]
         version_of(ENVIRONMENTS[name], options.environments) for name in sorted(used - {""})
     ]
     images = "Fashion-MNIST" if options.root else "generated images"
+    repeats = max(len(result.runs) for rows in results.values() for result in rows.values())
     lines = [
         f"{datetime.date.today()}, {os.cpu_count()} cores, {platform.machine()}, "
         f"Python {platform.python_version()}, PyTorch {version('torch')}, {images}; "
-        f"{options.rounds} rounds, repeats: {options.repeats}. {', '.join(versions)}",
+        f"repeats: {repeats}. {', '.join(versions)}",
     ]
     for name, rows in results.items():
         workload = WORKLOADS[name]
+        rounds = options.rounds or workload.rounds
         layers = ", ".join("x".join(map(str, shape)) for shape in workload.layers)
         lines += [
             "",
             f"**{name}**: {workload.cohort} of {workload.clients} clients, {workload.samples} "
-            f"images each, batches of {workload.batch_size}, weights {layers}",
+            f"images each, batches of {workload.batch_size}, weights {layers}; {rounds} rounds",
             "",
-            *write_table(workload, options.rounds, rows, raw),
+            *write_table(workload, rounds, rows, raw),
         ]
     return lines
 
@@ -156,7 +161,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--rows", nargs="+", choices=runs, default=runs, metavar="ROW")
     parser.add_argument("--repeats", type=int, default=3, help="processes per row")
-    parser.add_argument("--rounds", type=int, default=10, help="rounds per process, two at least")
+    parser.add_argument("--rounds", type=int, help="rounds per process, two at least")
     parser.add_argument("--root", type=Path, help="folder of Fashion-MNIST's idx files")
     parser.add_argument("--out", type=Path, help="page to write, or to update between its marks")
     parser.add_argument("--environments", type=Path, default=CACHE, help="where they are kept")
@@ -165,10 +170,11 @@ def main() -> None:
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
         write_images(Path(folder), options.root)
-        lines = page(options, compare(options, Path(folder)))
-    if options.out:
-        save(options.out, lines)
-    else:
+        for results in compare(options, Path(folder)):
+            lines = page(options, results)
+            if options.out:
+                save(options.out, lines)
+    if not options.out:
         print("\n".join(lines))
 
 

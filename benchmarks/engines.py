@@ -44,6 +44,7 @@ class Case:
         shape: Of a sample.
         batch: Samples of a step.
         samples: Of a client.
+        unequal: Clients have from a fourth of so many samples to seven fourths.
         clients: In a round.
         momentum: Of SGD.
         client: Kind of client module.
@@ -55,6 +56,7 @@ class Case:
     samples: int = 60
     clients: int = 20
     momentum: float = 0.0
+    unequal: bool = False
     client: Callable[..., ClientModule] = ClientModule
 
 
@@ -74,7 +76,7 @@ def small_convolutional() -> nn.Module:
     )
 
 
-WARM = 5  # turns, in which what is repeated often is recorded
+WARM = 10  # turns, in which what is repeated often is recorded
 IMAGE, COLOR = (1, 28, 28), (3, 32, 32)
 CASES = {
     "logistic regression, batch 10 (W2)": Case(partial(LogisticRegression, 784, 10), IMAGE),
@@ -90,13 +92,23 @@ CASES = {
     "MLP 784-200-10, FedEC": Case(
         partial(MLP, 784, [200], 10), IMAGE, samples=100, client=ElasticClient
     ),
+    "logistic regression, unequal clients": Case(
+        partial(LogisticRegression, 784, 10), IMAGE, unequal=True
+    ),
+    "MLP 784-200-10, unequal clients": Case(
+        partial(MLP, 784, [200], 10), IMAGE, samples=100, unequal=True
+    ),
     "MLP 784-500-500-10": Case(partial(MLP, 784, [500, 500], 10), IMAGE),
     "MLP 784-1000-1000-10, batch 32": Case(
         partial(MLP, 784, [1000, 1000], 10), IMAGE, batch=32, samples=128, clients=8
     ),
     "MLP with BatchNorm, batch 20": Case(normed, IMAGE, batch=20, samples=100),
+    "MLP with BatchNorm, unequal clients": Case(normed, IMAGE, batch=20, samples=100, unequal=True),
     "small convolutions": Case(small_convolutional, IMAGE, samples=40),
     "small convolutions, batch 32": Case(small_convolutional, IMAGE, batch=32, samples=128),
+    "small convolutions, unequal clients": Case(
+        small_convolutional, IMAGE, samples=40, unequal=True
+    ),
     "pFedHN's CNN": Case(partial(PFedHNCNN, 10, 3, 32), COLOR, batch=32, samples=96, clients=8),
     "FEMNIST's CNN, batch 10": Case(FEMNISTCNN, IMAGE, samples=20, clients=4),
     "McMahan's CNN, batch 32 (W1)": Case(
@@ -122,9 +134,10 @@ def seconds(engines: list[SequentialEngine], case: Case, repeats: int) -> list[f
 def row(name: str, case: Case, chunks: list[int], repeats: int) -> str:
     """Measure a case and return its row of the table."""
     torch.manual_seed(0)
+    least, most = (case.samples // 4, case.samples * 7 // 4) if case.unequal else [case.samples] * 2
     samples = [
-        (torch.randn(case.samples, *case.shape), torch.randint(10, (case.samples,)))
-        for _ in range(case.clients)
+        (torch.randn(count, *case.shape), torch.randint(10, (count,)))
+        for count in torch.randint(least, most + 1, (case.clients,)).tolist()
     ]
     data = TensorClients(samples, num_classes=10, batch_size=case.batch)
     sgd = partial(torch.optim.SGD, lr=0.01, momentum=case.momentum)

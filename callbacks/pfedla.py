@@ -19,7 +19,7 @@ from pflight.options import check_at_least, number, whole
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
 from pflight.state import rows
 
-from .hypernetworks import HyperNetwork, HyperNetworks, weighted_sums
+from .hypernetworks import BLOCK, HyperNetwork, HyperNetworks, weighted_sums
 from .stored import StoredModels
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class PFedLA(StoredModels):
     def round(self, cohort: Tensor) -> None:
         """Run one round; no stored model changes before all clients have trained."""
         self.begin()
-        for clients in self.federation.chunks(cohort):
+        for clients in self.federation.chunks(cohort, whole=BLOCK):
             self._sent = clients, self.broadcast(clients)
             self.receive(self.federation.train_clients(*self._sent))
         self.step()
@@ -196,11 +196,12 @@ class PFedLA(StoredModels):
         if not answered.any():
             return
         clients = answered.nonzero().flatten().to(self._products.device)
-        with torch.enable_grad():
-            weights = self.hypernetworks(clients)
-        retained = self._retained(clients, weights).unsqueeze(2)
-        gradients = -all_sum(self._products)[clients].masked_fill(retained, 0)
-        self.hypernetworks.descend(clients, weights, gradients)
+        products = all_sum(self._products)
+        for part in clients.split(BLOCK):  # all at once would take the memory of their networks
+            with torch.enable_grad():
+                weights = self.hypernetworks(part)
+            retained = self._retained(part, weights).unsqueeze(2)
+            self.hypernetworks.descend(part, weights, -products[part].masked_fill(retained, 0))
         for name, leaf in self.stored.tensors().items():
             for updates in self._updates:
                 leaf.index_copy_(0, updates.clients, updates.states[name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -58,6 +58,8 @@ class APFLClient(PersonalClient):
 
     alpha: Tensor
     alpha_due: Tensor
+
+    averages_samples: ClassVar[bool] = True
 
     def __init__(
         self, *args: Any, alpha: float = 0.5, alpha_lr: float | None = None, **kwargs: Any

@@ -63,6 +63,11 @@ class ClientModule(L.LightningModule):
     judged_by_memory: ClassVar[bool] = False
     """Whether a client is judged by the state that it kept, once there is one."""
 
+    averages_samples: ClassVar[bool] = True
+    """Whether :meth:`loss` is a mean over samples, taken by a loss of ``torch.nn.functional``, plus
+    terms that don't look at the batch; it speeds clients of unequal size up. It is said of the
+    :meth:`loss` of the class that sets it: a subclass with another one has to say so itself."""
+
     told: ClassVar[tuple[str, ...]] = ("num_samples", "mean_samples", "seen", "num_steps")
     """Names of the scalars that a federation tells a client."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ class CorrectedClient(ClientModule):
     is fixed for the round. Without an anchor, as in fine-tuning and centralized training, there is
     no correction.
     """
+
+    averages_samples: ClassVar[bool] = True
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss without a correction plus the linear term."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ class DittoClient(PersonalClient):
         Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021,
         https://arxiv.org/abs/2012.04221.
     """
+
+    averages_samples: ClassVar[bool] = True
 
     def __init__(self, *args: Any, lam: float = 0.1, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

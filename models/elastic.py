@@ -51,6 +51,7 @@ class ElasticClient(ClientModule):
         https://arxiv.org/abs/2306.16703.
     """
 
+    averages_samples: ClassVar[bool] = True
     keeps_memory: ClassVar[bool] = True
     judged_by_memory: ClassVar[bool] = True
 

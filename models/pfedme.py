@@ -57,6 +57,7 @@ class PFedMeClient(RelocatedClient):
         https://arxiv.org/abs/2006.08848.
     """
 
+    averages_samples: ClassVar[bool] = True
     keeps_memory: ClassVar[bool] = True
     judged_by_memory: ClassVar[bool] = True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ class ProximalClient(ClientModule):
         >>> ProximalClient(torch.nn.Linear(4, 2), num_classes=2, mu=0.1).penalty()
         tensor(0.)
     """
+
+    averages_samples: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .callbacks import FedAvg, ServerCallback
-from .callbacks.hypernetworks import BLOCK
 from .checkpoint import AtomicCheckpointIO, read_checkpoint
 from .checks import check_data, check_memory, check_options, check_record, check_trainer
 from .datamodules import FederatedDataModule, Split
@@ -277,20 +276,24 @@ class Federation(L.LightningModule):
         """Number of training samples of every client ``[num_clients]``."""
         return self.attached_data.num_samples("train")
 
-    def chunks(self, clients: Tensor) -> Iterator[Tensor]:
+    def chunks(self, clients: Tensor, whole: int | None = None) -> Iterator[Tensor]:
         """Split the clients of a round, this rank's, into chunks whose models fit into memory.
 
         Args:
             clients: All clients that take part ``[S]``; which of them never answer is drawn here.
+            whole: Chunks are of a multiple of this many clients, if they hold more, and the last
+                has the rest; by default they are of about the same size.
         """
         answers = self.attached_data.cohorts.answers(self._round.index, clients.cpu())
         self._silent = clients[~answers.to(clients.device)]
         size = max(self.attached_engine.chunk, _CHUNK_BYTES // max(1, self.layout.nbytes))
-        if size > BLOCK:  # fill the blocks in which models are mixed
-            size -= size % BLOCK
-        for chunk in owned(clients).split(size):
-            if len(chunk):
-                yield chunk
+        mine = owned(clients)
+        if not len(mine):
+            return
+        if whole is not None and size > whole:
+            yield from mine.split(size - size % whole)
+        else:
+            yield from mine.tensor_split(-(-len(mine) // size))
 
     def train_clients(
         self,

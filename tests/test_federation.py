@@ -335,3 +335,18 @@ class TestWhatIsPublic:
             federation.client_state(0)
         with pytest.raises(ConfigurationError, match="evaluation"):
             federation.client_metrics("val")
+
+
+@pytest.mark.parametrize("whole", [None, 16])
+def test_a_rank_without_clients_has_no_chunks(whole: int | None) -> None:
+    federation = run(linear_client(), small_data())
+    nobody = torch.empty(0, dtype=torch.long)
+    assert list(federation.chunks(nobody, whole)) == []
+
+
+def test_chunks_are_even_or_of_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pflight.federation._CHUNK_BYTES", 0)  # only the engine asks for more
+    data = small_data(counts=[2] * 50, cohort_size=None)
+    federation = run(linear_client(), data, engine="vectorized", clients_at_once=40)
+    sizes = [[len(c) for c in federation.chunks(torch.arange(50), w)] for w in (None, 16)]
+    assert sizes == [[25, 25], [32, 18]]

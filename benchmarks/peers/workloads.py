@@ -29,6 +29,7 @@ class Workload:
         layers: Shape of each layer's weight: ``(out, in)``, or ``(out, in, size, size)`` for a
             convolution that keeps the size of the image. Convolutions are followed by ReLU and 2x2
             max pooling, and all but the last linear layer by ReLU.
+        rounds: Rounds of a run, more of them where they are short.
         lr: Step of SGD.
     """
 
@@ -37,6 +38,7 @@ class Workload:
     samples: int
     batch_size: int
     layers: tuple[tuple[int, ...], ...]
+    rounds: int = 10
     lr: float = 0.01
 
     @property
@@ -64,9 +66,11 @@ class Workload:
 
 CNN = ((32, 1, 5, 5), (64, 32, 5, 5), (512, 3136), (10, 512))
 WORKLOADS = {
-    "W1": Workload(clients=100, cohort=10, samples=600, batch_size=32, layers=CNN),
-    "W2": Workload(clients=1000, cohort=100, samples=60, batch_size=10, layers=((10, 784),)),
-    "W3": Workload(100, cohort=100, samples=100, batch_size=10, layers=((200, 784), (10, 200))),
+    "W1": Workload(100, cohort=10, samples=600, batch_size=32, layers=CNN),
+    "W2": Workload(1000, cohort=100, samples=60, batch_size=10, layers=((10, 784),), rounds=30),
+    "W3": Workload(
+        100, cohort=100, samples=100, batch_size=10, layers=((200, 784), (10, 200)), rounds=15
+    ),
 }
 
 

@@ -18,6 +18,7 @@ from pflight.datamodules import FederatedDataModule
 from pflight.models import ClientModule
 from pflight.state import StateLayout
 
+from .allocator import keep_freed_memory
 from .operations import forward_operations
 from .sequential import SequentialEngine
 from .vectorized import VectorizedEngine
@@ -38,11 +39,13 @@ class _Limits(NamedTuple):
     """Operations of a client's forward pass from which on a client keeps the device busy alone."""
     convolutional: float
     """And for networks with convolutions, which run slower stacked."""
+    rows: float
+    """Clients in one call, in the mean, that pay where only batches of equal size are stacked."""
 
 
 _LIMITS = {
-    "cpu": _Limits(16 * 2**20, 32 * 2**20, 300e6, linear=100e6, convolutional=30e6),
-    "cuda": _Limits(256 * 2**20, 2**30, math.inf, linear=math.inf, convolutional=math.inf),
+    "cpu": _Limits(16 * 2**20, 32 * 2**20, 300e6, linear=100e6, convolutional=30e6, rows=5),
+    "cuda": _Limits(256 * 2**20, 2**30, math.inf, linear=math.inf, convolutional=math.inf, rows=1),
 }
 _FEW = 4  # clients at once, which always pay
 
@@ -96,7 +99,7 @@ def choose(
         return Choice(wanted, 1, "as asked for")
     if wanted == "auto" and data.cohorts.size == 1:
         return Choice("sequential", 1, "one client in a round")
-    limits = _LIMITS["cpu" if device.type == "cpu" else "cuda"]
+    limits = _limits_of(device)
     counts = data.num_samples("train")
     batch = min(data.batch_size or math.inf, int(counts[data.train_clients].max()))
     x, _ = data.samples(int(data.train_clients[0]), "train")
@@ -110,6 +113,10 @@ def choose(
         kind = " of a network with convolutions" if convolutional else ""
         return Choice("sequential", 1, f"{step}{kind} keep the device busy")
     return Choice("vectorized", chunk, f"{step} leave the device idle one by one")
+
+
+def _limits_of(device: torch.device) -> _Limits:
+    return _LIMITS["cpu" if device.type == "cpu" else "cuda"]
 
 
 def _chunk_size(
@@ -137,6 +144,7 @@ def build_engine(
         ConfigurationError: As in :meth:`SequentialEngine.check_input`.
     """
     layout, data, _, device, _ = args
+    keep_freed_memory()
     choice = choose(wanted, chunk, client, layout, data, device)
     if choice.engine == "sequential":
         engine = SequentialEngine(client, *args)
@@ -147,4 +155,10 @@ def build_engine(
     if vectorized.obstacle:
         name = type(client).__name__
         choice = Choice("sequential", 1, f"{name} can't be stacked, {vectorized.obstacle}")
+    elif wanted == "auto" and not vectorized.fills_batches:
+        rows, enough = vectorized.rows_per_call(), _limits_of(device).rows
+        if rows < min(enough, choice.chunk, data.cohorts.size):
+            reason = f"only {rows:.1f} of its batches at a time have the same size"
+            choice = Choice("sequential", 1, reason)
+            vectorized.obstacle = reason
     return vectorized, choice

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
@@ -15,11 +15,13 @@ from torch.optim import Optimizer
 from pflight.models import Batch, ClientModule
 from pflight.state import StateLayout, StateModule, state_tensors
 
+from .weighted import WeightedMeans
+
 Stack = dict[str, Tensor]
 """Tensors ``[C, ...]`` by their names in a client, one row for each of ``C`` clients."""
 
 
-_OFTEN = 12  # calls with tensors of the same shapes after which these are recorded
+_OFTEN = 50  # calls with tensors of the same shapes after which these are recorded
 _RECORDS = 16  # at most
 
 
@@ -59,7 +61,7 @@ class JointClient:
         self.remembers_its_state = type(client).remember is ClientModule.remember
         self._calls: Counter[Hashable] = Counter()
         self._records: dict[Hashable, Callable[..., Any]] = {}
-        self._gradients = vmap(grad_and_value(self._caller("loss")))
+        self._gradients = vmap(grad_and_value(self._loss))
         self._logits = vmap(self._caller("forward"))
         self._after_training = vmap(self._caller("after_training"), out_dims=None)
         self._remember = vmap(self._caller("remember"))
@@ -95,10 +97,21 @@ class JointClient:
 
     def loss(self, state: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Return the loss of a single client."""
-        return self._caller("loss")({}, state, batch)
+        return self._loss({}, dict(state), batch)
+
+    def _loss(
+        self, parameters: Stack, others: Stack, batch: Batch, weights: Tensor | None = None
+    ) -> Tensor:
+        with nullcontext() if weights is None else WeightedMeans(weights):
+            return self._caller("loss")(parameters, others, batch)
 
     def gradients(
-        self, parameters: Stack, others: Stack, x: Tensor, y: Tensor
+        self,
+        parameters: Stack,
+        others: Stack,
+        x: Tensor,
+        y: Tensor,
+        weights: Tensor | None = None,
     ) -> tuple[Stack, Tensor]:
         """Return the gradients ``[C, ...]`` of the parameters, and the losses ``[C]``.
 
@@ -107,9 +120,11 @@ class JointClient:
             others: All other tensors that differ between clients; buffers are changed in place.
             x: Features ``[C, batch, ...]``.
             y: Labels ``[C, batch]``.
+            weights: Of the samples ``[C, batch]``; ``None`` if all count alike.
         """
-        arguments = parameters, others, (x, y)
-        tensors = *parameters.values(), *others.values(), x, y
+        extra = () if weights is None else (weights,)
+        arguments = parameters, others, (x, y), *extra
+        tensors = *parameters.values(), *others.values(), x, y, *extra
         mode = self.client.anchor is None, self.client.memory is None, *parameters, None, *others
         key = mode, tuple((tensor.shape, tensor.stride()) for tensor in tensors)
         if key not in self._records:
@@ -119,11 +134,11 @@ class JointClient:
             self._records[key] = self._record(*arguments)
         return self._records[key](*arguments)
 
-    def _record(self, parameters: Stack, others: Stack, batch: Batch) -> Callable[..., Any]:
+    def _record(self, parameters: Stack, others: Stack, *batch: Any) -> Callable[..., Any]:
         """Return the operations behind :meth:`gradients` or, where they can't be had, itself."""
         copies = {name: value.clone() for name, value in others.items()}
         try:
-            return make_fx(self._gradients)(parameters, copies, batch)
+            return make_fx(self._gradients)(parameters, copies, *batch)
         except Exception:
             return self._gradients
 

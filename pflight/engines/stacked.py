@@ -15,6 +15,7 @@ from pflight.state import rows
 ELEMENTWISE = (SGD, Adam, AdamW, RMSprop)
 """Optimizers that treat every number by itself, so that stacking clients changes nothing."""
 _FUSED = (SGD, Adam, AdamW)
+_CALL = 128  # samples that take about as long as a call with none
 
 
 class Plan(NamedTuple):
@@ -40,6 +41,11 @@ class Plan(NamedTuple):
         return sum(self.sizes[: self.steps])
 
     @property
+    def last_begin(self) -> int:
+        """Where in its epoch the last batch begins that is needed."""
+        return sum(self.sizes[: min(self.steps, len(self.sizes)) - 1])
+
+    @property
     def num_seen(self) -> int:
         """Samples that the client trains on, counted as often as it sees them."""
         epochs, rest = divmod(self.steps, len(self.sizes) or 1)
@@ -55,12 +61,15 @@ class Run(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Neighbouring rows whose batches of a step have the same size."""
+    """Neighbouring rows whose batches of a step are taken at once."""
 
     rows: slice
-    size: int
+    size: int | Tensor
+    """Of all these rows' batches; or of each row's ``[rows]``, where they are filled up."""
     x: Tensor
     y: Tensor
+    weights: Tensor | None = None
+    """Of the samples ``[rows, batch]``; those that fill a batch up weigh nothing."""
 
 
 def runs_of(plans: Sequence[Plan]) -> list[Run]:
@@ -78,61 +87,123 @@ class Batches:
 
     Args:
         plans: The rows' plans, longest training first.
-        features: Where features are gathered ``[rows, samples, ...]``.
-        labels: And labels ``[rows, samples]``.
+        reserve: Gets the number of samples for which a row needs room; returns where features are
+            gathered ``[rows, samples, ...]``, and labels ``[rows, samples]``.
         load: Gets rows, an epoch and a number of samples; yields for each row features and labels
             of all of the client's samples, and which of them come first ``[number]``.
+        filled: Whether batches may be filled up where their sizes differ. Else only those of equal
+            size are taken at once.
     """
 
     def __init__(
         self,
         plans: Sequence[Plan],
-        features: Tensor,
-        labels: Tensor,
+        reserve: Callable[[int], tuple[Tensor, Tensor]],
         load: Callable[[range, int, int], Iterable[tuple[Tensor, Tensor, Tensor]]],
+        filled: bool,
     ) -> None:
         self.runs = runs_of(plans)
-        self.features = features
-        self.labels = labels
         self.load = load
+        self.filled = filled and len(self.runs) > 1
+        self._largest = max(max(run.plan.sizes, default=0) for run in self.runs)
+        self.features, self.labels = reserve(max(map(self._room, self.runs)))
 
     def __len__(self) -> int:
         return self.runs[0].plan.steps
 
     def groups(self, step: int) -> list[Group]:
         """Return the batches of a step, without the rows that have come to their end."""
-        live = [run for run in self.runs if run.plan.steps > step]
-        for run in live:
-            if step % len(run.plan.sizes) == 0:
-                self._start_epoch(run, step)
-        groups = []
-        for size, part in groupby(live, key=lambda run: run.plan.batch(step)[1]):
-            equal = list(part)
-            taken = slice(equal[0].first, equal[-1].last)
-            x, y = self._batch(equal, step)
-            groups.append(Group(taken, size, x, y))
-        return groups
+        places = _places(self.runs, step)
+        for place in places:
+            if step % len(place.run.plan.sizes) == 0:
+                self._start_epoch(place.run, step)
+        return [self._group(part) for part in _grouped(places, self.filled)]
+
+    def _room(self, run: Run) -> int:
+        """Return how many samples a row needs room for."""
+        plan = run.plan
+        return plan.last_begin + self._largest if self.filled else plan.most_samples
 
     def _start_epoch(self, run: Run, step: int) -> None:
         epoch, count = step // len(run.plan.sizes), run.plan.samples(step)
+        room = self._room(run)
         rows = range(run.first, run.last)
         for row, (x, y, order) in zip(rows, self.load(rows, epoch, count), strict=True):
-            torch.index_select(x, 0, order, out=self.features[row, :count])
-            torch.index_select(y, 0, order, out=self.labels[row, :count])
+            if room > count:  # whatever a loss makes of them, it makes of real samples
+                order = torch.cat([order, order[:1].expand(room - count)])
+            torch.index_select(x, 0, order, out=self.features[row, : len(order)])
+            torch.index_select(y, 0, order, out=self.labels[row, : len(order)])
 
-    def _batch(self, runs: Sequence[Run], step: int) -> tuple[Tensor, Tensor]:
-        places = [(run, *run.plan.batch(step)) for run in runs]
-        if len({begin for _, begin, _ in places}) == 1:
-            _, begin, size = places[0]
-            chosen = slice(runs[0].first, runs[-1].last), slice(begin, begin + size)
-            return self.features[chosen], self.labels[chosen]
-        x, y = (
-            torch.cat(
-                [held[run.first : run.last, begin : begin + size] for run, begin, size in places]
-            )
-            for held in (self.features, self.labels)
+    def _group(self, places: Sequence[_Place]) -> Group:
+        rows = slice(places[0].run.first, places[-1].run.last)
+        size = max(place.size for place in places)
+        begins = {place.begin for place in places}
+        if len(begins) == 1:
+            chosen = rows, slice(begin := begins.pop(), begin + size)
+            x, y = self.features[chosen], self.labels[chosen]
+        else:
+            parts = [
+                (slice(run.first, run.last), slice(begin, begin + size)) for run, begin, _ in places
+            ]
+            x, y = (torch.cat([held[p] for p in parts]) for held in (self.features, self.labels))
+        if not self.filled:
+            return Group(rows, size, x, y)
+        own = [place.size for place in places for _ in range(place.run.first, place.run.last)]
+        sizes = torch.tensor(own, device=x.device)
+        real = torch.arange(size, device=x.device) < sizes.unsqueeze(1)
+        # The same strides in every round, so that what it takes is recorded once.
+        return Group(
+            rows, sizes, x.contiguous(), y.contiguous(), real / sizes.unsqueeze(1).double()
         )
-        return x, y
+
+
+def rows_per_call(plans: Sequence[Plan], filled: bool) -> float:
+    """Return how many rows are taken at once, in the mean over all steps.
+
+    Args:
+        plans: The rows' plans, longest training first.
+        filled: As in :class:`Batches`.
+
+    Example:
+        >>> rows_per_call([Plan((4, 4), 2), Plan((4, 2), 2), Plan((4,), 1)], filled=False)
+        1.6666666666666667
+    """
+    runs, steps = runs_of(plans), range(plans[0].steps)
+    calls = sum(len(_grouped(_places(runs, step), filled)) for step in steps)
+    return sum(plan.steps for plan in plans) / max(calls, 1)
+
+
+class _Place(NamedTuple):
+    """Where the rows of a run have their batch of a step."""
+
+    run: Run
+    begin: int
+    size: int
+
+
+def _places(runs: Sequence[Run], step: int) -> list[_Place]:
+    return [_Place(run, *run.plan.batch(step)) for run in runs if run.plan.steps > step]
+
+
+def _grouped(places: Sequence[_Place], filled: bool) -> list[list[_Place]]:
+    """Divide places into those whose batches are taken at once."""
+    if not filled:
+        return [list(part) for _, part in groupby(places, key=lambda place: place.size)]
+    parts: list[list[_Place]] = []
+    for place in places:
+        if parts and _worth_filling([*parts[-1], place]):
+            parts[-1].append(place)
+        else:
+            parts.append([place])
+    return parts
+
+
+def _worth_filling(places: Sequence[_Place]) -> bool:
+    """Return whether these batches are better filled up to the largest than taken apart."""
+    counts = [place.run.last - place.run.first for place in places]
+    real = sum(count * place.size for count, place in zip(counts, places, strict=True))
+    filled = sum(counts) * max(place.size for place in places)
+    return filled <= 1.5 * real + _CALL
 
 
 def misfit(optimizer: Any) -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from pflight.models import Batch
+from pflight.models import Batch, ClientModule
 from pflight.randomness import isolated
 from pflight.state import StateLayout, state_tensors
 
@@ -20,6 +20,8 @@ from .joint import JointClient, Phase, Stack
 from .stacked import misfit
 
 _TOLERANCE = 1e-2  # of the largest gradient; stacked arithmetic rounds otherwise
+_TRACE = 1e-4  # of the largest gradient, that samples without weight leave
+_CLASSES = 32  # that are tried
 
 
 def obstacle_to(
@@ -70,6 +72,8 @@ class Dependence(NamedTuple):
     """Parameters without a gradient, which no optimizer may step."""
     unread: frozenset[str]
     """Tensors that are told to a client, and which its loss does not look at."""
+    weighs_samples: bool
+    """Whether samples whose weight is zero leave no trace, so that they may fill up a batch."""
 
 
 def dependence_of(
@@ -79,11 +83,12 @@ def dependence_of(
     joint.prepare(anchored, remembers)
     state = {name: value[1].clone() for name, value in _two_states(joint, layout).items()}
     with torch.enable_grad(), _Reading() as reading:
-        gradients = _gradients_alone(joint, state, layout, batch)
+        gradients, _ = _alone(joint, state, layout, batch)
     told = state.keys() - layout.template.keys()
     return Dependence(
         frozenset(name for name, gradient in gradients.items() if gradient is None),
         frozenset(name for name in told if id(state[name]) not in reading.read),
+        _weighs_samples(joint, layout, batch),
     )
 
 
@@ -142,36 +147,106 @@ def _agrees(joint: JointClient, states: Stack, layout: StateLayout, batch: Batch
     """Return whether stacked gradients are those of single clients; try everything else, too."""
     x, y = batch
     alone = [
-        _gradients_alone(joint, {n: t[row].clone() for n, t in states.items()}, layout, batch)
+        _alone(joint, {n: t[row].clone() for n, t in states.items()}, layout, batch)
         for row in (0, 1)
     ]
     others = dict(states)
     parameters = {name: others.pop(name) for name in layout.parameters}
     twice = [part.expand(2, *part.shape).clone() for part in (x, y)]
-    stacked, _ = joint.gradients(parameters, others, *twice)
+    stacked = joint.gradients(parameters, others, *twice)
     with torch.no_grad():
         if joint.changes_afterwards and joint.client.anchor is not None:
             joint.after_training(states)
         if joint.client.memory is not None:
             joint.remember(states)
         joint.logits(states, twice[0])
-    for row, gradients in enumerate(alone):
+    return _alike(stacked, alone, _TOLERANCE)
+
+
+def _weighs_samples(joint: JointClient, layout: StateLayout, batch: Batch) -> bool:
+    """Return whether samples without weight leave no trace in gradients, losses and buffers.
+
+    Parameters and samples are drawn around the given ones, so that nothing vanishes by symmetry;
+    what fills batches up is partly ten times as large, so that no maximum is found elsewhere.
+    """
+    client = joint.client
+    if not _averages_samples(client):
+        return False
+    random = torch.Generator().manual_seed(0)
+
+    def near(tensor: Tensor) -> Tensor:
+        noise = 0.1 * torch.randn(tensor.shape, generator=random)
+        return tensor + noise.to(tensor) if tensor.is_floating_point() else tensor
+
+    count = 2 * min(client.num_classes, _CLASSES)
+    labels = torch.linspace(0, client.num_classes - 1, count // 2).round().repeat(2)
+    real_y = labels.to(batch[1])
+    real_x = near(batch[0][torch.arange(count, device=real_y.device) % len(batch[0])])
+    states = {
+        name: near(value) if name in layout.parameters else value
+        for name, value in _two_states(joint, layout).items()
+    }
+    parameters = {name: states[name] for name in layout.parameters}
+    others = {name: value for name, value in states.items() if name not in parameters}
+    counts = count // 2 + 1, count  # of the two clients' real samples
+    try:
+        with torch.enable_grad():
+            own = [{name: value[row].clone() for name, value in states.items()} for row in (0, 1)]
+            alone = [
+                _alone(joint, state, layout, (real_x[:n], real_y[:n]))
+                for state, n in zip(own, counts, strict=True)
+            ]
+        for scale in (1, 10, -10):
+            x = torch.stack([real_x, real_x])
+            y = torch.stack([real_y, real_y])
+            weights = torch.zeros(2, 2 * count, dtype=torch.double, device=x.device)
+            x = torch.cat([x, x.flip(1) * scale if x.is_floating_point() else x.flip(1)], dim=1)
+            y = torch.cat([y, y.roll(1, dims=1)], dim=1)
+            for row, n in enumerate(counts):
+                weights[row, :n] = 1 / n
+            after = {name: value.clone() for name, value in others.items()}
+            stacked = joint.gradients(parameters, after, x, y, weights)
+            if not _alike(stacked, alone, _TRACE):
+                return False
+            for name in layout.buffers:
+                torch.testing.assert_close(after[name], torch.stack([s[name] for s in own]))
+    except Exception:
+        return False
+    return True
+
+
+def _averages_samples(client: ClientModule) -> bool:
+    """Return whether all classes that define a loss of the client say so of it."""
+    definers = [kind for kind in type(client).__mro__ if "loss" in vars(kind)]
+    return all(vars(kind).get("averages_samples", False) for kind in definers)
+
+
+def _alike(
+    stacked: tuple[Stack, Tensor],
+    alone: list[tuple[dict[str, Tensor | None], Tensor]],
+    tolerance: float,
+) -> bool:
+    """Return whether the rows of stacked gradients and losses are those of single clients."""
+    for row, (gradients, loss) in enumerate(alone):
+        if not (stacked[1][row] - loss).abs() <= tolerance * max(1.0, float(loss.abs())):
+            return False
         known = {name: g for name, g in gradients.items() if g is not None}
         scale = max(float(g.abs().max()) for g in known.values())
         for name, gradient in known.items():
-            difference = (stacked[name][row] - gradient).abs().max()
-            if not difference <= _TOLERANCE * scale + 1e-6:
+            difference = (stacked[0][name][row] - gradient).abs().max()
+            if not difference <= tolerance * scale + 1e-6:
                 return False
     return True
 
 
-def _gradients_alone(
+def _alone(
     joint: JointClient, state: Mapping[str, Tensor], layout: StateLayout, batch: Batch
-) -> dict[str, Tensor | None]:
+) -> tuple[dict[str, Tensor | None], Tensor]:
+    """Return the gradients of a single client, and its loss."""
     leaves = {name: state[name].clone().requires_grad_() for name in layout.parameters}
     loss = joint.loss({**state, **leaves}, batch)
     gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    return dict(zip(leaves, gradients, strict=True))
+    return dict(zip(leaves, gradients, strict=True)), loss.detach()
 
 
 def _two_states(joint: JointClient, layout: StateLayout) -> Stack:

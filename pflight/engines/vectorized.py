@@ -23,7 +23,7 @@ from pflight.state import entries
 from .joint import JointClient, Phase, Stack
 from .mixed import StackedAutocast
 from .sequential import GRADIENT_BATCH, SequentialEngine, finite_rows
-from .stacked import Batches, Group, Plan, StackedOptimizer, clip
+from .stacked import Batches, Group, Plan, StackedOptimizer, clip, rows_per_call
 from .trial import Dependence, dependence_of, obstacle_to, phases_of
 from .updates import ClientUpdates, Kept
 
@@ -144,6 +144,19 @@ class VectorizedEngine(SequentialEngine):
                 return obstacle
             self._dependence[anchored] = dependence_of(*mode)
         return None
+
+    @property
+    def fills_batches(self) -> bool:
+        """Whether batches of unequal size are taken at once."""
+        return all(dependence.weighs_samples for dependence in self._dependence.values())
+
+    def rows_per_call(self) -> float:
+        """Return how many of a chunk's clients have their batches taken at once, in the mean."""
+        clients = self.data.train_clients[: min(self.chunk, self.data.cohorts.size)]
+        counts = self.data.num_samples("train")[clients].sort(descending=True).values.tolist()
+        sizes = [tuple(self._batch_sizes(count)) for count in counts]
+        plans = [Plan(own, len(own)) for own in sizes]
+        return rows_per_call(plans, self.fills_batches)
 
     def _some_samples(self) -> Batch:
         clients = self.data.train_clients
@@ -425,7 +438,7 @@ class VectorizedEngine(SequentialEngine):
             for group in batches.groups(step):
                 gradients = self._gradients(group, parameters, others, chunk.losses)
                 for name, gradient in gradients.items():
-                    share = group.size / counts[group.rows].to(gradient)
+                    share = torch.as_tensor(group.size) / counts[group.rows].to(gradient)
                     gradient.mul_(share.view(-1, *[1] * (gradient.dim() - 1)))
                     chunk.results[name][group.rows] += gradient
 
@@ -448,6 +461,7 @@ class VectorizedEngine(SequentialEngine):
                 {name: value[rows] for name, value in others.items()},
                 group.x,
                 group.y,
+                group.weights,
             )
         losses[rows] += mean_losses * group.size
         return gradients
@@ -474,15 +488,12 @@ class VectorizedEngine(SequentialEngine):
                 x = self.data.augment(x, client, *when)
                 yield x, y, order[:count].to(self.device)
 
-        most = max(plan.most_samples for plan in plans)
-        x, y = self._some
-        shape = len(chunk.clients), most
-        return Batches(
-            plans,
-            self._reuse("x", (*shape, *x.shape[1:]), x.dtype),
-            self._reuse("y", (*shape, *y.shape[1:]), y.dtype),
-            load,
-        )
+        def reserve(count: int) -> Batch:
+            (x, y), shape = self._some, (len(chunk.clients), count)
+            features = self._reuse("x", (*shape, *x.shape[1:]), x.dtype)
+            return features, self._reuse("y", shape, y.dtype)
+
+        return Batches(plans, reserve, load, self._dependence[task.anchored].weighs_samples)
 
     def _stacked_context(self) -> AbstractContextManager[Any]:
         """Return what stacked passes run in."""

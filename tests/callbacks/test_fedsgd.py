@@ -118,7 +118,7 @@ class ReturnsDict(ClientModule):
 
 def test_a_training_step_may_return_a_dict() -> None:
     wrapped = run(linear_client(ReturnsDict), small_data(), FedSGD(lr=0.1), rounds=2)
-    plain = run(linear_client(), small_data(), FedSGD(lr=0.1), rounds=2)
+    plain = run(linear_client(), small_data(), FedSGD(lr=0.1), rounds=2, engine="sequential")
     assert_same(wrapped.server_states()[0], plain.server_states()[0])
 
 

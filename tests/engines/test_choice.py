@@ -8,9 +8,18 @@ import pytest
 from torch import nn
 
 from pflight.datamodules import TensorClients
-from pflight.engines import SequentialEngine, VectorizedEngine
+from pflight.engines import SequentialEngine, VectorizedEngine, build_engine
 from pflight.models import ClientModule
-from tests.runs import CLASSES, FEATURES, dropout_client, linear_client, run, samples, small_data
+from tests.runs import (
+    CLASSES,
+    FEATURES,
+    batchnorm_client,
+    dropout_client,
+    linear_client,
+    run,
+    samples,
+    small_data,
+)
 
 
 @pytest.mark.parametrize(
@@ -85,3 +94,25 @@ def test_a_chunk_does_not_depend_on_the_number_of_clients() -> None:
         return engine.chunk
 
     assert chunk(2) == chunk(20)
+
+
+@pytest.mark.parametrize(
+    ("counts", "engine"),
+    [([8] * 8, "vectorized"), ([4, 5, 6, 7, 9, 10, 11, 13], "sequential")],
+)
+def test_batchnorm_of_clients_whose_batches_are_unequal(counts: list[int], engine: str) -> None:
+    """Only batches of one size can be stacked, and a call for each size takes longer."""
+    federation = run(batchnorm_client(), small_data(counts=counts, cohort_size=None))
+    _, choice = build_engine(
+        "auto",
+        None,
+        federation.client,
+        federation.layout,
+        federation.attached_data,
+        federation.trainer.strategy.precision_plugin,
+        federation.device,
+        0,
+    )
+    assert choice.engine == engine
+    if engine == "sequential":
+        assert choice.reason == "only 1.7 of its batches at a time have the same size"

@@ -1,0 +1,50 @@
+"""Memory that is freed stays with the process."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import resource, sys, torch
+from pflight.engines.allocator import keep_freed_memory
+
+told = "tell" in sys.argv and keep_freed_memory()
+for step in range(20):
+    if step == 10:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(2**20) for _ in range(4)]  # 4 MiB each
+    del blocks
+print(int(told), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(*arguments: str, **environ: str) -> tuple[bool, int]:
+    """Return whether the allocator was told, and the page faults of ten steps of 16 MiB."""
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments],
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told, count = process.stdout.split()
+    return bool(int(told)), int(count)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_blocks_of_each_step_come_from_what_the_step_before_freed() -> None:
+    told, few = faults("tell")
+    assert told
+    assert few < 1000
+    _, many = faults()
+    assert many > 10_000
+
+
+def test_the_environment_has_the_last_word() -> None:
+    told, _ = faults("tell", MALLOC_TRIM_THRESHOLD_="131072")
+    assert not told
