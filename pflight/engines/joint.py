@@ -138,7 +138,7 @@ class JointClient:
         """Return the operations behind :meth:`gradients` or, where they can't be had, itself."""
         copies = {name: value.clone() for name, value in others.items()}
         try:
-            return make_fx(self._gradients)(parameters, copies, *batch)
+            return make_fx(lambda *args: self._gradients(*args))(parameters, copies, *batch)
         except Exception:
             return self._gradients
 

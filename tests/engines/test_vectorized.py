@@ -473,9 +473,13 @@ def test_more_than_none_at_once() -> None:
 # Runs
 
 
-def test_the_same_run_twice_and_resumed(tmp_path: Any) -> None:
+@pytest.mark.parametrize("make", [batchnorm_client, linear_client])
+def test_the_same_run_twice_and_resumed(
+    make: Callable[..., ClientModule], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also over the call at which operations are recorded."""
-    client = batchnorm_client(ElasticClient)
+    monkeypatch.setattr("pflight.engines.joint._OFTEN", 4)
+    client = make(ElasticClient)
     fit = partial(run, client, small_data(cohort_size=4), engine="vectorized")
     whole = fit(callback=Reptile(), rounds=8)
     half = fit(callback=Reptile(), rounds=3)
@@ -484,6 +488,20 @@ def test_the_same_run_twice_and_resumed(tmp_path: Any) -> None:
     for other in (fit(callback=Reptile(), rounds=8), resumed):
         for left, right in zip(bits(whole), bits(other), strict=True):
             assert_same(left, right)
+
+
+@pytest.mark.parametrize("counts", [[8] * 6, [5, 12, 7, 9, 3, 10]])
+@pytest.mark.parametrize("make", [batchnorm_client, linear_client])
+def test_what_is_called_often_is_recorded(
+    counts: list[int], make: Callable[..., ClientModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pflight.engines.joint._OFTEN", 4)
+    data = double_data(counts=counts, cohort_size=None)
+    engine = both(make().double(), data=data, chunk=6, local_epochs=4).attached_engine
+    assert isinstance(engine, VectorizedEngine)
+    records = engine._joint._records.values()
+    assert records
+    assert all(isinstance(record, nn.Module) for record in records)  # and no plain function
 
 
 def test_the_clients_module_is_left_alone() -> None:
