@@ -17,14 +17,14 @@ told = "tell" in sys.argv and keep_freed_memory()
 for step in range(20):
     if step == 10:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    blocks = [torch.ones(2**20) for _ in range(4)]  # 4 MiB each
+    blocks = [torch.ones(2**20) for _ in range(24)]  # 4 MiB each
     del blocks
 print(int(told), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
 def faults(*arguments: str, **environ: str) -> tuple[bool, int]:
-    """Return whether the allocator was told, and the page faults of ten steps of 16 MiB."""
+    """Return whether the allocator was told, and the page faults of ten steps of 96 MiB."""
     process = subprocess.run(
         [sys.executable, "-c", SCRIPT, *arguments],
         env=os.environ | environ,
