@@ -186,24 +186,24 @@ def _places(runs: Sequence[Run], step: int) -> list[_Place]:
 
 
 def _grouped(places: Sequence[_Place], filled: bool) -> list[list[_Place]]:
-    """Divide places into those whose batches are taken at once."""
+    """Divide places into those whose batches are taken at once.
+
+    Batches are filled up where this takes fewer samples than another call is worth.
+    """
     if not filled:
         return [list(part) for _, part in groupby(places, key=lambda place: place.size)]
     parts: list[list[_Place]] = []
+    rows = real = largest = 0  # of the last part
     for place in places:
-        if parts and _worth_filling([*parts[-1], place]):
+        count = place.run.last - place.run.first
+        rows, real = rows + count, real + count * place.size
+        largest = max(largest, place.size)
+        if parts and rows * largest <= 1.5 * real + _CALL:
             parts[-1].append(place)
         else:
             parts.append([place])
+            rows, real, largest = count, count * place.size, place.size
     return parts
-
-
-def _worth_filling(places: Sequence[_Place]) -> bool:
-    """Return whether these batches are better filled up to the largest than taken apart."""
-    counts = [place.run.last - place.run.first for place in places]
-    real = sum(count * place.size for count, place in zip(counts, places, strict=True))
-    filled = sum(counts) * max(place.size for place in places)
-    return filled <= 1.5 * real + _CALL
 
 
 def misfit(optimizer: Any) -> str | None:

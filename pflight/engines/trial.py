@@ -77,9 +77,23 @@ class Dependence(NamedTuple):
 
 
 def dependence_of(
-    joint: JointClient, layout: StateLayout, batch: Batch, anchored: bool, remembers: bool
+    joint: JointClient,
+    layout: StateLayout,
+    batch: Batch,
+    anchored: bool,
+    remembers: bool,
+    unequal: bool,
 ) -> Dependence:
-    """Find out what the gradients of a client depend on; arguments as of :func:`obstacle_to`."""
+    """Find out what the gradients of a client depend on.
+
+    Args:
+        joint: As in :func:`obstacle_to`, like the next four.
+        layout: Its state layout.
+        batch: Some samples.
+        anchored: Whether there is an anchor.
+        remembers: Whether there is a memory.
+        unequal: Whether clients have unequal numbers of samples, so that batches are to be filled.
+    """
     joint.prepare(anchored, remembers)
     state = {name: value[1].clone() for name, value in _two_states(joint, layout).items()}
     with torch.enable_grad(), _Reading() as reading:
@@ -88,7 +102,7 @@ def dependence_of(
     return Dependence(
         frozenset(name for name, gradient in gradients.items() if gradient is None),
         frozenset(name for name in told if id(state[name]) not in reading.read),
-        _weighs_samples(joint, layout, batch),
+        unequal and _weighs_samples(joint, layout, batch),
     )
 
 
@@ -196,14 +210,12 @@ def _weighs_samples(joint: JointClient, layout: StateLayout, batch: Batch) -> bo
                 _alone(joint, state, layout, (real_x[:n], real_y[:n]))
                 for state, n in zip(own, counts, strict=True)
             ]
-        for scale in (1, 10, -10):
-            x = torch.stack([real_x, real_x])
-            y = torch.stack([real_y, real_y])
-            weights = torch.zeros(2, 2 * count, dtype=torch.double, device=x.device)
-            x = torch.cat([x, x.flip(1) * scale if x.is_floating_point() else x.flip(1)], dim=1)
-            y = torch.cat([y, y.roll(1, dims=1)], dim=1)
-            for row, n in enumerate(counts):
-                weights[row, :n] = 1 / n
+        weights = torch.zeros(2, 2 * count, dtype=torch.double, device=real_x.device)
+        for row, n in enumerate(counts):
+            weights[row, :n] = 1 / n
+        y = torch.cat([real_y, real_y.roll(1)]).expand(2, -1)
+        for scale in (1, 10, -10) if real_x.is_floating_point() else (1,):
+            x = torch.cat([real_x, real_x.flip(0) * scale]).expand(2, *[-1] * real_x.dim())
             after = {name: value.clone() for name, value in others.items()}
             stacked = joint.gradients(parameters, after, x, y, weights)
             if not _alike(stacked, alone, _TRACE):

@@ -137,12 +137,13 @@ class VectorizedEngine(SequentialEngine):
             return f"it has {hooks[0]} of its own"
         if not client.automatic_optimization:
             return "it optimizes manually"
-        batch = self._some
+        batch, counts = self._some, self.data.num_samples("train")[self.data.train_clients]
+        unequal = len(counts.unique()) > 1
         for anchored in (True, False):
             mode = self._joint, self.layout, batch, anchored, anchored and client.keeps_memory
             if obstacle := obstacle_to(*mode):
                 return obstacle
-            self._dependence[anchored] = dependence_of(*mode)
+            self._dependence[anchored] = dependence_of(*mode, unequal)
         return None
 
     @property
@@ -438,7 +439,7 @@ class VectorizedEngine(SequentialEngine):
             for group in batches.groups(step):
                 gradients = self._gradients(group, parameters, others, chunk.losses)
                 for name, gradient in gradients.items():
-                    share = torch.as_tensor(group.size) / counts[group.rows].to(gradient)
+                    share = group.size / counts[group.rows].to(gradient)
                     gradient.mul_(share.view(-1, *[1] * (gradient.dim() - 1)))
                     chunk.results[name][group.rows] += gradient
 

@@ -49,9 +49,9 @@ class WeightedMeans(TorchFunctionMode):
         reduction = kwargs.get("reduction")
         if function in _OF_CLASSES and reduction == "mean" and not args[1].is_floating_point():
             return self._mean_over_classes(function, args, kwargs)
-        weighted = function in _DIVIDED_BY_WEIGHTS and kwargs.get("weight") is not None
-        known = function in _OF_NUMBERS or (function in _OF_CLASSES)
-        if not known or weighted or reduction not in ("mean", "batchmean"):
+        divided = function in _DIVIDED_BY_WEIGHTS and kwargs.get("weight") is not None
+        known = function in _OF_NUMBERS | _OF_CLASSES and not divided
+        if not known or reduction not in ("mean", "batchmean"):
             return function(*args, **kwargs)
         losses = function(*args, **{**kwargs, "reduction": "none"})
         if losses.dim() > 1:
