@@ -84,6 +84,11 @@ def pythons(names: set[str], folder: Path) -> dict[str, Path | InstallError]:
     return found
 
 
+def rounds_of(workload: str, options: argparse.Namespace) -> int:
+    """Return how many rounds a run of a workload has."""
+    return options.rounds or WORKLOADS[workload].rounds
+
+
 def compare(options: argparse.Namespace, data: Path) -> Iterator[dict[str, dict[str, Result]]]:
     """Run everything; yield each workload's results by row, again and again as they come in."""
     chosen = {name: row for name, row in ROWS.items() if row.run in options.rows}
@@ -96,7 +101,7 @@ def compare(options: argparse.Namespace, data: Path) -> Iterator[dict[str, dict[
 
     def run(workload: str, name: str, watch: bool = False) -> Run:
         row = ROWS[name]
-        rounds = 2 if watch else options.rounds or WORKLOADS[workload].rounds
+        rounds = 2 if watch else rounds_of(workload, options)
         python = interpreters[row.environment]
         if isinstance(python, InstallError):
             raise RowError(str(python))
@@ -142,7 +147,7 @@ def page(options: argparse.Namespace, results: Mapping[str, Mapping[str, Result]
     ]
     for name, rows in results.items():
         workload = WORKLOADS[name]
-        rounds = options.rounds or workload.rounds
+        rounds = rounds_of(name, options)
         layers = ", ".join("x".join(map(str, shape)) for shape in workload.layers)
         lines += [
             "",
