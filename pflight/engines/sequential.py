@@ -613,9 +613,9 @@ def _detached(output: Any) -> Any:
 
 def finite_rows(states: TensorDict) -> list[bool]:
     """Tell for each state of a stack whether all its floating values are finite."""
-    finite = torch.ones(len(states), dtype=torch.bool, device=states.device)
+    finite = []
     for _, leaf in entries(states):
         if leaf.is_floating_point():
             precise = torch.promote_types(leaf.dtype, torch.float32)
-            finite &= rows(leaf).sum(dim=1, dtype=precise).isfinite()  # far faster than a norm
-    return finite.tolist()
+            finite.append(rows(leaf).sum(dim=1, dtype=precise).isfinite())  # faster than a norm
+    return torch.stack(finite).all(dim=0).tolist()
