@@ -59,6 +59,12 @@ def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("compare")
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("gpu")
+
+
 # Workloads
 
 
@@ -279,3 +285,32 @@ def test_requirements_are_pinned(name: str) -> None:
 def test_missing_python(tmp_path: Path) -> None:
     with pytest.raises(InstallError, match=r"^needs Python 3\.0 or 3\.1$"):
         python_of(Environment("pfl", "pfl", pythons=("3.0", "3.1")), tmp_path)
+
+
+# On a GPU, or without one
+
+
+def test_all_rows_run_without_a_gpu(gpu: Any) -> None:
+    device = torch.device("cpu")
+    header, _, *lines = gpu.table(random_task(LOGISTIC), 2, device)
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [row[0] for row in cells] == list(gpu.rows_on(device))
+    assert all(len(row) == header.count("|") - 1 for row in cells)
+    for _, seconds, ratio, mebibytes, busy, slowest in cells:
+        assert float(ratio) == pytest.approx(float(seconds) / float(cells[0][1]), rel=0.3)
+        assert mebibytes == busy == ""  # which are of a GPU
+        assert "aten::" in slowest
+
+
+def test_rounds_of_a_device_are_counted(gpu: Any) -> None:
+    ends: list[int] = []
+    record = gpu.DeviceRecord(at_end=ends.append)
+    _, plain = trained(raw.loop, random_task(LOGISTIC))
+    raw.loop(random_task(LOGISTIC), 2, record)
+    assert ends == [1, 2]
+    assert (record.samples, record.steps) == (plain.samples, plain.steps)
+
+
+def test_cohort_in_a_workloads_name(gpu: Any, data: Path) -> None:
+    assert gpu.task_of("W3", data).workload.cohort == 100
+    assert gpu.task_of("W3x7", data).workload.cohort == 7

@@ -63,13 +63,12 @@ def fit(
     )
     L.Trainer(
         max_epochs=rounds,
-        accelerator="cpu",
         callbacks=[FedAvg(), Ends(record)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **trainer,
+        **{"accelerator": "cpu", **trainer},
     ).fit(federation, datamodule=data)
     for entry in federation.history:
         answered = len(entry.clients) - len(entry.failed)
@@ -82,7 +81,7 @@ def train(
     """Train with one of the engines; ``options`` are those of :func:`fit`."""
     federation = make_federation(task, engine)
     fit(federation, task, rounds, record, **options)
-    return [tensor.numpy() for tensor in federation.server_states()[0].values()]
+    return [tensor.cpu().numpy() for tensor in federation.server_states()[0].values()]
 
 
 auto = partial(train, engine="auto")

@@ -25,12 +25,19 @@ class Clients:
         channels_last: Keep the network's weights in the memory format that convolutions like best.
         foreach: Take gradients with ``autograd.grad`` and update all weights in one call, instead
             of ``backward`` and an optimizer.
+        device: Where everything lies.
     """
 
-    def __init__(self, task: Task, channels_last: bool = False, foreach: bool = False) -> None:
-        self.workload, self.foreach = task.workload, foreach
-        self.x, self.y = torch.from_numpy(task.x), torch.from_numpy(task.y)
-        self.network: nn.Module = make_network(task.workload)
+    def __init__(
+        self,
+        task: Task,
+        channels_last: bool = False,
+        foreach: bool = False,
+        device: str = "cpu",
+    ) -> None:
+        self.workload, self.foreach, self.device = task.workload, foreach, device
+        self.x, self.y = (torch.from_numpy(array).to(device) for array in (task.x, task.y))
+        self.network: nn.Module = make_network(task.workload).to(device)
         if channels_last:
             self.network.to(memory_format=torch.channels_last)
         self.parameters: list[Tensor] = list(self.network.parameters())
@@ -43,7 +50,7 @@ class Clients:
         for client, positions in zip(clients, order, strict=True):
             with torch.no_grad():
                 torch._foreach_copy_(self.parameters, server)
-            batches = torch.from_numpy(positions).split(self.workload.batch_size)
+            batches = torch.from_numpy(positions).to(self.device).split(self.workload.batch_size)
             optimizer = torch.optim.SGD(self.parameters, lr=self.workload.lr)
             for batch in batches:
                 self.step(self.x[client][batch], self.y[client][batch], optimizer)
@@ -75,7 +82,7 @@ def loop(task: Task, rounds: int, record: Record, **options: Any) -> Weights:
         record.count(*clients.train(*workload.draw(index), server, total))
         server = list(torch._foreach_div(total, workload.cohort))
         record.end_round()
-    return [tensor.numpy() for tensor in server]
+    return [tensor.cpu().numpy() for tensor in server]
 
 
 channels_last = partial(loop, channels_last=True)
@@ -115,15 +122,17 @@ def _second(task: Task, pipe: Connection, server: list[Tensor], total: list[Tens
         pipe.send(clients.train(cohort[1::2], order[1::2], server, total))
 
 
-def vectorized(task: Task, rounds: int, record: Record, chunk: int | None = None) -> Weights:
+def vectorized(
+    task: Task, rounds: int, record: Record, chunk: int | None = None, device: str = "cpu"
+) -> Weights:
     """Train a chunk of clients at once, all of a round by default, with ``vmap``.
 
     What is as large as a chunk is allocated once and written in place.
     """
     workload = task.workload
     chunk = chunk or workload.cohort
-    x, y = torch.from_numpy(task.x).flatten(0, 1), torch.from_numpy(task.y).flatten(0, 1)
-    network = make_network(workload)
+    x, y = (torch.from_numpy(array).to(device).flatten(0, 1) for array in (task.x, task.y))
+    network = make_network(workload).to(device)
     names = [name for name, _ in network.named_parameters()]
 
     def loss(parameters: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -132,13 +141,13 @@ def vectorized(task: Task, rounds: int, record: Record, chunk: int | None = None
 
     gradients = vmap(grad(loss))
     server = [parameter.detach().clone() for parameter in network.parameters()]
-    stacks = [torch.empty(chunk, *tensor.shape) for tensor in server]
-    inputs = torch.empty(chunk, workload.samples, *x.shape[1:])
-    labels = torch.empty(chunk, workload.samples, dtype=y.dtype)
+    stacks = [tensor.new_empty(chunk, *tensor.shape) for tensor in server]
+    inputs = x.new_empty(chunk, workload.samples, *x.shape[1:])
+    labels = y.new_empty(chunk, workload.samples)
     for index in range(rounds):
         clients, order = workload.draw(index)
         total = [torch.zeros_like(tensor) for tensor in server]
-        positions = torch.from_numpy(clients[:, np.newaxis] * workload.samples + order)
+        positions = torch.from_numpy(clients[:, np.newaxis] * workload.samples + order).to(device)
         for rows in positions.split(chunk):
             models = [stack[: len(rows)] for stack in stacks]
             torch._foreach_copy_(models, server)
@@ -152,7 +161,7 @@ def vectorized(task: Task, rounds: int, record: Record, chunk: int | None = None
             torch._foreach_add_(total, [model.sum(0) for model in models])
         server = list(torch._foreach_div(total, workload.cohort))
         record.end_round()
-    return [tensor.numpy() for tensor in server]
+    return [tensor.cpu().numpy() for tensor in server]
 
 
 chunks_of_10 = partial(vectorized, chunk=10)

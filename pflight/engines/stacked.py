@@ -14,7 +14,8 @@ from pflight.state import rows
 
 ELEMENTWISE = (SGD, Adam, AdamW, RMSprop)
 """Optimizers that treat every number by itself, so that stacking clients changes nothing."""
-_FUSED = (SGD, Adam, AdamW)
+_FUSED = (SGD, Adam, AdamW)  # on these devices
+_FUSED_ON = ("cpu", "cuda")
 _CALL = 128  # samples that take about as long as a call with none
 
 
@@ -270,7 +271,8 @@ def _per_client(value: Any) -> bool:
 
 def _can_be_fused(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     chosen = group["foreach"] is not None or group.get("fused") is not None
-    return type(optimizer) in _FUSED and not chosen
+    there = all(parameter.device.type in _FUSED_ON for parameter in group["params"])
+    return type(optimizer) in _FUSED and there and not chosen
 
 
 def clip(gradients: Sequence[Tensor], limit: float, algorithm: str) -> None:

@@ -274,9 +274,10 @@ class VectorizedEngine(SequentialEngine):
         rows = None if order == list(range(len(order))) else torch.tensor(order)
 
         def moved(column: Tensor) -> Tensor:
+            column = column.to(self.device)  # after a fit, Lightning has left it on the CPU
             if rows is None or column.stride(0) == 0:
                 return column
-            return column[rows.to(column.device)]
+            return column[rows.to(self.device)]
 
         columns = {name: moved(starts[name]) for name in self.layout.names}
         results = {

@@ -1,0 +1,82 @@
+"""Training where the Trainer's device is not the CPU, as on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from pflight import Federation
+from pflight.datamodules import TensorClients
+from tests.algorithm_tester import ALGORITHMS, Algorithm
+from tests.other_device import ELSEWHERE, FarTensor, other_device, strategy
+from tests.runs import CLASSES, FEATURES, batchnorm_client, quiet_trainer
+
+SIZES = [9, 14, 5, 14, 20]
+OWN_TRAINER = "FeSEM-auto"  # its Trainers ask Lightning for the device by name
+CASES = [(name, "vectorized") for name in ALGORITHMS if name != OWN_TRAINER]
+CASES += [(name, "sequential") for name in ("FedAvg", "FeSEM", "FedEC", "HeurpFedLA", "SCAFFOLD")]
+
+
+def unequal_data() -> TensorClients:
+    random = torch.Generator().manual_seed(5)
+
+    def samples(count: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(count, FEATURES, generator=random, dtype=torch.double)
+        return x, torch.randint(CLASSES, (count,), generator=random)
+
+    splits = [[samples(size) for size in sizes] for sizes in (SIZES, [6] * 5, [7] * 5)]
+    return TensorClients(*splits, num_classes=CLASSES, batch_size=4)
+
+
+def trained(algorithm: Algorithm, engine: str, folder: Path, device: str) -> list[dict]:
+    """Train a round, resume for a second, test.
+
+    Return all models, the metrics, and how far clients were stacked.
+    """
+    options = {} if device == "cpu" else {"strategy": strategy(), "accelerator": "auto"}
+    checkpoint = None
+    for rounds in (1, 2):
+        torch.manual_seed(1)
+        client = batchnorm_client(algorithm.client).double()
+        federation = Federation(client, engine=engine, finetune_epochs=1, on_client_error="raise")  # type: ignore[arg-type]
+        trainer = quiet_trainer(rounds, algorithm.callback(), default_root_dir=folder, **options)
+        trainer.fit(federation, datamodule=unequal_data(), ckpt_path=checkpoint)
+        checkpoint = folder / f"{device}.ckpt"
+        trainer.save_checkpoint(checkpoint)
+    metrics = trainer.test(federation, datamodule=unequal_data(), verbose=False)
+    states = [*federation.server_states(), *map(federation.client_state, range(len(SIZES)))]
+    runner = federation.attached_engine
+    names = "obstacle", "fills_batches", "_stacks_evaluation"
+    return [*states, *metrics, {name: str(getattr(runner, name, None)) for name in names}]
+
+
+@pytest.mark.parametrize(("name", "engine"), CASES)
+def test_devices_agree(
+    name: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pflight.engines.joint._OFTEN", 10**9)  # wrapped tensors can't be traced
+    expected = trained(ALGORITHMS[name], engine, tmp_path, "cpu")
+    with other_device(monkeypatch):
+        results = trained(ALGORITHMS[name], engine, tmp_path, "elsewhere")
+    for own, reference in zip(results, expected, strict=True):
+        for key, value in own.items():
+            if isinstance(value, str):
+                assert value == reference[key]
+            else:
+                assert_close(getattr(value, "near", value), reference[key], equal_nan=True)
+
+
+def test_devices_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    with other_device(monkeypatch):
+        far = torch.ones(3).to(ELSEWHERE)
+        assert isinstance(far, FarTensor)
+        assert far.device == ELSEWHERE
+        assert (far + 1).sum().item() == 6
+        with pytest.raises(RuntimeError, match="same device"):
+            far + torch.ones(3)
+        with pytest.raises(TypeError, match="numpy"):
+            far.numpy()
