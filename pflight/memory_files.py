@@ -87,7 +87,7 @@ class RowFile:
         for name, (place, _, _) in self.columns.items():
             row[place] = state[name].flatten().view(torch.uint8)
         data = row.numpy()
-        checksum = zlib.crc32(data[_HEADER:].data)
+        checksum = _checksum(data)
         data[:_HEADER].view(np.int64)[:] = client, checksum
         rest, offset = data.data, index * self.row_bytes
         while rest:  # a system call may write a part
@@ -126,7 +126,7 @@ class Row:
             data = np.memmap(file.path, np.uint8, "c", self.index * size, (size,))
         except (OSError, ValueError) as error:  # ValueError: the file is too short
             raise self.lost() from error
-        if zlib.crc32(data[_HEADER:].data) != self.checksum:
+        if _checksum(data) != self.checksum:
             raise self.lost()
         row = torch.from_numpy(data)
         return {
@@ -370,6 +370,11 @@ def file_name(slot: str, layout: Layout) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a type's name in torch and in NumPy."""
     return str(dtype).removeprefix("torch.")
+
+
+def _checksum(row: NDArray[np.uint8]) -> int:
+    """Return the sum of a row's numbers of 8 bytes: far faster than a CRC, and 1 for zeros alone."""
+    return int(row[_HEADER:].view(np.int64).sum(initial=1))
 
 
 def _aligned(size: int) -> int:
