@@ -373,7 +373,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _checksum(row: NDArray[np.uint8]) -> int:
-    """Return the sum of a row's numbers of 8 bytes: far faster than a CRC, and 1 for zeros alone."""
+    """Return the sum of a row's numbers of 8 bytes, far faster than a CRC; 1 for zeros alone."""
     return int(row[_HEADER:].view(np.int64).sum(initial=1))
 
 
