@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 from peers.images import write_images
-from peers.pflight import fit, make_federation
+from peers.pflight import auto, fit, make_federation
 from peers.workloads import WORKLOADS, Record, Task
 from tensordict import TensorDict
 from torch import Tensor
+from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, profile
 
 from pflight import Federation
 from pflight.engines import ClientUpdates
+
+WARM_UP = 3  # rounds in which kernels are chosen and networks recorded
+PROFILED = 3
 
 
 class TimedFederation(Federation):
@@ -58,14 +63,25 @@ def parts(task: Task, rounds: int) -> list[float]:
     return [float(np.median(part)) for part in (training, inside - training, laps - inside)]
 
 
-def operators(task: Task, rounds: int, count: int) -> list[tuple[str, float]]:
-    """Return the operators that take most time, and their shares of all operators' time."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        fit(make_federation(task), task, rounds, Record())
-    events = profiler.key_averages()
-    total = sum(event.self_cpu_time_total for event in events)
-    slowest = sorted(events, key=lambda event: -event.self_cpu_time_total)[:count]
-    return [(event.key, event.self_cpu_time_total / total) for event in slowest]
+def profiled(
+    run: Callable[[Task, int, Record], Any],
+    task: Task,
+    record: Record,
+    kinds: Sequence[ProfilerActivity] = (ProfilerActivity.CPU,),
+) -> tuple[EventList, float]:
+    """Return what some rounds spent by operator, once they are all alike, and their seconds."""
+    profiler = profile(activities=kinds)
+    record.at_end = lambda count: profiler.start() if count == WARM_UP else None
+    run(task, WARM_UP + PROFILED, record)
+    profiler.stop()
+    return profiler.key_averages(), record.ends[-1] - record.ends[WARM_UP - 1]
+
+
+def largest(spent: Mapping[str, float], count: int) -> str:
+    """Return the names of the largest numbers, with their shares of the sum."""
+    total = sum(spent.values())
+    names = sorted(spent, key=lambda name: -spent[name])[:count]
+    return ", ".join(f"`{name[:40]}` {spent[name] / total:.0%}" for name in names)
 
 
 def main() -> None:
@@ -82,7 +98,8 @@ def main() -> None:
         for name in options.workloads:
             task = Task.load(name, Path(folder))
             seconds = " | ".join(f"{1000 * part:.1f} ms" for part in parts(task, options.rounds))
-            shares = ", ".join(f"`{key}` {share:.0%}" for key, share in operators(task, 3, 5))
+            events, _ = profiled(auto, task, Record())
+            shares = largest({event.key: event.self_cpu_time_total for event in events}, 5)
             print(f"| {name} | {seconds} | {shares} |", flush=True)
 
 

@@ -22,13 +22,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from breakdown import WARM_UP, largest, profiled
 from peers import pflight, raw
 from peers.images import write_images
 from peers.workloads import WORKLOADS, Record, Task
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
 
-WARM_UP = 3  # rounds that are not timed
-PROFILED = 3
 SLOWEST = 4  # kernels that are named
 
 
@@ -38,18 +37,15 @@ class DeviceRecord(Record):
 
     Attributes:
         device: Where rounds run.
-        at_end: Called after every round with the number of rounds so far.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    at_end: Callable[[int], None] = lambda _: None
 
     def end_round(self) -> None:
         """Wait for the device, and take the time."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         super().end_round()
-        self.at_end(len(self.ends))
 
 
 def rows_on(device: torch.device) -> dict[str, Callable[..., Any]]:
@@ -92,28 +88,23 @@ def seconds_and_mebibytes(
 
 def busy_and_slowest(
     run: Callable[..., Any], task: Task, device: torch.device
-) -> tuple[float | None, list[tuple[str, float]]]:
+) -> tuple[float | None, str]:
     """Return the share of the time in which the GPU computes, and what takes most of it.
 
     The latter are kernels and their shares of all kernels' time; on a CPU, operators.
     """
-    on_gpu = device.type == "cuda"
-    kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
-    profiler = profile(activities=kinds)
     record = DeviceRecord(device=device)
-    record.at_end = lambda count: profiler.start() if count == WARM_UP else None
-    run(task, WARM_UP + PROFILED, record)
-    profiler.stop()
-    events = profiler.key_averages()
-    spent = {
-        event.key: event.self_device_time_total if on_gpu else event.self_cpu_time_total
+    if device.type != "cuda":
+        events, _ = profiled(run, task, record)
+        return None, largest({event.key: event.self_cpu_time_total for event in events}, SLOWEST)
+    kinds = ProfilerActivity.CPU, ProfilerActivity.CUDA
+    events, seconds = profiled(run, task, record, kinds)
+    kernels = {
+        event.key: event.self_device_time_total
         for event in events
-        if not on_gpu or event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type == torch.autograd.DeviceType.CUDA
     }
-    total = sum(spent.values())
-    slowest = sorted(spent, key=lambda key: -spent[key])[:SLOWEST]
-    wall = record.ends[-1] - record.ends[WARM_UP - 1]
-    return total / 1e6 / wall if on_gpu else None, [(key, spent[key] / total) for key in slowest]
+    return sum(kernels.values()) / 1e6 / seconds, largest(kernels, SLOWEST)
 
 
 def table(task: Task, rounds: int, device: torch.device) -> Iterator[str]:
@@ -131,7 +122,7 @@ def table(task: Task, rounds: int, device: torch.device) -> Iterator[str]:
             f"{seconds / first:.2f}",
             "" if peak is None else f"{peak:.0f}",
             "" if busy is None else f"{busy:.0%}",
-            ", ".join(f"`{key[:40]}` {share:.0%}" for key, share in slowest),
+            slowest,
         ]
         yield f"| {' | '.join(cells)} |"
 

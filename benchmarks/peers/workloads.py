@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -103,11 +104,19 @@ class Task(NamedTuple):
 
 @dataclass
 class Record:
-    """What a run did: when each round ended, and the samples and steps of all local training."""
+    """What a run did: when each round ended, and the samples and steps of all local training.
+
+    Attributes:
+        ends: Seconds at the end of each round.
+        samples: Of all local training.
+        steps: Of all local training.
+        at_end: Called after every round with the number of rounds so far.
+    """
 
     ends: list[float] = field(default_factory=list)
     samples: int = 0
     steps: int = 0
+    at_end: Callable[[int], None] = lambda _: None
 
     def count(self, samples: int, steps: int = 1) -> None:
         """Take note of local training."""
@@ -117,3 +126,4 @@ class Record:
     def end_round(self) -> None:
         """Take the time; what lies between two ends is a round, and nothing is left out."""
         self.ends.append(time.perf_counter())
+        self.at_end(len(self.ends))
