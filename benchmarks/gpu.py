@@ -3,7 +3,7 @@
     python benchmarks/gpu.py [--root FOLDER] [--rounds 10] [--device cpu] [W1 W2 W3 W1x100]
 
 W1x100 is W1 with all of its 100 clients in a round. Each row trains in this process, and is timed
-from the third round on, when kernels are chosen and memory is held. Then some more rounds run under
+from the fourth round on, when kernels are chosen and memory is held. Some more rounds run under
 PyTorch's profiler, for the share of the time in which the GPU computes and for what it computes.
 Where there is no GPU the same rows run on the CPU, and the table's first line says so.
 """

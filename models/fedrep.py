@@ -78,6 +78,7 @@ class FedRepClient(ClientModule):
         """End the rest."""
         for thing, switch in self._resting:
             setattr(thing, switch, True)
+        self._resting.clear()
 
     def _awake(self, part: str) -> list[tuple[nn.Module | nn.Parameter, str]]:
         """Return the modules and parameters of a part that train, each with what says so."""

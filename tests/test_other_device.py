@@ -15,7 +15,7 @@ from tests.algorithm_tester import ALGORITHMS, Algorithm
 from tests.other_device import ELSEWHERE, FarTensor, other_device, strategy
 from tests.runs import CLASSES, FEATURES, batchnorm_client, quiet_trainer
 
-SIZES = [9, 14, 5, 14, 20]
+SIZES = [9, 5, 9]
 OWN_TRAINER = "FeSEM-auto"  # its Trainers ask Lightning for the device by name
 CASES = [(name, "vectorized") for name in ALGORITHMS if name != OWN_TRAINER]
 CASES += [(name, "sequential") for name in ("FedAvg", "FeSEM", "FedEC", "HeurpFedLA", "SCAFFOLD")]
@@ -28,7 +28,7 @@ def unequal_data() -> TensorClients:
         x = torch.randn(count, FEATURES, generator=random, dtype=torch.double)
         return x, torch.randint(CLASSES, (count,), generator=random)
 
-    splits = [[samples(size) for size in sizes] for sizes in (SIZES, [6] * 5, [7] * 5)]
+    splits = [[samples(size) for size in sizes] for sizes in (SIZES, [3] * 3, [4] * 3)]
     return TensorClients(*splits, num_classes=CLASSES, batch_size=4)
 
 

@@ -53,6 +53,8 @@ class Descent:
             and not optimizer._optimizer_step_pre_hooks
             and not optimizer._optimizer_step_post_hooks
             and not any(group["differentiable"] for group in optimizer.param_groups)
+            # A fused step takes gradients to lie like their parameters; backward() makes them so.
+            and not any(group["fused"] for group in optimizer.param_groups)
             and all(p.requires_grad for group in optimizer.param_groups for p in group["params"])
         )
 

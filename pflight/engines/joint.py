@@ -86,14 +86,21 @@ class JointClient:
 
         Scalars that are a client's own have no value in it, since the optimizer is one for all.
         """
-        told = {name: getattr(self.client, name) for name in self.client.told}
+        with self._untold():
+            return self.client.configure_optimizers()
+
+    @contextmanager
+    def _untold(self) -> Iterator[None]:
+        """Take away the values that a client is told: asking for one of them is an error."""
+        client = self.client
+        told = {name: getattr(client, name) for name in client.told}
         try:
             for name, value in told.items():
-                setattr(self.client, name, value.to("meta"))
-            return self.client.configure_optimizers()
+                setattr(client, name, value.to("meta"))
+            yield
         finally:
             for name, value in told.items():
-                setattr(self.client, name, value)
+                setattr(client, name, value)
 
     def loss(self, state: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Return the loss of a single client."""
@@ -137,7 +144,7 @@ class JointClient:
 
     def _record(self, parameters: Stack, others: Stack, *batch: Any) -> Callable[..., Any]:
         """Return the operations behind :meth:`gradients` or, where they can't be had, itself."""
-        copies = {name: value.clone() for name, value in others.items()}
+        copies = {name: _copy(value) for name, value in others.items()}
         try:
             return make_fx(lambda *args: self._gradients(*args))(parameters, copies, *batch)
         except Exception:
@@ -159,7 +166,8 @@ class JointClient:
     def _call_hook(self, name: str, epoch: int) -> None:
         """Call a hook of the client, which alone may ask for the epoch."""
         self._trainer.current_epoch = epoch
-        getattr(self.client, name)()
+        with self._untold():
+            getattr(self.client, name)()
         del self._trainer.current_epoch
 
     def _caller(self, method: str) -> Callable[..., Any]:
@@ -172,6 +180,11 @@ class JointClient:
             return functional_call(called, named, args, tie_weights=False)
 
         return call
+
+
+def _copy(stack: Tensor) -> Tensor:
+    """Copy a stack with its strides: rows may be the same memory, and are then only read."""
+    return stack[:1].clone().expand_as(stack) if stack.stride(0) == 0 else stack.clone()
 
 
 def _owner(client: nn.Module, name: str) -> nn.Module:

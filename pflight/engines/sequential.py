@@ -175,6 +175,7 @@ class SequentialEngine:
                         self._recall([memory[row] for memory in memories.values()])
                     with torch.enable_grad():
                         tensors = work(client)
+                    self._take_over_buffers()
                     own = self.client.remember() if kept is not None else {}
                 except MisconfigurationException:  # a mistake for all, not this client's failure
                     raise
@@ -534,13 +535,26 @@ class SequentialEngine:
             isinstance(module, nn.modules.batchnorm._BatchNorm) for module in client.modules()
         )
         client.anchor = self._anchor
-        self._attributes = dict(vars(client))
+        self._attributes = [(vars(module), dict(vars(module))) for module in client.modules()]
+        self._requires_grad = [(p, p.requires_grad) for p in client.parameters()]
+        own = set(map(id, self._tensors))
+        self._buffers = [
+            (module._buffers, name, buffer)
+            for module in client.modules()
+            for name, buffer in module._buffers.items()
+            if id(buffer) in own
+        ]
 
     def _load(self, start: list[Tensor], anchored: bool) -> None:
-        attributes = vars(self.client)  # what the client before has set is not this one's
-        attributes.update(self._attributes)
-        for name in attributes.keys() - self._attributes.keys():
-            del attributes[name]
+        # What the client before has set is not this one's.
+        for attributes, given in self._attributes:
+            attributes.update(given, training=attributes["training"])
+            for name in attributes.keys() - given.keys():
+                del attributes[name]
+        for parameter, required in self._requires_grad:
+            parameter.requires_grad = required
+        for held, name, buffer in self._buffers:
+            held[name] = buffer
         with torch.no_grad():
             torch._foreach_copy_(self._tensors, start)
         if anchored:
@@ -549,6 +563,13 @@ class SequentialEngine:
         self.client.memory = None
         self.client.seen.zero_()
         self.client.num_steps.zero_()
+
+    @torch.no_grad()
+    def _take_over_buffers(self) -> None:
+        """Copy what stands in the place of a buffer, which a client need not change in place."""
+        for held, name, buffer in self._buffers:
+            if held[name] is not buffer:
+                buffer.copy_(held[name])
 
     def _recall(self, memory: list[Tensor]) -> None:
         assert self._memory is not None

@@ -259,7 +259,7 @@ class StackedOptimizer:
                 leaf.data = leaf.data[:count]
                 state = self.optimizer.state[leaf]
                 state.update((n, v[:count]) for n, v in state.items() if _per_client(v))
-            leaf.grad = gradient
+            leaf.grad = gradient.contiguous()  # like the leaf: a fused step looks at no strides
         self.optimizer.step()
         for leaf in self.leaves:
             leaf.grad = None
@@ -271,30 +271,32 @@ def _per_client(value: Any) -> bool:
 
 def _can_be_fused(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     chosen = group["foreach"] is not None or group.get("fused") is not None
-    there = all(parameter.device.type in _FUSED_ON for parameter in group["params"])
-    return type(optimizer) in _FUSED and there and not chosen
+    able = all(
+        parameter.device.type in _FUSED_ON and parameter.is_floating_point()
+        for parameter in group["params"]
+    )
+    return type(optimizer) in _FUSED and able and not chosen
 
 
-def clip(gradients: Sequence[Tensor], limit: float, algorithm: str) -> None:
-    """Clip stacked gradients ``[C, ...]`` in place, each client's by itself.
+def clip(gradients: Sequence[Tensor], limit: float, algorithm: str) -> list[Tensor]:
+    """Return stacked gradients ``[C, ...]`` clipped, each client's by itself.
 
     Args:
-        gradients: The gradients of all parameters.
+        gradients: The gradients of all parameters, some of which may share their memory.
         limit: The largest norm over all parameters, or the largest value.
         algorithm: ``"norm"`` or ``"value"``.
 
     Example:
         >>> gradients = [torch.tensor([[3.0], [0.3]]), torch.tensor([[4.0], [0.4]])]
-        >>> clip(gradients, 1.0, "norm")
-        >>> gradients[1]
+        >>> clip(gradients, 1.0, "norm")[1]
         tensor([[0.8000],
                 [0.4000]])
     """
     if algorithm == "value":
-        for gradient in gradients:
-            gradient.clamp_(-limit, limit)
-        return
+        return [gradient.clamp(-limit, limit) for gradient in gradients]
     norms = torch.stack([torch.linalg.vector_norm(rows(g), dim=1) for g in gradients])
     scale = (limit / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(scale.view(-1, *[1] * (gradient.dim() - 1)))
+    return [
+        gradient * scale.view(-1, *[1] * (gradient.dim() - 1)).to(gradient.dtype)
+        for gradient in gradients
+    ]

@@ -62,6 +62,8 @@ def obstacle_to(
             return "it draws random numbers while it trains"
         if not _same(attributes, _attributes(client)):
             return "it sets attributes of itself while it trains"
+        if name := _replaced_buffer(client, batch):
+            return f"it replaces the buffer {name}, instead of changing it in place"
     return None if agrees else "its gradients depend on who is trained beside it"
 
 
@@ -120,6 +122,25 @@ class _Reading(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def _replaced_buffer(client: ClientModule, batch: Batch) -> str | None:
+    """Return the name of a buffer that a client's loss sets anew, which would be lost."""
+    before = dict(client.named_buffers())
+    client.loss(batch)
+    after = dict(client.named_buffers())
+    return next((name for name in before if after[name] is not before[name]), None)
+
+
+@torch.no_grad()
+def predicts_each_alone(joint: JointClient, layout: StateLayout, x: Tensor) -> bool:
+    """Return whether predictions stay as they are beside the zeros that fill batches up."""
+    states = _two_states(joint, layout)
+    twice = x.expand(2, *x.shape)
+    filled = torch.cat([twice, torch.zeros_like(twice)], dim=1)
+    alone = joint.logits(states, twice)
+    beside = joint.logits(states, filled)[:, : len(x)]
+    return bool(((alone - beside).abs() <= _TRACE * (1 + alone.abs())).all())
+
+
 def phases_of(joint: JointClient, epochs: int) -> list[Phase]:
     """Return the phases into which a client's hooks of epochs divide its local training.
 
@@ -131,8 +152,8 @@ def phases_of(joint: JointClient, epochs: int) -> list[Phase]:
         epochs: Local epochs.
 
     Raises:
-        RuntimeError: If anything else changes, or a parameter is trained in several phases, whose
-            optimizers are not the same.
+        RuntimeError: If anything else changes, such as the weights, or a parameter is trained in
+            several phases, whose optimizers are not the same.
     """
     client = joint.client
     client.train()
@@ -140,11 +161,13 @@ def phases_of(joint: JointClient, epochs: int) -> list[Phase]:
     before: tuple[list[str], ...] = ()
     trained: set[str] = set()
     attributes = _attributes(client)
+    tensors = state_tensors(client).values()
+    versions = [tensor._version for tensor in tensors]
     for epoch in range(epochs):
         with joint.phase(Phase(epoch, 1)):
             names = [name for name, p in client.named_parameters() if p.requires_grad]
             now = names, [name for name, module in client.named_modules() if module.training]
-            if not _same(attributes, _attributes(client)):
+            if not _same(attributes, _attributes(client), lengths=False):
                 raise RuntimeError("it sets attributes of itself when an epoch starts")
         if now == before:
             phases[-1] = Phase(phases[-1].first, phases[-1].epochs + 1)
@@ -154,6 +177,10 @@ def phases_of(joint: JointClient, epochs: int) -> list[Phase]:
             phases.append(Phase(epoch, 1))
         trained.update(names)
         before = now
+        if versions != [tensor._version for tensor in tensors]:
+            raise RuntimeError("it changes its weights or buffers when an epoch starts or ends")
+        if not _same(attributes, _attributes(client)):
+            raise RuntimeError("it sets attributes of itself when an epoch ends")
     return phases
 
 
@@ -285,17 +312,19 @@ def _generators() -> tuple[Any, ...]:
 
 
 def _attributes(client: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return all attributes of all modules, with the lengths of lists and the like."""
     return {
-        (name, attribute): value
+        (name, attribute): (value, len(value) if isinstance(value, list | dict | set) else 0)
         for name, module in client.named_modules()
         for attribute, value in vars(module).items()
         if attribute != "training"
     }
 
 
-def _same(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> bool:
+def _same(before: Mapping[Any, Any], after: Mapping[Any, Any], lengths: bool = True) -> bool:
     return before.keys() == after.keys() and all(
-        after[key] is value for key, value in before.items()
+        after[key][0] is value and (after[key][1] == length or not lengths)
+        for key, (value, length) in before.items()
     )
 
 

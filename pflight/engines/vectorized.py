@@ -24,7 +24,7 @@ from .joint import JointClient, Phase, Stack
 from .mixed import StackedAutocast
 from .sequential import GRADIENT_BATCH, SequentialEngine, finite_rows
 from .stacked import Batches, Group, Plan, StackedOptimizer, clip, rows_per_call
-from .trial import Dependence, dependence_of, obstacle_to, phases_of
+from .trial import Dependence, dependence_of, obstacle_to, phases_of, predicts_each_alone
 from .updates import ClientUpdates, Kept
 
 _TRIAL = 8  # samples on which a client is tried
@@ -144,6 +144,7 @@ class VectorizedEngine(SequentialEngine):
             if obstacle := obstacle_to(*mode):
                 return obstacle
             self._dependence[anchored] = dependence_of(*mode, unequal)
+        self._stacks_evaluation = predicts_each_alone(self._joint, self.layout, batch[0])
         return None
 
     @property
@@ -406,7 +407,9 @@ class VectorizedEngine(SequentialEngine):
         names = [
             name
             for name in self.layout.parameters
-            if id(own[name]) in stepped and name not in self._dependence[anchored].untouched
+            if id(own[name]) in stepped
+            and own[name].requires_grad
+            and name not in self._dependence[anchored].untouched
         ]
         parameters = {name: chunk.results[name] for name in names}
         others = self._others(chunk, parameters, anchored)
@@ -422,7 +425,7 @@ class VectorizedEngine(SequentialEngine):
                 for name in names
             ]
             if limit is not None:
-                clip(gradients, limit, algorithm)
+                gradients = clip(gradients, limit, algorithm)
             optimizer.step(gradients)
 
     def _add_gradients(self, chunk: _Chunk, batches: Batches) -> None:
@@ -441,8 +444,8 @@ class VectorizedEngine(SequentialEngine):
                 gradients = self._gradients(group, parameters, others, chunk.losses)
                 for name, gradient in gradients.items():
                     share = group.size / counts[group.rows].to(gradient)
-                    gradient.mul_(share.view(-1, *[1] * (gradient.dim() - 1)))
-                    chunk.results[name][group.rows] += gradient
+                    share = share.view(-1, *[1] * (gradient.dim() - 1))
+                    chunk.results[name][group.rows] += gradient * share
 
     def _others(self, chunk: _Chunk, parameters: Collection[str], anchored: bool) -> Stack:
         """Return everything that the loss looks at beside the parameters."""

@@ -542,3 +542,117 @@ def test_evaluation_of_a_model_per_client(counts: list[int], eval_batch_size: in
         quiet_trainer().test(federation, datamodule=data, verbose=False)
         values.append(federation.client_metrics())
     torch.testing.assert_close(*values, equal_nan=True, rtol=1e-5, atol=1e-6)
+
+
+# What networks and clients may do with their tensors
+
+
+class Mapped(nn.Module):
+    """A linear map whose gradient ``vmap`` leaves transposed, expanded or shared."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.w = nn.Parameter(torch.randn(CLASSES, FEATURES) / 3)
+        self.other = nn.Parameter(torch.randn(CLASSES, FEATURES) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "transposed":
+            return torch.einsum("bi,oi->bo", x, self.w)
+        if self.kind == "expanded":
+            return x @ self.other.t() + self.w.sum(1)
+        return nn.functional.linear(x, self.w + self.other)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "expanded", "shared"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_clip_val": 0.1}, {"optimizer": partial(Adam, lr=0.01)}],
+    ids=["sgd", "clipped", "adam"],
+)
+@pytest.mark.parametrize("server", [FedAvg, FedSGD])
+def test_gradients_may_lie_anyhow(
+    kind: str, options: dict[str, Any], server: Callable[..., Any]
+) -> None:
+    client = network_client(Mapped(kind), **options).double()
+    both(client, server, data=double_data())
+
+
+class ReplacesBuffer(ClientModule):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_buffer("mean", torch.zeros(FEATURES))
+
+    def loss(self, batch: Any) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * batch[0].mean(0)
+        return super().loss(batch) + (self.network.weight @ self.mean).square().sum()
+
+
+def test_replaced_buffer_is_kept_by_each_client() -> None:
+    def states(scale: float) -> list[dict[str, Tensor]]:
+        random = torch.Generator().manual_seed(3)
+        x = torch.randn(2, 8, FEATURES, generator=random) * torch.tensor([scale, 1]).view(2, 1, 1)
+        y = torch.randint(CLASSES, (2, 8), generator=random)
+        data = TensorClients(list(zip(x, y, strict=True)), num_classes=CLASSES, batch_size=4)
+        federation = run(linear_client(ReplacesBuffer), data, Local(), rounds=2)
+        assert "replaces the buffer mean" in str(obstacle(federation))
+        return [federation.client_state(client) for client in (0, 1)]
+
+    (first, second), (changed, untouched) = states(1), states(5)
+    assert first["mean"].norm() > 0
+    assert not torch.equal(first["network.weight"], changed["network.weight"])
+    assert_same(second, untouched)
+
+
+class LeavesThingsBehind(ClientModule):
+    """Freezes its weight in the course of its training, and counts in its network."""
+
+    def on_train_epoch_end(self) -> None:
+        self.network.weight.requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        self.network.calls = getattr(self.network, "calls", 0) + 1
+        return super().loss(batch) * self.network.calls
+
+
+def test_clients_leave_nothing_behind() -> None:
+    data = TensorClients([samples(8, 1)] * 2, num_classes=CLASSES, batch_size=8)
+    fit = partial(run, linear_client(LeavesThingsBehind), data, Local(), local_epochs=2)
+    federation = fit(engine="sequential")
+    torch.testing.assert_close(federation.client_state(0), federation.client_state(1))
+
+
+class ClampsItsWeights(ClientModule):
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.network.weight.clamp_(-0.1, 0.1)
+
+
+class LooksAtItsSamples(ClientModule):
+    def on_train_epoch_start(self) -> None:
+        self.network.bias.requires_grad_(bool(self.num_samples > 8))
+
+
+@pytest.mark.parametrize("kind", [ClampsItsWeights, LooksAtItsSamples])
+def test_hooks_that_can_not_be_shared(kind: type[ClientModule]) -> None:
+    fit = partial(run, linear_client(kind).double(), double_data(), rounds=2, local_epochs=2)
+    stacked = fit(engine="vectorized")
+    assert obstacle(stacked)
+    assert_close(fit(engine="sequential"), stacked)
+
+
+def test_evaluation_that_mixes_samples_is_not_filled_up() -> None:
+    norm = nn.BatchNorm1d(FEATURES, track_running_stats=False)
+    client = network_client(nn.Sequential(norm, nn.Linear(FEATURES, CLASSES))).double()
+    counts = [2, 9, 3, 4, 4, 2]
+    test = [samples(count, seed, dtype=torch.float64) for seed, count in enumerate(counts)]
+    train = [samples(8, seed, dtype=torch.float64) for seed in range(6)]
+    losses = []
+    for engine in ("sequential", "vectorized"):
+        federation = Federation(client, engine=engine)
+        trainer = quiet_trainer(1, Local())
+        data = TensorClients(train, test=test, num_classes=CLASSES, batch_size=4)
+        trainer.fit(federation, datamodule=data)
+        trainer.test(federation, datamodule=data, verbose=False)
+        losses.append(federation.client_metrics()["loss"])
+    torch.testing.assert_close(*losses)
