@@ -542,7 +542,7 @@ class SequentialEngine:
             (module._buffers, name, buffer)
             for module in client.modules()
             for name, buffer in module._buffers.items()
-            if id(buffer) in own
+            if buffer is not None and id(buffer) in own
         ]
 
     def _load(self, start: list[Tensor], anchored: bool) -> None:
@@ -568,8 +568,9 @@ class SequentialEngine:
     def _take_over_buffers(self) -> None:
         """Copy what stands in the place of a buffer, which a client need not change in place."""
         for held, name, buffer in self._buffers:
-            if held[name] is not buffer:
-                buffer.copy_(held[name])
+            current = held[name]
+            if current is not None and current is not buffer:
+                buffer.copy_(current)
 
     def _recall(self, memory: list[Tensor]) -> None:
         assert self._memory is not None
