@@ -136,6 +136,10 @@ def main() -> None:
     parser.add_argument("--root", type=Path, help="folder of Fashion-MNIST's idx files")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="a GPU, where there is one")
     options = parser.parse_args()
+    for name in options.workloads:
+        workload, times, cohort = name.partition("x")
+        if workload not in WORKLOADS or (times and not cohort.isdigit()):
+            parser.error(f"unknown workload {name}; there are {', '.join(names)}")
     found = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(options.device or found)
     if device.type == "cuda":

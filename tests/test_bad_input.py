@@ -9,8 +9,9 @@ from torch import nn
 
 from pflight import Federation
 from pflight.callbacks import FedAvg, FeSEM, Local
+from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.models import ClientModule
+from pflight.models import ClientModule, ProximalClient
 from tests.runs import (
     CLASSES,
     FEATURES,
@@ -18,6 +19,7 @@ from tests.runs import (
     network_client,
     quiet_trainer,
     run,
+    samples,
     small_data,
 )
 
@@ -61,6 +63,26 @@ def test_an_unknown_client(client: int) -> None:
 @pytest.mark.parametrize("callback", [FedAvg, lambda: FeSEM(2)])
 def test_a_network_that_does_not_fit_the_data(network: nn.Module, message: str, callback: Any):
     fails(message, run, network_client(network), small_data(), callback())
+
+
+@pytest.mark.parametrize("kind", [ClientModule, ProximalClient])
+@pytest.mark.parametrize("outputs", [CLASSES - 2, CLASSES - 1, CLASSES + 2])
+def test_a_network_that_does_not_fit_data_for_training_alone(
+    kind: type[ClientModule], outputs: int
+) -> None:
+    data = TensorClients([samples(8, seed) for seed in range(3)], num_classes=CLASSES)
+    client = kind(nn.Linear(FEATURES, outputs), num_classes=CLASSES)
+    fails(rf"outputs of shape \(2, {outputs}\) for 2 samples of 3 classes", run, client, data)
+
+
+class Autoencoder(ClientModule):
+    def loss(self, batch: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(self(batch[0]), batch[0])
+
+
+def test_a_loss_of_ones_own_may_take_other_outputs() -> None:
+    data = TensorClients([samples(8, seed) for seed in range(3)], num_classes=CLASSES)
+    run(Autoencoder(nn.Linear(FEATURES, FEATURES), num_classes=CLASSES), data)
 
 
 def test_a_network_of_another_precision_than_the_data() -> None:

@@ -348,8 +348,9 @@ class SequentialEngine:
     def check_input(self) -> None:
         """Raise unless the client can take the data's samples, and gives one logit per class.
 
-        What is checked is what will be used: the outputs where there is something to evaluate, and
-        the loss unless the client trains by a ``training_step`` of its own.
+        What is checked is what will be used: the outputs where there is something to evaluate or
+        the loss is one of pflight's, and the loss unless the client trains by a ``training_step``
+        of its own.
 
         Raises:
             ConfigurationError: Naming the shape of the samples.
@@ -357,12 +358,14 @@ class SequentialEngine:
         x, y = self._samples(int(self.data.train_clients[0]), "train")
         batch, x, y = len(x[: self.data.batch_size]), x[:2], y[:2]
         evaluated = any(self.data.num_samples(split).any() for split in ("val", "test"))
+        trains_by_loss = type(self.client).training_step is ClientModule.training_step
+        classifies = trains_by_loss and _classifies(self.client)
         expected = (len(x), self.client.num_classes)
         self.client.eval()
         try:
             with torch.no_grad(), self._forward_context():
-                logits = self.client(x) if evaluated else None
-                if type(self.client).training_step is ClientModule.training_step and logits is None:
+                logits = self.client(x) if evaluated or classifies else None
+                if trains_by_loss and logits is None:
                     self.client.loss((x, y))
         except Exception as error:
             reason = str(error).strip().split("\n")[0]
@@ -370,7 +373,7 @@ class SequentialEngine:
                 f"the network can't take the data's samples of shape {tuple(x.shape[1:])} "
                 f"({str(x.dtype).removeprefix('torch.')}): {reason}"
             ) from error
-        if logits is not None and tuple(logits.shape) != expected:
+        if logits is not None and tuple(logits.shape[: None if evaluated else 2]) != expected:
             raise ConfigurationError(
                 f"the network gives outputs of shape {tuple(logits.shape)} for {expected[0]} "
                 f"samples of {expected[1]} classes; it must give {expected}"
@@ -619,6 +622,12 @@ def _threads(count: int) -> Iterator[None]:
 def _like(columns: Iterable[Tensor]) -> list[Tensor]:
     """Return empty tensors in which rows lie one after the other."""
     return [torch.empty_like(column, memory_format=torch.contiguous_format) for column in columns]
+
+
+def _classifies(client: ClientModule) -> bool:
+    """Return whether its loss is the cross-entropy of its logits, plus penalties of pflight's."""
+    definers = [kind for kind in type(client).__mro__ if "loss" in vars(kind)]
+    return all(kind.__module__.split(".")[0] == "pflight" for kind in definers)
 
 
 def _loss_of(output: Any) -> Tensor | None:

@@ -46,7 +46,7 @@ def obstacle_to(
     try:
         optimizer = joint.optimizer()
     except Exception as error:
-        return f"its configure_optimizers() needs a client of its own: {_first_line(error)}"
+        return f"its configure_optimizers() needs a client of its own: {reason_of(error)}"
     if reason := misfit(optimizer):
         return reason
     with isolated(client.device), torch.enable_grad():
@@ -54,7 +54,7 @@ def obstacle_to(
         try:
             agrees = _agrees(joint, _two_states(joint, layout), layout, batch)
         except Exception as error:
-            reason = _first_line(error)
+            reason = reason_of(error)
             if "randomness" in reason:
                 return "it draws random numbers while it trains, as dropout does"
             return f"many at once fail: {reason}"
@@ -64,7 +64,12 @@ def obstacle_to(
             return "it sets attributes of itself while it trains"
         if name := _replaced_buffer(client, batch):
             return f"it replaces the buffer {name}, instead of changing it in place"
-    return None if agrees else "its gradients depend on who is trained beside it"
+    if not agrees:
+        return (
+            "many at once get other gradients than one alone, as with operations that mix clients, "
+            "or with numbers of the module's own that change from call to call"
+        )
+    return None
 
 
 class Dependence(NamedTuple):
@@ -137,7 +142,10 @@ def predicts_each_alone(joint: JointClient, layout: StateLayout, x: Tensor) -> b
     twice = x.expand(2, *x.shape)
     filled = torch.cat([twice, torch.zeros_like(twice)], dim=1)
     alone = joint.logits(states, twice)
-    beside = joint.logits(states, filled)[:, : len(x)]
+    try:
+        beside = joint.logits(states, filled)[:, : len(x)]
+    except Exception:  # it takes no such batch
+        return False
     return bool(((alone - beside).abs() <= _TRACE * (1 + alone.abs())).all())
 
 
@@ -269,7 +277,7 @@ def _alike(
     for row, (gradients, loss) in enumerate(alone):
         if not (stacked[1][row] - loss).abs() <= tolerance * max(1.0, float(loss.abs())):
             return False
-        known = {name: g for name, g in gradients.items() if g is not None}
+        known = {name: g for name, g in gradients.items() if g is not None and g.numel()}
         scale = max(float(g.abs().max()) for g in known.values())
         for name, gradient in known.items():
             difference = (stacked[0][name][row] - gradient).abs().max()
@@ -328,5 +336,9 @@ def _same(before: Mapping[Any, Any], after: Mapping[Any, Any], lengths: bool = T
     )
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
+def reason_of(error: Exception) -> str:
+    """Return an error's first sentence, for users who don't know how clients are stacked."""
+    line = str(error).strip().split("\n")[0].split(". ")[0] or type(error).__name__
+    if "meta tensors" in line:  # as which a client's scalars are handed to what all clients share
+        return "it asks for the value of num_samples or another number that clients differ in"
+    return line

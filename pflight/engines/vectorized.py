@@ -24,7 +24,7 @@ from .joint import JointClient, Phase, Stack
 from .mixed import StackedAutocast
 from .sequential import GRADIENT_BATCH, SequentialEngine, finite_rows
 from .stacked import Batches, Group, Plan, StackedOptimizer, clip, rows_per_call
-from .trial import Dependence, dependence_of, obstacle_to, phases_of, predicts_each_alone
+from .trial import Dependence, dependence_of, obstacle_to, phases_of, predicts_each_alone, reason_of
 from .updates import ClientUpdates, Kept
 
 _TRIAL = 8  # samples on which a client is tried
@@ -374,9 +374,9 @@ class VectorizedEngine(SequentialEngine):
                 raise RuntimeError("it has hooks of epochs, and trains for some steps")
             return phases_of(self._joint, epochs)
         except Exception as error:
-            self.obstacle = str(error)
+            self.obstacle = reason_of(error)
             name = type(self.template).__name__
-            rank_zero_info(f"sequential engine: {name} can't be stacked, {error}")
+            rank_zero_info(f"sequential engine: {name} can't be stacked, {self.obstacle}")
             return None
 
     def _train_chunk(self, chunk: _Chunk, phases: list[Phase] | None, task: _Task) -> None:

@@ -395,6 +395,24 @@ class OwnLearningRate(ClientModule):
         return SGD(self.parameters(), lr=1 / float(self.num_samples))
 
 
+class OwnGenerator(ClientModule):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.random = np.random.default_rng(0)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return super().loss(batch) * float(self.random.random())
+
+
+class SparseEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3, CLASSES, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embedding((x[:, 0] > 0).long())
+
+
 class Dicing(ClientModule):
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         return super().loss(batch) * random.random()
@@ -439,7 +457,12 @@ class Recurrent(nn.Module):
         (lambda: linear_client(OwnStep), "it has training_step of its own"),
         (lambda: linear_client(Branching), "many at once fail: .*data-dependent"),
         (lambda: linear_client(Scheduled), r"its configure_optimizers\(\) gives tuple"),
-        (lambda: linear_client(OwnLearningRate), r"configure_optimizers\(\) needs a client"),
+        (
+            lambda: linear_client(OwnLearningRate),
+            r"configure_optimizers\(\) needs a client of its own: it asks for the value of num",
+        ),
+        (lambda: linear_client(OwnGenerator), "numbers of the module's own that change"),
+        (lambda: network_client(SparseEmbedding()), "many at once fail: [^.]*$"),
         (lambda: linear_client(Dicing), "it draws random numbers"),
         (lambda: linear_client(NumpyDicing), "it draws random numbers"),
         (dropout_client, "it draws random numbers while it trains, as dropout does"),
@@ -633,11 +656,14 @@ class LooksAtItsSamples(ClientModule):
         self.network.bias.requires_grad_(bool(self.num_samples > 8))
 
 
-@pytest.mark.parametrize("kind", [ClampsItsWeights, LooksAtItsSamples])
-def test_hooks_that_can_not_be_shared(kind: type[ClientModule]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(ClampsItsWeights, "it changes its weights"), (LooksAtItsSamples, "the value of num_samples")],
+)
+def test_hooks_that_can_not_be_shared(kind: type[ClientModule], reason: str) -> None:
     fit = partial(run, linear_client(kind).double(), double_data(), rounds=2, local_epochs=2)
     stacked = fit(engine="vectorized")
-    assert obstacle(stacked)
+    assert reason in str(obstacle(stacked))
     assert_close(fit(engine="sequential"), stacked)
 
 
@@ -655,4 +681,32 @@ def test_evaluation_that_mixes_samples_is_not_filled_up() -> None:
         trainer.fit(federation, datamodule=data)
         trainer.test(federation, datamodule=data, verbose=False)
         losses.append(federation.client_metrics()["loss"])
+    torch.testing.assert_close(*losses)
+
+
+class Rigid(nn.Module):
+    """Evaluates no more than eight samples, and has a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, CLASSES)
+        self.empty = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training and len(x) > 8:
+            raise ValueError("too many samples")
+        return self.linear(x) + self.empty.sum()
+
+
+def test_evaluation_that_fails_when_filled_up_is_not() -> None:
+    data = [samples(8, seed) for seed in range(6)]
+    client = network_client(Rigid())
+    sizes = {"batch_size": 4, "eval_batch_size": 8}
+    test = TensorClients(data, test=data, num_classes=CLASSES, **sizes)
+    losses = []
+    for engine in ("sequential", "vectorized"):
+        federation = run(client, test, Local(), engine=engine)
+        quiet_trainer().test(federation, datamodule=test, verbose=False)
+        losses.append(federation.client_metrics()["loss"])
+    assert obstacle(federation) is None
     torch.testing.assert_close(*losses)
