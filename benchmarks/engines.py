@@ -76,6 +76,38 @@ def small_convolutional() -> nn.Module:
     )
 
 
+def strided() -> nn.Module:
+    """Return two convolutions that halve the image in place of pooling."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 32, 3, stride=2, padding=1), nn.ReLU()),
+        *(nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(4096, 10)),
+    )
+
+
+def lenet() -> nn.Module:
+    """Return LeNet-5 with maxima and rectified units."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+    )
+
+
+class Attentive(nn.Module):
+    """Attends to the rows of an image, in a block of a transformer without dropout."""
+
+    def __init__(self, size: int = 64) -> None:
+        super().__init__()
+        self.enter = nn.Linear(28, size)
+        self.block = nn.TransformerEncoderLayer(size, 4, 2 * size, 0.0, batch_first=True)
+        self.leave = nn.Linear(size, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits of a batch of images."""
+        return self.leave(self.block(self.enter(x.squeeze(1))).mean(1))
+
+
 WARM = 10  # turns, in which what is repeated often is recorded
 IMAGE, COLOR = (1, 28, 28), (3, 32, 32)
 CASES = {
@@ -102,6 +134,13 @@ CASES = {
     "MLP 784-1000-1000-10, batch 32": Case(
         partial(MLP, 784, [1000, 1000], 10), IMAGE, batch=32, samples=128, clients=8
     ),
+    "MLP 784-500-500-10, batch 100": Case(
+        partial(MLP, 784, [500, 500], 10), IMAGE, batch=100, samples=400, clients=12
+    ),
+    "MLP 784-2000-2000-10, batch 32": Case(
+        partial(MLP, 784, [2000, 2000], 10), IMAGE, batch=32, samples=96, clients=6
+    ),
+    "transformer block, batch 20": Case(Attentive, IMAGE, batch=20, samples=60),
     "MLP with BatchNorm, batch 20": Case(normed, IMAGE, batch=20, samples=100),
     "MLP with BatchNorm, unequal clients": Case(normed, IMAGE, batch=20, samples=100, unequal=True),
     "small convolutions": Case(small_convolutional, IMAGE, samples=40),
@@ -109,8 +148,12 @@ CASES = {
     "small convolutions, unequal clients": Case(
         small_convolutional, IMAGE, samples=40, unequal=True
     ),
+    "LeNet-5, batch 10": Case(lenet, IMAGE, samples=30),
+    "LeNet-5, batch 64": Case(lenet, IMAGE, batch=64, samples=128, clients=10),
+    "strided convolutions, batch 10": Case(strided, COLOR, samples=30),
+    "strided convolutions, batch 50": Case(strided, COLOR, batch=50, samples=100, clients=10),
     "pFedHN's CNN": Case(partial(PFedHNCNN, 10, 3, 32), COLOR, batch=32, samples=96, clients=8),
-    "FEMNIST's CNN, batch 10": Case(FEMNISTCNN, IMAGE, samples=20, clients=4),
+    "FEMNIST's CNN, batch 10": Case(partial(FEMNISTCNN, 10), IMAGE, samples=20, clients=4),
     "McMahan's CNN, batch 32 (W1)": Case(
         partial(McMahanCNN, 10), IMAGE, batch=32, samples=64, clients=4
     ),

@@ -12,14 +12,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.modules.conv import _ConvNd
 
 from pflight.datamodules import FederatedDataModule
 from pflight.models import ClientModule
 from pflight.state import StateLayout
 
 from .allocator import keep_freed_memory
-from .operations import forward_operations
+from .operations import count_operations
 from .sequential import SequentialEngine
 from .vectorized import VectorizedEngine
 
@@ -35,19 +34,21 @@ class _Limits(NamedTuple):
     """Bytes of a chunk's samples."""
     operations: float
     """Of a chunk's forward pass, unless it has but a few clients."""
-    linear: float
+    cached: float
+    """Bytes of a few clients' parameters that stay at hand between their steps."""
+    busy: float
     """Operations of a client's forward pass from which on a client keeps the device busy alone."""
-    convolutional: float
-    """And for networks with convolutions, which run slower stacked."""
+    thin: float
+    """And of those in convolutions with few input channels, which run slower stacked."""
     rows: float
     """Clients in one call, in the mean, that pay where only batches of equal size are stacked."""
 
 
 _LIMITS = {
-    "cpu": _Limits(16 * 2**20, 32 * 2**20, 300e6, linear=100e6, convolutional=30e6, rows=5),
-    "cuda": _Limits(256 * 2**20, 2**30, math.inf, linear=math.inf, convolutional=math.inf, rows=1),
+    "cpu": _Limits(16 * 2**20, 32 * 2**20, 300e6, 32 * 2**20, busy=500e6, thin=8e6, rows=5),
+    "cuda": _Limits(256 * 2**20, 2**30, *[math.inf] * 4, rows=1),
 }
-_FEW = 4  # clients at once, which always pay
+_FEW = 4  # clients at once, if their samples allow it
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,9 @@ def choose(
     """Choose an engine.
 
     Stacking clients saves what PyTorch spends around each operation, which is most of a small
-    network's step, and loses where one client's step fills the processor; with convolutions, which
-    run slower stacked, it does so earlier. A chunk fits into a CPU's caches or a GPU's memory.
+    network's step. It loses where one client's step fills the processor or its caches, and where
+    convolutions with few input channels weigh, such as those of images: they run slower stacked. A
+    chunk fits into a CPU's caches or a GPU's memory.
 
     Args:
         wanted: The engine asked for, or ``"auto"``.
@@ -103,15 +105,19 @@ def choose(
     counts = data.num_samples("train")
     batch = min(data.batch_size or math.inf, int(counts[data.train_clients].max()))
     x, _ = data.samples(int(data.train_clients[0]), "train")
-    operations = forward_operations(client, x[:1]) * batch
-    chunk = chunk or _chunk_size(limits, layout, data, x, operations)
+    total, thin = (batch * count for count in count_operations(client, x[:1]))
+    chunk = chunk or _chunk_size(limits, layout, data, x, total)
     if wanted == "vectorized":
         return Choice(wanted, chunk, "as asked for")
-    convolutional = any(isinstance(module, _ConvNd) for module in client.modules())
-    step = f"{operations / 1e6:,.1f} million operations a batch"
-    if operations >= (limits.convolutional if convolutional else limits.linear):
-        kind = " of a network with convolutions" if convolutional else ""
-        return Choice("sequential", 1, f"{step}{kind} keep the device busy")
+    step = f"{total / 1e6:,.1f} million operations a batch"
+    if total >= limits.busy:
+        return Choice("sequential", 1, f"{step} keep the device busy")
+    if thin >= limits.thin:
+        reason = f"of {step} too many are in convolutions with few channels"
+        return Choice("sequential", 1, reason)
+    if _FEW * layout.nbytes > limits.cached:
+        reason = f"{_FEW} models of {layout.nbytes / 2**20:,.1f} MiB don't fit into the caches"
+        return Choice("sequential", 1, reason)
     return Choice("vectorized", chunk, f"{step} leave the device idle one by one")
 
 

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import copy
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+_THIN = 4  # input channels
 
-def forward_operations(network: nn.Module, x: Tensor) -> float:
-    """Count the floating-point operations of a forward pass in evaluation mode.
 
-    Multiplications of matrices and convolutions are counted, which take most of them.
+class Operations(NamedTuple):
+    """Floating-point operations of a forward pass."""
+
+    total: float
+    """Of products of matrices and of convolutions, which take most of them."""
+    thin: float
+    """Of convolutions with at most four input channels, such as those of an image."""
+
+
+def count_operations(network: nn.Module, x: Tensor) -> Operations:
+    """Count the operations of a forward pass in evaluation mode.
 
     Args:
         network: The network; a copy of it is run.
@@ -22,18 +33,28 @@ def forward_operations(network: nn.Module, x: Tensor) -> float:
         of any size.
 
     Example:
-        >>> forward_operations(nn.Linear(3, 4), torch.ones(5, 3))
-        120.0
+        >>> count_operations(nn.Conv1d(2, 3, kernel_size=4), torch.ones(1, 2, 13))
+        Operations(total=480.0, thin=480.0)
     """
     from torch.utils.flop_counter import FlopCounterMode
 
+    convolution = torch.ops.aten.convolution
     network = copy.deepcopy(network).eval()
     first = next(network.parameters(), x)
     if x.is_floating_point():
         x = x.to(first.dtype)
+    everything = FlopCounterMode(display=False)
+    thin = FlopCounterMode(display=False, custom_mapping={convolution: _thin_operations})
     try:
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
+        with everything, thin, torch.enable_grad():  # without, transformers take other paths
             network(x.to(first.device))
     except Exception:
-        return float("inf")
-    return float(counter.get_total_flops())
+        return Operations(math.inf, math.inf)
+    return Operations(
+        float(everything.get_total_flops()),
+        float(thin.get_flop_counts()["Global"].get(convolution, 0)),
+    )
+
+
+def _thin_operations(x: Any, weight: Any, *_: Any, out_shape: Any, **__: Any) -> int:
+    return 2 * math.prod(out_shape) * math.prod(weight[1:]) if weight[1] <= _THIN else 0

@@ -25,7 +25,7 @@ from pflight.state import StateLayout, StateModule, entries, rows, state_tensors
 
 from .descent import Descent
 from .local_trainer import LocalTrainer
-from .operations import forward_operations
+from .operations import count_operations
 from .updates import ClientFailure, ClientUpdates, Evaluation, Kept
 
 _TRANSFER_HOOKS = (
@@ -383,7 +383,7 @@ class SequentialEngine:
         except Exception as error:
             reason = " ".join(str(error).split())
             raise ConfigurationError(f"the client's optimizer can't be built: {reason}") from error
-        if forward_operations(self.client, x[:1]) * batch < _ONE_THREAD:
+        if count_operations(self.client, x[:1]).total * batch < _ONE_THREAD:
             self.threads = 1
         if self._gains_from_channels_last():
             self._channels_last = True

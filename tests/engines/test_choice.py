@@ -45,7 +45,7 @@ from tests.runs import (
             ClientModule(
                 nn.Sequential(
                     nn.Unflatten(1, (1, FEATURES)),
-                    nn.Conv1d(1, 2_000_000, FEATURES),
+                    nn.Conv1d(1, 400_000, FEATURES),
                     nn.MaxPool1d(1),
                     nn.Flatten(),
                     nn.AdaptiveMaxPool1d(CLASSES),
@@ -53,15 +53,23 @@ from tests.runs import (
                 CLASSES,
             ),
             {},
-            "sequential engine: .* of a network with convolutions keep the device busy",
+            r"sequential engine: of 1\d\.\d million operations a batch too many are in convol",
         ),
         (
             ClientModule(
-                nn.Sequential(nn.Linear(FEATURES, 4000), nn.Linear(4000, 4000), nn.Linear(4000, 3)),
+                nn.Sequential(nn.Linear(FEATURES, 2000), nn.Linear(2000, 2000), nn.Linear(2000, 3)),
                 CLASSES,
             ),
             {},
-            r"sequential engine: 1\d\d\.\d million operations a batch keep the device busy",
+            r"sequential engine: 4 models of 15\.3 MiB don't fit into the caches",
+        ),
+        (
+            ClientModule(
+                nn.Sequential(nn.Linear(FEATURES, 10_000), nn.Linear(10_000, CLASSES)),
+                CLASSES,
+            ),
+            {"counts": [4000] * 6, "batch_size": None},
+            r"sequential engine: 560\.0 million operations a batch keep the device busy",
         ),
     ],
 )
