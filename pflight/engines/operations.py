@@ -52,7 +52,7 @@ def count_operations(network: nn.Module, x: Tensor) -> Operations:
         return Operations(math.inf, math.inf)
     return Operations(
         float(everything.get_total_flops()),
-        float(thin.get_flop_counts()["Global"].get(convolution, 0)),
+        float(thin.get_flop_counts().get("Global", {}).get(convolution, 0)),
     )
 
 

@@ -22,6 +22,10 @@ def test_products_and_convolutions_are_counted() -> None:
     assert count_operations(network, IMAGES) == (5 * (first + second + linear), 5 * first)
 
 
+def test_nothing_to_count() -> None:
+    assert count_operations(nn.Flatten(), IMAGES) == (0, 0)
+
+
 def test_channels_of_a_group_are_what_counts() -> None:
     network = nn.Conv2d(8, 8, 1, groups=4)
     assert count_operations(network, torch.zeros(1, 8, 2, 2)).thin == 2 * 2 * 8 * 4
