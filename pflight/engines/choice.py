@@ -31,7 +31,7 @@ class _Limits(NamedTuple):
     parameters: float
     """Bytes of a chunk's parameters, unless it has but a few clients."""
     samples: float
-    """Bytes of a chunk's samples."""
+    """Bytes of a chunk's samples, which are put in order before each epoch."""
     operations: float
     """Of a chunk's forward pass, unless it has but a few clients."""
     cached: float
@@ -45,7 +45,7 @@ class _Limits(NamedTuple):
 
 
 _LIMITS = {
-    "cpu": _Limits(16 * 2**20, 32 * 2**20, 300e6, 32 * 2**20, busy=500e6, thin=8e6, rows=5),
+    "cpu": _Limits(16 * 2**20, 256 * 2**20, 300e6, 32 * 2**20, busy=500e6, thin=8e6, rows=5),
     "cuda": _Limits(256 * 2**20, 2**30, math.inf, math.inf, busy=math.inf, thin=math.inf, rows=1),
 }
 _FEW = 4  # clients at once, if their samples allow it
@@ -106,7 +106,7 @@ def choose(
     batch = min(data.batch_size or math.inf, int(counts[data.train_clients].max()))
     x, _ = data.samples(int(data.train_clients[0]), "train")
     total, thin = (batch * count for count in count_operations(client, x[:1]))
-    chunk = chunk or _chunk_size(limits, layout, data, x, total)
+    given, chunk = chunk, chunk or _chunk_size(limits, layout, data, x, total)
     if wanted == "vectorized":
         return Choice(wanted, chunk, "as asked for")
     step = f"{total / 1e6:,.1f} million operations a batch"
@@ -114,6 +114,9 @@ def choose(
         return Choice("sequential", 1, f"{step} keep the device busy")
     if thin >= limits.thin:
         reason = f"of {step} too many are in convolutions with few channels"
+        return Choice("sequential", 1, reason)
+    if chunk < _FEW and not given:
+        reason = f"{_FEW} clients' samples exceed {limits.samples / 2**20:,.0f} MiB"
         return Choice("sequential", 1, reason)
     if _FEW * layout.nbytes > limits.cached:
         reason = f"{_FEW} models of {layout.nbytes / 2**20:,.1f} MiB don't fit into the caches"

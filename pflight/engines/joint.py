@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from pflight.models import Batch, ClientModule
 from pflight.state import StateLayout, StateModule, state_tensors
 
+from .embeddings import CheckedEmbeddings
 from .weighted import WeightedMeans
 
 Stack = dict[str, Tensor]
@@ -55,10 +56,11 @@ class JointClient:
         self._tied = {
             alias: name
             for alias, name in layout.aliases.items()
-            if _owner(client, alias) is not _owner(client, name)
+            if _place(client, alias) != _place(client, name)
         }
         self.changes_afterwards = type(client).after_training is not ClientModule.after_training
         self.remembers_its_state = type(client).remember is ClientModule.remember
+        self._modes: Hashable = None  # of the modules and parameters
         self._calls: Counter[Hashable] = Counter()
         self._records: dict[Hashable, Callable[..., Any]] = {}
         self._gradients = vmap(grad_and_value(self._loss))
@@ -71,15 +73,25 @@ class JointClient:
         self.client.train()
         self.client.anchor = self._anchor if anchored else None
         self.client.memory = self._memory if remembers else None
+        self._note_modes()
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Let the client do what its hooks do around the epochs of a phase."""
         self._call_hook("on_train_epoch_start", phase.first)
+        self._note_modes()
         try:
             yield
         finally:
             self._call_hook("on_train_epoch_end", phase.first)
+            self._note_modes()
+
+    def _note_modes(self) -> None:
+        modules, parameters = self.client.modules(), self.client.parameters()
+        self._modes = (
+            tuple(module.training for module in modules),
+            tuple(parameter.requires_grad for parameter in parameters),
+        )
 
     def optimizer(self) -> Optimizer:
         """Return what a client's ``configure_optimizers`` gives, over this module's parameters.
@@ -133,7 +145,7 @@ class JointClient:
         arguments = parameters, others, (x, y), *extra
         tensors = *parameters.values(), *others.values(), x, y, *extra
         mode = self.client.anchor is None, self.client.memory is None, *parameters, None, *others
-        key = mode, tuple((tensor.shape, tensor.stride()) for tensor in tensors)
+        key = mode, self._modes, tuple((tensor.shape, tensor.stride()) for tensor in tensors)
         if key not in self._records:
             self._calls[key] += 1
             records = len(self._records)
@@ -177,7 +189,8 @@ class JointClient:
             tensors = {**parameters, **others}
             tensors |= {alias: tensors[n] for alias, n in self._tied.items() if n in tensors}
             named = {f"client.{name}": tensor for name, tensor in tensors.items()}
-            return functional_call(called, named, args, tie_weights=False)
+            with CheckedEmbeddings():
+                return functional_call(called, named, args, tie_weights=False)
 
         return call
 
@@ -187,9 +200,10 @@ def _copy(stack: Tensor) -> Tensor:
     return stack[:1].clone().expand_as(stack) if stack.stride(0) == 0 else stack.clone()
 
 
-def _owner(client: nn.Module, name: str) -> nn.Module:
-    """Return the module that has a tensor; one with two names has it but once."""
-    return client.get_submodule(name.rpartition(".")[0])
+def _place(client: nn.Module, name: str) -> tuple[int, str]:
+    """Return where a tensor is held, which is but once in a module that has two names."""
+    module, _, attribute = name.rpartition(".")
+    return id(client.get_submodule(module)), attribute
 
 
 class _Method(nn.Module):
@@ -210,6 +224,8 @@ class _NoTrainer:
     current_epoch: int
 
     def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # it is being copied
+            raise AttributeError(name)
         raise RuntimeError(f"it asks for trainer.{name}")
 
 

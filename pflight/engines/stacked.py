@@ -211,6 +211,8 @@ def misfit(optimizer: Any) -> str | None:
     """Say why an optimizer can't step stacked parameters, or return ``None`` if it can."""
     name = type(optimizer).__name__
     if type(optimizer) not in ELEMENTWISE:
+        if not isinstance(optimizer, Optimizer):
+            return "its configure_optimizers() gives more than one optimizer, or a schedule"
         known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         return f"its configure_optimizers() gives {name}, and not one of {known}"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 import random
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pflight.models import Batch, ClientModule
@@ -25,34 +30,44 @@ _CLASSES = 32  # that are tried
 
 
 def obstacle_to(
-    joint: JointClient, layout: StateLayout, batch: Batch, anchored: bool, remembers: bool
+    joint: JointClient,
+    layout: StateLayout,
+    batches: Sequence[Batch],
+    anchored: bool,
+    remembers: bool,
 ) -> str | None:
     """Say what keeps a client from standing for many, or return ``None`` if nothing does.
 
     Two clients with unequal weights are stacked and asked for their gradients, what they change
-    after training, what they keep, and their predictions. Gradients must be those of either client
+    after training, what they keep, and their predictions. All of it must be as of either client
     alone. Global generators and the module's attributes must be left alone, since one call stands
-    for all clients.
+    for all clients, and so does one optimizer.
 
     Args:
         joint: The client module.
         layout: Its state layout.
-        batch: Some samples.
+        batches: Some samples, in batches of all the sizes that occur.
         anchored: Whether there is an anchor.
         remembers: Whether there is a memory.
     """
     joint.prepare(anchored, remembers)
     client = joint.client
+    attributes = _attributes(client)
     try:
         optimizer = joint.optimizer()
+        again = _optimizer_of_other_weights(joint)
     except Exception as error:
         return f"its configure_optimizers() needs a client of its own: {reason_of(error)}"
     if reason := misfit(optimizer):
         return reason
+    if not _same(attributes, _attributes(client)):
+        return "its configure_optimizers() sets attributes of itself"
+    if _options(optimizer) != _options(again):
+        return "the options of its optimizer depend on its weights"
     with isolated(client.device), torch.enable_grad():
-        drawn, attributes = _generators(), _attributes(client)
+        drawn, single = _generators(), _Single(joint)
         try:
-            agrees = _agrees(joint, _two_states(joint, layout), layout, batch)
+            agrees = [_agrees(joint, single, layout, batch) for batch in batches]
         except Exception as error:
             reason = reason_of(error)
             if "randomness" in reason:
@@ -62,14 +77,35 @@ def obstacle_to(
             return "it draws random numbers while it trains"
         if not _same(attributes, _attributes(client)):
             return "it sets attributes of itself while it trains"
-        if name := _replaced_buffer(client, batch):
+        if name := single.replaced_buffer(batches[0]):
             return f"it replaces the buffer {name}, instead of changing it in place"
-    if not agrees:
-        return (
-            "many at once get other gradients than one alone, as with operations that mix clients, "
-            "or with numbers of the module's own that change from call to call"
-        )
+        if not all(agrees):
+            return (
+                "many at once get other results than one alone, as with operations that mix "
+                "clients, or numbers of the module's own that change from call to call"
+            )
+        untouched = [_untouched(joint, single, layout, batch) for batch in batches]
+    if odd := frozenset().union(*untouched) - untouched[0].intersection(*untouched):
+        return f"whether {min(odd)} has a gradient depends on the size of the batch"
     return None
+
+
+def _optimizer_of_other_weights(joint: JointClient) -> Optimizer:
+    """Return the optimizer that a client has whose weights are half as large."""
+    weights = list(joint.client.parameters())
+    with torch.no_grad():
+        given = [weight.clone() for weight in weights]
+        try:
+            for weight in weights:
+                weight.copy_(weight / 2)
+            return joint.optimizer()
+        finally:
+            for weight, value in zip(weights, given, strict=True):
+                weight.copy_(value)
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
 class Dependence(NamedTuple):
@@ -86,7 +122,7 @@ class Dependence(NamedTuple):
 def dependence_of(
     joint: JointClient,
     layout: StateLayout,
-    batch: Batch,
+    batches: Sequence[Batch],
     anchored: bool,
     remembers: bool,
     unequal: bool,
@@ -96,29 +132,43 @@ def dependence_of(
     Args:
         joint: As in :func:`obstacle_to`, like the next four.
         layout: Its state layout.
-        batch: Some samples.
+        batches: Some samples, in batches of all the sizes that occur.
         anchored: Whether there is an anchor.
         remembers: Whether there is a memory.
         unequal: Whether clients have unequal numbers of samples, so that batches are to be filled.
     """
     joint.prepare(anchored, remembers)
     state = {name: value[1].clone() for name, value in _two_states(joint, layout).items()}
-    with torch.enable_grad(), _Reading() as reading:
-        gradients, _ = _alone(joint, state, layout, batch)
+    for name in layout.parameters:
+        state[name].requires_grad_()
+    read: set[int] = set()
+    with torch.enable_grad(), _Operations(read), _Functions(read):
+        for batch in batches:
+            joint.loss(state, batch)
     told = state.keys() - layout.template.keys()
     return Dependence(
-        frozenset(name for name, gradient in gradients.items() if gradient is None),
-        frozenset(name for name in told if id(state[name]) not in reading.read),
-        unequal and _weighs_samples(joint, layout, batch),
+        _untouched(joint, _Single(joint), layout, batches[0]),
+        frozenset(name for name in told if id(state[name]) not in read),
+        unequal and _weighs_samples(joint, layout, max(batches, key=lambda batch: len(batch[1]))),
     )
 
 
-class _Reading(TorchFunctionMode):
-    """Notes which tensors go into operations."""
+def _untouched(
+    joint: JointClient, single: _Single, layout: StateLayout, batch: Batch
+) -> frozenset[str]:
+    """Return the parameters that have no gradient."""
+    state = {name: value[1] for name, value in _two_states(joint, layout).items()}
+    with torch.enable_grad():
+        gradients, _ = single.gradients(state, layout, batch)
+    return frozenset(name for name, gradient in gradients.items() if gradient is None)
 
-    def __init__(self) -> None:
+
+class _Functions(TorchFunctionMode):
+    """Notes which tensors go into functions, by their ``id``."""
+
+    def __init__(self, read: set[int]) -> None:
         super().__init__()
-        self.read: set[int] = set()
+        self.read = read
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -127,12 +177,63 @@ class _Reading(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _replaced_buffer(client: ClientModule, batch: Batch) -> str | None:
-    """Return the name of a buffer that a client's loss sets anew, which would be lost."""
-    before = dict(client.named_buffers())
-    client.loss(batch)
-    after = dict(client.named_buffers())
-    return next((name for name in before if after[name] is not before[name]), None)
+class _Operations(TorchDispatchMode):
+    """Notes which tensors go into operations, those of scripted functions too, by their ``id``."""
+
+    def __init__(self, read: set[int]) -> None:
+        super().__init__()
+        self.read = read
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.read.update(map(id, tree_leaves((args, kwargs))))
+        return function(*args, **(kwargs or {}))
+
+
+class _Single:
+    """A client by itself, as it trains in the sequential engine, which stacking is measured by.
+
+    Args:
+        joint: The client module, of which this is a copy.
+    """
+
+    def __init__(self, joint: JointClient) -> None:
+        self.client = copy.deepcopy(joint.client)
+
+    def gradients(
+        self, state: Mapping[str, Tensor], layout: StateLayout, batch: Batch
+    ) -> tuple[dict[str, Tensor | None], Tensor]:
+        """Return the gradients of the parameters in a state, and the loss."""
+        client = self.client
+        with torch.no_grad():
+            for name, tensor in state_tensors(client).items():
+                tensor.copy_(state[name])
+            for part in ("anchor", "memory"):
+                held = getattr(client, part)
+                for name, tensor in held.tensors().items() if held is not None else ():
+                    tensor.copy_(state[f"{part}.{name}"])
+        for name in client.told:
+            setattr(client, name, state[name])
+        loss = client.loss(batch)
+        parameters = dict(client.named_parameters())
+        leaves = [parameters[name] for name in layout.parameters]
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+        return dict(zip(layout.parameters, gradients, strict=True)), loss.detach()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return copies of the state as it is."""
+        return {name: tensor.clone() for name, tensor in state_tensors(self.client).items()}
+
+    def replaced_buffer(self, batch: Batch) -> str | None:
+        """Return the name of a buffer that the client sets anew, which would be lost."""
+        client, before = self.client, dict(self.client.named_buffers())
+        client.loss(batch)
+        if client.anchor is not None:
+            with torch.no_grad():
+                client.after_training()
+        after = dict(client.named_buffers())
+        return next((name for name in before if after[name] is not before[name]), None)
 
 
 @torch.no_grad()
@@ -169,14 +270,17 @@ def phases_of(joint: JointClient, epochs: int) -> list[Phase]:
     before: tuple[list[str], ...] = ()
     trained: set[str] = set()
     attributes = _attributes(client)
-    tensors = state_tensors(client).values()
-    versions = [tensor._version for tensor in tensors]
+    given = {name for name, p in client.named_parameters() if p.requires_grad}
+    tensors = [*client.parameters(), *client.buffers()]
+    values = [tensor.detach().clone() for tensor in tensors]
     for epoch in range(epochs):
         with joint.phase(Phase(epoch, 1)):
             names = [name for name, p in client.named_parameters() if p.requires_grad]
             now = names, [name for name, module in client.named_modules() if module.training]
-            if not _same(attributes, _attributes(client), lengths=False):
+            if not _same(attributes, _attributes(client)):
                 raise RuntimeError("it sets attributes of itself when an epoch starts")
+            if thawed := set(names) - given:
+                raise RuntimeError(f"it thaws {min(thawed)} when an epoch starts")
         if now == before:
             phases[-1] = Phase(phases[-1].first, phases[-1].epochs + 1)
         elif again := trained.intersection(names):
@@ -185,20 +289,30 @@ def phases_of(joint: JointClient, epochs: int) -> list[Phase]:
             phases.append(Phase(epoch, 1))
         trained.update(names)
         before = now
-        if versions != [tensor._version for tensor in tensors]:
+        if not all(map(torch.equal, values, tensors)):
             raise RuntimeError("it changes its weights or buffers when an epoch starts or ends")
         if not _same(attributes, _attributes(client)):
             raise RuntimeError("it sets attributes of itself when an epoch ends")
     return phases
 
 
-def _agrees(joint: JointClient, states: Stack, layout: StateLayout, batch: Batch) -> bool:
-    """Return whether stacked gradients are those of single clients; try everything else, too."""
+def _agrees(joint: JointClient, single: _Single, layout: StateLayout, batch: Batch) -> bool:
+    """Return whether stacked clients get what single ones do."""
     x, y = batch
-    alone = [
-        _alone(joint, {n: t[row].clone() for n, t in states.items()}, layout, batch)
-        for row in (0, 1)
-    ]
+    states = _two_states(joint, layout)
+    alone, others_alone = [], []
+    for row in (0, 1):
+        own = {name: tensor[row] for name, tensor in states.items()}
+        alone.append(single.gradients(own, layout, batch))
+        with torch.no_grad():
+            if joint.changes_afterwards and single.client.anchor is not None:
+                single.client.after_training()
+            kept = single.client.remember() if single.client.memory is not None else {}
+            single.client.eval()
+            logits = single.client(x)
+            single.client.train()
+        kept = {f"kept {name}": value.clone() for name, value in kept.items()}
+        others_alone.append({**single.tensors(), **kept, "its logits": logits})
     others = dict(states)
     parameters = {name: others.pop(name) for name in layout.parameters}
     twice = [part.expand(2, *part.shape).clone() for part in (x, y)]
@@ -206,10 +320,21 @@ def _agrees(joint: JointClient, states: Stack, layout: StateLayout, batch: Batch
     with torch.no_grad():
         if joint.changes_afterwards and joint.client.anchor is not None:
             joint.after_training(states)
-        if joint.client.memory is not None:
-            joint.remember(states)
-        joint.logits(states, twice[0])
-    return _alike(stacked, alone, _TOLERANCE)
+        kept = joint.remember(states) if joint.client.memory is not None else {}
+        kept = {f"kept {name}": value.clone() for name, value in kept.items()}
+        results = {**states, **kept, "its logits": joint.logits(states, twice[0])}
+    joint.client.train()
+    return _alike(stacked, alone, _TOLERANCE) and all(
+        _close(results[name][row], value)
+        for row, results_alone in enumerate(others_alone)
+        for name, value in results_alone.items()
+    )
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if not other.is_floating_point():
+        return torch.equal(one, other)
+    return torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
 
 
 def _weighs_samples(joint: JointClient, layout: StateLayout, batch: Batch) -> bool:
@@ -241,10 +366,11 @@ def _weighs_samples(joint: JointClient, layout: StateLayout, batch: Batch) -> bo
     try:
         with torch.enable_grad():
             own = [{name: value[row].clone() for name, value in states.items()} for row in (0, 1)]
-            alone = [
-                _alone(joint, state, layout, (real_x[:n], real_y[:n]))
-                for state, n in zip(own, counts, strict=True)
-            ]
+            alone = []
+            for state, n in zip(own, counts, strict=True):
+                single = _Single(joint)
+                alone.append(single.gradients(state, layout, (real_x[:n], real_y[:n])))
+                state |= single.tensors()
         weights = torch.zeros(2, 2 * count, dtype=torch.double, device=real_x.device)
         for row, n in enumerate(counts):
             weights[row, :n] = 1 / n
@@ -286,16 +412,6 @@ def _alike(
     return True
 
 
-def _alone(
-    joint: JointClient, state: Mapping[str, Tensor], layout: StateLayout, batch: Batch
-) -> tuple[dict[str, Tensor | None], Tensor]:
-    """Return the gradients of a single client, and its loss."""
-    leaves = {name: state[name].clone().requires_grad_() for name in layout.parameters}
-    loss = joint.loss({**state, **leaves}, batch)
-    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    return dict(zip(leaves, gradients, strict=True)), loss.detach()
-
-
 def _two_states(joint: JointClient, layout: StateLayout) -> Stack:
     """Return everything that a loss may look at: as given, and with halved parameters."""
     client = joint.client
@@ -320,19 +436,27 @@ def _generators() -> tuple[Any, ...]:
 
 
 def _attributes(client: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return all attributes of all modules, with the lengths of lists and the like."""
+    """Return all attributes of all modules, with what is in lists and the like."""
     return {
-        (name, attribute): (value, len(value) if isinstance(value, list | dict | set) else 0)
+        (name, attribute): (value, _contents(value))
         for name, module in client.named_modules()
         for attribute, value in vars(module).items()
         if attribute != "training"
     }
 
 
-def _same(before: Mapping[Any, Any], after: Mapping[Any, Any], lengths: bool = True) -> bool:
+def _contents(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    return list(value) if isinstance(value, list | set) else []
+
+
+def _same(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> bool:
     return before.keys() == after.keys() and all(
-        after[key][0] is value and (after[key][1] == length or not lengths)
-        for key, (value, length) in before.items()
+        after[key][0] is value
+        and len(after[key][1]) == len(contents)
+        and all(map(operator.is_, after[key][1], contents))
+        for key, (value, contents) in before.items()
     )
 
 
@@ -341,4 +465,8 @@ def reason_of(error: Exception) -> str:
     line = str(error).strip().split("\n")[0].split(". ")[0] or type(error).__name__
     if "meta tensors" in line:  # as which a client's scalars are handed to what all clients share
         return "it asks for the value of num_samples or another number that clients differ in"
+    if "calling .item()" in line or "data-dependent" in line:
+        return "it branches on values, or takes a number out of a tensor"
+    if missing := re.search(r"[Bb]atching rule.* for aten::(\w+)", line):
+        return f"vmap can't do {missing[1]}, as it can't do recurrent layers"
     return line

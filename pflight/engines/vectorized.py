@@ -28,6 +28,7 @@ from .trial import Dependence, dependence_of, obstacle_to, phases_of, predicts_e
 from .updates import ClientUpdates, Kept
 
 _TRIAL = 8  # samples on which a client is tried
+_SIZES, _LARGEST = 8, 64  # and the sizes of the batches that they make
 _EPOCH_HOOKS = {"on_train_epoch_start", "on_train_epoch_end"}  # which may let parameters rest
 
 
@@ -91,6 +92,10 @@ class _Chunk:
         )
 
 
+class _NotStackableError(Exception):
+    """Clients have to be trained one by one this time."""
+
+
 class VectorizedEngine(SequentialEngine):
     """Trains and evaluates clients in chunks, whose parameters are stacked and stepped together.
 
@@ -117,6 +122,7 @@ class VectorizedEngine(SequentialEngine):
         self.obstacle: str | None = None
         self._joint = JointClient(self.copy_of_client(), self.layout)
         self._dependence: dict[bool, Dependence] = {}  # by whether there is an anchor
+        self._known_phases: dict[tuple[int, int | None], list[Phase] | None] = {}
         self._reused: dict[str, Tensor] = {}
         self._stacks_evaluation = True
         self._some = self._some_samples()
@@ -137,14 +143,14 @@ class VectorizedEngine(SequentialEngine):
             return f"it has {hooks[0]} of its own"
         if not client.automatic_optimization:
             return "it optimizes manually"
-        batch, counts = self._some, self.data.num_samples("train")[self.data.train_clients]
-        unequal = len(counts.unique()) > 1
+        counts = self.data.num_samples("train")[self.data.train_clients].unique().tolist()
+        batches, unequal = self._some_batches(counts), len(counts) > 1
         for anchored in (True, False):
-            mode = self._joint, self.layout, batch, anchored, anchored and client.keeps_memory
+            mode = self._joint, self.layout, batches, anchored, anchored and client.keeps_memory
             if obstacle := obstacle_to(*mode):
                 return obstacle
             self._dependence[anchored] = dependence_of(*mode, unequal)
-        self._stacks_evaluation = predicts_each_alone(self._joint, self.layout, batch[0])
+        self._stacks_evaluation = predicts_each_alone(self._joint, self.layout, self._some[0])
         return None
 
     @property
@@ -165,6 +171,14 @@ class VectorizedEngine(SequentialEngine):
         largest = clients[self.data.num_samples("train")[clients].argmax()]
         x, y = self._samples(int(largest), "train")
         return x[:_TRIAL], y[:_TRIAL]
+
+    def _some_batches(self, counts: list[int]) -> list[Batch]:
+        """Return batches of sizes that occur, small ones above all, where clients may differ."""
+        found = {min(size, _LARGEST) for count in counts for size in self._batch_sizes(count)}
+        sizes = sorted(found or {1})
+        x, y = self._some
+        places = (torch.arange(size) % len(y) for size in {*sizes[:_SIZES], sizes[-1]})
+        return [(x[place], y[place]) for place in places]
 
     # Training
 
@@ -200,7 +214,10 @@ class VectorizedEngine(SequentialEngine):
             whole = epochs * len(sizes) if steps is None else steps
             return Plan(sizes, whole if sizes else 0)
 
-        phases = self._phases(epochs, steps)
+        try:
+            phases = self._phases(epochs, steps)
+        except _NotStackableError:
+            return one_by_one(clients, starts, kept)
 
         def run(chunk: _Chunk) -> None:
             self._train_chunk(chunk, phases, task)
@@ -366,18 +383,28 @@ class VectorizedEngine(SequentialEngine):
         )
 
     def _phases(self, epochs: int, steps: int | None) -> list[Phase] | None:
-        """Return the phases of local training; ``None`` if the client's epochs are all alike."""
+        """Return the phases of local training; ``None`` if the client's epochs are all alike.
+
+        Raises:
+            _NotStackableError: If so many epochs can't be trained at once. It is logged once.
+        """
         if self.obstacle or self._hooks.isdisjoint(_EPOCH_HOOKS):
             return None
-        try:
-            if steps is not None:
-                raise RuntimeError("it has hooks of epochs, and trains for some steps")
-            return phases_of(self._joint, epochs)
-        except Exception as error:
-            self.obstacle = reason_of(error)
-            name = type(self.template).__name__
-            rank_zero_info(f"sequential engine: {name} can't be stacked, {self.obstacle}")
-            return None
+        asked = epochs, steps
+        if asked not in self._known_phases:
+            self._known_phases[asked] = None
+            try:
+                if steps is not None:
+                    raise RuntimeError("it has hooks of epochs, and trains for some steps")
+                self._known_phases[asked] = phases_of(self._joint, epochs)
+            except Exception as error:
+                name = type(self.template).__name__
+                reason = reason_of(error)
+                rank_zero_info(f"sequential engine: {name} can't be stacked, {reason}")
+        phases = self._known_phases[asked]
+        if phases is None:
+            raise _NotStackableError
+        return phases
 
     def _train_chunk(self, chunk: _Chunk, phases: list[Phase] | None, task: _Task) -> None:
         """Train the clients of a chunk, in place."""
@@ -390,7 +417,7 @@ class VectorizedEngine(SequentialEngine):
         for phase in phases or ():
             with joint.phase(phase):
                 self._take_steps(chunk, self._batches(chunk, task, phase), anchored)
-        state = self._others(chunk, (), anchored) | chunk.told
+        state = self._others(chunk, (), anchored) | chunk.told  # the number of steps, too
         if anchored and joint.changes_afterwards:
             joint.after_training(state)
         if chunk.kept:
@@ -451,9 +478,10 @@ class VectorizedEngine(SequentialEngine):
         """Return everything that the loss looks at beside the parameters."""
         unread = self._dependence[anchored].unread
         state = {name: chunk.results.get(name, start) for name, start in chunk.starts.items()}
+        still = {"num_steps": torch.zeros_like(chunk.told["num_steps"])}  # until they are done
         return {
             name: value
-            for name, value in (state | chunk.told).items()
+            for name, value in (state | chunk.told | still).items()
             if name not in parameters and name not in unread
         }
 
@@ -514,7 +542,9 @@ class VectorizedEngine(SequentialEngine):
         """See :meth:`SequentialEngine.logits_of_each`."""
         if self._stacks_evaluation:
             try:
-                return self._stacked_logits(columns, samples)
+                logits = self._stacked_logits(columns, samples)
+                if all(bool(own.isfinite().all()) for own in logits):
+                    return logits
             except Exception:  # whose it is, and why, will be seen below
                 self._stacks_evaluation = False
         return super().logits_of_each(columns, samples)
@@ -526,9 +556,9 @@ class VectorizedEngine(SequentialEngine):
         order = sorted(range(len(counts)), key=lambda row: counts[row], reverse=True)
         moved = order != sorted(order)
         logits: dict[int, Tensor] = {}
-        for first in range(0, len(order), self.chunk):
-            rows = order[first : first + self.chunk]
-            taken = rows if moved else slice(first, first + len(rows))
+        for first, last in self._evaluated_at_once([counts[row] for row in order]):
+            rows = order[first:last]
+            taken = rows if moved else slice(first, last)
             state = {n: c[taken] for n, c in zip(self.layout.names, columns, strict=True)}
             shape = len(rows), counts[rows[0]], *samples[0][0].shape[1:]
             x = self._reuse("x", shape, samples[0][0].dtype)
@@ -540,6 +570,15 @@ class VectorizedEngine(SequentialEngine):
                 outputs = torch.cat([self._joint.logits(state, part) for part in parts], dim=1)
             logits |= {row: outputs[i, : counts[row]] for i, row in enumerate(rows)}
         return [logits[row] for row in range(len(order))]
+
+    def _evaluated_at_once(self, counts: list[int]) -> Iterator[tuple[int, int]]:
+        """Divide descending numbers of samples into chunks that filling up does not double."""
+        first = 0
+        for row in range(1, len(counts) + 1):
+            full = row - first == self.chunk
+            if row == len(counts) or full or counts[first] > 2 * counts[row] + _TRIAL:
+                yield first, row
+                first = row
 
     def _reuse(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return memory for a tensor, the same at every call, for it costs to get it anew."""

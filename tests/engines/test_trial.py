@@ -1,0 +1,260 @@
+"""What clients may do that one call for all of them can't: it is found out, or done right."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from pflight import Federation
+from pflight.callbacks import FedDANE, Local
+from pflight.datamodules import TensorClients
+from pflight.errors import ClientError
+from pflight.models import ClientModule, DaneClient
+from tests.runs import CLASSES, FEATURES, quiet_trainer, run, samples, sgd
+
+COUNTS = (5, 8, 1, 9, 12, 3)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES))
+
+
+class KeepsAList(ClientModule):
+    """Looks at its parameters by another way than their names."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.listed = list(self.network.parameters())
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + sum(p.square().sum() for p in self.listed) / 2
+
+
+class ChangesAList(KeepsAList):
+    def after_training(self) -> None:
+        for parameter in self.listed:
+            parameter.clamp_(-0.1, 0.1)
+
+
+class ClampsData(ClientModule):
+    def on_train_epoch_end(self) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+
+
+class Cools(ClientModule):
+    """Changes a buffer that is not saved."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_buffer("temperature", torch.ones(()).double(), persistent=False)
+
+    def on_train_epoch_start(self) -> None:
+        self.temperature.fill_(0.5**self.current_epoch)
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0]) / self.temperature, batch[1])
+
+
+class CoolsByADictionary(ClientModule):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.settings = {"temperature": 1.0}
+
+    def on_train_epoch_start(self) -> None:
+        self.settings["temperature"] = 0.5**self.current_epoch
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0]) / self.settings["temperature"], batch[1])
+
+
+class PullsSmallBatches(ClientModule):
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if self.anchor is None or len(batch[1]) >= 4:
+            return loss
+        return loss + self.squared_distance(self.anchor) / 2
+
+
+def distance(one: Tensor, other: Tensor) -> Tensor:
+    return (one - other).square().sum()
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", FutureWarning)
+    scripted_distance = torch.jit.script(distance)
+
+
+class Scripted(ClientModule):
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if self.anchor is None:
+            return loss
+        held = self.anchor.tensors()
+        return loss + sum(scripted_distance(p, held[name]) for name, p in self.named_parameters())
+
+
+class StepsByWeights(ClientModule):
+    def configure_optimizers(self) -> SGD:
+        return SGD(self.parameters(), lr=0.1 * float(self.network[0].weight.detach().norm()))
+
+
+class CountsOptimizers(ClientModule):
+    def configure_optimizers(self) -> SGD:
+        self.optimizers_built = getattr(self, "optimizers_built", 0) + 1
+        return SGD(self.parameters(), lr=0.1 / self.optimizers_built)
+
+
+class ReplacesAfterwards(ClientModule):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_buffer("total", torch.zeros(()).double())
+
+    def after_training(self) -> None:
+        self.total = self.total + self.num_samples
+
+
+class CountsSteps(ClientModule):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * (1 + self.num_steps)
+
+
+class Thaws(ClientModule):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.network[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.network[0].requires_grad_(self.current_epoch == 1)
+        self.network[2].requires_grad_(self.current_epoch != 1)
+
+    def configure_optimizers(self) -> SGD:
+        return SGD(self.parameters(), lr=0.1)
+
+
+class TwoNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(CLASSES, FEATURES) / 3)
+        self.again = self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight) + F.linear(x, self.again) / 2
+
+
+class AddsForFew(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(FEATURES, CLASSES)
+        self.seldom = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.always(x) + (self.seldom(x) if len(x) < 3 else 0)
+
+
+CLIENTS = {
+    "keeps a list": (KeepsAList, "other results than one alone"),
+    "changes a list": (ChangesAList, "other results than one alone"),
+    "clamps data": (ClampsData, "it changes its weights"),
+    "cools": (Cools, "it changes its weights or buffers"),
+    "cools by a dictionary": (CoolsByADictionary, "it sets attributes of itself"),
+    "pulls small batches": (PullsSmallBatches, None),
+    "scripted": (Scripted, None),
+    "steps by weights": (StepsByWeights, "optimizer depend on its weights"),
+    "counts optimizers": (CountsOptimizers, "sets attributes"),
+    "replaces afterwards": (ReplacesAfterwards, "it replaces the buffer total"),
+    "counts steps": (CountsSteps, None),
+    "thaws": (Thaws, "it thaws network.0.bias"),
+    "two names": (TwoNames, None),
+    "adds for few": (AddsForFew, "network.seldom.bias has a gradient depends on the size"),
+}
+
+
+@pytest.mark.parametrize(("kind", "reason"), CLIENTS.values(), ids=CLIENTS)
+def test_both_engines_agree(
+    kind: Callable[..., Any], reason: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = issubclass(kind, ClientModule)
+    client = (kind if own else ClientModule)(network() if own else kind(), CLASSES, sgd(0.1))
+    train = [samples(count, seed, dtype=torch.float64) for seed, count in enumerate(COUNTS)]
+    data = TensorClients(train, num_classes=CLASSES, batch_size=4, cohort_size=4)
+    fit = partial(run, client.double(), data, rounds=4, local_epochs=3)
+    alone = fit(engine="sequential")
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        stacked = fit(engine="vectorized")
+    said = [text for text in caplog.messages if "can't be stacked" in text]
+    assert len(said) == (reason is not None)
+    assert reason is None or reason in said[0]
+    for left, right in zip(alone.server_states(), stacked.server_states(), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-10)
+
+
+class RestsItsNorm(DaneClient):
+    def on_train_epoch_start(self) -> None:
+        self.network[1].eval()
+
+
+def test_a_record_is_of_one_mode() -> None:
+    """Gradients at the start are of modules that train, those of the epochs of one that rests."""
+    layers = nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES)
+    client = RestsItsNorm(nn.Sequential(*layers), CLASSES, sgd(0.1)).double()
+    train = [samples(8, seed, dtype=torch.float64) for seed in range(4)]
+    data = TensorClients(train, num_classes=CLASSES, batch_size=None, cohort_size=1)
+    fits = [
+        run(client, data, FedDANE(same_set=True), rounds=14, engine=engine, clients_at_once=1)
+        for engine in ("sequential", "vectorized")
+    ]
+    torch.testing.assert_close(*[fit.server_states()[0] for fit in fits])
+
+
+# Embeddings
+
+
+def words(*unknown: int) -> list[tuple[Tensor, Tensor]]:
+    """Return five clients of indices below 10, of which the second has others too."""
+    random = torch.Generator().manual_seed(0)
+    clients = [
+        (torch.randint(10, (6, 3), generator=random), torch.arange(6) % CLASSES) for _ in range(5)
+    ]
+    for place, index in enumerate(unknown):
+        clients[1][0][place, 0] = index
+    return clients
+
+
+def word_client() -> ClientModule:
+    torch.manual_seed(0)
+    layers = nn.Embedding(10, 4), nn.Flatten(), nn.Linear(12, CLASSES)
+    return ClientModule(nn.Sequential(*layers), CLASSES, sgd(0.1)).double()
+
+
+@pytest.mark.parametrize("index", [10, -1, 49])
+@pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+def test_an_index_outside_of_its_table_is_its_clients_failure(index: int) -> None:
+    """Where tables are stacked, it lies in that of another client."""
+    data = TensorClients(words(index), num_classes=CLASSES, batch_size=3)
+    stacked = run(word_client(), data, Local(), engine="vectorized", clients_at_once=5)
+    assert stacked.history[0].failed == [1]
+    sound = TensorClients(words(), num_classes=CLASSES, batch_size=3)
+    others = run(word_client(), sound, Local(), engine="sequential")
+    for client in (0, 2, 3, 4):
+        torch.testing.assert_close(stacked.client_state(client), others.client_state(client))
+    with pytest.raises(ClientError, match="client 1 failed: IndexError"):
+        run(word_client(), data, engine="vectorized", on_client_error="raise")
+
+
+def test_an_index_outside_of_its_table_is_an_error_in_evaluation() -> None:
+    data = TensorClients(words(), test=words(12), num_classes=CLASSES)
+    federation = Federation(word_client(), engine="vectorized")
+    trainer = quiet_trainer(1, Local())
+    trainer.fit(federation, datamodule=data)
+    with pytest.raises(IndexError):
+        trainer.test(federation, datamodule=data, verbose=False)
