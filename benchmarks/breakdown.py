@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from options import at_least, folder, known
 from peers.images import write_images
 from peers.pflight import auto, fit, make_federation
 from peers.workloads import WORKLOADS, Record, Task
@@ -87,16 +88,18 @@ def largest(spent: Mapping[str, float], count: int) -> str:
 def main() -> None:
     """Print a table of both."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), metavar="workload")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--root", type=Path, help="folder of Fashion-MNIST's idx files")
+    parser.add_argument(
+        "workloads", nargs="*", type=known(WORKLOADS), default=list(WORKLOADS), metavar="workload"
+    )
+    parser.add_argument("--rounds", type=at_least(1), default=10)
+    parser.add_argument("--root", type=folder, help="folder of Fashion-MNIST's idx files")
     options = parser.parse_args()
     print("| | local training | rest of the round | Trainer | operators |")
     print("|---|---|---|---|---|")
-    with TemporaryDirectory() as folder:
-        write_images(Path(folder), options.root)
+    with TemporaryDirectory() as images:
+        write_images(Path(images), options.root)
         for name in options.workloads:
-            task = Task.load(name, Path(folder))
+            task = Task.load(name, Path(images))
             seconds = " | ".join(f"{1000 * part:.1f} ms" for part in parts(task, options.rounds))
             events, _ = profiled(auto, task, Record())
             shares = largest({event.key: event.self_cpu_time_total for event in events}, 5)

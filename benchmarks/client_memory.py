@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 
 import lightning as L
 import torch
+from options import at_least
 from tensordict import TensorDict
 
 from pflight.checkpoint import AtomicCheckpointIO, read_checkpoint
@@ -84,7 +85,7 @@ def run(kind: str, clients: int, folder: str) -> None:
 def main() -> None:
     """Print a row for each kind of memory."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--clients", type=int, default=10_000)
+    parser.add_argument("--clients", type=at_least(1), default=10_000)
     parser.add_argument("--folder", help="where to write; a temporary folder by default")
     parser.add_argument("--single", choices=KINDS, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -23,6 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+from options import at_least, folder
 from peers.environments import ENVIRONMENTS, InstallError, python_of, version_of
 from peers.images import write_images
 from peers.networks import accuracy
@@ -165,17 +166,17 @@ def main() -> None:
     runs = [row.run for row in ROWS.values()]
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--rows", nargs="+", choices=runs, default=runs, metavar="ROW")
-    parser.add_argument("--repeats", type=int, default=3, help="processes per row")
-    parser.add_argument("--rounds", type=int, help="rounds per process, two at least")
-    parser.add_argument("--root", type=Path, help="folder of Fashion-MNIST's idx files")
+    parser.add_argument("--repeats", type=at_least(1), default=3, help="processes per row")
+    parser.add_argument("--rounds", type=at_least(2), help="rounds per process, two at least")
+    parser.add_argument("--root", type=folder, help="folder of Fashion-MNIST's idx files")
     parser.add_argument("--out", type=Path, help="page to write, or to update between its marks")
     parser.add_argument("--environments", type=Path, default=CACHE, help="where they are kept")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one process")
     parser.add_argument("--no-memory", dest="memory", action="store_false")
     options = parser.parse_args()
-    with TemporaryDirectory() as folder:
-        write_images(Path(folder), options.root)
-        for results in compare(options, Path(folder)):
+    with TemporaryDirectory() as images:
+        write_images(Path(images), options.root)
+        for results in compare(options, Path(images)):
             lines = page(options, results)
             if options.out:
                 save(options.out, lines)

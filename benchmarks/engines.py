@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 from lightning.pytorch.plugins import Precision
+from options import at_least
 from torch import nn
 
 from pflight.datamodules import TensorClients
@@ -208,9 +209,12 @@ def main() -> None:
     """Print a row for each case."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="*", metavar="case", help="beginnings of names of cases")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--chunks", nargs="+", type=int, default=[], help="clients at once")
+    parser.add_argument("--repeats", type=at_least(1), default=5)
+    parser.add_argument("--chunks", nargs="+", type=at_least(1), default=[], help="clients at once")
     options = parser.parse_args()
+    for beginning in options.cases:
+        if not any(name.startswith(beginning) for name in CASES):
+            parser.error(f"no case begins with {beginning!r}; there are {'; '.join(CASES)}")
     sizes = [f"stacks of {chunk}, ms" for chunk in options.chunks]
     titles = ["case", "numbers", "sequential, ms", "vectorized (at once), ms", *sizes]
     titles += ["auto", "auto / faster"]

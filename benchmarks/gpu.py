@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from breakdown import WARM_UP, largest, profiled
+from options import at_least, folder
 from peers import pflight, raw
 from peers.images import write_images
 from peers.workloads import WORKLOADS, Record, Task
@@ -132,8 +133,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     names = [*WORKLOADS, "W1x100"]
     parser.add_argument("workloads", nargs="*", default=names, metavar="workload")
-    parser.add_argument("--rounds", type=int, default=10, help="rounds that are timed")
-    parser.add_argument("--root", type=Path, help="folder of Fashion-MNIST's idx files")
+    parser.add_argument("--rounds", type=at_least(1), default=10, help="rounds that are timed")
+    parser.add_argument("--root", type=folder, help="folder of Fashion-MNIST's idx files")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="a GPU, where there is one")
     options = parser.parse_args()
     for name in options.workloads:
@@ -148,11 +149,11 @@ def main() -> None:
         print(f"{torch.cuda.get_device_name(device)}, PyTorch {torch.__version__}")
     else:
         print(f"No GPU is used: everything runs on the CPU, PyTorch {torch.__version__}")
-    with TemporaryDirectory() as folder:
-        write_images(Path(folder), options.root)
+    with TemporaryDirectory() as images:
+        write_images(Path(images), options.root)
         for name in options.workloads:
             print(f"\n**{name}**\n")
-            for line in table(task_of(name, Path(folder)), options.rounds, device):
+            for line in table(task_of(name, Path(images)), options.rounds, device):
                 print(line, flush=True)
 
 

@@ -20,6 +20,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from options import at_least
 
 from pflight import Federation
 from pflight.callbacks import FeSEM
@@ -80,7 +81,7 @@ def run(rounds: int, folder: str) -> dict[int, float]:
 def main() -> None:
     """Print the resident memory by round, and what was added after the first rounds."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--rounds", type=at_least(2 * FIRST), default=1000)
     parser.add_argument("--folder", help="where to write; a temporary folder by default")
     options = parser.parse_args()
     if options.rounds <= FIRST:

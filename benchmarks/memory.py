@@ -27,6 +27,7 @@ from typing import Literal
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from options import at_least
 from scaling import Stopwatch
 
 from pflight import Federation
@@ -84,8 +85,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--method", choices=METHODS, default="fesem")
     parser.add_argument("--client_memory", nargs="+", choices=["ram", "disk"], default=["disk"])
-    parser.add_argument("--clients", type=int, nargs="+", default=[30, 3000, 10_000])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clients", type=at_least(1), nargs="+", default=[30, 3000, 10_000])
+    parser.add_argument("--rounds", type=at_least(2), default=3)
     parser.add_argument("--folder", help="where to write; a temporary folder by default")
     parser.add_argument("--single", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -22,6 +22,7 @@ from functools import partial
 import lightning as L
 import torch
 import torch.nn.functional as F
+from options import at_least
 from torch import Tensor, nn
 
 from pflight import Federation
@@ -125,8 +126,8 @@ def main() -> None:
     """Print the seconds per round of both and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), metavar="workload")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
+    parser.add_argument("--repeats", type=at_least(1), default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -25,6 +25,7 @@ from functools import partial
 import lightning as L
 import numpy as np
 import torch
+from options import at_least, known
 from tensordict import TensorDict
 
 from pflight import Federation
@@ -194,9 +195,11 @@ def measured(name: str, value: int, repeats: int) -> float:
 def main() -> None:
     """Print each curve's points and its exponent, and draw them if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("curves", nargs="*", default=list(CURVES), metavar="curve")
+    parser.add_argument(
+        "curves", nargs="*", type=known(CURVES), default=list(CURVES), metavar="curve"
+    )
     parser.add_argument("--values", type=int, nargs="+", help="in place of the curves' own")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=at_least(1), default=3)
     parser.add_argument("--picture", help="file for the picture of the curves")
     parser.add_argument("--single", choices=CURVES, help=argparse.SUPPRESS)
     options = parser.parse_args()
