@@ -143,6 +143,9 @@ def build_engine(
 ) -> tuple[SequentialEngine, Choice]:
     """Return the engine that trains the clients, ready for use, and why it is the one.
 
+    Where clients can't be stacked, or only few at a time, the engine is a vectorized one that
+    trains them one by one, and that still stacks what it evaluates.
+
     Args:
         wanted: The engine asked for, or ``"auto"``.
         chunk: Clients at once, if it was given.

@@ -242,10 +242,10 @@ def predicts_each_alone(joint: JointClient, layout: StateLayout, x: Tensor) -> b
     states = _two_states(joint, layout)
     twice = x.expand(2, *x.shape)
     filled = torch.cat([twice, torch.zeros_like(twice)], dim=1)
-    alone = joint.logits(states, twice)
     try:
+        alone = joint.logits(states, twice)
         beside = joint.logits(states, filled)[:, : len(x)]
-    except Exception:  # it takes no such batch
+    except Exception:  # it can't be stacked, or takes no such batch
         return False
     return bool(((alone - beside).abs() <= _TRACE * (1 + alone.abs())).all())
 

@@ -131,6 +131,7 @@ class VectorizedEngine(SequentialEngine):
         """See :meth:`SequentialEngine.check_input`; find out whether clients can be stacked."""
         super().check_input()
         self.obstacle = self._find_obstacle()
+        self._stacks_evaluation = predicts_each_alone(self._joint, self.layout, self._some[0])
 
     def _find_obstacle(self) -> str | None:
         client = self._joint.client
@@ -150,7 +151,6 @@ class VectorizedEngine(SequentialEngine):
             if obstacle := obstacle_to(*mode):
                 return obstacle
             self._dependence[anchored] = dependence_of(*mode, unequal)
-        self._stacks_evaluation = predicts_each_alone(self._joint, self.layout, self._some[0])
         return None
 
     @property

@@ -676,9 +676,10 @@ def test_hooks_that_can_not_be_shared(
     assert_close(fit(engine="sequential"), stacked)
 
 
-def test_evaluation_that_mixes_samples_is_not_filled_up() -> None:
+@pytest.mark.parametrize("others", [[], [nn.Dropout(0.5)]], ids=["stacked", "one by one"])
+def test_evaluation_that_mixes_samples_is_not_filled_up(others: list[nn.Module]) -> None:
     norm = nn.BatchNorm1d(FEATURES, track_running_stats=False)
-    client = network_client(nn.Sequential(norm, nn.Linear(FEATURES, CLASSES))).double()
+    client = network_client(nn.Sequential(norm, *others, nn.Linear(FEATURES, CLASSES))).double()
     counts = [2, 9, 3, 4, 4, 2]
     test = [samples(count, seed, dtype=torch.float64) for seed, count in enumerate(counts)]
     train = [samples(8, seed, dtype=torch.float64) for seed in range(6)]
