@@ -27,6 +27,7 @@ from .checks import check_data, check_memory, check_options, check_record, check
 from .datamodules import FederatedDataModule, Split
 from .distributed import owned
 from .engines import (
+    Choice,
     ClientFailure,
     ClientUpdates,
     EngineName,
@@ -172,6 +173,7 @@ class Federation(L.LightningModule):
         self.on_updates: list[Callable[[ClientUpdates], None]] = []
         self.num_clients = 0
         self._engine: SequentialEngine | None = None
+        self._choice: Choice | None = None
         self._data: FederatedDataModule | None = None
         self._evaluators: dict[str, Evaluator] = {}
         self._round = Round(0, [])
@@ -457,20 +459,9 @@ class Federation(L.LightningModule):
             warnings.filterwarnings("ignore", hint)
         self._data = data
         self.num_clients = data.num_clients
-        strategy = self.trainer.strategy
-        self._engine, choice = build_engine(
-            self.engine,
-            self.clients_at_once,
-            self.client,
-            self.layout,
-            data,
-            strategy.precision_plugin,
-            strategy.root_device,
-            self.seed,
-        )
-        if self.trainer.is_global_zero:
-            _log.info(choice)
+        self._choose_engine(self.engine, self.clients_at_once)
         self._set_up(callback)
+        strategy = self.trainer.strategy
         # Lightning does so as well, but after it has loaded a checkpoint into what is there now.
         strategy.precision_plugin.convert_module(self)
         if type(strategy.checkpoint_io) is TorchCheckpointIO:
@@ -556,6 +547,7 @@ class Federation(L.LightningModule):
             return
         checkpoint["pflight"] = {
             **self._record(),
+            "engine": self._engine_record(),
             "history": dump_history(self.history),
             "memory": self.memory.save(),
         }
@@ -567,6 +559,7 @@ class Federation(L.LightningModule):
         if state is not None:  # it may tell how many models there are
             self.attached_callback.load_state_dict(state)
         check_record(record, self._record())
+        self._go_on_with_engine(record.get("engine"))
         self.history = load_history(record["history"])
         mine = owned(torch.arange(self.num_clients)).tolist()
         self.memory.load(record["memory"], clients=set(mine))
@@ -581,6 +574,38 @@ class Federation(L.LightningModule):
             "server_models": len(self.server),
             "layout": self.layout.describe(),
         }
+
+    def _choose_engine(
+        self, wanted: EngineName, clients_at_once: int | None, reason: str | None = None
+    ) -> None:
+        strategy = self.trainer.strategy
+        self._engine, choice = build_engine(
+            wanted,
+            clients_at_once,
+            self.client,
+            self.layout,
+            self.attached_data,
+            strategy.precision_plugin,
+            strategy.root_device,
+            self.seed,
+        )
+        self._choice = replace(choice, reason=reason) if reason else choice
+        if self.trainer.is_global_zero:
+            _log.info(str(self._choice))
+
+    def _engine_record(self) -> dict[str, Any] | None:
+        """Return what a checkpoint says of the engine, without which a run's last bits differ."""
+        if self._choice is None:
+            return None
+        return {"name": self._choice.engine, "clients_at_once": self._choice.chunk}
+
+    def _go_on_with_engine(self, record: dict[str, Any] | None) -> None:
+        """Train with what was chosen when the run began, if the rule would now choose otherwise."""
+        here = self._engine_record()
+        by_rule = self.engine == "auto" and self.clients_at_once is None
+        if by_rule and here is not None and record not in (None, here):
+            at_once = record["clients_at_once"] if record["name"] == "vectorized" else None
+            self._choose_engine(record["name"], at_once, "as in the checkpoint")
 
     @property
     def attached_callback(self) -> ServerCallback:

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from pflight import Federation
 from pflight.callbacks import FedAvg, FedSGD, FeSEM, Local
 from pflight.checkpoint import AtomicCheckpointIO, read_checkpoint
+from pflight.engines import VectorizedEngine, choice
 from pflight.errors import ConfigurationError
 from pflight.models import ProximalClient
 from tests import training_script
@@ -94,6 +96,28 @@ def test_resumed_is_uninterrupted(name: str, on_train_epoch_end: bool, tmp_path:
                 assert_same(left, right)
             for i in range(6):
                 assert_same(resumed.client_state(i), whole.client_state(i))
+
+
+def test_auto_goes_on_as_the_run_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rule of another release, or of another device, may choose otherwise."""
+    fit = partial(run, linear_client(), data(), FedAvg())
+    whole = fit(6)
+    saved = fit(3)
+    path = tmp_path / "saved.ckpt"
+    saved.trainer.save_checkpoint(path)
+    assert isinstance(saved.attached_engine, VectorizedEngine)
+    monkeypatch.setitem(choice._LIMITS, "cpu", choice._LIMITS["cpu"]._replace(busy=0))
+    assert not isinstance(fit(1).attached_engine, VectorizedEngine)
+    with caplog.at_level("INFO"):
+        resumed = fit(6, ckpt_path=path)
+    assert isinstance(resumed.attached_engine, VectorizedEngine)
+    assert resumed.attached_engine.chunk == saved.attached_engine.chunk
+    assert any(text.endswith("clients at once: as in the checkpoint") for text in caplog.messages)
+    assert_equal_runs(resumed, whole)
+    asked = fit(6, ckpt_path=path, engine="sequential")
+    assert not isinstance(asked.attached_engine, VectorizedEngine)
 
 
 def test_a_finished_run_is_extended(tmp_path: Path) -> None:
