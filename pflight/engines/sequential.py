@@ -624,10 +624,14 @@ def _like(columns: Iterable[Tensor]) -> list[Tensor]:
     return [torch.empty_like(column, memory_format=torch.contiguous_format) for column in columns]
 
 
+def definers_of_loss(client: ClientModule) -> list[type]:
+    """Return the classes that define a loss of the client, which may call each other's."""
+    return [kind for kind in type(client).__mro__ if "loss" in vars(kind)]
+
+
 def _classifies(client: ClientModule) -> bool:
     """Return whether its loss is the cross-entropy of its logits, plus penalties of pflight's."""
-    definers = [kind for kind in type(client).__mro__ if "loss" in vars(kind)]
-    return all(kind.__module__.split(".")[0] == "pflight" for kind in definers)
+    return all(kind.__module__.split(".")[0] == "pflight" for kind in definers_of_loss(client))
 
 
 def _loss_of(output: Any) -> Tensor | None:

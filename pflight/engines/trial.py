@@ -22,6 +22,7 @@ from pflight.randomness import isolated
 from pflight.state import StateLayout, state_tensors
 
 from .joint import JointClient, Phase, Stack
+from .sequential import definers_of_loss
 from .stacked import misfit
 
 _TOLERANCE = 1e-2  # of the largest gradient; stacked arithmetic rounds otherwise
@@ -163,32 +164,29 @@ def _untouched(
     return frozenset(name for name, gradient in gradients.items() if gradient is None)
 
 
-class _Functions(TorchFunctionMode):
-    """Notes which tensors go into functions, by their ``id``."""
+class _Reading:
+    """Notes which tensors go into calls, by their ``id``."""
 
     def __init__(self, read: set[int]) -> None:
         super().__init__()
         self.read = read
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def call(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the arguments of a call, and make it."""
         self.read.update(map(id, tree_leaves((args, kwargs))))
         return function(*args, **(kwargs or {}))
 
 
-class _Operations(TorchDispatchMode):
-    """Notes which tensors go into operations, those of scripted functions too, by their ``id``."""
+class _Functions(_Reading, TorchFunctionMode):
+    """Notes what goes into functions."""
 
-    def __init__(self, read: set[int]) -> None:
-        super().__init__()
-        self.read = read
+    __torch_function__ = _Reading.call
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.read.update(map(id, tree_leaves((args, kwargs))))
-        return function(*args, **(kwargs or {}))
+
+class _Operations(_Reading, TorchDispatchMode):
+    """Notes what goes into operations, those of scripted functions too."""
+
+    __torch_dispatch__ = _Reading.call
 
 
 class _Single:
@@ -366,9 +364,8 @@ def _weighs_samples(joint: JointClient, layout: StateLayout, batch: Batch) -> bo
     try:
         with torch.enable_grad():
             own = [{name: value[row].clone() for name, value in states.items()} for row in (0, 1)]
-            alone = []
+            single, alone = _Single(joint), []
             for state, n in zip(own, counts, strict=True):
-                single = _Single(joint)
                 alone.append(single.gradients(state, layout, (real_x[:n], real_y[:n])))
                 state |= single.tensors()
         weights = torch.zeros(2, 2 * count, dtype=torch.double, device=real_x.device)
@@ -390,8 +387,7 @@ def _weighs_samples(joint: JointClient, layout: StateLayout, batch: Batch) -> bo
 
 def _averages_samples(client: ClientModule) -> bool:
     """Return whether all classes that define a loss of the client say so of it."""
-    definers = [kind for kind in type(client).__mro__ if "loss" in vars(kind)]
-    return all(vars(kind).get("averages_samples", False) for kind in definers)
+    return all(vars(kind).get("averages_samples", False) for kind in definers_of_loss(client))
 
 
 def _alike(

@@ -92,10 +92,6 @@ class _Chunk:
         )
 
 
-class _NotStackableError(Exception):
-    """Clients have to be trained one by one this time."""
-
-
 class VectorizedEngine(SequentialEngine):
     """Trains and evaluates clients in chunks, whose parameters are stacked and stepped together.
 
@@ -122,7 +118,7 @@ class VectorizedEngine(SequentialEngine):
         self.obstacle: str | None = None
         self._joint = JointClient(self.copy_of_client(), self.layout)
         self._dependence: dict[bool, Dependence] = {}  # by whether there is an anchor
-        self._known_phases: dict[tuple[int, int | None], list[Phase] | None] = {}
+        self._known_phases: dict[tuple[int, int | None], list[Phase] | str] = {}
         self._reused: dict[str, Tensor] = {}
         self._stacks_evaluation = True
         self._some = self._some_samples()
@@ -214,9 +210,8 @@ class VectorizedEngine(SequentialEngine):
             whole = epochs * len(sizes) if steps is None else steps
             return Plan(sizes, whole if sizes else 0)
 
-        try:
-            phases = self._phases(epochs, steps)
-        except _NotStackableError:
+        phases = self._phases(epochs, steps)
+        if isinstance(phases, str):
             return one_by_one(clients, starts, kept)
 
         def run(chunk: _Chunk) -> None:
@@ -382,29 +377,24 @@ class VectorizedEngine(SequentialEngine):
             keep if kept is not None else None,
         )
 
-    def _phases(self, epochs: int, steps: int | None) -> list[Phase] | None:
+    def _phases(self, epochs: int, steps: int | None) -> list[Phase] | str | None:
         """Return the phases of local training; ``None`` if the client's epochs are all alike.
 
-        Raises:
-            _NotStackableError: If so many epochs can't be trained at once. It is logged once.
+        Where so many epochs can't be stacked it is the reason, which is logged once.
         """
         if self.obstacle or self._hooks.isdisjoint(_EPOCH_HOOKS):
             return None
         asked = epochs, steps
         if asked not in self._known_phases:
-            self._known_phases[asked] = None
             try:
                 if steps is not None:
                     raise RuntimeError("it has hooks of epochs, and trains for some steps")
                 self._known_phases[asked] = phases_of(self._joint, epochs)
             except Exception as error:
-                name = type(self.template).__name__
-                reason = reason_of(error)
+                name, reason = type(self.template).__name__, reason_of(error)
                 rank_zero_info(f"sequential engine: {name} can't be stacked, {reason}")
-        phases = self._known_phases[asked]
-        if phases is None:
-            raise _NotStackableError
-        return phases
+                self._known_phases[asked] = reason
+        return self._known_phases[asked]
 
     def _train_chunk(self, chunk: _Chunk, phases: list[Phase] | None, task: _Task) -> None:
         """Train the clients of a chunk, in place."""
@@ -543,7 +533,7 @@ class VectorizedEngine(SequentialEngine):
         if self._stacks_evaluation:
             try:
                 logits = self._stacked_logits(columns, samples)
-                if all(bool(own.isfinite().all()) for own in logits):
+                if torch.cat(logits).isfinite().all():
                     return logits
             except Exception:  # whose it is, and why, will be seen below
                 self._stacks_evaluation = False
