@@ -84,8 +84,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=at_least(2 * FIRST), default=1000)
     parser.add_argument("--folder", help="where to write; a temporary folder by default")
     options = parser.parse_args()
-    if options.rounds <= FIRST:
-        parser.error(f"--rounds must be greater than {FIRST}")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     with TemporaryDirectory(dir=options.folder) as folder:

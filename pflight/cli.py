@@ -427,6 +427,7 @@ def _quieten() -> None:
         r".*isinstance\(treespec, LeafSpec\).*",
         r".*Checkpoint directory .* exists and is not empty",
         r".*GPU available but not used",
+        r"There is a performance drop because we have not yet implemented the batching rule",
         rf".*Checkpoint\(monitor='{_MONITOR}'\)` could not find",  # not validated yet
         r".*The number of training batches .* is smaller than the logging interval",
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch
 import yaml
 
 from pflight import Federation
+from pflight.__main__ import main as command
 from pflight.callbacks import FeSEM
 from pflight.cli import main
 from pflight.models import MLP, ProximalClient
@@ -498,3 +500,12 @@ class TestBadInput:
         assert done.returncode == 2
         assert done.stderr == "pflight: error: num_clients must be at least 1, got 0\n"
         assert not done.stdout
+
+    def test_garbage_is_collected_once_all_is_imported(self, monkeypatch):
+        collects: list[bool] = []
+        monkeypatch.setattr("pflight.cli.main", lambda: collects.append(gc.isenabled()))
+        try:
+            command()
+        finally:
+            gc.unfreeze()
+        assert collects == [True]

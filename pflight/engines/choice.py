@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from torch import Tensor
 
 from pflight.datamodules import FederatedDataModule
@@ -70,7 +72,7 @@ class Choice:
     reason: str
 
     def __str__(self) -> str:
-        many = f", up to {self.chunk} clients at once" if self.chunk > 1 else ""
+        many = f", up to {self.chunk:,} clients at once" if self.chunk > 1 else ""
         return f"{self.engine} engine{many}: {self.reason}"
 
 
@@ -109,7 +111,9 @@ def choose(
     given, chunk = chunk, chunk or _chunk_size(limits, layout, data, x, total)
     if wanted == "vectorized":
         return Choice(wanted, chunk, "as asked for")
-    step = f"{total / 1e6:,.1f} million operations a batch"
+    if math.isinf(total):
+        return Choice("sequential", 1, "the operations of its forward pass can't be counted")
+    step = f"{get_human_readable_count(int(total)).strip()} operations a batch"
     if total >= limits.busy:
         return Choice("sequential", 1, f"{step} keep the device busy")
     if thin >= limits.thin:
@@ -139,7 +143,14 @@ def _chunk_size(
 
 
 def build_engine(
-    wanted: EngineName, chunk: int | None, client: ClientModule, *args: Any
+    wanted: EngineName,
+    chunk: int | None,
+    client: ClientModule,
+    layout: StateLayout,
+    data: FederatedDataModule,
+    precision: Precision,
+    device: torch.device,
+    seed: int,
 ) -> tuple[SequentialEngine, Choice]:
     """Return the engine that trains the clients, ready for use, and why it is the one.
 
@@ -149,20 +160,24 @@ def build_engine(
     Args:
         wanted: The engine asked for, or ``"auto"``.
         chunk: Clients at once, if it was given.
-        client: The client module.
-        *args: The other arguments of :class:`SequentialEngine`.
+        client: As in :class:`SequentialEngine`, like all that follow.
+        layout: Its state layout.
+        data: Where the clients' samples come from.
+        precision: The precision plugin of the federation's Trainer.
+        device: Where clients train.
+        seed: Of all local randomness.
 
     Raises:
         ConfigurationError: As in :meth:`SequentialEngine.check_input`.
     """
-    layout, data, _, device, _ = args
     keep_freed_memory()
     choice = choose(wanted, chunk, client, layout, data, device)
+    arguments = client, layout, data, precision, device, seed
     if choice.engine == "sequential":
-        engine = SequentialEngine(client, *args)
+        engine = SequentialEngine(*arguments)
         engine.check_input()
         return engine, choice
-    vectorized = VectorizedEngine(client, *args, chunk=choice.chunk)
+    vectorized = VectorizedEngine(*arguments, chunk=choice.chunk)
     vectorized.check_input()
     if vectorized.obstacle:
         name = type(client).__name__
@@ -170,7 +185,7 @@ def build_engine(
     elif wanted == "auto" and not vectorized.fills_batches:
         rows, enough = vectorized.rows_per_call(), _limits_of(device).rows
         if rows < min(enough, choice.chunk, data.cohorts.size):
-            reason = f"only {rows:.1f} of its batches at a time have the same size"
+            reason = f"only {rows:.1f} clients at a time have batches of one size, on average"
             choice = Choice("sequential", 1, reason)
             vectorized.obstacle = reason
     return vectorized, choice

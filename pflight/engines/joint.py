@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from pflight.models import Batch, ClientModule
@@ -159,7 +161,10 @@ class JointClient:
         copies = {name: _copy(value) for name, value in others.items()}
         try:
             return make_fx(lambda *args: self._gradients(*args))(parameters, copies, *batch)
-        except Exception:
+        except Exception as error:
+            rank_zero_debug(
+                f"the gradients of {type(self.client).__name__} stay unrecorded: {error}"
+            )
             return self._gradients
 
     def logits(self, state: Stack, x: Tensor) -> Tensor:
@@ -189,10 +194,20 @@ class JointClient:
             tensors = {**parameters, **others}
             tensors |= {alias: tensors[n] for alias, n in self._tied.items() if n in tensors}
             named = {f"client.{name}": tensor for name, tensor in tensors.items()}
-            with CheckedEmbeddings():
+            with CheckedEmbeddings(), _attention_of(tensors.values()):
                 return functional_call(called, named, args, tie_weights=False)
 
         return call
+
+
+def _attention_of(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Return where attention is computed from products of matrices, which can be stacked.
+
+    On a CPU, the kernel that PyTorch would choose has no batching rule, and runs once for each
+    client.
+    """
+    on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+    return sdpa_kernel(SDPBackend.MATH) if on_cpu else nullcontext()
 
 
 def _copy(stack: Tensor) -> Tensor:

@@ -463,6 +463,7 @@ def reason_of(error: Exception) -> str:
         return "it asks for the value of num_samples or another number that clients differ in"
     if "calling .item()" in line or "data-dependent" in line:
         return "it branches on values, or takes a number out of a tensor"
-    if missing := re.search(r"[Bb]atching rule.* for aten::(\w+)", line):
-        return f"vmap can't do {missing[1]}, as it can't do recurrent layers"
+    if missing := re.search(r"(?:[Bb]atching rule|not yet support).* aten::(\w+)", line):
+        recurrent = re.search(r"rnn|lstm|gru", missing[1])
+        return f"vmap can't do {missing[1]}" + (", of recurrent layers" if recurrent else "")
     return line

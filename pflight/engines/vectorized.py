@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -355,12 +355,8 @@ class VectorizedEngine(SequentialEngine):
             )
             logs.append(again.logs)
             failures = again.failures
-            causes = [cause for cause in failed.values() if cause is not None]
-            if causes and not failures:
-                rank_zero_warn(
-                    f"clients that can't be trained together, but one by one: {causes[0]!r}; "
-                    "engine='sequential' does so from the start"
-                )
+            if not failures:
+                _warn_of(failed.values())
             answered[rows] = torch.isin(clients[rows], again.clients).cpu()
             rows = rows[answered[rows]]
             states[rows] = again.states
@@ -535,7 +531,9 @@ class VectorizedEngine(SequentialEngine):
                 logits = self._stacked_logits(columns, samples)
                 if torch.cat(logits).isfinite().all():
                     return logits
-            except Exception:  # whose it is, and why, will be seen below
+            except Exception as error:  # a client's own fault will be seen below
+                name, reason = type(self.template).__name__, reason_of(error)
+                rank_zero_info(f"{name} is evaluated one by one from here on: {reason}")
                 self._stacks_evaluation = False
         return super().logits_of_each(columns, samples)
 
@@ -577,3 +575,13 @@ class VectorizedEngine(SequentialEngine):
         if held is None or held.numel() < size or held.dtype != dtype:
             held = self._reused[name] = torch.empty(size, dtype=dtype, device=self.device)
         return held[:size].view(shape)
+
+
+def _warn_of(causes: Iterable[Exception | None]) -> None:
+    """Warn of exceptions that clients raised together, and none of them alone."""
+    cause = next((cause for cause in causes if cause is not None), None)
+    if cause is not None:
+        rank_zero_warn(
+            f"clients that can't be trained together, but one by one: {cause!r}; "
+            "engine='sequential' does so from the start"
+        )

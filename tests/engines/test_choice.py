@@ -25,7 +25,7 @@ from tests.runs import (
 @pytest.mark.parametrize(
     ("client", "options", "reason"),
     [
-        (linear_client(), {}, "vectorized engine, up to 3 clients at once: 0.0 million operations"),
+        (linear_client(), {}, r"vectorized engine, up to 3 clients at once: \d+ op"),
         (linear_client(), {"cohort_size": 1}, "sequential engine: one client in a round"),
         (dropout_client(), {}, "sequential engine: .*draws random numbers"),
         (
@@ -39,7 +39,7 @@ from tests.runs import (
                 CLASSES,
             ),
             {},
-            "vectorized engine, up to 3 clients at once: 0.0 million operations a batch",
+            r"vectorized engine, up to 3 clients at once: \d+ operations a batch",
         ),
         (
             ClientModule(
@@ -53,7 +53,7 @@ from tests.runs import (
                 CLASSES,
             ),
             {},
-            r"sequential engine: of 1\d\.\d million operations a batch too many are in convol",
+            r"sequential engine: of 1\d\.\d M operations a batch too many are in convol",
         ),
         (
             ClientModule(
@@ -69,7 +69,7 @@ from tests.runs import (
                 CLASSES,
             ),
             {"counts": [4000] * 6, "batch_size": None},
-            r"sequential engine: 560\.0 million operations a batch keep the device busy",
+            r"sequential engine: 560 M operations a batch keep the device busy",
         ),
     ],
 )
@@ -123,4 +123,4 @@ def test_batchnorm_of_clients_whose_batches_are_unequal(counts: list[int], engin
     )
     assert choice.engine == engine
     if engine == "sequential":
-        assert choice.reason == "only 1.7 of its batches at a time have the same size"
+        assert choice.reason == "only 1.7 clients at a time have batches of one size, on average"

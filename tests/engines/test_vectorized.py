@@ -198,6 +198,24 @@ def test_precision(precision: str) -> None:
     assert_close(fit(engine="sequential"), stacked, 1e-10 if precision == "64-true" else 0.02)
 
 
+class Attentive(nn.Sequential):
+    """Attends to the features of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Unflatten(1, (FEATURES, 1)),
+            nn.Linear(1, 8),
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+            nn.Flatten(),
+            nn.Linear(8 * FEATURES, CLASSES),
+        )
+
+
+def test_attention_is_stacked() -> None:
+    """Vmap would warn of the CPU's own kernel, which runs once for each client."""
+    both(network_client(Attentive()).double())
+
+
 @pytest.mark.parametrize("make", [linear_client, batchnorm_client])
 @pytest.mark.parametrize("kind", [ProximalClient, ElasticClient])
 def test_mixed_precision(make: Callable[..., ClientModule], kind: type[ClientModule]) -> None:
@@ -473,7 +491,11 @@ class Recurrent(nn.Module):
         (lambda: linear_client(Logging), "many at once fail: it logs"),
         (lambda: linear_client(Watchful), "many at once fail: it asks for trainer.current_epoch"),
         (lambda: linear_client(optimizer=partial(Adagrad, lr=0.1)), "gives Adagrad"),
-        (lambda: network_client(Recurrent()), "vmap can't do mkldnn_rnn_layer, as it can't do rec"),
+        (lambda: network_client(Recurrent()), "vmap can't do mkldnn_rnn_layer, of recurrent"),
+        (
+            lambda: network_client(nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.RReLU())),
+            "vmap can't do rrelu_with_noise$",
+        ),
     ],
 )
 def test_what_can_not_be_stacked_runs_one_by_one(
