@@ -47,7 +47,7 @@ class _Limits(NamedTuple):
 
 
 _LIMITS = {
-    "cpu": _Limits(16 * 2**20, 256 * 2**20, 300e6, 32 * 2**20, busy=500e6, thin=8e6, rows=5),
+    "cpu": _Limits(32 * 2**20, 256 * 2**20, 600e6, 32 * 2**20, busy=500e6, thin=8e6, rows=5),
     "cuda": _Limits(256 * 2**20, 2**30, math.inf, math.inf, busy=math.inf, thin=math.inf, rows=1),
 }
 _FEW = 4  # clients at once, if their samples allow it
