@@ -203,8 +203,6 @@ def main() -> None:
     parser.add_argument("--picture", help="file for the picture of the curves")
     parser.add_argument("--single", choices=CURVES, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if unknown := set(options.curves) - set(CURVES):
-        parser.error(f"unknown curve {unknown.pop()!r}, choose from {', '.join(CURVES)}")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     if options.single:

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from pflight.errors import ConfigurationError
 from pflight.options import number
+from pflight.state import call_with
 
 from .client import Batch, ClientModule
 
@@ -90,7 +90,7 @@ class ElasticClient(ClientModule):
         if self.constraint == "l2":
             return self.alpha / 2 * self.seen * self.squared_distance(self.memory)
         with torch.no_grad(), _evaluating(self):
-            before = functional_call(self, self.memory.tensors(), (x,))
+            before = call_with(self, self.memory.tensors(), x)
         divergence = F.kl_div(
             logits.log_softmax(dim=1),
             before.log_softmax(dim=1),

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from pflight.state import StateModule, state_tensors
+from pflight.state import StateModule, call_with, state_tensors
 
 from .client import Batch, ClientModule
 
@@ -65,7 +64,7 @@ class MixingClient(ClientModule):
         for name, own in self.own.tensors().items():
             tensors[name] = torch.lerp(own, sent[name], weights[name])
         loss = _Loss(self.network)
-        return functional_call(loss, {f"client.{n}": t for n, t in tensors.items()}, (batch,))
+        return call_with(loss, {f"client.{n}": t for n, t in tensors.items()}, batch)
 
 
 class _Loss(nn.Module):

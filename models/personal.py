@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from pflight.state import StateModule
+from pflight.state import StateModule, call_with
 
 from .client import Batch, ClientModule
 
@@ -45,7 +44,7 @@ class RelocatedClient(ClientModule):
         """
         loss = _Loss(self.network, super().loss)
         tensors = {f"network.{name}": t for name, t in {**weights, **statistics}.items()}
-        return functional_call(loss, tensors, (batch,))
+        return call_with(loss, tensors, batch)
 
 
 class PersonalClient(RelocatedClient):

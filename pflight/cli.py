@@ -22,6 +22,7 @@ from lightning.pytorch.cli import (
     SaveConfigCallback,
 )
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from . import __version__, datamodules, models
@@ -187,6 +188,13 @@ class FederationCLI(LightningCLI):
         except ConfigurationError:
             folder.put_back()
             raise
+        except SystemExit:  # which Lightning makes of Ctrl-C
+            if self.trainer.interrupted and self.trainer.is_global_zero:
+                sys.stderr.write(
+                    f"pflight: interrupted in round {self.trainer.current_epoch}; --ckpt_path last "
+                    f"goes on from the last checkpoint in {folder.path}, if there is one\n"
+                )
+            raise
 
     def test(self, **kwargs: Any) -> None:
         """Test; the results of an earlier test of this run are replaced."""
@@ -285,9 +293,11 @@ def _fail(message: str) -> None:
     sys.exit(2)
 
 
-def _configuration_error(error: BaseException | None) -> ConfigurationError | None:
-    """Return the ConfigurationError that an exception is or stems from."""
-    while error is not None and not isinstance(error, ConfigurationError):
+def _configuration_error(error: BaseException | None) -> BaseException | None:
+    """Return the error of ours, or of Lightning's, about options that an exception stems from."""
+    while error is not None and not isinstance(
+        error, ConfigurationError | MisconfigurationException
+    ):
         error = error.__cause__ or error.__context__
     return error
 
@@ -427,7 +437,6 @@ def _quieten() -> None:
         r".*isinstance\(treespec, LeafSpec\).*",
         r".*Checkpoint directory .* exists and is not empty",
         r".*GPU available but not used",
-        r"There is a performance drop because we have not yet implemented the batching rule",
         rf".*Checkpoint\(monitor='{_MONITOR}'\)` could not find",  # not validated yet
         r".*The number of training batches .* is smaller than the logging interval",
     ):

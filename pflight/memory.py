@@ -55,16 +55,24 @@ class ClientMemory:
 
     def __init__(self) -> None:
         self._slots: Slots = {}
+        self._unsaved: dict[str, set[int]] = {}  # clients whose tensors nobody else has
 
     def open(self, run_folder: str) -> None:
         """Learn where the run keeps its files; RAM needs none."""
 
     def write(self, slot: str, clients: Tensor, states: TensorDict) -> None:
         """Keep the states of a stack ``[C]`` for the clients ``[C]``, replacing what was kept."""
-        kept = self._slots.setdefault(slot, {})
+        kept, unsaved = self._slots.setdefault(slot, {}), self._unsaved.setdefault(slot, set())
         columns = {name: leaf.detach().cpu() for name, leaf in entries(states)}
         for position, client in enumerate(clients.tolist()):
-            kept[client] = {name: column[position].clone() for name, column in columns.items()}
+            own = {name: column[position] for name, column in columns.items()}
+            held = kept.get(client)
+            if client in unsaved and isinstance(held, dict) and _fits(own, held):
+                for name, value in own.items():
+                    held[name].copy_(value)  # since rows that are freed one by one leave gaps
+            else:
+                kept[client] = {name: value.clone() for name, value in own.items()}
+                unsaved.add(client)
 
     def read(self, slot: str, clients: Tensor, default: TensorDict) -> TensorDict:
         """Return what the clients ``[C]`` kept; an unwritten slot gives its row of ``default``."""
@@ -90,6 +98,7 @@ class ClientMemory:
 
     def state_dict(self) -> Slots:
         """Return all slots, keyed by slot and client: plain dicts of tensors, or rows on disk."""
+        self._unsaved.clear()
         return {slot: dict(clients) for slot, clients in self._slots.items()}
 
     def state_of_all_ranks(self, first_only: bool = False) -> Slots:
@@ -110,6 +119,7 @@ class ClientMemory:
 
     def load_state_dict(self, state: Slots, clients: Collection[int] | None = None) -> None:
         """Replace all slots by ``state``, keeping only those of ``clients`` if it is given."""
+        self._unsaved.clear()
         self._slots = {
             slot: {
                 int(client): self._taken_over(entry)
@@ -140,6 +150,13 @@ class ClientMemory:
         if isinstance(entry, Row):
             return {name: value.clone() for name, value in entry.tensors().items()}
         return {name: value.cpu() for name, value in entry.items()}
+
+
+def _fits(new: dict[str, Tensor], old: dict[str, Tensor]) -> bool:
+    return new.keys() == old.keys() and all(
+        (value.shape, value.dtype) == (old[name].shape, old[name].dtype)
+        for name, value in new.items()
+    )
 
 
 class MappedMemory(ClientMemory):

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
 from .distributed import all_max, all_sum
@@ -183,6 +185,34 @@ def _aliases(client: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     names = {n: first.setdefault(id(t), n) for n, t in client.state_dict(keep_vars=True).items()}
     return {alias: name for alias, name in names.items() if alias != name}
+
+
+def other_places(module: nn.Module) -> dict[str, str]:
+    """Return further places of tied tensors, with the names that count.
+
+    A module that has two names is one place.
+    """
+    return {
+        alias: name
+        for alias, name in _aliases(module).items()
+        if _place(module, alias) != _place(module, name)
+    }
+
+
+def _place(module: nn.Module, name: str) -> tuple[int, str]:
+    owner, _, attribute = name.rpartition(".")
+    return id(module.get_submodule(owner)), attribute
+
+
+def call_with(module: nn.Module, tensors: Mapping[str, Tensor], *args: Any) -> Any:
+    """Call a module with other tensors in place of its own, tied ones by their first name.
+
+    PyTorch's ``functional_call`` ties them too, but would leave some of the tensors behind in a
+    module that has two names.
+    """
+    places = other_places(module)
+    tied = {alias: tensors[name] for alias, name in places.items() if name in tensors}
+    return functional_call(module, {**tensors, **tied}, args, tie_weights=False)
 
 
 def state_bytes(states: TensorDict) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -260,6 +261,36 @@ class TestResume:
         assert exit_.value.code == 2
         assert "there is no 'last' checkpoint" in capsys.readouterr().err
         assert read_events("run").scalars["train/loss"] == [0, 1]
+
+    def test_fewer_rounds_than_there_were_are_an_error(self, capsys):
+        pflight("fit", rounds=3)
+        with pytest.raises(SystemExit) as exit_:
+            pflight("fit", "--ckpt_path=last", rounds=1)
+        assert exit_.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("pflight: error: You restored a checkpoint with current_epoch=")
+
+    def test_an_interrupted_run_says_how_to_go_on(self, monkeypatch, capsys):
+        step = Federation.training_step
+
+        def interrupted(federation: Federation, *args: Any) -> None:
+            if len(federation.history) == 2:
+                raise KeyboardInterrupt
+            step(federation, *args)
+
+        monkeypatch.setattr(Federation, "training_step", interrupted)
+        handler = signal.getsignal(signal.SIGINT)
+        try:
+            with pytest.raises(SystemExit) as exit_:
+                pflight("fit", rounds=4)
+        finally:
+            signal.signal(signal.SIGINT, handler)  # Lightning ignores further ones
+        assert exit_.value.code == 1
+        said = capsys.readouterr().err
+        assert said.startswith("pflight: interrupted in round 2; --ckpt_path last goes on from the")
+        monkeypatch.undo()
+        pflight("fit", "--ckpt_path=last", rounds=4)
+        assert read_events("run").scalars["train/loss"] == [0, 1, 2, 3]
 
     def test_a_killed_run_has_each_point_once(self):
         command = [sys.executable, "-m", "pflight", "fit", "--config", QUICKSTART]

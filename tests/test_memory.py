@@ -91,3 +91,18 @@ def test_what_was_saved_does_not_change_when_training_goes_on() -> None:
     memory.write("a", ids(0, 1), states(2, 3))
     assert saved["a"][0]["w"].item() == 1
     assert list(saved["a"]) == [0]
+
+
+def test_states_that_were_not_saved_are_replaced_in_place() -> None:
+    """Else rows that are freed one by one leave gaps, which take as much memory again."""
+    memory = ClientMemory()
+    memory.write("a", ids(0), states(1))
+    (kept,) = memory._slots["a"].values()
+    memory.write("a", ids(0), states(2))
+    assert kept["w"].item() == 2
+    saved = memory.state_dict()["a"][0]["w"]
+    memory.write("a", ids(0), states(3).double())
+    assert saved.item() == 2
+    read = memory.read("a", ids(0), states(0).double())["w"]
+    assert read.item() == 3
+    assert read.dtype == torch.float64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,10 +16,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from pflight.models import Batch, ClientModule
-from pflight.state import StateLayout, StateModule, state_tensors
+from pflight.state import StateLayout, StateModule, other_places, state_tensors
 
 from .embeddings import CheckedEmbeddings
 from .weighted import WeightedMeans
+
+# PyTorch's advice on what vmap runs client by client is not for users, and names this file.
+warnings.filterwarnings(
+    "ignore", "There is a performance drop because we have not yet implemented the batching rule"
+)
 
 Stack = dict[str, Tensor]
 """Tensors ``[C, ...]`` by their names in a client, one row for each of ``C`` clients."""
@@ -55,11 +61,7 @@ class JointClient:
         )
         self._trainer = client._trainer = _NoTrainer()  # type: ignore[assignment]
         client.log = client.log_dict = _no_logs  # type: ignore[method-assign]
-        self._tied = {
-            alias: name
-            for alias, name in layout.aliases.items()
-            if _place(client, alias) != _place(client, name)
-        }
+        self._tied = other_places(client)
         self.changes_afterwards = type(client).after_training is not ClientModule.after_training
         self.remembers_its_state = type(client).remember is ClientModule.remember
         self._modes: Hashable = None  # of the modules and parameters
@@ -213,12 +215,6 @@ def _attention_of(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
 def _copy(stack: Tensor) -> Tensor:
     """Copy a stack with its strides: rows may be the same memory, and are then only read."""
     return stack[:1].clone().expand_as(stack) if stack.stride(0) == 0 else stack.clone()
-
-
-def _place(client: nn.Module, name: str) -> tuple[int, str]:
-    """Return where a tensor is held, which is but once in a module that has two names."""
-    module, _, attribute = name.rpartition(".")
-    return id(client.get_submodule(module)), attribute
 
 
 class _Method(nn.Module):

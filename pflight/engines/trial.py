@@ -7,6 +7,7 @@ import operator
 import random
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,12 +69,18 @@ def obstacle_to(
     with isolated(client.device), torch.enable_grad():
         drawn, single = _generators(), _Single(joint)
         try:
-            agrees = [_agrees(joint, single, layout, batch) for batch in batches]
+            alone = [_alone(joint, single, layout, batch) for batch in batches]
         except Exception as error:
-            reason = reason_of(error)
-            if "randomness" in reason:
-                return "it draws random numbers while it trains, as dropout does"
-            return f"many at once fail: {reason}"
+            return _failed("a client alone fails", error)
+        if name := single.changed_parameter(layout, batches[0]):
+            return f"its loss changes the parameter {name} in place"
+        try:
+            agrees = [
+                _agrees(joint, layout, batch, results)
+                for batch, results in zip(batches, alone, strict=True)
+            ]
+        except Exception as error:
+            return _failed("many at once fail", error)
         if drawn != _generators():
             return "it draws random numbers while it trains"
         if not _same(attributes, _attributes(client)):
@@ -223,6 +230,16 @@ class _Single:
         """Return copies of the state as it is."""
         return {name: tensor.clone() for name, tensor in state_tensors(self.client).items()}
 
+    def changed_parameter(self, layout: StateLayout, batch: Batch) -> str | None:
+        """Return the name of a parameter that the loss itself changes, such as a bounded one."""
+        parameters = dict(self.client.named_parameters())
+        for name in layout.parameters:
+            parameters[name].data = 100 * parameters[name].data  # beyond bounds, if there are any
+        before = {name: parameters[name].detach().clone() for name in layout.parameters}
+        with suppress(Exception):  # which are of such weights
+            self.client.loss(batch)
+        return next((n for n, value in before.items() if not value.equal(parameters[n])), None)
+
     def replaced_buffer(self, batch: Batch) -> str | None:
         """Return the name of a buffer that the client sets anew, which would be lost."""
         client, before = self.client, dict(self.client.named_buffers())
@@ -294,14 +311,23 @@ def phases_of(joint: JointClient, epochs: int) -> list[Phase]:
     return phases
 
 
-def _agrees(joint: JointClient, single: _Single, layout: StateLayout, batch: Batch) -> bool:
-    """Return whether stacked clients get what single ones do."""
-    x, y = batch
+class _Alone(NamedTuple):
+    """What clients get by themselves."""
+
+    gradients: list[tuple[dict[str, Tensor | None], Tensor]]
+    """And their losses."""
+    others: list[dict[str, Tensor]]
+    """Their states afterwards, what they keep, and their predictions."""
+
+
+def _alone(joint: JointClient, single: _Single, layout: StateLayout, batch: Batch) -> _Alone:
+    """Return what two clients get, one after the other."""
+    x, _ = batch
     states = _two_states(joint, layout)
-    alone, others_alone = [], []
+    alone = _Alone([], [])
     for row in (0, 1):
         own = {name: tensor[row] for name, tensor in states.items()}
-        alone.append(single.gradients(own, layout, batch))
+        alone.gradients.append(single.gradients(own, layout, batch))
         with torch.no_grad():
             if joint.changes_afterwards and single.client.anchor is not None:
                 single.client.after_training()
@@ -310,10 +336,16 @@ def _agrees(joint: JointClient, single: _Single, layout: StateLayout, batch: Bat
             logits = single.client(x)
             single.client.train()
         kept = {f"kept {name}": value.clone() for name, value in kept.items()}
-        others_alone.append({**single.tensors(), **kept, "its logits": logits})
+        alone.others.append({**single.tensors(), **kept, "its logits": logits})
+    return alone
+
+
+def _agrees(joint: JointClient, layout: StateLayout, batch: Batch, alone: _Alone) -> bool:
+    """Return whether stacked clients get what single ones do."""
+    states = _two_states(joint, layout)
     others = dict(states)
     parameters = {name: others.pop(name) for name in layout.parameters}
-    twice = [part.expand(2, *part.shape).clone() for part in (x, y)]
+    twice = [part.expand(2, *part.shape).clone() for part in batch]
     stacked = joint.gradients(parameters, others, *twice)
     with torch.no_grad():
         if joint.changes_afterwards and joint.client.anchor is not None:
@@ -322,9 +354,9 @@ def _agrees(joint: JointClient, single: _Single, layout: StateLayout, batch: Bat
         kept = {f"kept {name}": value.clone() for name, value in kept.items()}
         results = {**states, **kept, "its logits": joint.logits(states, twice[0])}
     joint.client.train()
-    return _alike(stacked, alone, _TOLERANCE) and all(
+    return _alike(stacked, alone.gradients, _TOLERANCE) and all(
         _close(results[name][row], value)
-        for row, results_alone in enumerate(others_alone)
+        for row, results_alone in enumerate(alone.others)
         for name, value in results_alone.items()
     )
 
@@ -456,13 +488,27 @@ def _same(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> bool:
     )
 
 
+def _failed(what: str, error: Exception) -> str:
+    """Say why clients failed, and which unless the reason says so."""
+    reason = reason_of(error)
+    return reason if reason.startswith("it ") else f"{what}: {reason}"
+
+
 def reason_of(error: Exception) -> str:
     """Return an error's first sentence, for users who don't know how clients are stacked."""
     line = str(error).strip().split("\n")[0].split(". ")[0] or type(error).__name__
     if "meta tensors" in line:  # as which a client's scalars are handed to what all clients share
         return "it asks for the value of num_samples or another number that clients differ in"
     if "calling .item()" in line or "data-dependent" in line:
-        return "it branches on values, or takes a number out of a tensor"
+        return "it branches on values or takes a number out of a tensor, as F.one_hot does"
+    if "data pointer" in line:
+        return "it takes values out of a tensor, as numpy() does"
+    if "dynamic shape" in line:
+        return "it makes tensors whose shape depends on values, as masks do"
+    if "randomness" in line:
+        return "it draws random numbers while it trains, as dropout does"
+    if "out= or view" in line:
+        return "it writes the result of an operation into a tensor (out=), as spectral_norm does"
     if missing := re.search(r"(?:[Bb]atching rule|not yet support).* aten::(\w+)", line):
         recurrent = re.search(r"rnn|lstm|gru", missing[1])
         return f"vmap can't do {missing[1]}" + (", of recurrent layers" if recurrent else "")

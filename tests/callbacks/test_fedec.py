@@ -28,6 +28,7 @@ from tests.runs import (
     dropout_client,
     flat,
     linear_client,
+    network_client,
     quiet_trainer,
     run,
     sgd,
@@ -310,3 +311,34 @@ def test_the_reference_is_reptile_without_history() -> None:
     expected = reference.fedavg(world, start, cohorts, batches, 0.2, "uniform")
     phi, _ = plain_fedec(data, start, cohorts, 0.0, None, 0.2, 0.0, 1.0)
     assert phi == pytest.approx(expected, rel=1e-12)
+
+
+class Twice(nn.Module):
+    """Uses a layer twice, which may have a name for each use."""
+
+    def __init__(self, two_names: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        if two_names:
+            self.second = self.first
+        self.output = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        second = getattr(self, "second", self.first)
+        return self.output(second(self.first(x).tanh()).tanh())
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_a_module_with_two_names_is_one(engine: Any) -> None:
+    fits = [
+        run(
+            network_client(Twice(two_names), ElasticClient).double(),
+            small_data(dtype=torch.float64),
+            Reptile(),
+            rounds=3,
+            engine=engine,
+        )
+        for two_names in (True, False)
+    ]
+    twice, once = (fit.server_states()[0] for fit in fits)
+    assert_same({name: twice[name] for name in once}, once)

@@ -160,6 +160,41 @@ class AddsForFew(nn.Module):
         return self.always(x) + (self.seldom(x) if len(x) < 3 else 0)
 
 
+class ShortensRows(nn.Module):
+    """Bounds its table in place, as it looks into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, 4, max_norm=3.0)
+        self.output = nn.Linear(4 * FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(self.table((x > 0).long()).flatten(1))
+
+
+class MeasuresOneHot(ClientModule):
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self(x), F.one_hot(y, CLASSES).to(x))
+
+
+class ByNumPy(ClientModule):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * float(batch[0].numpy().mean())
+
+
+class Masks(ClientModule):
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0])[batch[1] > 0], batch[1][batch[1] > 0])
+
+
+class FailsAlone(ClientModule):
+    def loss(self, batch: Any) -> Tensor:
+        if self.anchor is None:
+            raise ValueError("no anchor")
+        return super().loss(batch)
+
+
 CLIENTS = {
     "keeps a list": (KeepsAList, "other results than one alone"),
     "changes a list": (ChangesAList, "other results than one alone"),
@@ -174,6 +209,11 @@ CLIENTS = {
     "counts steps": (CountsSteps, None),
     "thaws": (Thaws, "it thaws network.0.bias"),
     "two names": (TwoNames, None),
+    "shortens rows": (ShortensRows, "changes the parameter network.table.weight in place"),
+    "measures one-hot": (MeasuresOneHot, "it branches on values or takes a number out of a tensor"),
+    "by numpy": (ByNumPy, "it takes values out of a tensor"),
+    "masks": (Masks, "it makes tensors whose shape depends on values"),
+    "fails alone": (FailsAlone, "a client alone fails: no anchor"),
     "adds for few": (AddsForFew, "network.seldom.bias has a gradient depends on the size"),
 }
 

@@ -473,7 +473,7 @@ class Recurrent(nn.Module):
     [
         (lambda: linear_client(Hooked), "it has on_train_batch_end of its own"),
         (lambda: linear_client(OwnStep), "it has training_step of its own"),
-        (lambda: linear_client(Branching), "many at once fail: it branches on values"),
+        (lambda: linear_client(Branching), "stacked, it branches on values"),
         (
             lambda: linear_client(Scheduled),
             r"its configure_optimizers\(\) gives more than one optimizer, or a schedule",
@@ -488,8 +488,8 @@ class Recurrent(nn.Module):
         (lambda: linear_client(NumpyDicing), "it draws random numbers"),
         (dropout_client, "it draws random numbers while it trains, as dropout does"),
         (lambda: linear_client(Remembering), "it sets attributes of itself"),
-        (lambda: linear_client(Logging), "many at once fail: it logs"),
-        (lambda: linear_client(Watchful), "many at once fail: it asks for trainer.current_epoch"),
+        (lambda: linear_client(Logging), "stacked, it logs"),
+        (lambda: linear_client(Watchful), "stacked, it asks for trainer.current_epoch"),
         (lambda: linear_client(optimizer=partial(Adagrad, lr=0.1)), "gives Adagrad"),
         (lambda: network_client(Recurrent()), "vmap can't do mkldnn_rnn_layer, of recurrent"),
         (
