@@ -47,11 +47,17 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def run(method: str, client_memory: Literal["ram", "disk"], clients: int, rounds: int) -> None:
+def run(
+    method: str,
+    client_memory: Literal["ram", "disk"],
+    clients: int,
+    rounds: int,
+    samples: int = SAMPLES,
+) -> None:
     """Train once in the working folder, and print a row of the table."""
     interpreter = peak()
     random = torch.Generator().manual_seed(0)
-    shape = (SAMPLES // clients, 784)
+    shape = (samples // clients, 784)
     train = [
         (torch.randn(shape, generator=random), torch.randint(10, shape[:1], generator=random))
         for _ in range(clients)
@@ -73,7 +79,7 @@ def run(method: str, client_memory: Literal["ram", "disk"], clients: int, rounds
     )
     trainer.fit(federation, datamodule=data)
     print(
-        f"| {method}, {client_memory} | {clients} | {SAMPLES // clients} "
+        f"| {method}, {client_memory} | {clients} | {samples // clients} "
         f"| {peak() - interpreter:.0f} | {interpreter:.0f} "
         f"| {statistics.median(stopwatch.seconds[1:]):.1f} |",
         flush=True,
@@ -87,13 +93,20 @@ def main() -> None:
     parser.add_argument("--client_memory", nargs="+", choices=["ram", "disk"], default=["disk"])
     parser.add_argument("--clients", type=at_least(1), nargs="+", default=[30, 3000, 10_000])
     parser.add_argument("--rounds", type=at_least(2), default=3)
+    parser.add_argument("--samples", type=at_least(1), default=SAMPLES, help="of all clients")
     parser.add_argument("--folder", help="where to write; a temporary folder by default")
     parser.add_argument("--single", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     if options.single:
-        run(options.method, options.client_memory[0], options.clients[0], options.rounds)
+        run(
+            options.method,
+            options.client_memory[0],
+            options.clients[0],
+            options.rounds,
+            options.samples,
+        )
         return
     print("| kept | clients | samples each | peak memory, MiB | interpreter, MiB | s per round |")
     print("|---|---|---|---|---|---|", flush=True)
@@ -101,6 +114,7 @@ def main() -> None:
         with TemporaryDirectory(dir=options.folder) as folder:
             arguments = ["--single", "--method", options.method, "--client_memory", kind]
             arguments += ["--clients", str(clients), "--rounds", str(options.rounds)]
+            arguments += ["--samples", str(options.samples)]
             script = Path(__file__).resolve()
             subprocess.run([sys.executable, script, *arguments], check=True, cwd=folder)
 

@@ -31,6 +31,7 @@ from .memory_files import (
     sync,
     table_of,
     tensors,
+    tensors_of,
 )
 from .state import entries
 
@@ -77,7 +78,9 @@ class ClientMemory:
     def read(self, slot: str, clients: Tensor, default: TensorDict) -> TensorDict:
         """Return what the clients ``[C]`` kept; an unwritten slot gives its row of ``default``."""
         kept = self._slots.get(slot, {})
-        states = [tensors(kept[id_]) if id_ in kept else None for id_ in clients.tolist()]
+        ids = clients.tolist()
+        found = tensors_of(kept[id_] for id_ in ids if id_ in kept)
+        states = [next(found) if id_ in kept else None for id_ in ids]
         if all(state is None for state in states):
             return default
         columns = {
@@ -224,11 +227,10 @@ class MappedMemory(ClientMemory):
             file = self._files.setdefault(path, RowFile(path, layout))
             space = self._space(file)
             self._unsynced.add(file)
+            indices = (space.take() for _ in clients)
             with file.writing() as descriptor:
-                for position, client in enumerate(clients.tolist()):
-                    state = {name: column[position] for name, column in columns.items()}
-                    row = file.write(descriptor, space.take(), client, state)
-                    before, kept[client] = kept.get(client), row
+                for row in file.write(descriptor, indices, clients.tolist(), columns):
+                    before, kept[row.client] = kept.get(row.client), row
                     if isinstance(before, Row) and before.file == file:
                         space.free(before.index)
 

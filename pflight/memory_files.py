@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .errors import ConfigurationError
+from .state import rows
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -34,6 +35,7 @@ _TABLES = "tables"  # which rows each checkpoint names
 _NEXT = ".next"  # of a checkpoint that is being written
 _ALIGNMENT = 16  # bytes, of the largest number
 _HEADER = 16  # bytes: the client and the checksum
+_BLOCK = 2**23  # bytes that are put together before they are written
 
 
 @dataclass(frozen=True)
@@ -81,19 +83,42 @@ class RowFile:
         finally:
             os.close(descriptor)
 
-    def write(self, descriptor: int, index: int, client: int, state: Mapping[str, Tensor]) -> Row:
-        """Write one state ``index`` rows behind the start, whether or not the file is so long."""
-        row = torch.zeros(self.row_bytes, dtype=torch.uint8)
-        for name, (place, _, _) in self.columns.items():
-            row[place] = state[name].flatten().view(torch.uint8)
-        data = row.numpy()
-        checksum = _checksum(data)
-        data[:_HEADER].view(np.int64)[:] = client, checksum
-        rest, offset = data.data, index * self.row_bytes
-        while rest:  # a system call may write a part
-            written = os.pwrite(descriptor, rest, offset)
-            rest, offset = rest[written:], offset + written
-        return Row(self, index, client, checksum)
+    def write(
+        self,
+        descriptor: int,
+        indices: Iterator[int],
+        clients: Sequence[int],
+        states: Mapping[str, Tensor],
+    ) -> Iterator[Row]:
+        """Write the states ``[C]`` of clients to rows, whether or not the file is so long.
+
+        An index is taken when its row is written.
+        """
+        step = max(1, _BLOCK // self.row_bytes)
+        for first in range(0, len(clients), step):
+            block = slice(first, first + step)
+            table = torch.zeros((len(clients[block]), self.row_bytes), dtype=torch.uint8)
+            for name, (place, _, _) in self.columns.items():
+                table[:, place] = rows(states[name][block]).contiguous().view(torch.uint8)
+            for data, client in zip(table.numpy(), clients[block], strict=True):
+                index = next(indices)
+                checksum = _checksum(data)
+                data[:_HEADER].view(np.int64)[:] = client, checksum
+                rest, offset = data.data, index * self.row_bytes
+                while rest:  # a system call may write a part
+                    written = os.pwrite(descriptor, rest, offset)
+                    rest, offset = rest[written:], offset + written
+                yield Row(self, index, client, checksum)
+
+    def mapped(self, first: int, last: int) -> NDArray[np.uint8]:
+        """Return the rows from ``first`` to ``last`` as they lie in the file ``[n, row_bytes]``.
+
+        Raises:
+            OSError: If the file is gone.
+            ValueError: If it is too short.
+        """
+        size, count = self.row_bytes, last - first + 1
+        return np.memmap(self.path, np.uint8, "c", first * size, (count, size))
 
     def headers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return client and checksum ``[n, 2]`` of rows ``[n]``; zeros where there is no row."""
@@ -120,18 +145,24 @@ class Row:
         Raises:
             ConfigurationError: If the file is gone, damaged or overwritten.
         """
-        file = self.file
         try:
-            size = file.row_bytes
-            data = np.memmap(file.path, np.uint8, "c", self.index * size, (size,))
-        except (OSError, ValueError) as error:  # ValueError: the file is too short
+            data = self.file.mapped(self.index, self.index)
+        except (OSError, ValueError) as error:
             raise self.lost() from error
+        return self.tensors_in(data[0])
+
+    def tensors_in(self, data: NDArray[np.uint8]) -> dict[str, Tensor]:
+        """Return the tensors in the bytes of this row.
+
+        Raises:
+            ConfigurationError: If these are not what was written.
+        """
         if _checksum(data) != self.checksum:
             raise self.lost()
         row = torch.from_numpy(data)
         return {
             name: row[place].view(dtype).view(shape)
-            for name, (place, dtype, shape) in file.columns.items()
+            for name, (place, dtype, shape) in self.file.columns.items()
         }
 
     def lost(self) -> ConfigurationError:
@@ -177,6 +208,24 @@ class Space:
 def tensors(entry: Entry) -> dict[str, Tensor]:
     """Return the tensors of a state by name; copy them to keep them."""
     return entry.tensors() if isinstance(entry, Row) else entry
+
+
+def tensors_of(entries: Iterable[Entry]) -> Iterator[dict[str, Tensor]]:
+    """Return the tensors of some states by name, of which each file is mapped but once."""
+    entries = list(entries)
+    places: dict[RowFile, list[int]] = {}
+    for entry in entries:
+        if isinstance(entry, Row):
+            places.setdefault(entry.file, []).append(entry.index)
+    maps: dict[RowFile, NDArray[np.uint8]] = {}
+    for file, indices in places.items():
+        with suppress(OSError, ValueError):  # row by row it will be seen which is lost
+            maps[file] = file.mapped(min(indices), max(indices))
+    for entry in entries:
+        if isinstance(entry, Row) and entry.file in maps:
+            yield entry.tensors_in(maps[entry.file][entry.index - min(places[entry.file])])
+        else:
+            yield tensors(entry)
 
 
 def sync(path: Path) -> None:
