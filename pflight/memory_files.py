@@ -217,13 +217,14 @@ def tensors_of(entries: Iterable[Entry]) -> Iterator[dict[str, Tensor]]:
     for entry in entries:
         if isinstance(entry, Row):
             places.setdefault(entry.file, []).append(entry.index)
-    maps: dict[RowFile, NDArray[np.uint8]] = {}
+    maps: dict[RowFile, tuple[int, NDArray[np.uint8]]] = {}
     for file, indices in places.items():
         with suppress(OSError, ValueError):  # row by row it will be seen which is lost
-            maps[file] = file.mapped(min(indices), max(indices))
+            maps[file] = min(indices), file.mapped(min(indices), max(indices))
     for entry in entries:
         if isinstance(entry, Row) and entry.file in maps:
-            yield entry.tensors_in(maps[entry.file][entry.index - min(places[entry.file])])
+            first, mapped = maps[entry.file]
+            yield entry.tensors_in(mapped[entry.index - first])
         else:
             yield tensors(entry)
 
