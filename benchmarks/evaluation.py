@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
-import time
 import warnings
 from functools import partial
 
 import lightning as L
 import torch
 from options import at_least
+from stopwatch import Stopwatch
 
 from pflight import Federation
 from pflight.callbacks import FedAvg, Local
@@ -32,19 +32,6 @@ NETWORKS = {
 }
 MODELS: dict[str, type[ServerCallback]] = {"one for all": FedAvg, "one each": Local}
 SAMPLES = 60, 10  # to train on, to validate
-
-
-class Validations(L.Callback):
-    """Times every validation."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.started = time.perf_counter()
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.seconds.append(time.perf_counter() - self.started)
 
 
 def validations(network: str, models: str, clients: int, rounds: int) -> list[float]:
@@ -62,18 +49,18 @@ def validations(network: str, models: str, clients: int, rounds: int) -> list[fl
     )
     sgd = partial(torch.optim.SGD, lr=0.01)
     federation = Federation(ClientModule(NETWORKS[network](), num_classes=10, optimizer=sgd))
-    times = Validations()
+    stopwatch = Stopwatch()
     L.Trainer(
         max_epochs=rounds,
         accelerator="cpu",
-        callbacks=[MODELS[models](), times],
+        callbacks=[MODELS[models](), stopwatch],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
     ).fit(federation, datamodule=data)
-    return times.seconds[1:]
+    return stopwatch.validations[1:]
 
 
 def main() -> None:

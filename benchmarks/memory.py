@@ -28,7 +28,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from options import at_least
-from scaling import Stopwatch
+from stopwatch import Stopwatch
 
 from pflight import Federation
 from pflight.callbacks import FeSEM, Reptile

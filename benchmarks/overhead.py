@@ -23,6 +23,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from options import at_least
+from stopwatch import Stopwatch
 from torch import Tensor, nn
 
 from pflight import Federation
@@ -46,19 +47,6 @@ WORKLOADS = {
     "logistic": Workload(partial(LogisticRegression, 784, 10), 100, samples=60, batch_size=10),
     "mlp": Workload(partial(MLP, 784, [200], 10), 100, samples=100, batch_size=10),
 }
-
-
-class Stopwatch(L.Callback):
-    """Times every round, from the start of its epoch to its end."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.started = time.perf_counter()
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.seconds.append(time.perf_counter() - self.started)
 
 
 def clients_of(workload: Workload) -> list[tuple[Tensor, Tensor]]:

@@ -26,6 +26,7 @@ import lightning as L
 import numpy as np
 import torch
 from options import at_least, known
+from stopwatch import Stopwatch
 from tensordict import TensorDict
 
 from pflight import Federation
@@ -44,19 +45,6 @@ class Curve:
     label: str
     values: tuple[int, ...]
     measure: Callable[[int, int], float]
-
-
-class Stopwatch(L.Callback):
-    """Times every round, from the start of its epoch to its end."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.started = time.perf_counter()
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.seconds.append(time.perf_counter() - self.started)
 
 
 def fitted(
