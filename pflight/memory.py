@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from .memory_files import (
     RowFile,
     Slots,
     Space,
+    State,
     dtype_name,
     file_name,
     kept_tables,
@@ -31,7 +32,6 @@ from .memory_files import (
     sync,
     table_of,
     tensors,
-    tensors_of,
 )
 from .state import entries
 
@@ -78,21 +78,18 @@ class ClientMemory:
     def read(self, slot: str, clients: Tensor, default: TensorDict) -> TensorDict:
         """Return what the clients ``[C]`` kept; an unwritten slot gives its row of ``default``."""
         kept = self._slots.get(slot, {})
-        ids = clients.tolist()
-        found = tensors_of(kept[id_] for id_ in ids if id_ in kept)
-        states = [next(found) if id_ in kept else None for id_ in ids]
-        if all(state is None for state in states):
+        there = [kept[id_] for id_ in clients.tolist() if id_ in kept]
+        if not there:
             return default
-        columns = {
-            name: torch.stack(
-                [
-                    leaf[position] if state is None else state[name].to(leaf.device)
-                    for position, state in enumerate(states)
-                ]
-            )
-            for name, leaf in entries(default)
-        }
-        return TensorDict(columns, batch_size=[len(states)])
+        defaults = dict(entries(default))
+        states = self._stacked(there, defaults)
+        columns = {name: states[name].to(leaf.device) for name, leaf in defaults.items()}
+        if len(there) < len(clients):
+            seen = self.seen(slot, clients)
+            for name, leaf in defaults.items():
+                written, columns[name] = columns[name], leaf.clone()
+                columns[name][seen] = written
+        return TensorDict(columns, batch_size=[len(clients)])
 
     def seen(self, slot: str, clients: Tensor) -> Tensor:
         """Return a mask ``[C]`` of the clients whose slot has been written."""
@@ -148,6 +145,11 @@ class ClientMemory:
         """
         state = rows_of(saved, clients) if "folder" in saved else saved
         self.load_state_dict(state, clients)
+
+    def _stacked(self, kept: Sequence[Entry], names: Iterable[str]) -> State:
+        """Return these tensors of some states, copied and stacked."""
+        states = [tensors(entry) for entry in kept]
+        return {name: torch.stack([state[name] for state in states]) for name in names}
 
     def _taken_over(self, entry: Entry) -> Entry:
         if isinstance(entry, Row):
@@ -234,6 +236,11 @@ class MappedMemory(ClientMemory):
                     if isinstance(before, Row) and before.file == file:
                         space.free(before.index)
 
+    def _stacked(self, kept: Sequence[Entry], names: Iterable[str]) -> State:
+        if rows := _of_one_file(kept):
+            return rows[0].file.read(rows)
+        return super()._stacked(kept, names)
+
     def load_state_dict(self, state: Slots, clients: Collection[int] | None = None) -> None:
         """Replace all slots by ``state``; what it has in RAM is written when it is saved."""
         super().load_state_dict(state, clients)
@@ -309,3 +316,9 @@ class MappedMemory(ClientMemory):
         if (lock := locked(folder)) is not None:
             self._own, self._lock = folder, lock
         return lock is not None
+
+
+def _of_one_file(kept: Sequence[Entry]) -> list[Row]:
+    """Return the states if they are rows of one file; nothing otherwise."""
+    rows = [entry for entry in kept if isinstance(entry, Row)]
+    return rows if len(rows) == len(kept) and len({row.file for row in rows}) == 1 else []

@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -35,7 +35,6 @@ _TABLES = "tables"  # which rows each checkpoint names
 _NEXT = ".next"  # of a checkpoint that is being written
 _ALIGNMENT = 16  # bytes, of the largest number
 _HEADER = 16  # bytes: the client and the checksum
-_BLOCK = 2**23  # bytes that are put together before they are written
 
 
 @dataclass(frozen=True)
@@ -94,31 +93,50 @@ class RowFile:
 
         An index is taken when its row is written.
         """
-        step = max(1, _BLOCK // self.row_bytes)
-        for first in range(0, len(clients), step):
-            block = slice(first, first + step)
-            table = torch.zeros((len(clients[block]), self.row_bytes), dtype=torch.uint8)
-            for name, (place, _, _) in self.columns.items():
-                table[:, place] = rows(states[name][block]).contiguous().view(torch.uint8)
-            for data, client in zip(table.numpy(), clients[block], strict=True):
-                index = next(indices)
-                checksum = _checksum(data)
-                data[:_HEADER].view(np.int64)[:] = client, checksum
-                rest, offset = data.data, index * self.row_bytes
-                while rest:  # a system call may write a part
-                    written = os.pwrite(descriptor, rest, offset)
-                    rest, offset = rest[written:], offset + written
-                yield Row(self, index, client, checksum)
+        sources = self._places(states)
+        data = np.zeros(self.row_bytes, np.uint8)
+        for position, client in enumerate(clients):
+            for source, place in sources:
+                data[place] = source[position]
+            row = Row(self, next(indices), client, _checksum(data))
+            data[:_HEADER].view(np.int64)[:] = client, row.checksum
+            rest, offset = data.data, row.index * self.row_bytes
+            while rest:  # a system call may write a part
+                written = os.pwrite(descriptor, rest, offset)
+                rest, offset = rest[written:], offset + written
+            yield row
 
-    def mapped(self, first: int, last: int) -> NDArray[np.uint8]:
-        """Return the rows from ``first`` to ``last`` as they lie in the file ``[n, row_bytes]``.
+    def read(self, wanted: Sequence[Row]) -> State:
+        """Return copies of the states of rows ``[C]`` of this file.
 
         Raises:
-            OSError: If the file is gone.
-            ValueError: If it is too short.
+            ConfigurationError: If one is gone, damaged or overwritten.
         """
-        size, count = self.row_bytes, last - first + 1
-        return np.memmap(self.path, np.uint8, "c", first * size, (count, size))
+        length = self.length
+        if lost := [row for row in wanted if row.index >= length]:
+            raise lost[0].lost()
+        first, last = min(row.index for row in wanted), max(row.index for row in wanted)
+        shape = last - first + 1, self.row_bytes
+        mapped = np.memmap(self.path, np.uint8, "r", first * self.row_bytes, shape)
+        states = {
+            name: torch.empty((len(wanted), *shape), dtype=dtype)
+            for name, (_, dtype, shape) in self.columns.items()
+        }
+        copies = self._places(states)
+        for position, row in enumerate(wanted):
+            data = mapped[row.index - first]
+            for copy, place in copies:
+                copy[position] = data[place]
+            if _checksum(data) != row.checksum:
+                raise row.lost()
+        return states
+
+    def _places(self, states: Mapping[str, Tensor]) -> list[tuple[NDArray[np.uint8], slice]]:
+        """Return the bytes ``[C, n]`` of each tensor of a stack, and where in a row they lie."""
+        return [
+            (rows(states[name]).contiguous().view(torch.uint8).numpy(), place)
+            for name, (place, _, _) in self.columns.items()
+        ]
 
     def headers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return client and checksum ``[n, 2]`` of rows ``[n]``; zeros where there is no row."""
@@ -139,31 +157,13 @@ class Row:
     client: int
     checksum: int
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the state's tensors by name, mapped from the file: copy them to keep them.
+    def tensors(self) -> State:
+        """Return a copy of the state's tensors by name.
 
         Raises:
             ConfigurationError: If the file is gone, damaged or overwritten.
         """
-        try:
-            data = self.file.mapped(self.index, self.index)
-        except (OSError, ValueError) as error:
-            raise self.lost() from error
-        return self.tensors_in(data[0])
-
-    def tensors_in(self, data: NDArray[np.uint8]) -> dict[str, Tensor]:
-        """Return the tensors in the bytes of this row.
-
-        Raises:
-            ConfigurationError: If these are not what was written.
-        """
-        if _checksum(data) != self.checksum:
-            raise self.lost()
-        row = torch.from_numpy(data)
-        return {
-            name: row[place].view(dtype).view(shape)
-            for name, (place, dtype, shape) in self.file.columns.items()
-        }
+        return {name: value[0] for name, value in self.file.read([self]).items()}
 
     def lost(self) -> ConfigurationError:
         """Return the error that this state is not there any more."""
@@ -173,7 +173,9 @@ class Row:
         )
 
 
-Entry = Row | dict[str, Tensor]
+State = dict[str, Tensor]
+"""The tensors of one client's state by name."""
+Entry = Row | State
 """One client's state, on disk or in RAM."""
 Slots = dict[str, dict[int, Entry]]
 """Slot to client to state."""
@@ -205,28 +207,9 @@ class Space:
             self._free.append(index)
 
 
-def tensors(entry: Entry) -> dict[str, Tensor]:
-    """Return the tensors of a state by name; copy them to keep them."""
+def tensors(entry: Entry) -> State:
+    """Return the tensors of a state by name, which are what is kept if that is in RAM."""
     return entry.tensors() if isinstance(entry, Row) else entry
-
-
-def tensors_of(entries: Iterable[Entry]) -> Iterator[dict[str, Tensor]]:
-    """Return the tensors of some states by name, of which each file is mapped but once."""
-    entries = list(entries)
-    places: dict[RowFile, list[int]] = {}
-    for entry in entries:
-        if isinstance(entry, Row):
-            places.setdefault(entry.file, []).append(entry.index)
-    maps: dict[RowFile, tuple[int, NDArray[np.uint8]]] = {}
-    for file, indices in places.items():
-        with suppress(OSError, ValueError):  # row by row it will be seen which is lost
-            maps[file] = min(indices), file.mapped(min(indices), max(indices))
-    for entry in entries:
-        if isinstance(entry, Row) and entry.file in maps:
-            first, mapped = maps[entry.file]
-            yield entry.tensors_in(mapped[entry.index - first])
-        else:
-            yield tensors(entry)
 
 
 def sync(path: Path) -> None:
