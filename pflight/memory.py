@@ -86,9 +86,9 @@ class ClientMemory:
         columns = {name: states[name].to(leaf.device) for name, leaf in defaults.items()}
         if len(there) < len(clients):
             seen = self.seen(slot, clients)
+            order = torch.cat([seen.nonzero(), (~seen).nonzero()]).flatten().argsort()
             for name, leaf in defaults.items():
-                written, columns[name] = columns[name], leaf.clone()
-                columns[name][seen] = written
+                columns[name] = torch.cat([columns[name], leaf[~seen]])[order]
         return TensorDict(columns, batch_size=[len(clients)])
 
     def seen(self, slot: str, clients: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class ClientMemory:
 
     def _taken_over(self, entry: Entry) -> Entry:
         if isinstance(entry, Row):
-            return {name: value.clone() for name, value in entry.tensors().items()}
+            return entry.tensors()
         return {name: value.cpu() for name, value in entry.items()}
 
 
@@ -237,9 +237,18 @@ class MappedMemory(ClientMemory):
                         space.free(before.index)
 
     def _stacked(self, kept: Sequence[Entry], names: Iterable[str]) -> State:
-        if rows := _of_one_file(kept):
-            return rows[0].file.read(rows)
-        return super()._stacked(kept, names)
+        files: dict[RowFile, dict[int, Row]] = {}
+        for position, entry in enumerate(kept):
+            if isinstance(entry, Row):
+                files.setdefault(entry.file, {})[position] = entry
+        states = list(kept)
+        for file, rows in files.items():
+            columns = file.read(list(rows.values()))
+            if len(rows) == len(kept):
+                return {name: columns[name] for name in names}
+            for row, position in enumerate(rows):
+                states[position] = {name: column[row] for name, column in columns.items()}
+        return super()._stacked(states, names)
 
     def load_state_dict(self, state: Slots, clients: Collection[int] | None = None) -> None:
         """Replace all slots by ``state``; what it has in RAM is written when it is saved."""
@@ -316,9 +325,3 @@ class MappedMemory(ClientMemory):
         if (lock := locked(folder)) is not None:
             self._own, self._lock = folder, lock
         return lock is not None
-
-
-def _of_one_file(kept: Sequence[Entry]) -> list[Row]:
-    """Return the states if they are rows of one file; nothing otherwise."""
-    rows = [entry for entry in kept if isinstance(entry, Row)]
-    return rows if len(rows) == len(kept) and len({row.file for row in rows}) == 1 else []

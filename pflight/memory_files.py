@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .errors import ConfigurationError
-from .state import rows
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -112,12 +111,15 @@ class RowFile:
         Raises:
             ConfigurationError: If one is gone, damaged or overwritten.
         """
-        length = self.length
-        if lost := [row for row in wanted if row.index >= length]:
-            raise lost[0].lost()
         first, last = min(row.index for row in wanted), max(row.index for row in wanted)
-        shape = last - first + 1, self.row_bytes
-        mapped = np.memmap(self.path, np.uint8, "r", first * self.row_bytes, shape)
+        table = last - first + 1, self.row_bytes
+        length = 0
+        try:
+            length = self.length
+            mapped = np.memmap(self.path, np.uint8, "r", first * self.row_bytes, table)
+        except (OSError, ValueError) as error:
+            behind = (row for row in wanted if row.index >= length)
+            raise next(behind, wanted[0]).lost() from error
         states = {
             name: torch.empty((len(wanted), *shape), dtype=dtype)
             for name, (_, dtype, shape) in self.columns.items()
@@ -132,11 +134,16 @@ class RowFile:
         return states
 
     def _places(self, states: Mapping[str, Tensor]) -> list[tuple[NDArray[np.uint8], slice]]:
-        """Return the bytes ``[C, n]`` of each tensor of a stack, and where in a row they lie."""
-        return [
-            (rows(states[name]).contiguous().view(torch.uint8).numpy(), place)
-            for name, (place, _, _) in self.columns.items()
-        ]
+        """Return the bytes ``[C, n]`` of each tensor of a stack, and where in a row they lie.
+
+        They are those of the stack itself if it is contiguous.
+        """
+        places = []
+        for name, (place, _, _) in self.columns.items():
+            data = states[name].contiguous().flatten().view(torch.uint8)
+            width = place.stop - place.start
+            places.append((data.view(len(states[name]), width).numpy(), place))
+        return places
 
     def headers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return client and checksum ``[n, 2]`` of rows ``[n]``; zeros where there is no row."""

@@ -106,8 +106,9 @@ def test_a_row_is_a_client_a_checksum_and_aligned_numbers(tmp_path: Path) -> Non
         torch.tensor([[True, False, True], [False, False, True]]),
         torch.empty(2, 0, 3),
         torch.arange(12.0).view(2, 2, 3).transpose(1, 2),
+        torch.arange(2.0).view(1, 2).t(),
     ],
-    ids=["float32", "bfloat16", "complex", "int64", "bool", "empty", "transposed"],
+    ids=["float32", "bfloat16", "complex", "int64", "bool", "empty", "transposed", "column"],
 )
 def test_any_tensor_comes_back(value: Tensor, tmp_path: Path) -> None:
     memory = memory_in(tmp_path)
@@ -133,6 +134,16 @@ def test_slots_and_layouts_have_files_of_their_own(tmp_path: Path) -> None:
     assert len(files(tmp_path)) == 3
     assert kept(memory, 0, 1) == [1, 3]
     assert memory.read("b", torch.tensor([0]), stack(0))["w"].item() == 2
+
+
+def test_clients_in_several_files_are_read_together(tmp_path: Path) -> None:
+    first = memory_in(tmp_path)
+    keep(first, c0=1, c1=2, c2=3)
+    save(first, tmp_path / "last.ckpt")
+    second = load(memory_in(tmp_path), tmp_path / "last.ckpt")  # its files are its own
+    keep(second, c1=4)
+    assert len(files(tmp_path)) == 2
+    assert kept(second, 2, 3, 1, 0) == [3, -1, 4, 1]
 
 
 # What is written again, and what is not
@@ -402,6 +413,22 @@ def test_a_row_that_was_overwritten_as_its_checkpoint_was_renamed(saved: Path) -
     with pytest.raises(ConfigurationError, match="client 0's memory is not in"):
         kept(reader, 0)
     assert kept(reader, 7) == [2]
+
+
+@pytest.mark.parametrize("damage", ["deleted", "a folder", "cut off"])
+def test_a_file_that_is_lost_while_a_run_goes_on(saved: Path, damage: str) -> None:
+    memory = load(MappedMemory(), saved)
+    (file,) = files(saved.parents[1])
+    if damage == "cut off":
+        with file.open("r+b") as opened:
+            opened.truncate(file.stat().st_size - 1)
+    else:
+        file.unlink()
+    if damage == "a folder":
+        file.mkdir()
+    lost = 7 if damage == "cut off" else 0
+    with pytest.raises(ConfigurationError, match=f"client {lost}'s memory is not in"):
+        kept(memory, 0, 7)
 
 
 def test_a_damaged_row_is_noticed_when_it_is_read(saved: Path) -> None:

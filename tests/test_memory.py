@@ -42,6 +42,14 @@ def test_what_was_never_written_reads_as_its_default(make: Make) -> None:
     assert not memory.seen("b", ids(2)).any()
 
 
+def test_types_do_not_depend_on_who_else_is_read(make: Make) -> None:
+    memory, default = make(), TensorDict({"w": torch.zeros(2, 1, dtype=torch.int64)}, [2])
+    memory.write("a", ids(1), states(0.5))
+    read = memory.read("a", ids(0, 1), default)["w"]
+    assert read.dtype == torch.float32
+    assert read.flatten().tolist() == [0, 0.5]
+
+
 def test_the_last_value_counts_and_only_for_its_client(make: Make) -> None:
     memory = make()
     memory.write("a", ids(0, 1), states(1, 2))
