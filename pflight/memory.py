@@ -230,11 +230,10 @@ class MappedMemory(ClientMemory):
             space = self._space(file)
             self._unsynced.add(file)
             indices = (space.take() for _ in clients)
-            with file.writing() as descriptor:
-                for row in file.write(descriptor, indices, clients.tolist(), columns):
-                    before, kept[row.client] = kept.get(row.client), row
-                    if isinstance(before, Row) and before.file == file:
-                        space.free(before.index)
+            for row in file.write(indices, clients.tolist(), columns):
+                before, kept[row.client] = kept.get(row.client), row
+                if isinstance(before, Row) and before.file == file:
+                    space.free(before.index)
 
     def _stacked(self, kept: Sequence[Entry], names: Iterable[str]) -> State:
         files: dict[RowFile, dict[int, Row]] = {}

@@ -72,38 +72,32 @@ class RowFile:
         """Number of whole rows."""
         return self.path.stat().st_size // self.row_bytes if self.path.exists() else 0
 
-    @contextmanager
-    def writing(self) -> Iterator[int]:
-        """Open the file, which need not exist, for :meth:`write`."""
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
     def write(
-        self,
-        descriptor: int,
-        indices: Iterator[int],
-        clients: Sequence[int],
-        states: Mapping[str, Tensor],
+        self, indices: Iterator[int], clients: Sequence[int], states: Mapping[str, Tensor]
     ) -> Iterator[Row]:
-        """Write the states ``[C]`` of clients to rows, whether or not the file is so long.
+        """Write the states ``[C]`` of clients to rows, whether or not the file is there or so long.
 
         An index is taken when its row is written.
+
+        Raises:
+            OSError: If the disk is full, or may not be written to.
         """
         sources = self._places(states)
         data = np.zeros(self.row_bytes, np.uint8)
-        for position, client in enumerate(clients):
-            for source, place in sources:
-                data[place] = source[position]
-            row = Row(self, next(indices), client, _checksum(data))
-            data[:_HEADER].view(np.int64)[:] = client, row.checksum
-            rest, offset = data.data, row.index * self.row_bytes
-            while rest:  # a system call may write a part
-                written = os.pwrite(descriptor, rest, offset)
-                rest, offset = rest[written:], offset + written
-            yield row
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            for position, client in enumerate(clients):
+                for source, place in sources:
+                    data[place] = source[position]
+                row = Row(self, next(indices), client, _checksum(data))
+                data[:_HEADER].view(np.int64)[:] = client, row.checksum
+                rest, offset = data.data, row.index * self.row_bytes
+                while rest:  # a system call may write a part
+                    written = os.pwrite(descriptor, rest, offset)
+                    rest, offset = rest[written:], offset + written
+                yield row
+        finally:
+            os.close(descriptor)
 
     def read(self, wanted: Sequence[Row]) -> State:
         """Return copies of the states of rows ``[C]`` of this file.
@@ -181,7 +175,7 @@ class Row:
 
 
 State = dict[str, Tensor]
-"""The tensors of one client's state by name."""
+"""Tensors by name: one client's state, or a stack of them."""
 Entry = Row | State
 """One client's state, on disk or in RAM."""
 Slots = dict[str, dict[int, Entry]]
