@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
+from pflight.half import Half
 from pflight.state import state_bytes
 
 if TYPE_CHECKING:
@@ -58,6 +59,11 @@ class ServerCallback(L.Callback):
             )
         self.buffers = buffers
         self.private: tuple[str, ...] = ()
+
+    @property
+    def half(self) -> Half:
+        """The client half of the algorithm: what it adds to the training of a client's module."""
+        return Half()
 
     def local_data(self, data: FederatedDataModule) -> FederatedDataModule:
         """Return the data as the clients are to use them, by default as they are.
@@ -132,7 +138,7 @@ class ServerCallback(L.Callback):
         """
         federation = self.federation
         states = federation.lay_over(clients, self.broadcast(clients))
-        if not federation.client.judged_by_memory:
+        if not federation.half.judged_by_memory:
             return states
         return federation.complete(clients, federation.remembered(clients, states).states)
 
@@ -140,7 +146,7 @@ class ServerCallback(L.Callback):
     def personalizes(self) -> bool:
         """Whether a client may be judged by another model than what the server sends."""
         overridden = type(self).personalize is not ServerCallback.personalize
-        return overridden or bool(self.private) or self.federation.client.judged_by_memory
+        return overridden or bool(self.private) or self.federation.half.judged_by_memory
 
     def server_states(self) -> list[dict[str, Tensor]]:
         """Return the server's models, full states, by default those of ``federation.server``."""

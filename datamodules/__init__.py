@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .augmentation import Augmentation, CropAndFlip
 from .cifar import CIFAR10, CIFAR100, CIFARDataModule
+from .datasets import DatasetClients
 from .digits import Digits
 from .emnist import EMNIST
 from .fashion_mnist import FashionMNIST
@@ -12,7 +13,7 @@ from .held_out import HeldOut
 from .hidden_groups import HiddenGroups
 from .images import ImageDataModule, LabelledImages
 from .leaf import LeafCelebA, LeafDataModule, LeafFEMNIST
-from .loaders import IndexedSamples
+from .loaders import IndexedSamples, Visit
 from .omniglot import Omniglot
 from .partition import (
     IID,
@@ -43,6 +44,7 @@ __all__ = [
     "ClusteredSynthetic",
     "ConsecutiveClasses",
     "CropAndFlip",
+    "DatasetClients",
     "Digits",
     "Dirichlet",
     "DominantClasses",
@@ -64,4 +66,5 @@ __all__ = [
     "Split",
     "Synthetic",
     "TensorClients",
+    "Visit",
 ]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from pflight.cohort import CohortLoader, CohortSampler, check_cohort_options
@@ -18,11 +19,14 @@ from pflight.randomness import Purpose, generator, shuffled
 
 from .augmentation import Augmentation
 from .loaders import (
+    SPLITS,
     AugmentedSamples,
     Batch,
     ClientLoader,
     EpochSampler,
     IndexedSamples,
+    Split,
+    Visit,
     batch_loader,
     nothing,
     sample_order,
@@ -30,10 +34,6 @@ from .loaders import (
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Split = Literal["train", "val", "test", "held_out"]
-"""``held_out`` is what :class:`~pflight.datamodules.held_out.HeldOut` keeps out of training."""
-SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 
 class FederatedDataModule(L.LightningDataModule):
@@ -234,6 +234,19 @@ class FederatedDataModule(L.LightningDataModule):
             return x
         noise = self.noise(len(x), client, round, epoch)
         return self.augmentation(x, noise.to(x.device), self.fill.to(x))
+
+    def batches(self, split: Split, visits: Sequence[Visit]) -> Iterator[Any]:
+        """Yield the batches of some visits to clients, as a module's steps take them.
+
+        By default they are cut out of :meth:`samples`, which may be any nesting of tensors.
+        """
+        for client, round, epoch, parts in visits:
+            samples: Any = self.samples(client, split)
+            if round is not None and self.augmentation is not None:
+                x, y = samples
+                samples = self.augment(x, client, round, epoch), y
+            for part in parts:
+                yield tree_map(lambda tensor, part=part: tensor[part], samples)
 
     def dataset(self, clients: Tensor, split: Split) -> IndexedSamples:
         """Return the samples of some clients, one client after the other, as one torch Dataset."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from pflight.randomness import Purpose, shuffled
 
 Batch = tuple[Tensor, Tensor]
+Split = Literal["train", "val", "test", "held_out"]
+"""``held_out`` is what :class:`~pflight.datamodules.held_out.HeldOut` keeps out of training."""
+SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 
 class ClientLoader:
@@ -35,6 +38,22 @@ class ClientLoader:
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.clients.split(self.chunk_size))
+
+
+class Visit(NamedTuple):
+    """The batches of a client in one local epoch, or in an evaluation.
+
+    Attributes:
+        client: The client's id.
+        round: Index of the communication round; ``None`` in an evaluation.
+        epoch: Index of the local epoch within the round.
+        parts: Which of the client's samples are in each batch.
+    """
+
+    client: int
+    round: int | None
+    epoch: int
+    parts: Sequence[Tensor]
 
 
 def sample_order(count: int, seed: int, round: int, client: int = 0, epoch: int = 0) -> Tensor:

@@ -76,17 +76,16 @@ def check_trainer(trainer: L.Trainer) -> None:
         )
 
 
-def check_data(data: object, client: ClientModule) -> FederatedDataModule:
+def check_data(data: object, client: L.LightningModule) -> FederatedDataModule:
     """Return the Trainer's data module, or raise unless it is federated and fits the client."""
     if not isinstance(data, FederatedDataModule):
         raise ConfigurationError(
             "a federation needs federated data: pass datamodule=, a "
             f"pflight.datamodules.FederatedDataModule, got {type(data).__name__}"
         )
-    if data.num_classes != client.num_classes:
-        raise ConfigurationError(
-            f"the client has num_classes={client.num_classes}, the data {data.num_classes}"
-        )
+    has, needs = getattr(data, "num_classes", None), getattr(client, "num_classes", None)
+    if needs is not None and needs != has:
+        raise ConfigurationError(f"the client has num_classes={needs}, the data {has}")
     return data
 
 

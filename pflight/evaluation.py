@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -12,7 +12,8 @@ from torch import Tensor
 from .distributed import owned
 from .engines import Evaluation
 from .errors import ConfigurationError
-from .metrics import ClientMetrics
+from .metrics import ClientMetrics, ClientValues, LoggedMetrics
+from .models import ClientModule
 from .randomness import Purpose
 
 if TYPE_CHECKING:
@@ -38,14 +39,7 @@ class Evaluator:
         if federation.finetune_epochs:
             models += ("finetuned/",)
         with torch.inference_mode(False):
-            self._metrics = {
-                model: ClientMetrics(
-                    federation.num_clients,
-                    federation.client.num_classes,
-                    f1_average=federation.f1_average,
-                ).to(federation.device)
-                for model in models
-            }
+            self._metrics = {model: self._new_metrics() for model in models}
 
     def judge(self, clients: Tensor) -> None:
         """Run all models of those of the clients ``[C]`` that this rank owns."""
@@ -58,7 +52,7 @@ class Evaluator:
             engine.evaluate(group, federation.complete(group, sent), self.split)
             for group, sent in callback.broadcast_groups(clients)
         ]
-        outputs = Evaluation(*map(torch.cat, zip(*parts, strict=True)))
+        outputs = _joined(parts)
         self._add("server/", outputs)
         if callback.personalizes or federation.finetune_epochs:
             models = ClientModels.of(federation, clients)
@@ -90,9 +84,34 @@ class Evaluator:
             raise ConfigurationError(f"no model {model!r} was judged, only {list(self._metrics)}")
         return {name: value.cpu() for name, value in self._metrics[model].per_client().items()}
 
-    def _add(self, model: Judged, outputs: Evaluation) -> None:
-        predictions = outputs.logits.argmax(dim=1)
-        self._metrics[model].update(outputs.clients, predictions, outputs.targets, outputs.losses)
+    def _new_metrics(self) -> ClientMetrics | LoggedMetrics:
+        federation, client = self.federation, self.federation.client
+        if isinstance(client, ClientModule):
+            return ClientMetrics(
+                federation.num_clients, client.num_classes, f1_average=federation.f1_average
+            ).to(federation.device)
+        counts = federation.attached_data.num_samples(self.split)
+        return LoggedMetrics(counts, self.split, getattr(client, "lower_is_better", ()))
+
+    def _add(self, model: Judged, outputs: Evaluation | ClientValues) -> None:
+        metrics = self._metrics[model]
+        if isinstance(metrics, LoggedMetrics):
+            assert isinstance(outputs, ClientValues)
+            metrics.update(outputs)
+        else:
+            assert isinstance(outputs, Evaluation)
+            predictions = outputs.logits.argmax(dim=1)
+            metrics.update(outputs.clients, predictions, outputs.targets, outputs.losses)
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Return one for all of what an engine gave for groups of clients."""
+    if isinstance(parts[0], Evaluation):
+        return Evaluation(*map(torch.cat, zip(*parts, strict=True)))
+    joined = ClientValues()
+    for part in parts:
+        joined.update(part)
+    return joined
 
 
 class ClientModels(NamedTuple):
@@ -110,7 +129,7 @@ class ClientModels(NamedTuple):
         callback = federation.attached_callback
         if not federation.finetune_epochs:
             return cls(callback.personalize(clients), None)
-        if not federation.client.judged_by_memory:
+        if not federation.half.judged_by_memory:
             tuned = finetune(federation, clients, callback.personalize(clients))
             return cls(tuned, tuned)
         starts = federation.lay_over(clients, callback.broadcast(clients))

@@ -30,6 +30,7 @@ from .engines import (
     Choice,
     ClientFailure,
     ClientUpdates,
+    PERSONAL,
     EngineName,
     Evaluation,
     Kept,
@@ -37,6 +38,7 @@ from .engines import (
     build_engine,
 )
 from .errors import ClientError, ConfigurationError
+from .half import Half
 from .evaluation import ClientModels, Evaluator, Judged
 from .history import Round, add_logs, dump_history, load_history, traffic
 from .memory import ClientMemory, MappedMemory
@@ -118,7 +120,7 @@ class Federation(L.LightningModule):
 
     def __init__(
         self,
-        client: ClientModule,
+        client: L.LightningModule,
         *,
         local_epochs: int = 1,
         local_steps: int | None = None,
@@ -133,9 +135,9 @@ class Federation(L.LightningModule):
         f1_average: F1Average = "union",
     ) -> None:
         super().__init__()
-        if not isinstance(client, ClientModule):
+        if not isinstance(client, L.LightningModule):
             raise ConfigurationError(
-                f"client must be a pflight.models.ClientModule, got {type(client).__name__}"
+                f"client must be a LightningModule, got {type(client).__name__}"
             )
         check_options(
             local_epochs,
@@ -164,7 +166,8 @@ class Federation(L.LightningModule):
         self.f1_average = f1_average
         # In a tuple, so that the template is no submodule: its parameters are not the server's.
         self._client = (copy.deepcopy(client),)
-        self.layout = StateLayout.of(client)
+        self.client.configure_model()
+        self.layout = StateLayout.of(self.client)
         self.server = ServerModels(self.layout)
         self.callback: ServerCallback | None = None
         self.memory = ClientMemory() if client_memory == "ram" else MappedMemory()
@@ -172,6 +175,7 @@ class Federation(L.LightningModule):
         self.on_client_end: Callable[[int], None] | None = None
         self.on_updates: list[Callable[[ClientUpdates], None]] = []
         self.num_clients = 0
+        self._callback_half: Half | None = None if isinstance(client, ClientModule) else Half()
         self._engine: SequentialEngine | None = None
         self._choice: Choice | None = None
         self._data: FederatedDataModule | None = None
@@ -183,9 +187,17 @@ class Federation(L.LightningModule):
     # What a user asks for
 
     @property
-    def client(self) -> ClientModule:
+    def client(self) -> L.LightningModule:
         """The client module as it was given."""
         return self._client[0]
+
+    @property
+    def half(self) -> Half | ClientModule:
+        """The client half of the algorithm, which some client modules are themselves."""
+        if self._callback_half is None:
+            assert isinstance(self.client, ClientModule)
+            return self.client
+        return self._callback_half
 
     def server_states(self) -> list[dict[str, Tensor]]:
         """Return the server's models, each as in ``client.state_dict()``."""
@@ -259,7 +271,9 @@ class Federation(L.LightningModule):
         federation = cls(client, **{**{k: saved[k] for k in names if k in saved}, **options})
         record = checkpoint.get("pflight") or {}
         federation.num_clients = int(record.get("num_clients", 0))
-        federation._set_up(callback or FedAvg())
+        callback = callback or FedAvg()
+        federation._take_half(callback)
+        federation._set_up(callback)
         federation.on_load_checkpoint(checkpoint)
         federation.load_state_dict(checkpoint["state_dict"], assign=True)  # keeps float64
         return federation
@@ -394,7 +408,11 @@ class Federation(L.LightningModule):
 
     def remembered(self, clients: Tensor, states: TensorDict) -> Kept:
         """Return what the clients' modules kept, by default entries of ``states`` ``[C]``."""
-        names = tuple(self.client.remember())
+        if isinstance(self.half, Half):
+            stay = {*self.layout.own, *self.layout.frozen}
+            names = tuple(name for name in self.layout.names if name not in stay)
+        else:
+            names = tuple(self.half.remember())
         return Kept(
             self.memory.read(_MEMORY, clients, states.select(*names)),
             self.memory.seen(_MEMORY, clients),
@@ -459,6 +477,7 @@ class Federation(L.LightningModule):
             warnings.filterwarnings("ignore", hint)
         self._data = data
         self.num_clients = data.num_clients
+        self._take_half(callback)
         self._choose_engine(self.engine, self.clients_at_once)
         self._set_up(callback)
         strategy = self.trainer.strategy
@@ -583,6 +602,7 @@ class Federation(L.LightningModule):
             wanted,
             clients_at_once,
             self.client,
+            self._callback_half,
             self.layout,
             self.attached_data,
             strategy.precision_plugin,
@@ -630,6 +650,16 @@ class Federation(L.LightningModule):
             raise ConfigurationError("local training needs the data: run it with a Trainer")
         return self._engine
 
+    def _take_half(self, callback: ServerCallback) -> None:
+        """Let the callback's client half have its say, unless the client module is a half itself."""
+        half = callback.half
+        if isinstance(self.client, ClientModule) and type(half) is Half:
+            return
+        self._callback_half = half
+        if half.personal is not None and not self.layout.own:
+            self.layout = self.layout.with_copy(PERSONAL)
+            self.server = ServerModels(self.layout)
+
     def _set_up(self, callback: ServerCallback) -> None:
         if self.callback is None:
             callback.federation = self
@@ -667,7 +697,7 @@ class Federation(L.LightningModule):
             round_index=self._round.index,
             epochs=epochs or self.local_epochs,
             steps=None if epochs else self.local_steps,
-            kept=self.remembered(clients, starts) if self.client.keeps_memory else None,
+            kept=self.remembered(clients, starts) if self.half.keeps_memory else None,
             on_client_end=self.on_client_end,
         )
         for listener in self.on_updates:

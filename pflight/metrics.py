@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from pflight.distributed import gather
 from pflight.errors import ConfigurationError
 
 F1Average = Literal["union", "true", "all", "binary"]
@@ -203,6 +205,108 @@ class ClientMetrics(Metric):
             case "binary":
                 return f1[:, 1]
         return (f1 * counts).sum(dim=1) / counts.sum(dim=1)
+
+
+class ClientValues:
+    """What some clients' own metrics say of a model: values by client, under their short names."""
+
+    def __init__(self) -> None:
+        self.clients: list[int] = []
+        self.values: dict[str, dict[int, float]] = {}
+        self.aliases: dict[str, str] = {}
+        self.higher_is_better: dict[str, bool] = {}
+
+    def add(
+        self,
+        client: int,
+        split: str,
+        logged: Mapping[str, Tensor],
+        higher_is_better: Mapping[str, bool],
+    ) -> None:
+        """Take over what one client logged; ``val/dice`` and ``val_dice`` are both ``dice``."""
+        self.clients.append(client)
+        for name, value in logged.items():
+            short = name.removeprefix(f"{split}/").removeprefix(f"{split}_")
+            self.values.setdefault(short, {})[client] = float(value)
+            self.aliases[short] = name
+            if name in higher_is_better:
+                self.higher_is_better[short] = higher_is_better[name]
+
+    def update(self, other: ClientValues) -> None:
+        """Add those of other clients."""
+        self.clients += other.clients
+        for name, values in other.values.items():
+            self.values.setdefault(name, {}).update(values)
+        self.aliases |= other.aliases
+        self.higher_is_better |= other.higher_is_better
+
+
+class LoggedMetrics:
+    """Means over clients of whatever their own modules log when they are judged.
+
+    For a value that a module logs as ``val/X``, over the clients that logged a number: ``micro_X``
+    is the mean weighted by the clients' samples, ``macro_X`` the plain mean, ``worst_decile_X`` the
+    mean of the worst tenth, rounded up, where it is known whether higher is better. The name under
+    which it was logged stands for micro.
+
+    Args:
+        num_samples: Number of samples of each client of the split that is judged ``[N]``.
+        split: ``"val"`` or ``"test"``.
+        lower_is_better: Names, as they are logged or without the split, for which torchmetrics
+            does not say it.
+    """
+
+    def __init__(
+        self, num_samples: Tensor, split: str, lower_is_better: Collection[str] = ()
+    ) -> None:
+        self.num_samples = num_samples
+        self.split = split
+        self._lower = {name.removeprefix(f"{split}/") for name in lower_is_better}
+        self._values = ClientValues()
+        self._all: ClientValues | None = None
+
+    def update(self, values: ClientValues) -> None:
+        """Add what some more clients logged."""
+        self._values.update(values)
+        self._all = None
+
+    def per_client(self) -> dict[str, Tensor]:
+        """Return every client's values and ``num_samples`` ``[N]``; NaN where there is none."""
+        gathered, judged = self._gathered(), torch.zeros_like(self.num_samples)
+        judged[gathered.clients] = self.num_samples[gathered.clients]
+        columns = {}
+        for name, values in gathered.values.items():
+            columns[name] = torch.full(self.num_samples.shape, torch.nan, dtype=torch.double)
+            columns[name][list(values)] = torch.tensor(list(values.values()), dtype=torch.double)
+        return {**columns, "num_samples": judged}
+
+    def compute(self, clients: Tensor) -> dict[str, Tensor]:
+        """Return the means over some clients ``[C]``."""
+        gathered, columns = self._gathered(), self.per_client()
+        chosen = torch.zeros(len(self.num_samples), dtype=torch.bool)
+        chosen[clients.cpu()] = True
+        means: dict[str, Tensor] = {}
+        for name in sorted(gathered.values):
+            known = chosen & columns[name].isfinite()
+            values, counts = columns[name][known], columns["num_samples"][known].double()
+            if not len(values):
+                continue
+            means[f"micro_{name}"] = (counts * values).sum() / counts.sum()
+            means[f"macro_{name}"] = values.mean()
+            higher = False if name in self._lower else gathered.higher_is_better.get(name)
+            if higher is not None:
+                worst = values.sort(descending=not higher).values[: math.ceil(len(values) / 10)]
+                means[f"worst_decile_{name}"] = worst.mean()
+            means[name] = means[f"micro_{name}"]
+        return means
+
+    def _gathered(self) -> ClientValues:
+        """Return the values of all ranks, which all have to ask for them."""
+        if self._all is None:
+            self._all = ClientValues()
+            for values in gather(self._values):
+                self._all.update(values)
+        return self._all
 
 
 def _check_range(name: str, values: Tensor, size: int) -> None:

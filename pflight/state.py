@@ -8,9 +8,9 @@ return and what they keep all have this form.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
+from torchmetrics import Metric
 
 from .distributed import all_max, all_sum
 from .errors import ConfigurationError
@@ -79,8 +80,11 @@ class StateLayout:
         parameters: Names of trainable parameters.
         averaged: Names of floating buffers, such as BatchNorm's running statistics.
         counters: Names of integer buffers, such as ``num_batches_tracked``.
-        frozen: Names of parameters that are not trained: they never change and never travel.
+        frozen: Names of what never changes and never travels: parameters that are not trained, and
+            the buffers of modules that have such parameters alone.
         aliases: Further names in ``state_dict()`` of tied tensors, with the name that counts.
+        own: Names of what a client half keeps beside the client's module, which are not in its
+            ``state_dict()``.
     """
 
     template: dict[str, Tensor]
@@ -89,6 +93,7 @@ class StateLayout:
     counters: tuple[str, ...]
     frozen: tuple[str, ...]
     aliases: dict[str, str]
+    own: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, client: nn.Module) -> StateLayout:
@@ -105,19 +110,41 @@ class StateLayout:
                     "batch before it is given to a federation"
                 )
         trained = {name: p.requires_grad for name, p in client.named_parameters()}
-        buffers = [name for name in tensors if name not in trained]
+        resting = _resting_buffers(client)
+        buffers = [name for name in tensors if name not in trained and name not in resting]
         floating = [n for n in buffers if tensors[n].is_floating_point() or tensors[n].is_complex()]
         layout = cls(
             template={name: t.detach().clone() for name, t in tensors.items()},
             parameters=tuple(n for n in tensors if trained.get(n, False)),
             averaged=tuple(floating),
             counters=tuple(n for n in buffers if n not in floating),
-            frozen=tuple(n for n in tensors if not trained.get(n, True)),
+            frozen=tuple(n for n in tensors if n in resting or not trained.get(n, True)),
             aliases=_aliases(client),
         )
         if not layout.parameters:
             raise ConfigurationError(f"{type(client).__name__} has no trainable parameter")
         return layout
+
+    def with_copy(self, prefix: str) -> StateLayout:
+        """Return the layout of clients that keep a second copy of all that may change.
+
+        Args:
+            prefix: What the names of the copy begin with.
+        """
+        held = {*self.frozen}
+        copied = {f"{prefix}{name}": t for name, t in self.template.items() if name not in held}
+
+        def both(names: tuple[str, ...]) -> tuple[str, ...]:
+            return (*names, *(f"{prefix}{name}" for name in names))
+
+        return replace(
+            self,
+            template={**self.template, **copied},
+            parameters=both(self.parameters),
+            averaged=both(self.averaged),
+            counters=both(self.counters),
+            own=(*self.own, *copied),
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -161,7 +188,8 @@ class StateLayout:
 
     def state_dict(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a copy of one state with all names of ``client.state_dict()``, in its order."""
-        copy = {name: state[name].detach().clone() for name in self.template}
+        own = {*self.own}
+        copy = {name: state[name].detach().clone() for name in self.template if name not in own}
         copy.update((alias, copy[name]) for alias, name in self.aliases.items())
         return copy
 
@@ -174,11 +202,44 @@ class StateLayout:
 
 
 def state_tensors(client: nn.Module) -> dict[str, Tensor]:
-    """Return the live tensors of a client's model by name, tied ones once, by their first name."""
+    """Return the live tensors of a client's model by name, tied ones once, by their first name.
+
+    What metrics count is no part of a model.
+    """
     tensors = client.state_dict(keep_vars=True)
     for alias in _aliases(client):
         del tensors[alias]
+    for prefix, module in client.named_modules():
+        if isinstance(module, Metric):
+            for name in [name for name in tensors if name.startswith(f"{prefix}.")]:
+                del tensors[name]
     return tensors
+
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def rest_frozen(module: ModuleT) -> ModuleT:
+    """Put parts of a module that have parameters, none of which train, into evaluation mode.
+
+    So dropout leaves a frozen backbone alone, and BatchNorm its statistics.
+    """
+    for part in module.modules():
+        trains = [parameter.requires_grad for parameter in part.parameters()]
+        if trains and not any(trains):
+            part.eval()
+    return module
+
+
+def _resting_buffers(client: nn.Module) -> set[str]:
+    """Return the names of buffers of modules that have parameters, none of which train."""
+    resting: set[str] = set()
+    for prefix, module in client.named_modules():
+        trains = [parameter.requires_grad for parameter in module.parameters(recurse=False)]
+        if trains and not any(trains):
+            start = f"{prefix}." if prefix else ""
+            resting.update(f"{start}{name}" for name, _ in module.named_buffers(recurse=False))
+    return resting
 
 
 def _aliases(client: nn.Module) -> dict[str, str]:

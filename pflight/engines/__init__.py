@@ -1,17 +1,20 @@
 """How a cohort's local training runs."""
 
 from .choice import Choice, EngineName, build_engine
+from .modules import PERSONAL, ModuleEngine
 from .sequential import SequentialEngine
 from .updates import ClientFailure, ClientUpdates, Evaluation, Kept
 from .vectorized import VectorizedEngine
 
 __all__ = [
+    "PERSONAL",
     "Choice",
     "ClientFailure",
     "ClientUpdates",
     "EngineName",
     "Evaluation",
     "Kept",
+    "ModuleEngine",
     "SequentialEngine",
     "VectorizedEngine",
     "build_engine",

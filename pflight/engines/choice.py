@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+from lightning import LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from torch import Tensor
 
 from pflight.datamodules import FederatedDataModule
+from pflight.half import Half
 from pflight.models import ClientModule
 from pflight.state import StateLayout
 
 from .allocator import keep_freed_memory
 from .operations import count_operations
+from .modules import ModuleEngine
 from .sequential import SequentialEngine
 from .vectorized import VectorizedEngine
 
@@ -145,7 +148,8 @@ def _chunk_size(
 def build_engine(
     wanted: EngineName,
     chunk: int | None,
-    client: ClientModule,
+    client: LightningModule,
+    half: Half | None,
     layout: StateLayout,
     data: FederatedDataModule,
     precision: Precision,
@@ -160,7 +164,8 @@ def build_engine(
     Args:
         wanted: The engine asked for, or ``"auto"``.
         chunk: Clients at once, if it was given.
-        client: As in :class:`SequentialEngine`, like all that follow.
+        client: The client module.
+        half: The callback's client half; ``None`` where the client module is one itself.
         layout: Its state layout.
         data: Where the clients' samples come from.
         precision: The precision plugin of the federation's Trainer.
@@ -171,6 +176,11 @@ def build_engine(
         ConfigurationError: As in :meth:`SequentialEngine.check_input`.
     """
     keep_freed_memory()
+    if half is not None:
+        modules = ModuleEngine(half, client, layout, data, precision, device, seed)
+        modules.check_input()
+        return modules, Choice("sequential", 1, "any LightningModule trains by its own steps")
+    assert isinstance(client, ClientModule)
     choice = choose(wanted, chunk, client, layout, data, device)
     arguments = client, layout, data, precision, device, seed
     if choice.engine == "sequential":

@@ -1,0 +1,185 @@
+"""Clients whose samples are torch Datasets, read when they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler
+
+from pflight.errors import ConfigurationError
+from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
+
+from .federated import FederatedDataModule
+from .loaders import SPLITS, Split, Visit
+
+_CPU = torch.device("cpu")
+_MASK = (1 << 63) - 1
+_STRIDE = 0x9E3779B97F4A7C15  # between the seeds of neighbouring samples
+Datasets = Sequence[Dataset[Any]]
+Key = tuple[int, int, int]
+"""A sample's position among the datasets, its index, and its seed."""
+
+
+class DatasetClients(FederatedDataModule):
+    """A federation with one map-style torch ``Dataset`` for each client.
+
+    Samples are read when a batch needs them, by one DataLoader for all clients, and never to be
+    counted: a dataset's ``len`` does that. Batches are what ``collate_fn`` makes of samples, of
+    any form that the client module's steps take. Whatever a sample draws at random, as random
+    transforms do, depends on ``(seed, round, client, epoch, index)`` alone, so that it is the same
+    with any number of workers and in a resumed run.
+
+    Args:
+        train: Each client's training samples. One Dataset dealt to clients is a list of
+            ``torch.utils.data.Subset``.
+        val: Each client's validation samples, in the same order; ``None`` means none.
+        test: Each client's test samples.
+        num_classes: Number of classes, where samples have them and the client asks for it.
+        batch_size: Samples of a local training batch; ``None`` means all of the client's.
+        num_workers: Processes that read samples, as in a DataLoader.
+        collate_fn: Makes a batch of a list of samples, as in a DataLoader.
+        pin_memory: As in a DataLoader.
+        **kwargs: Further arguments of :class:`FederatedDataModule`.
+
+    Raises:
+        ConfigurationError: If a list is empty or of another length, or a dataset can't be counted.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> hospital = TensorDataset(torch.zeros(5, 4), torch.ones(5, 1))
+        >>> data = DatasetClients(train=[hospital, hospital], batch_size=2)
+        >>> data.num_clients, data.num_samples("train").tolist()
+        (2, [5, 5])
+    """
+
+    def __init__(
+        self,
+        train: Datasets,
+        val: Datasets | None = None,
+        test: Datasets | None = None,
+        *,
+        num_classes: int | None = None,
+        batch_size: int | None = 32,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(num_classes=num_classes, batch_size=batch_size, **kwargs)
+        self.num_clients = len(train)
+        if not self.num_clients:
+            raise ConfigurationError("train is empty: a federation needs at least one client")
+        self.datasets: dict[Split, list[Dataset[Any]]] = {}
+        for split, given in zip(SPLITS, (train, val, test), strict=True):
+            datasets = [_Nothing()] * self.num_clients if given is None else list(given)
+            if len(datasets) != self.num_clients:
+                raise ConfigurationError(
+                    f"{split} has {len(datasets)} clients, but train has {self.num_clients}"
+                )
+            for client, dataset in enumerate(datasets):
+                if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+                    raise ConfigurationError(
+                        f"client {client}, {split}: {type(dataset).__name__} is no map-style "
+                        "Dataset, which has a length and is asked for samples by their index"
+                    )
+            self.datasets[split] = datasets
+        self.num_workers = num_workers
+        self.collate_fn = collate_fn
+        self.pin_memory = pin_memory
+        self._counts = {
+            split: torch.tensor([len(dataset) for dataset in datasets])  # type: ignore[arg-type]
+            for split, datasets in self.datasets.items()
+        }
+        self._loaders: dict[Split, _Loader] = {}
+        self.setup()
+
+    def batches(self, split: Split, visits: Sequence[Visit]) -> Iterator[Any]:
+        """Yield the batches of some visits to clients, as ``collate_fn`` makes them."""
+        if split not in self._loaders:
+            self._loaders[split] = _Loader(
+                _Samples(self.datasets[split]),
+                self.num_workers,
+                self.collate_fn,
+                self.pin_memory,
+            )
+        return self._loaders[split].batches(
+            [
+                [(client, index, seed + index * _STRIDE & _MASK) for index in part.tolist()]
+                for client, round, epoch, parts in visits
+                for seed in [derive_seed(Purpose.AUGMENT, self.seed, round or 0, client, epoch)]
+                for part in parts
+            ]
+        )
+
+    def dataset(self, clients: Tensor, split: Split) -> Dataset[Any]:  # type: ignore[override]
+        """Return the samples of some clients, one client after the other, as one torch Dataset."""
+        chosen = [self.datasets[split][client] for client in clients.tolist()]
+        return chosen[0] if len(chosen) == 1 else ConcatDataset(chosen)
+
+
+class _Nothing(Dataset[Any]):
+    """A client without samples."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: int) -> Any:
+        raise IndexError(index)
+
+
+class _Samples(Dataset[Any]):
+    """All clients' samples, by client, index and seed."""
+
+    def __init__(self, datasets: Sequence[Dataset[Any]]) -> None:
+        self.datasets = datasets
+
+    def __getitems__(self, keys: list[Key]) -> list[Any]:
+        with isolated(_CPU):
+            return [self[key] for key in keys]
+
+    def __getitem__(self, key: Key) -> Any:
+        client, index, seed = key
+        seed_everything(seed, _CPU)
+        return self.datasets[client][index]
+
+
+class _Schedule(Sampler[list[Key]]):
+    """The batches that a loader is to read next."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[Key]] = []
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        return iter(self.batches)
+
+
+class _Loader:
+    """A DataLoader whose workers stay, and read whatever is asked for next."""
+
+    def __init__(
+        self,
+        samples: _Samples,
+        num_workers: int,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        pin_memory: bool,
+    ) -> None:
+        self._schedule = _Schedule()
+        self._loader = DataLoader(
+            samples,
+            batch_sampler=self._schedule,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            persistent_workers=num_workers > 0,
+        )
+
+    def batches(self, batches: list[list[Key]]) -> Iterator[Any]:
+        """Return an iterator over batches of these samples."""
+        self._schedule.batches = batches
+        return iter(self._loader)

@@ -1,0 +1,6 @@
+"""The client halves of the algorithms, one file each."""
+
+from .elastic import Elastic
+from .proximal import Proximal
+
+__all__ = ["Elastic", "Proximal"]

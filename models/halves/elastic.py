@@ -1,0 +1,91 @@
+"""The client half of FedEC."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from lightning import LightningModule
+from torch import Tensor
+
+from pflight.errors import ConfigurationError
+from pflight.half import Half, LocalClient
+from pflight.options import number
+
+from .proximal import squared_distance
+
+
+class Elastic(Half):
+    r"""Holds a client to the model that it had after its last participation.
+
+    A client that has taken part before minimises, beside its own loss,
+
+    .. math:: \alpha\,\mathrm{KL}(\hat p \,\|\, p)
+
+    (FedEC, Lan et al. 2023, eq. 6), with :math:`p` the predictions of its model and
+    :math:`\hat p` those of its historical model, frozen and in evaluation mode, a mean over the
+    batch. With ``constraint="l2"`` the term is :math:`\frac{\alpha}{2}\|\theta - \hat\theta\|^2`
+    over parameters (FedEC-l2), with ``None`` there is none (FedEC-wo). The first participation and
+    fine-tuning are without it. After local training the model, buffers included, becomes the
+    historical one, by which the client is also judged. It never travels.
+
+    Args:
+        alpha: Weight of the constraint; 0 gives plain training.
+        constraint: ``"kl"``, which needs a module whose ``forward`` gives logits, ``"l2"`` or
+            ``None``.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    References:
+        Lan et al., Elastically-Constrained Meta-Learner for Federated Learning, 2023,
+        https://arxiv.org/abs/2306.16703.
+    """
+
+    keeps_memory = True
+    judged_by_memory = True
+
+    def __init__(
+        self, alpha: float = 1.0, constraint: Literal["kl", "l2"] | None = "kl"
+    ) -> None:
+        if not number(alpha) >= 0:
+            raise ConfigurationError(f"Elastic: alpha must not be negative, got {alpha}")
+        if constraint not in ("kl", "l2", None):
+            raise ConfigurationError(
+                f"Elastic: constraint must be 'kl', 'l2' or null, got {constraint!r}"
+            )
+        self.alpha = alpha
+        self.constraint = constraint
+
+    def check(self, module: LightningModule) -> None:
+        """Raise if the divergence is asked of a module that has no classes."""
+        if self.constraint == "kl" and not hasattr(module, "num_classes"):
+            raise ConfigurationError(
+                "FedEC's constraint 'kl' compares logits, and "
+                f"{type(module).__name__} has no num_classes to say that its forward gives them: "
+                "use constraint='l2'"
+            )
+
+    def penalty(self, c: LocalClient) -> Tensor | None:
+        """Return the l2 constraint; none without a history."""
+        if self.constraint != "l2" or c.memory is None or not self.alpha:
+            return None
+        return self.alpha / 2 * squared_distance(c.weights, c.memory)
+
+    def loss(self, c: LocalClient, batch: Any) -> Tensor:
+        """Return the client's own loss plus the constraint."""
+        if self.constraint != "kl" or c.memory is None or not self.alpha:
+            return super().loss(c, batch)
+        loss, logits = c.task_loss_and_logits(batch)
+        divergence = F.kl_div(
+            logits.log_softmax(dim=1),
+            c.logits_with(c.memory).log_softmax(dim=1),
+            log_target=True,
+            reduction="batchmean",
+        )
+        return loss + self.alpha * divergence
+
+    @property
+    def only_adds(self) -> bool:
+        """Whether it adds a penalty and nothing else: not with the divergence."""
+        return self.constraint != "kl"

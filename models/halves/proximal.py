@@ -1,0 +1,55 @@
+"""The client half of FedProx and FeSEM, and of Ditto's personal model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pflight.errors import ConfigurationError
+from pflight.half import Half, LocalClient
+from pflight.options import number
+
+
+class Proximal(Half):
+    r"""Pulls a client's parameters towards what the server sent.
+
+    With ``scaling="plain"`` the penalty is :math:`\frac{\mu}{2}\|w - w_{\text{anchor}}\|^2`
+    (FedProx, Li et al. 2020, eq. 2). With ``scaling="eq7"`` it is
+    :math:`\lambda_i\|w - w_{\text{anchor}}\|^2` with :math:`\lambda_i = \mu\,\bar n / n_i`
+    (FeSEM, Long et al. 2022, eq. 7 divided by :math:`\alpha_i`, so that the step size keeps its
+    meaning), where :math:`n_i` is the client's number of samples, :math:`\bar n` the mean number,
+    and :math:`\mu` the paper's :math:`\lambda`. Norms are over parameters, not buffers.
+
+    Args:
+        mu: Weight of the penalty; 0 gives plain training.
+        scaling: ``"plain"`` or ``"eq7"``.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+    """
+
+    def __init__(self, mu: float = 0.1, scaling: Literal["plain", "eq7"] = "plain") -> None:
+        if not number(mu) >= 0:
+            raise ConfigurationError(f"Proximal: mu must not be negative, got {mu}")
+        if scaling not in ("plain", "eq7"):
+            raise ConfigurationError(f"Proximal: scaling must be 'plain' or 'eq7', got {scaling!r}")
+        self.mu = mu
+        self.scaling = scaling
+
+    def penalty(self, c: LocalClient) -> Tensor | None:
+        """Return the scalar penalty; none where nothing was sent, as in fine-tuning."""
+        if c.anchor is None:
+            return None
+        distance = squared_distance(c.weights, c.anchor)
+        if self.scaling == "plain":
+            return self.mu / 2 * distance
+        return self.mu * c.mean_samples / c.num_samples * distance
+
+
+def squared_distance(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Tensor:
+    """Return the squared L2 distance, a scalar, of parameters to others of the same names."""
+    parts = [(weight - others[name]).square().sum() for name, weight in weights.items()]
+    return torch.stack(parts).sum()

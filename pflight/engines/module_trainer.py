@@ -1,0 +1,414 @@
+"""One real Trainer that trains and evaluates client after client, stepped by hand.
+
+Lightning's own loops run each batch, so that hooks, optimizers, schedulers, manual optimization,
+``self.log`` and ``self.trainer`` are what a module finds under a Trainer of its own. What Lightning
+does around them (data loaders, signals, checkpoints, set-up) is done once, not once a client.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.connectors.data_connector import _DataHookSelector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from pflight.errors import ConfigurationError
+from pflight.history import Logs, add_logs
+
+Step = Callable[[Callable[[], Any], Any], Any]
+"""Takes the module's own training step and its batch; returns what stands for its output."""
+
+
+class ModuleTrainer:
+    """Trains copies of a module, one after the other.
+
+    Args:
+        precision: The precision plugin of the federation's Trainer.
+        device: Where the copies train.
+
+    Attributes:
+        trainer: The Trainer that a copy finds as ``self.trainer``.
+        logs: What the copy logged while it trained: name to (sum over samples, number of samples).
+    """
+
+    def __init__(self, precision: Precision, device: torch.device) -> None:
+        self._strategy = _LocalStrategy(precision, device)
+        with _quiet():
+            self.trainer = L.Trainer(
+                devices=1 if device.type == "cpu" else [device.index or 0],
+                strategy=self._strategy,
+                plugins=[LightningEnvironment()],
+                logger=False,
+                limit_val_batches=0,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+        self._results = _Results(training=True)
+        self.trainer.fit_loop.epoch_loop._results = self._results
+        self.trainer.state.status = TrainerStatus.RUNNING
+        self._feed = _Feed()
+
+    @property
+    def logs(self) -> Logs:
+        """What the copy logged while it trained."""
+        return self._results.logs
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps of the copy so far."""
+        return self.trainer.global_step
+
+    def attach(self, module: L.LightningModule) -> None:
+        """Make a copy the one that is trained or evaluated next; forget the one before."""
+        trainer, loop = self.trainer, self.trainer.fit_loop
+        module._trainer = trainer
+        self._strategy.connect(module)
+        self._strategy._lightning_module = module
+        self._strategy.optimizers = []
+        self._strategy.lr_scheduler_configs = []
+        trainer._data_connector._datahook_selector = _DataHookSelector(module, None)
+        trainer.should_stop = False
+        epochs = loop.epoch_loop
+        for progress in (
+            loop.epoch_progress,
+            epochs.batch_progress,
+            epochs.scheduler_progress,
+            epochs.automatic_optimization.optim_progress,
+            epochs.manual_optimization.optim_step_progress,
+        ):
+            progress.reset()
+        epochs._batches_that_stepped = 0
+        trainer._logger_connector.reset_metrics()
+        self._results.forget()
+        _never_synchronise(module)
+
+    # Training
+
+    def start(
+        self, max_epochs: int | None, num_batches: int, max_batches: int | None, step: Step | None
+    ) -> None:
+        """Ask the copy for its optimizers, and begin its training.
+
+        Args:
+            max_epochs: Local epochs, or ``None`` for as many as ``max_batches`` takes.
+            num_batches: Batches in one epoch.
+            max_batches: Batches in all.
+            step: What a client half makes of the module's own step.
+
+        Raises:
+            ConfigurationError: If an optimizer steps tensors that are not the copy's own.
+        """
+        trainer, loop, module = self.trainer, self.trainer.fit_loop, self.trainer.lightning_module
+        trainer.state.fn = TrainerFn.FITTING
+        trainer.training = True
+        self._strategy.step = step
+        loop.max_epochs = -1 if max_epochs is None else max_epochs
+        loop.epoch_loop.max_steps = -1 if max_batches is None else max_batches
+        loop.max_batches = num_batches
+        loop._combined_loader = CombinedLoader([None] * num_batches, "max_size_cycle")
+        loop._data_fetcher = self._feed
+        self._strategy.setup_optimizers(trainer)
+        own = {id(parameter) for parameter in module.parameters()}
+        for optimizer in self._strategy.optimizers:
+            for group in optimizer.param_groups:
+                if any(id(parameter) not in own for parameter in group["params"]):
+                    raise ConfigurationError(
+                        f"{type(module).__name__}.configure_optimizers() gives an optimizer of "
+                        "parameters that are not the module's own: each client trains a copy of "
+                        "the module, so take them from self.parameters()"
+                    )
+        with _modes_as_they_are():
+            loop.on_run_start()
+
+    @contextmanager
+    def epoch(self) -> Iterator[None]:
+        """Run the hooks around a local epoch."""
+        loop = self.trainer.fit_loop
+        loop.on_advance_start()
+        loop.epoch_loop.reset()
+        loop.epoch_loop.on_run_start(self._feed)
+        yield
+        loop.on_advance_end()
+
+    def step(self, batch: Any, size: int, last: bool) -> bool:
+        """Train on a batch; tell whether the epoch goes on.
+
+        Args:
+            batch: What the module's ``training_step`` takes.
+            size: Number of samples in it.
+            last: Whether it is the last of its epoch.
+        """
+        loop = self.trainer.fit_loop.epoch_loop
+        self._feed.offer(batch, last)
+        self._strategy.batch_size = size
+        try:
+            loop.advance(self._feed)
+            loop.on_advance_end(self._feed)
+        except StopIteration:  # the module skips the rest of its epoch
+            return False
+        finally:
+            loop.on_iteration_done()
+        return not self.trainer.should_stop
+
+    def end(self) -> None:
+        """Run the hook at the end of the training."""
+        self.trainer.fit_loop.on_run_end()
+
+    # Evaluation
+
+    def evaluate(
+        self, split: str, batches: Iterator[tuple[Any, int]], count: int
+    ) -> tuple[dict[str, Tensor], dict[str, bool]]:
+        """Run the copy's validation or test; return what it logged, and which way is up.
+
+        Args:
+            split: ``"val"`` or ``"test"``.
+            batches: What its step takes, with the number of samples in it.
+            count: How many there are.
+
+        Returns:
+            The values by the names under which they were logged; and for those that torchmetrics
+            knows, whether higher is better.
+        """
+        trainer = self.trainer
+        loop = trainer.test_loop if split == "test" else trainer.validate_loop
+        trainer.state.fn = TrainerFn.TESTING if split == "test" else TrainerFn.VALIDATING
+        if split == "test":
+            trainer.testing = True
+        else:
+            trainer.validating = True
+        loop.verbose = False
+        loop._results = results = _Results(training=False)
+        loop._data_source.instance = _Sized(self._sized(batches), count)
+        limits = trainer.limit_val_batches, trainer.limit_test_batches
+        trainer.limit_val_batches = trainer.limit_test_batches = 1.0
+        try:
+            with _modes_as_they_are():
+                loop.run()
+        finally:
+            trainer.limit_val_batches, trainer.limit_test_batches = limits
+            loop._data_source.instance = loop._combined_loader = None
+        values = dict(trainer.callback_metrics)
+        for name in [n for n in values if n.endswith("_epoch") and n[: -len("_epoch")] in values]:
+            del values[name]
+        return values, results.directions
+
+    def predict(self, batches: Iterator[tuple[Any, int]]) -> list[Any]:
+        """Return what the copy's ``predict_step`` gives for each batch."""
+        module, trainer = self.trainer.lightning_module, self.trainer
+        trainer.state.fn = TrainerFn.PREDICTING
+        trainer.predicting = True
+        module.eval()
+        with torch.no_grad(), self._strategy.precision_plugin.predict_step_context():
+            return [
+                module.predict_step(self._moved(batch), index)
+                for index, (batch, _) in enumerate(batches)
+            ]
+
+    def task_loss(self, batch: Any, size: int) -> Tensor | None:
+        """Return the loss of the module's training step, with its logs and metrics muted."""
+        module, trainer = self.trainer.lightning_module, self.trainer
+        trainer.state.fn = TrainerFn.FITTING
+        trainer.training = True
+        self._strategy.batch_size = size
+        with _muted(module):
+            return loss_of(self._strategy.own_step(self._moved(batch), 0))
+
+    def _moved(self, batch: Any) -> Any:
+        batch = self._strategy.precision_plugin.convert_input(batch)
+        batch = self.trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return self._strategy.batch_to_device(batch, dataloader_idx=0)
+
+    def _sized(self, batches: Iterator[tuple[Any, int]]) -> Iterator[Any]:
+        for batch, size in batches:
+            self._strategy.batch_size = size
+            yield batch
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """Return the loss in what a ``training_step`` returned."""
+    return output.get("loss") if isinstance(output, dict) else output
+
+
+class _LocalStrategy(SingleDeviceStrategy):
+    """Lets a client half have its say in every training step, outside of the user's module."""
+
+    def __init__(self, precision: Precision, device: torch.device) -> None:
+        accelerator = CPUAccelerator() if device.type == "cpu" else CUDAAccelerator()
+        super().__init__(device, accelerator=accelerator, precision_plugin=precision)
+        self.step: Step | None = None
+        self.penalty: Callable[[], Tensor | None] | None = None
+        self.batch_size = 0
+
+    def own_step(self, batch: Any, *args: Any) -> Any:
+        """Run the module's training step."""
+        self._note_batch_size()
+        return super().training_step(batch, *args)
+
+    def training_step(self, batch: Any, *args: Any) -> Any:  # type: ignore[override]
+        """Run the module's training step, and what the half makes of it."""
+        if self.step is None:
+            return self.own_step(batch, *args)
+        return self.step(lambda: self.own_step(batch, *args), batch)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's validation step."""
+        self._note_batch_size()
+        return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's test step."""
+        self._note_batch_size()
+        return super().test_step(*args, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Step an optimizer; under manual optimization the penalty's gradient is added before."""
+        if self.penalty is not None and not self.lightning_module.automatic_optimization:  # type: ignore[union-attr]
+            _add_gradient(self.penalty(), optimizer)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _note_batch_size(self) -> None:
+        assert self.lightning_module is not None
+        results = self.lightning_module.trainer._results
+        if results is not None:  # no guess at the size of a batch of a form of its own
+            results.batch_size = self.batch_size
+
+
+def _add_gradient(penalty: Tensor | None, optimizer: Optimizer) -> None:
+    if penalty is None:
+        return
+    parameters = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    ]
+    gradients = torch.autograd.grad(penalty, parameters, allow_unused=True)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None:
+            held = parameter.grad
+            parameter.grad = gradient if held is None else held + gradient
+
+
+class _Results(_ResultCollection):
+    """What a module logs; also sample-weighted sums of all that it logs while it trains."""
+
+    def __init__(self, training: bool) -> None:
+        super().__init__(training)
+        self.logs: Logs = {}
+        self.directions: dict[str, bool] = {}
+
+    def forget(self) -> None:
+        """Forget what was logged, and the metric objects of another copy."""
+        self.clear()
+        self.logs = {}
+
+    def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Take a value as Lightning does, and note it."""
+        super().log(fx, name, value, *args, **kwargs)
+        if isinstance(value, Metric):
+            if value.higher_is_better is not None:
+                self.directions[name] = value.higher_is_better
+            value = value._forward_cache
+        if self.training and isinstance(value, Tensor) and value.numel() == 1:
+            count = kwargs.get("batch_size") or self.batch_size or 1
+            add_logs(self.logs, {name: (value.detach() * count, count)})
+
+
+class _Feed(_DataFetcher):
+    """Hands Lightning's loop the one batch that it is offered."""
+
+    def offer(self, batch: Any, last: bool) -> None:
+        """Have the loop take this batch next."""
+        self._batch, self.done = batch, last
+
+    def __iter__(self) -> _Feed:
+        return self
+
+    def __next__(self) -> Any:
+        return self._batch, 0, 0
+
+
+class _Sized:
+    """A loader that Lightning need not guess the length of."""
+
+    def __init__(self, batches: Iterator[Any], count: int) -> None:
+        self._batches, self._count = batches, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches
+
+
+def _never_synchronise(module: torch.nn.Module) -> None:
+    """Keep torchmetrics from adding up what different ranks' clients have counted."""
+    for part in module.modules():
+        if isinstance(part, Metric):
+            part.distributed_available_fn = _alone
+
+
+def _alone() -> bool:
+    return False
+
+
+@contextmanager
+def _muted(module: L.LightningModule) -> Iterator[None]:
+    """Have a copy log nothing, and its metrics count nothing."""
+    metrics = [part for part in module.modules() if isinstance(part, Metric)]
+    counted = [(metric, metric._copy_state_dict(), metric._update_count) for metric in metrics]
+    module.log = module.log_dict = _no_log  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del module.log, module.log_dict
+        for metric, states, count in counted:
+            for name, value in states.items():
+                setattr(metric, name, value)
+            metric._update_count, metric._computed = count, None
+
+
+def _no_log(*_: Any, **__: Any) -> None:
+    """Take the place of ``self.log``."""
+
+
+@contextmanager
+def _modes_as_they_are() -> Iterator[None]:
+    """Hide Lightning's hints on modules in evaluation mode and on loaders."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*module.* in eval mode at the start of training")
+        warnings.filterwarnings("ignore", ".*does not have many workers")
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Make a Trainer without a word on the machine, which the federation's own has said."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
