@@ -12,6 +12,7 @@ from .fedala import FedALA
 from .fedavg import FedAvg
 from .feddane import FedDANE
 from .fedfomo import FedFomo
+from .fedprox import FedProx
 from .fedsgd import FedSGD
 from .fesem import FeSEM
 from .hypocluster import HypoCluster
@@ -58,6 +59,7 @@ __all__ = [
     "FedCluster",
     "FedDANE",
     "FedFomo",
+    "FedProx",
     "FedRep",
     "FedSGD",
     "FederationProgressBar",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,7 +25,7 @@ from pflight.models import ClientModule
 from pflight.state import StateLayout, rest_frozen, state_tensors
 
 from .module_trainer import ModuleTrainer, loss_of
-from .sequential import SequentialEngine
+from .sequential import ONE_THREAD, SequentialEngine
 from .updates import ClientUpdates, Evaluation
 
 PERSONAL = "half.personal."
@@ -65,10 +66,21 @@ class ModuleEngine(SequentialEngine):
                     f"{type(module).__name__}.{hook} is ignored: the federation's Trainer has the "
                     "callbacks and writes the checkpoints"
                 )
+        if self._is_small():
+            self.threads = 1
         if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
             raise ConfigurationError(
                 "SyncBatchNorm would mix clients of different ranks: use BatchNorm"
             )
+
+    def _is_small(self) -> bool:
+        """Whether a step takes too little arithmetic to gain from several threads."""
+        parts = list(self.template.modules())
+        if any(isinstance(part, nn.modules.conv._ConvNd | nn.RNNBase) for part in parts):
+            return False
+        weights = sum(parameter.numel() for parameter in self.template.parameters())
+        counts = self.data.num_samples("train")
+        return 2 * weights * min(self.data.batch_size or math.inf, int(counts.max())) < ONE_THREAD
 
     # Training
 
@@ -171,12 +183,13 @@ class ModuleEngine(SequentialEngine):
         """
         if isinstance(self.template, ClientModule):
             return super().evaluate(clients, states, split)
-        values = ClientValues()
-        for row, client, stream, visit in self._rows(clients, states, split):
+        values, step = ClientValues(), "test_step" if split == "test" else "validation_step"
+        if not is_overridden(step, self.template):  # as Lightning does
+            return values
+        for _, client, stream, visit in self._rows(clients, states, split):
             batches = ((stream.batch(visit, i), len(part)) for i, part in enumerate(visit.parts))
             logged, directions = self.trainer.evaluate(split, batches, len(visit.parts))
             if not logged:
-                step = "test_step" if split == "test" else "validation_step"
                 raise ConfigurationError(
                     f"{type(self.template).__name__}.{step} logs nothing to judge clients by: "
                     f"call self.log('{split}/...', value) in it"
@@ -230,6 +243,10 @@ class ModuleEngine(SequentialEngine):
                 if client in visits:
                     self._load([states[name][row] for name in self.layout.names], anchored=False)
                     yield row, client, self._stream, visits[client]
+
+    def _forward(self, x: Tensor) -> list[Tensor]:
+        self.client.module.eval()  # type: ignore[attr-defined]
+        return super()._forward(x)
 
     @contextmanager
     def _streaming(self, split: Split, visits: list[Visit]) -> Iterator[None]:

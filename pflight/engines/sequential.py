@@ -51,7 +51,7 @@ _HOOKS = (
 )
 _LARGE_KERNEL = 2**20  # weights of a convolution from which on channels-last is slower
 GRADIENT_BATCH = 512  # samples in one pass where their number does not matter
-_ONE_THREAD = 20e6  # operations of a batch's forward pass from which on threads pay
+ONE_THREAD = 20e6  # operations of a batch's forward pass from which on threads pay
 
 
 class SequentialEngine:
@@ -383,7 +383,7 @@ class SequentialEngine:
         except Exception as error:
             reason = " ".join(str(error).split())
             raise ConfigurationError(f"the client's optimizer can't be built: {reason}") from error
-        if count_operations(self.client, x[:1]).total * batch < _ONE_THREAD:
+        if count_operations(self.client, x[:1]).total * batch < ONE_THREAD:
             self.threads = 1
         if self._gains_from_channels_last():
             self._channels_last = True

@@ -1,0 +1,487 @@
+"""Any LightningModule is a client: its own steps, hooks, optimizers, batches and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+from torchmetrics import MeanAbsoluteError, MeanMetric, R2Score
+
+from pflight import ConfigurationError, Federation
+from pflight.callbacks import FedAvg, FedProx, FeSEM, Local, PFedLA, Reptile, ServerCallback
+from pflight.datamodules import DatasetClients
+from tests.runs import assert_same, quiet_trainer, run, small_data
+
+COUNTS = (9, 14, 6, 11)
+
+
+class Regression(L.LightningModule):
+    """A module of somebody who has never heard of federations."""
+
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__()
+        self.lr = lr
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.mae, self.r2 = MeanAbsoluteError(), R2Score()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.mse_loss(self.net(x), y)
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        predicted = self.net(x)
+        self.mae(predicted, y)
+        self.r2(predicted, y)
+        self.log("val/mae", self.mae)
+        self.log("val/r2", self.r2)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def table(count: int, seed: int) -> TensorDataset:
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 3, generator=random)
+    return TensorDataset(x, x[:, :1] - 0.5 * x[:, 1:2] + seed % 5)
+
+
+def hospitals(counts: Sequence[int] = COUNTS, **options: Any) -> DatasetClients:
+    train = [table(count, client) for client, count in enumerate(counts)]
+    val = [table(5 + client, 100 + client) for client in range(len(counts))]
+    return DatasetClients(train, val, val, **{"batch_size": 4, **options})
+
+
+def regression(**options: Any) -> Regression:
+    torch.manual_seed(3)
+    return Regression(**options)
+
+
+METHODS = [
+    FedAvg(),
+    FedProx(0.1),
+    FeSEM(2),
+    PFedLA(),
+    Reptile(),
+    Local(),
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+def test_a_module_of_ones_own_is_trained_by_any_method(method: ServerCallback, tmp_path) -> None:
+    best = ModelCheckpoint(tmp_path, monitor="val/macro_mae", mode="min")
+    stop = EarlyStopping("val/macro_mae", mode="min", patience=3)
+    federation = run(regression(), hospitals(), method, 5, best, stop)
+    first, last = (federation.history[place].metrics["val/macro_mae"] for place in (0, -1))
+    assert last < first
+    assert float(best.best_model_score) == pytest.approx(
+        min(entry.metrics["val/macro_mae"] for entry in federation.history)
+    )
+
+
+def as_alone(module: L.LightningModule, data: DatasetClients) -> dict[str, Tensor]:
+    """Train a module under a stock Trainer, on the batches of client 0 in round 0."""
+    dataset = data.datasets["train"][0]
+    batches = [dataset[part] for part in data.order(0, 0, 0).split(data.batch_size)]
+    quiet_trainer(limit_val_batches=0, num_sanity_val_steps=0).fit(module, batches)
+    return dict(module.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`:UserWarning")
+def test_one_client_with_all_data_is_plain_training() -> None:
+    data, module = hospitals([17]), regression()
+    module.net[2].p = 0.0  # whose draws are keyed by the client
+    inside = run(module, data, FedAvg()).server_states()[0]
+    assert_same(inside, as_alone(module, data))
+
+
+def test_its_own_metrics_are_those_of_torchmetrics_on_each_client_alone() -> None:
+    data = hospitals()
+    federation = run(regression(), data, FedAvg(), 2)
+    federation.trainer.validate(federation, datamodule=data, verbose=False)
+    values = federation.client_metrics("val")
+    for client in range(4):
+        module = federation.client_module(client).eval()
+        x, y = data.datasets["val"][client].tensors
+        with torch.no_grad():
+            expected = MeanAbsoluteError()(module.net(x), y), R2Score()(module.net(x), y)
+        assert values["mae"][client] == pytest.approx(float(expected[0]), rel=1e-5)
+        assert values["r2"][client] == pytest.approx(float(expected[1]), rel=1e-4, abs=1e-5)
+    counts = torch.tensor([5, 6, 7, 8]).double()
+    metrics = federation.trainer.callback_metrics
+    assert metrics["val/macro_mae"] == pytest.approx(float(values["mae"].mean()))
+    micro = float((counts * values["mae"]).sum() / counts.sum())
+    assert metrics["val/micro_mae"] == pytest.approx(micro)
+    assert metrics["val/mae"] == metrics["val/micro_mae"]
+    assert metrics["val/worst_decile_mae"] == pytest.approx(float(values["mae"].max()))
+    assert metrics["val/worst_decile_r2"] == pytest.approx(float(values["r2"].min()))
+
+
+def test_fedprox_without_a_pull_is_fedavg_and_with_a_strong_one_stays() -> None:
+    plain = run(regression(), hospitals(), FedAvg(), 2)
+    assert_same(
+        run(regression(), hospitals(), FedProx(0.0), 2).server_states()[0],
+        plain.server_states()[0],
+    )
+    start = regression().state_dict()
+
+    def moved(federation: Federation) -> float:
+        state = federation.server_states()[0]
+        return sum(float((state[name] - start[name]).square().sum()) for name in start)
+
+    assert moved(run(regression(), hospitals(), FedProx(10.0), 2)) < moved(plain) / 2
+
+
+class Sequences(Dataset):
+    """Token sequences of unequal length."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        random = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(2, 7, (count,), generator=random).tolist()
+        self.items = [torch.randint(1, 9, (n,), generator=random) for n in lengths]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = self.items[index]
+        return {"input_ids": tokens, "labels": int(tokens.sum()) % 2}
+
+
+def padded(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    ids = nn.utils.rnn.pad_sequence([s["input_ids"] for s in samples], batch_first=True)
+    labels = torch.tensor([s["labels"] for s in samples])
+    return {"input_ids": ids, "mask": ids > 0, "labels": labels}
+
+
+class LSTMText(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm = nn.Embedding(9, 6), nn.LSTM(6, 6, batch_first=True)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        hidden, _ = self.lstm(self.embed(batch["input_ids"]))
+        last = batch["mask"].sum(1) - 1
+        return self.head(hidden[torch.arange(len(last)), last])
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(self(batch), batch["labels"])}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        logits = self(batch)
+        accuracy = (logits.argmax(1) == batch["labels"]).float().mean()
+        self.log_dict({"val_acc": accuracy, "val_loss": F.cross_entropy(logits, batch["labels"])})
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class TransformerText(LSTMText):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.TransformerEncoderLayer(6, 2, 12, batch_first=True)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        mask = batch["mask"]
+        hidden = self.lstm(self.embed(batch["input_ids"]), src_key_padding_mask=~mask)
+        mean = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        return self.head(mean)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("kind", [LSTMText, TransformerText])
+def test_dicts_of_padded_sequences(kind: type[LSTMText]) -> None:
+    torch.manual_seed(0)
+    train, val = ([Sequences(n, s + n) for n in (7, 9, 5)] for s in (0, 50))
+    data = DatasetClients(train, val, batch_size=3, collate_fn=padded)
+    federation = run(kind(), data, FedAvg(), 2, local_epochs=2)
+    values = federation.client_metrics("val")
+    for client in range(3):
+        module = federation.client_module(client).eval()
+        batch = padded([val[client][i] for i in range(len(val[client]))])
+        with torch.no_grad():
+            hits = (module(batch).argmax(1) == batch["labels"]).float().mean()
+        assert values["acc"][client] == pytest.approx(float(hits), abs=1e-6)
+    assert federation.history[-1].metrics["val/macro_loss"] > 0
+
+
+class FrozenBackbone(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.5))
+        self.backbone.requires_grad_(False)
+        self.head = nn.Linear(5, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert not self.backbone.training
+        return F.mse_loss(self.head(self.backbone(batch[0])), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/mse", F.mse_loss(self.head(self.backbone(batch[0])), batch[1]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+
+def test_of_a_frozen_backbone_nothing_travels_and_nothing_drifts() -> None:
+    torch.manual_seed(0)
+    module = FrozenBackbone()
+    federation = run(module, hospitals(), FedAvg(), 2)
+    assert federation.history[0].bytes_up == 4 * 6 * 4  # clients, numbers of a head, bytes
+    assert federation.history[0].bytes_down == 4 * 6 * 4
+    state = federation.client_state(0)
+    before = module.state_dict()
+    for name in before:
+        assert torch.equal(state[name], before[name]) == name.startswith("backbone")
+
+
+class Leaky(Regression):
+    """Keeps whatever it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+        self.average: dict[str, Tensor] = {}
+        self.register_buffer("steps", torch.zeros(()), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(batch_idx)
+        self.steps += 1
+        self.average["w"] = self.net[0].weight.detach().clone()
+        return super().training_step(batch, batch_idx) * len(self.seen) * self.steps
+
+
+def test_nothing_of_one_client_reaches_the_next() -> None:
+    torch.manual_seed(3)
+    module = Leaky()
+    everyone = run(module, hospitals(), Local())
+    assert not module.seen
+    for client in (1, 3):
+        torch.manual_seed(3)
+        alone = run(Leaky(), hospitals([1] * client + [COUNTS[client]] + [1] * (3 - client)), Local())
+        assert_same(alone.client_state(client), everyone.client_state(client))
+
+
+class GAN(L.LightningModule):
+    """Two optimizers, by hand, with a schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.critic = nn.Linear(2, 3), nn.Linear(3, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, _ = batch
+        generator, critic = self.optimizers()
+        noise = torch.ones(len(real), 2)
+        self.toggle_optimizer(critic)
+        loss = F.softplus(self.critic(self.generator(noise))).mean()
+        loss = loss + F.softplus(-self.critic(real)).mean()
+        critic.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(critic, 1.0, "norm")
+        critic.step()
+        self.untoggle_optimizer(critic)
+        self.toggle_optimizer(generator)
+        loss = F.softplus(-self.critic(self.generator(noise))).mean()
+        generator.zero_grad()
+        self.manual_backward(loss)
+        generator.step()
+        self.untoggle_optimizer(generator)
+        self.log("train/generator", loss)
+        if self.trainer.is_last_batch:
+            for scheduler in self.lr_schedulers():
+                scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [
+            torch.optim.Adam(self.generator.parameters(), lr=0.01),
+            torch.optim.Adam(self.critic.parameters(), lr=0.02),
+        ]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in optimizers]
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.5])
+def test_two_optimizers_by_hand(mu: float) -> None:
+    """A penalty enters before each of their steps."""
+    data = hospitals([12])
+    torch.manual_seed(1)
+    module = GAN()
+    inside = run(module, data, FedProx(mu)).server_states()[0]
+    alone = as_alone(module, data)
+    if mu:
+        assert (inside["critic.weight"] - alone["critic.weight"]).abs().max() > 1e-5
+    else:
+        assert_same(inside, alone)
+
+
+class Own(Regression):
+    def __init__(self, original: list[Regression], closure: bool) -> None:
+        super().__init__()
+        self.original, self.closure = original, closure
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(OTHERS.parameters(), lr=0.1)
+
+
+OTHERS = nn.Linear(3, 1)
+
+
+def test_an_optimizer_of_other_tensors_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="not the module's own"):
+        run(Own([], False), hospitals(), FedAvg())
+
+
+@pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+def test_a_loss_of_the_original_module_fails() -> None:
+    module = regression()
+    original = module.net
+
+    class Closure(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return F.mse_loss(original(batch[0]), batch[1])
+
+    federation = run(Closure(), hospitals(), FedAvg())
+    assert federation.history[0].failed == [0, 1, 2, 3]
+
+
+class Silent(Regression):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log nothing."""
+
+
+def test_a_module_that_logs_nothing_is_told_what_to_log() -> None:
+    with pytest.raises(ConfigurationError, match="call self.log"):
+        run(Silent(), hospitals(), FedAvg())
+
+
+class Sometimes(Regression):
+    """Logs a value of its own for some clients alone, under a name with slashes; NaN for one."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        count = len(batch[0])
+        self.log("val/size", float(count))
+        if count > 2:
+            self.log("val/head/size", float(count))
+        self.log("val/odd", float("nan") if count == 1 else 1.0)
+
+
+def test_values_that_some_clients_lack() -> None:
+    train = [table(4, client) for client in range(4)]
+    val = [table(count, 9) for count in (1, 0, 3, 4)]
+    federation = run(Sometimes(), DatasetClients(train, val, batch_size=4), FedAvg())
+    metrics = federation.history[-1].metrics
+    assert metrics["val/macro_size"] == pytest.approx(8 / 3)
+    assert metrics["val/macro_head/size"] == pytest.approx(3.5)
+    assert metrics["val/micro_head/size"] == pytest.approx((9 + 16) / 7)
+    assert metrics["val/macro_odd"] == 1.0
+    values = federation.client_metrics("val")
+    assert values["num_samples"].tolist() == [1, 0, 3, 4]
+    assert values["head/size"].isnan().tolist() == [True, True, False, False]
+
+
+class Reduced(Regression):
+    """Reductions and hooks as Lightning has them."""
+
+    def on_validation_epoch_start(self) -> None:
+        self.total = 0.0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.total += float(batch[1].sum())
+        self.log("val/largest", batch[1].max(), reduce_fx="max")
+        self.log("val/sum", batch[1].sum(), reduce_fx=torch.sum)
+        self.log("val/mean", batch[1].mean(), on_step=True, on_epoch=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val/total", self.total)
+
+
+def test_reductions_and_epoch_hooks() -> None:
+    data = hospitals(eval_batch_size=3)
+    federation = run(Reduced(), data, FedAvg())
+    values = federation.client_metrics("val")
+    for client in range(4):
+        _, y = data.datasets["val"][client].tensors
+        expected = {"largest": y.max(), "sum": y.sum(), "total": y.sum(), "mean": y.mean()}
+        for name, value in expected.items():
+            assert values[name][client] == pytest.approx(float(value), rel=1e-5)
+    assert {"val/macro_mean", "val/macro_total"} <= federation.history[-1].metrics.keys()
+    assert not any("_step" in name or "_epoch" in name for name in federation.history[-1].metrics)
+
+
+class Counting(Dataset):
+    """Counts how often each sample is read, and draws at random."""
+
+    def __init__(self, count: int) -> None:
+        self.reads = [0] * count
+
+    def __len__(self) -> int:
+        return len(self.reads)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads[index] += 1
+        x = torch.randn(3)
+        return x, x[:1] + index
+
+
+def test_samples_are_read_once_an_epoch_and_never_to_be_counted() -> None:
+    train, val = ([Counting(count) for count in (5, 8)] for _ in range(2))
+    data = DatasetClients(train, val, batch_size=4)
+    data.num_samples("train")
+    federation = Federation(Regression(), local_epochs=2)
+    trainer = quiet_trainer(3, FedAvg())
+    trainer.fit(federation, datamodule=data)
+    assert [dataset.reads for dataset in train] == [[6] * 5, [6] * 8]
+    assert [dataset.reads for dataset in val] == [[3] * 5, [3] * 8]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_random_samples_are_the_same_with_workers_and_when_resumed(tmp_path) -> None:
+    def data(workers: int) -> DatasetClients:
+        return DatasetClients(
+            [Counting(5), Counting(8)], [Counting(3), Counting(3)], batch_size=3, num_workers=workers
+        )
+
+    whole = run(regression(), data(0), FedAvg(), 4, local_epochs=2)
+    for workers in (1, 2):
+        half = run(regression(), data(workers), FedAvg(), 2, local_epochs=2)
+        half.trainer.save_checkpoint(tmp_path / "half.ckpt")
+        resumed = run(
+            regression(), data(0), FedAvg(), 4, local_epochs=2, ckpt_path=tmp_path / "half.ckpt"
+        )
+        assert_same(resumed.server_states()[0], whole.server_states()[0])
+
+
+@pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+def test_a_client_whose_samples_cannot_be_read_fails_alone() -> None:
+    class Broken(Counting):
+        def __getitem__(self, index: int) -> Any:
+            if index == 2:
+                raise OSError("cannot identify image file")
+            return super().__getitem__(index)
+
+    data = DatasetClients([Counting(5), Broken(6), Counting(7)], batch_size=2)
+    federation = run(regression(), data, FedAvg(), 2)
+    assert [entry.failed for entry in federation.history] == [[1], [1]]
+
+
+def test_a_callbacks_half_on_a_classifier_is_the_client_of_old() -> None:
+    from pflight.models import ClientModule, ProximalClient
+    from tests.runs import batchnorm_client
+
+    one = run(batchnorm_client(ClientModule), small_data(), FedProx(0.3), 3)
+    other = run(batchnorm_client(ProximalClient, mu=0.3), small_data(), FedAvg(), 3)
+    torch.testing.assert_close(one.server_states(), other.server_states(), rtol=1e-6, atol=1e-7)
+    last, expected = one.history[-1].metrics, other.history[-1].metrics
+    assert last["val/macro_acc"] == expected["val/macro_acc"]
+    assert MeanMetric  # a metric that nothing logs is no state of the model
