@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MeanAbsoluteError, MeanMetric, R2Score
 
 from pflight import ConfigurationError, Federation
@@ -92,7 +92,8 @@ def as_alone(module: L.LightningModule, data: DatasetClients) -> dict[str, Tenso
     """Train a module under a stock Trainer, on the batches of client 0 in round 0."""
     dataset = data.datasets["train"][0]
     batches = [dataset[part] for part in data.order(0, 0, 0).split(data.batch_size)]
-    quiet_trainer(limit_val_batches=0, num_sanity_val_steps=0).fit(module, batches)
+    loader = DataLoader(batches, batch_size=None)
+    quiet_trainer(limit_val_batches=0, num_sanity_val_steps=0).fit(module, loader)
     return dict(module.state_dict())
 
 
