@@ -150,7 +150,4 @@ def test_fine_tuning_goes_on_from_the_personal_model_with_the_task_alone(method:
     plain = fit(method, make=linear_client, data=data)
     tuned = fit(method, make=linear_client, data=data, finetune_epochs=1)
     assert_same(plain.server_states()[0], tuned.server_states()[0])
-    if method.client.judged_by_memory:  # then everybody has been seen
-        torch.testing.assert_close(loss(tuned), loss(plain))
-    else:
-        assert (loss(tuned) < loss(plain)).all()
+    assert (loss(tuned) < loss(plain)).all()
