@@ -133,9 +133,9 @@ def test_a_client_that_always_fails_keeps_nothing(method: Method) -> None:
 
 @ALL
 def test_a_cohort_of_one_and_clients_of_one_sample(method: Method) -> None:
-    data = small_data(counts=[1, 0, 5, 1, 8], cohort_size=1)
+    data = small_data(counts=[1, 0, 5, 1, 8, 6], cohort_size=1)
     federation = fit(method, 5, data=data)
-    states = [federation.client_state(i) for i in range(5)]
+    states = [federation.client_state(i) for i in range(6)]
     assert all(value.isfinite().all() for state in states for value in state.values())
 
 
