@@ -11,6 +11,7 @@ from .ditto import Ditto
 from .fedala import FedALA
 from .fedavg import FedAvg
 from .feddane import FedDANE
+from .fedec import FedEC
 from .fedfomo import FedFomo
 from .fedprox import FedProx
 from .fedsgd import FedSGD
@@ -58,6 +59,7 @@ __all__ = [
     "FedAvg",
     "FedCluster",
     "FedDANE",
+    "FedEC",
     "FedFomo",
     "FedProx",
     "FedRep",

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
+from pflight.errors import ConfigurationError
+from pflight.half import Half
 from pflight.models import DittoClient
+from pflight.models.halves import Personal, Proximal
 from pflight.models.personal import PersonalClient
+from pflight.options import number
 
 from .personal import PersonalFedAvg
 
+_LAM = 0.1
+
 
 class Ditto(PersonalFedAvg):
-    """Ditto (Li et al. 2021, algorithm 1): FedAvg whose clients keep personal models.
+    r"""Ditto (Li et al. 2021, algorithm 1): FedAvg whose clients keep personal models.
 
-    The shared model is that of FedAvg, whatever the personal ones are; how these are trained is
-    :class:`~pflight.models.DittoClient`'s. Traffic is FedAvg's. A client is judged by its personal
-    model, which for a newcomer is the shared one.
+    The shared model is that of FedAvg, whatever the personal ones are. On the same batches each
+    client trains a copy of its module, :math:`v_i`, on
+
+    .. math:: f_i(v_i) + \frac{\lambda}{2} \|v_i - \theta\|^2
+
+    with :math:`\theta` what the server sent (objective (Ditto)). Traffic is FedAvg's. A client is
+    judged by its personal model, which for a newcomer is the shared one.
 
     Args:
+        lam: Weight :math:`\lambda` of the pull; with 0 the personal models are trained alone. By
+            default 0.1, or what a :class:`~pflight.models.DittoClient` says.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`; a personal model's stay with it.
 
@@ -30,3 +42,25 @@ class Ditto(PersonalFedAvg):
     """
 
     client_kind: ClassVar[type[PersonalClient]] = DittoClient
+
+    def __init__(
+        self,
+        weighting: Literal["samples", "uniform"] = "samples",
+        buffers: Literal["shared", "local", "reset"] = "shared",
+        *,
+        lam: float | None = None,
+    ) -> None:
+        super().__init__(weighting, buffers)
+        if lam is not None and not number(lam) >= 0:
+            raise ConfigurationError(f"Ditto: lam must not be negative, got {lam}")
+        self.lam = lam
+
+    @property
+    def half(self) -> Half:
+        """A personal copy of the client's module, pulled to what the server sent."""
+        return Personal(Proximal(_LAM if self.lam is None else self.lam))
+
+    @property
+    def chooses_half(self) -> bool:
+        """Whether the pull was given."""
+        return self.lam is not None

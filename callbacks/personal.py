@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
+from lightning import LightningModule
 from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
+from pflight.half import PERSONAL
 from pflight.models import ClientModule
 from pflight.models.personal import PersonalClient
 
@@ -36,12 +38,15 @@ class PersonalFedAvg(FedAvg):
 
     def setup_server(self, federation: Federation) -> None:
         """Make the server's model; keep apart what stays with the clients."""
-        check_kind(self, federation.client, self.client_kind)
+        layout = federation.layout
+        own = {*layout.own}
+        self.pairs = [(name.removeprefix(PERSONAL), name) for name in layout.own]
+        if not own:
+            check_kind(self, federation.client, self.client_kind)
+            own = {name for name in layout.names if not name.startswith("network.")}
+            self.pairs = mirrored(layout.names)
         super().setup_server(federation)
-        names = federation.layout.names
-        own = {name for name in names if not name.startswith("network.")}
-        self.private = tuple(name for name in names if name in {*self.private, *own})
-        self.pairs = mirrored(names)
+        self.private = tuple(name for name in layout.names if name in {*self.private, *own})
 
     def step(self) -> None:
         """Pull the server's model, and where personal models start, to the clients' mean."""
@@ -81,7 +86,7 @@ def mirrored(names: Iterable[str]) -> list[tuple[str, str]]:
     return [(name.replace("personal", "network", 1), name) for name in own]
 
 
-def check_kind(callback: FedAvg, client: ClientModule, kind: type[ClientModule]) -> None:
+def check_kind(callback: FedAvg, client: LightningModule, kind: type[ClientModule]) -> None:
     """Raise unless a server callback's client is of the kind that it needs."""
     if not isinstance(client, kind):
         raise ConfigurationError(

@@ -65,6 +65,11 @@ class ServerCallback(L.Callback):
         """The client half of the algorithm: what it adds to the training of a client's module."""
         return Half()
 
+    @property
+    def chooses_half(self) -> bool:
+        """Whether options of the half were given, which then is not the client module's to say."""
+        return type(self.half) is not Half
+
     def local_data(self, data: FederatedDataModule) -> FederatedDataModule:
         """Return the data as the clients are to use them, by default as they are.
 

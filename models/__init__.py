@@ -18,10 +18,18 @@ from .feddane import DaneClient
 from .fedrep import FedRepClient
 from .networks import MLP, LogisticRegression
 from .per_fedavg import PerFedAvgClient
+from .personal import RelocatedClient
 from .pfedme import PFedMeClient
 from .proximal import ProximalClient
 from .resnet import ResNet18
 from .scaffold import ScaffoldClient
+
+
+def is_half(client: ClientModule) -> bool:
+    """Return whether a client module is a client half of an algorithm itself."""
+    halves = CorrectedClient, ElasticClient, FedRepClient, ProximalClient, RelocatedClient
+    return isinstance(client, halves)
+
 
 __all__ = [
     "FEMNISTCNN",
@@ -46,4 +54,5 @@ __all__ = [
     "ProximalClient",
     "ResNet18",
     "ScaffoldClient",
+    "is_half",
 ]

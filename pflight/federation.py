@@ -30,7 +30,6 @@ from .engines import (
     Choice,
     ClientFailure,
     ClientUpdates,
-    PERSONAL,
     EngineName,
     Evaluation,
     Kept,
@@ -38,18 +37,19 @@ from .engines import (
     build_engine,
 )
 from .errors import ClientError, ConfigurationError
-from .half import Half
+from .half import PERSONAL, Half
 from .evaluation import ClientModels, Evaluator, Judged
 from .history import Round, add_logs, dump_history, load_history, traffic
 from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
-from .models import ClientModule
+from .models import ClientModule, is_half
 from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .server import ServerModels
 from .state import StateLayout, state_bytes, state_tensors
 
 _log = logging.getLogger("lightning.pytorch.pflight")
 _CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
+_NAMED = 5  # clients in a message about many
 _PRIVATE = "private"  # the memory slot of entries that never travel
 _MEMORY = "memory"  # and of what client modules remember
 _PER_ROUND: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
@@ -282,10 +282,15 @@ class Federation(L.LightningModule):
 
     @property
     def trainable_clients(self) -> Tensor:
-        """Ids of the clients that may take part in a round, ascending; all if there is no data."""
+        """Ids of the clients that may take part in a round, ascending; all if there is no data.
+
+        One whose only batch is left out, a single sample in a network with BatchNorm, does not.
+        """
         if self._data is None:
             return torch.arange(self.num_clients)
-        return self._data.train_clients
+        clients = self._data.train_clients
+        able = clients if self._engine is None else clients[self._engine.has_batches(clients)]
+        return able if len(able) else clients  # where nobody learns anything, nothing moves
 
     @property
     def num_samples(self) -> Tensor:
@@ -479,6 +484,7 @@ class Federation(L.LightningModule):
         self.num_clients = data.num_clients
         self._take_half(callback)
         self._choose_engine(self.engine, self.clients_at_once)
+        self._name_idle_clients()
         self._set_up(callback)
         strategy = self.trainer.strategy
         # Lightning does so as well, but after it has loaded a checkpoint into what is there now.
@@ -503,8 +509,9 @@ class Federation(L.LightningModule):
         optimizer.zero_grad()
         self._round = Round(self.current_epoch, [])
         self._logs = {}
+        able = self.attached_engine.has_batches(cohort).to(cohort.device)
         with self._server_work():
-            self.attached_callback.round(cohort)
+            self.attached_callback.round(cohort[able])
         self._end_round()
         optimizer.step()
         scheduler = self.lr_schedulers()
@@ -613,6 +620,17 @@ class Federation(L.LightningModule):
         if self.trainer.is_global_zero:
             _log.info(str(self._choice))
 
+    def _name_idle_clients(self) -> None:
+        """Say which clients never take part, as the network can't train on all that they have."""
+        clients = self.attached_data.train_clients
+        idle = clients[~self.attached_engine.has_batches(clients)].tolist()
+        if idle and self.trainer.is_global_zero:
+            named = ", ".join(map(str, idle[:_NAMED])) + ", ..." * (len(idle) > _NAMED)
+            _log.info(
+                f"{len(idle)} of {len(clients)} clients never take part, as BatchNorm can't train "
+                f"on their single sample: {named}"
+            )
+
     def _engine_record(self) -> dict[str, Any] | None:
         """Return what a checkpoint says of the engine, without which a run's last bits differ."""
         if self._choice is None:
@@ -651,10 +669,16 @@ class Federation(L.LightningModule):
         return self._engine
 
     def _take_half(self, callback: ServerCallback) -> None:
-        """Let the callback's client half have its say, unless the client module is a half itself."""
-        half = callback.half
-        if isinstance(self.client, ClientModule) and type(half) is Half:
-            return
+        """Take the callback's client half, unless the client module is a half itself."""
+        half, client = callback.half, self.client
+        if isinstance(client, ClientModule):
+            if type(half) is Half or (is_half(client) and not callback.chooses_half):
+                return
+            if is_half(client):
+                raise ConfigurationError(
+                    f"{type(callback).__name__} and {type(client).__name__} both say what clients "
+                    "minimise: give the options to one of them"
+                )
         self._callback_half = half
         if half.personal is not None and not self.layout.own:
             self.layout = self.layout.with_copy(PERSONAL)

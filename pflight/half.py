@@ -11,6 +11,10 @@ from torch import Tensor
 from .errors import ConfigurationError
 
 
+PERSONAL = "half.personal."
+"""What the names of a client's personal copy of its module begin with."""
+
+
 class LocalClient(Protocol):
     """One client in local training, as an engine hands it to a :class:`Half`.
 

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from torchmetrics import MeanAbsoluteError, MeanMetric, R2Score
+from torchmetrics import MeanAbsoluteError, R2Score
 
 from pflight import ConfigurationError, Federation
-from pflight.callbacks import FedAvg, FedProx, FeSEM, Local, PFedLA, Reptile, ServerCallback
+from pflight.callbacks import Ditto, FedAvg, FedEC, FedProx, FeSEM, Local, PFedLA, Reptile, ServerCallback
 from pflight.datamodules import DatasetClients
-from tests.runs import assert_same, quiet_trainer, run, small_data
+from pflight.models import ClientModule, DittoClient, ElasticClient, ProximalClient
+from tests.runs import assert_same, batchnorm_client, quiet_trainer, run, sgd, small_data
 
 COUNTS = (9, 14, 6, 11)
 
@@ -73,6 +74,8 @@ METHODS = [
     PFedLA(),
     Reptile(),
     Local(),
+    Ditto(lam=0.1),
+    FedEC(constraint="l2", alpha=0.1),
 ]
 
 
@@ -476,13 +479,37 @@ def test_a_client_whose_samples_cannot_be_read_fails_alone() -> None:
     assert [entry.failed for entry in federation.history] == [[1], [1]]
 
 
-def test_a_callbacks_half_on_a_classifier_is_the_client_of_old() -> None:
-    from pflight.models import ClientModule, ProximalClient
-    from tests.runs import batchnorm_client
+PAIRS = {
+    "FedProx": (FedProx(0.3), FedAvg(), ProximalClient, {"mu": 0.3}),
+    "Ditto": (Ditto(lam=0.3), Ditto(), DittoClient, {"lam": 0.3}),
+    "FedEC": (FedEC(0.5), Reptile(), ElasticClient, {"alpha": 0.5}),
+    "FedEC-l2": (FedEC(0.5, "l2"), Reptile(), ElasticClient, {"alpha": 0.5, "constraint": "l2"}),
+}
 
-    one = run(batchnorm_client(ClientModule), small_data(), FedProx(0.3), 3)
-    other = run(batchnorm_client(ProximalClient, mu=0.3), small_data(), FedAvg(), 3)
-    torch.testing.assert_close(one.server_states(), other.server_states(), rtol=1e-6, atol=1e-7)
-    last, expected = one.history[-1].metrics, other.history[-1].metrics
-    assert last["val/macro_acc"] == expected["val/macro_acc"]
-    assert MeanMetric  # a metric that nothing logs is no state of the model
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_method_alone_is_the_pair_of_old(name: str) -> None:
+    alone, callback, kind, options = PAIRS[name]
+    data = small_data(dtype=torch.float64, cohort_size=4)
+
+    def client(kind: type[ClientModule], **options: Any) -> ClientModule:
+        optimizer = sgd(0.1, momentum=0.9)
+        return batchnorm_client(kind, optimizer=optimizer, **options).double()
+
+    one = run(client(ClientModule), data, alone, 4, local_epochs=2)
+    other = run(client(kind, **options), data, callback, 4, local_epochs=2, engine="sequential")
+    for i in range(6):
+        state, expected = one.client_state(i), other.client_state(i)
+        torch.testing.assert_close(state, {key: expected[key] for key in state})
+    assert one.history[-1].metrics["val/macro_acc"] == other.history[-1].metrics["val/macro_acc"]
+    assert one.history[-1].bytes_up == other.history[-1].bytes_up
+
+
+def test_divergences_need_logits() -> None:
+    with pytest.raises(ConfigurationError, match="constraint='l2'"):
+        run(regression(), hospitals(), FedEC())
+
+
+def test_two_halves_are_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="FedProx and ProximalClient"):
+        run(batchnorm_client(ProximalClient), small_data(), FedProx(0.3))

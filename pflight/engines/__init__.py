@@ -1,13 +1,12 @@
 """How a cohort's local training runs."""
 
 from .choice import Choice, EngineName, build_engine
-from .modules import PERSONAL, ModuleEngine
+from .modules import ModuleEngine
 from .sequential import SequentialEngine
 from .updates import ClientFailure, ClientUpdates, Evaluation, Kept
 from .vectorized import VectorizedEngine
 
 __all__ = [
-    "PERSONAL",
     "Choice",
     "ClientFailure",
     "ClientUpdates",

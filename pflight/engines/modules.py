@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from pflight.datamodules import FederatedDataModule, Split, Visit
 from pflight.errors import ConfigurationError
-from pflight.half import Half, check_manual
+from pflight.half import PERSONAL, Half, check_manual
 from pflight.metrics import ClientValues
 from pflight.models import ClientModule
 from pflight.state import StateLayout, rest_frozen, state_tensors
@@ -27,10 +27,6 @@ from pflight.state import StateLayout, rest_frozen, state_tensors
 from .module_trainer import ModuleTrainer, loss_of
 from .sequential import ONE_THREAD, SequentialEngine
 from .updates import ClientUpdates, Evaluation
-
-PERSONAL = "half.personal."
-"""What the names of a client's personal copy begin with."""
-
 
 class ModuleEngine(SequentialEngine):
     """Trains and evaluates clients one by one, whatever LightningModule they are.

@@ -177,6 +177,24 @@ def test_newcomers_run_the_inner_loop_from_the_servers_model() -> None:
     assert judged(federation, new) == pytest.approx(shared(federation), abs=0)
 
 
+@ENGINES
+def test_fine_tuning_goes_on_from_the_model_that_a_client_would_use(engine: str) -> None:
+    """For clients that took part the personal model, for others that of the inner loop."""
+    data = small_data(dtype=torch.float64, cohort_size=2, batch_size=None)
+    client = linear_client(PFedMeClient, double=True, lam=3.0, personal_lr=0.1)
+    plain, tuned = (
+        run(client, data, PFedMe(), 2, finetune_epochs=epochs, engine=engine) for epochs in (0, 2)
+    )
+    taken_part = {i for entry in plain.history for i in entry.clients}
+    assert 0 < len(taken_part) < 6
+    world = reference.SoftmaxRegression([data.samples(i, "train") for i in range(6)], CLASSES)
+    for i in range(6):
+        everything = [np.arange(world.counts[i])] * 2
+        expected = reference.local_training(world, judged(plain, i), i, everything, 0.1)
+        assert judged(tuned, i) == pytest.approx(expected, rel=1e-12, abs=1e-14)
+    assert tuned.history[-1].metrics["val/finetuned/loss"] == tuned.history[-1].metrics["val/loss"]
+
+
 def test_buffers_are_those_of_the_inner_passes_and_go_with_both() -> None:
     client = batchnorm_client(PFedMeClient, personal_steps=3)
     federation = run(client, small_data(batch_size=None), PFedMe(), 2)
