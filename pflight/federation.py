@@ -37,7 +37,7 @@ from .engines import (
     build_engine,
 )
 from .errors import ClientError, ConfigurationError
-from .half import PERSONAL, Half
+from .half import Half, layout_with
 from .evaluation import ClientModels, Evaluator, Judged
 from .history import Round, add_logs, dump_history, load_history, traffic
 from .memory import ClientMemory, MappedMemory
@@ -413,11 +413,8 @@ class Federation(L.LightningModule):
 
     def remembered(self, clients: Tensor, states: TensorDict) -> Kept:
         """Return what the clients' modules kept, by default entries of ``states`` ``[C]``."""
-        if isinstance(self.half, Half):
-            stay = {*self.layout.own, *self.layout.frozen}
-            names = tuple(name for name in self.layout.names if name not in stay)
-        else:
-            names = tuple(self.half.remember())
+        half = self.half
+        names = half.remembered(self.layout) if isinstance(half, Half) else tuple(half.remember())
         return Kept(
             self.memory.read(_MEMORY, clients, states.select(*names)),
             self.memory.seen(_MEMORY, clients),
@@ -680,8 +677,8 @@ class Federation(L.LightningModule):
                     "minimise: give the options to one of them"
                 )
         self._callback_half = half
-        if half.personal is not None and not self.layout.own:
-            self.layout = self.layout.with_copy(PERSONAL)
+        if not self.layout.own:
+            self.layout = layout_with(half, self.layout)
             self.server = ServerModels(self.layout)
 
     def _set_up(self, callback: ServerCallback) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from lightning import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from .errors import ConfigurationError
+from .state import StateLayout
 
-
-PERSONAL = "half.personal."
+OWN = "pflight_own."
+"""What the names of a half's own entries in a client's state begin with."""
+PERSONAL = "pflight_personal."
 """What the names of a client's personal copy of its module begin with."""
 
 
@@ -25,17 +27,42 @@ class LocalClient(Protocol):
     """A copy of the client module, in which this client trains."""
     weights: Mapping[str, Tensor]
     """Its trainable parameters, by their names in ``module.state_dict()``."""
+    buffers: Mapping[str, Tensor]
+    """Its buffers that travel, likewise."""
+    own: Mapping[str, Tensor]
+    """The half's own entries, as :meth:`Half.state` named them; changed in place."""
     anchor: Mapping[str, Tensor] | None
-    """The same parameters as the server sent them; ``None`` in fine-tuning."""
+    """The trainable parameters as the server sent them; ``None`` in fine-tuning."""
     memory: Mapping[str, Tensor] | None
-    """What the half remembered after this client's last participation; ``None`` at the first."""
+    """What the half remembered of this client; an engine that trains many at once has some also
+    where ``seen`` is 0, and then it is the state that the client starts from."""
+    seen: Tensor
+    """1 where there is something remembered, or else 0."""
     num_samples: Tensor
     """Number of this client's training samples."""
     mean_samples: Tensor
     """Mean number of training samples over all clients that may train."""
+    num_steps: Tensor
+    """Steps of this participation, once its training is over."""
+    shared: LocalClient | None
+    """For a personal copy, the client whose model it stands beside."""
 
     def task_loss(self, batch: Any) -> Tensor:
         """Return the scalar loss of the client's own module on a batch."""
+
+    def task_loss_at(
+        self,
+        weights: Mapping[str, Tensor],
+        batch: Any,
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Return the module's loss at other weights, without a word in logs and metrics.
+
+        Args:
+            weights: Trainable parameters, by name.
+            batch: What the module's step takes.
+            buffers: Buffers in place of the module's own, which the pass updates in place.
+        """
 
     def task_loss_and_logits(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the module's loss on a batch, and what its ``forward`` gave on the way."""
@@ -48,7 +75,17 @@ class LocalClient(Protocol):
         """
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors of the client's model, by name."""
+        """Return the tensors of the client's model that may change, by name."""
+
+
+class Phase(NamedTuple):
+    """Successive local epochs in which a client trains the same parameters."""
+
+    first: int
+    """The epoch with which it begins."""
+    epochs: int
+    names: Collection[str]
+    """Of the parameters that train; layers that have none of them are in evaluation mode."""
 
 
 class Half:
@@ -56,17 +93,21 @@ class Half:
 
     A half holds options alone, so that it can be pickled, written in YAML and shared by all
     clients. Nothing of it is mixed into the user's module: the engine calls it from outside. A
-    subclass overrides what differs from plain training, most often :meth:`penalty`.
+    subclass overrides what differs from plain training, most often :meth:`penalty`. What it
+    computes are functions of tensors, so that an engine can run them for many clients at once.
 
     Attributes:
         keeps_memory: Whether clients remember something from one participation to the next.
         judged_by_memory: Whether a client is judged by the model that it remembers.
+        averages_samples: Whether what it adds to the loss is a mean over samples, or has nothing
+            to do with them, so that samples without weight may fill up a batch.
         personal: The half by which each client trains a second, personal copy of its module on the
             same batches, by which it is judged and which never travels; ``None`` for no copy.
     """
 
     keeps_memory: bool = False
     judged_by_memory: bool = False
+    averages_samples: bool = True
     personal: Half | None = None
 
     def check(self, module: LightningModule) -> None:
@@ -75,6 +116,14 @@ class Half:
         Raises:
             ConfigurationError: In one line, before the start.
         """
+
+    def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the entries that it adds to each client's state, as they are at first.
+
+        Args:
+            weights: The module's trainable parameters, by name.
+        """
+        return {} if self.personal is None else self.personal.state(weights)
 
     def penalty(self, c: LocalClient) -> Tensor | None:
         """Return a scalar that is added to the loss, a function of tensors; ``None`` for none."""
@@ -85,24 +134,48 @@ class Half:
         loss, penalty = c.task_loss(batch), self.penalty(c)
         return loss if penalty is None else loss + penalty
 
+    def optimizer(self, parameters: Sequence[nn.Parameter], anchored: bool) -> Optimizer | None:
+        """Return an optimizer in place of the module's own; ``None`` leaves it to the module.
+
+        Args:
+            parameters: The module's trainable parameters.
+            anchored: Whether this is a participation in a round, and not fine-tuning.
+        """
+        return None
+
+    def phases(self, module: LightningModule, epochs: int) -> list[Phase] | None:
+        """Return the phases of local training; ``None`` if all parameters train in all epochs."""
+        return None
+
+    def after_training(self, c: LocalClient) -> None:
+        """Change own entries in place after a participation, without gradients."""
+        if self.personal is not None:
+            self.personal.after_training(c)
+
+    def remembered(self, layout: StateLayout) -> tuple[str, ...]:
+        """Return the names of what a client keeps, by default of its whole model."""
+        stay = {*layout.own, *layout.frozen}
+        return tuple(name for name in layout.names if name not in stay)
+
     def remember(self, c: LocalClient) -> Mapping[str, Tensor]:
-        """Return what a client keeps after its training, by default its whole model."""
+        """Return what a client keeps after its training, under :meth:`remembered` names."""
         return c.state()
 
     @property
     def only_adds(self) -> bool:
         """Whether it adds a penalty and nothing else, which manual optimization allows."""
-        return type(self).loss is Half.loss
+        return type(self).loss is Half.loss and self.personal is None
 
 
-def check_manual(half: Half, module: LightningModule) -> None:
-    """Raise if a module that optimizes manually meets a half that has a loss of its own.
+def layout_with(half: Half, layout: StateLayout) -> StateLayout:
+    """Return the layout of a module's state with all that a half adds to it.
 
-    Raises:
-        ConfigurationError: Naming both.
+    Args:
+        half: The client half.
+        layout: The layout of the client module alone.
     """
-    if not module.automatic_optimization and not half.only_adds:
-        raise ConfigurationError(
-            f"{type(half).__name__} replaces the loss of its clients, which "
-            f"{type(module).__name__} with manual optimization does not hand out"
-        )
+    weights = {name: layout.template[name] for name in layout.parameters}
+    own = {f"{OWN}{name}": tensor for name, tensor in half.state(weights).items()}
+    if half.personal is not None:
+        layout = layout.with_copy(PERSONAL)
+    return layout.with_entries(own)

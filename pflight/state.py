@@ -125,6 +125,17 @@ class StateLayout:
             raise ConfigurationError(f"{type(client).__name__} has no trainable parameter")
         return layout
 
+    def with_entries(self, entries: Mapping[str, Tensor]) -> StateLayout:
+        """Return the layout of clients that keep these entries as well."""
+        floating = [n for n, t in entries.items() if t.is_floating_point() or t.is_complex()]
+        return replace(
+            self,
+            template={**self.template, **{n: t.detach().clone() for n, t in entries.items()}},
+            averaged=(*self.averaged, *floating),
+            counters=(*self.counters, *(n for n in entries if n not in floating)),
+            own=(*self.own, *entries),
+        )
+
     def with_copy(self, prefix: str) -> StateLayout:
         """Return the layout of clients that keep a second copy of all that may change.
 

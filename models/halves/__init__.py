@@ -1,7 +1,23 @@
-"""The client halves of the algorithms, one file each."""
+"""The client halves of the algorithms: what they add to the training of a client's module."""
 
+from .apfl import Mixed
+from .corrected import Controlled, Corrected, Dane
 from .elastic import Elastic
+from .fedrep import HeadFirst
+from .per_fedavg import Adapted
 from .personal import Personal
+from .pfedme import MoreauEnvelope
 from .proximal import Proximal
 
-__all__ = ["Elastic", "Personal", "Proximal"]
+__all__ = [
+    "Adapted",
+    "Controlled",
+    "Corrected",
+    "Dane",
+    "Elastic",
+    "HeadFirst",
+    "Mixed",
+    "MoreauEnvelope",
+    "Personal",
+    "Proximal",
+]

@@ -45,9 +45,7 @@ class Elastic(Half):
     keeps_memory = True
     judged_by_memory = True
 
-    def __init__(
-        self, alpha: float = 1.0, constraint: Literal["kl", "l2"] | None = "kl"
-    ) -> None:
+    def __init__(self, alpha: float = 1.0, constraint: Literal["kl", "l2"] | None = "kl") -> None:
         if not number(alpha) >= 0:
             raise ConfigurationError(f"Elastic: alpha must not be negative, got {alpha}")
         if constraint not in ("kl", "l2", None):
@@ -70,7 +68,7 @@ class Elastic(Half):
         """Return the l2 constraint; none without a history."""
         if self.constraint != "l2" or c.memory is None or not self.alpha:
             return None
-        return self.alpha / 2 * squared_distance(c.weights, c.memory)
+        return self.alpha / 2 * c.seen * squared_distance(c.weights, c.memory)
 
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
         """Return the client's own loss plus the constraint."""
@@ -83,7 +81,7 @@ class Elastic(Half):
             log_target=True,
             reduction="batchmean",
         )
-        return loss + self.alpha * divergence
+        return loss + self.alpha * c.seen * divergence
 
     @property
     def only_adds(self) -> bool:

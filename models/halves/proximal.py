@@ -51,5 +51,7 @@ class Proximal(Half):
 
 def squared_distance(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Tensor:
     """Return the squared L2 distance, a scalar, of parameters to others of the same names."""
-    parts = [(weight - others[name]).square().sum() for name, weight in weights.items()]
-    return torch.stack(parts).sum()
+    distance = torch.zeros((), device=next(iter(weights.values())).device)
+    for name, weight in weights.items():
+        distance = distance + (weight - others[name]).square().sum()
+    return distance

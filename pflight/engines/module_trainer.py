@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,6 +66,15 @@ class ModuleTrainer:
         self._feed = _Feed()
 
     @property
+    def penalty(self) -> Callable[[], Tensor | None] | None:
+        """What is added to the loss under manual optimization."""
+        return self._strategy.penalty
+
+    @penalty.setter
+    def penalty(self, penalty: Callable[[], Tensor | None]) -> None:
+        self._strategy.penalty = penalty
+
+    @property
     def logs(self) -> Logs:
         """What the copy logged while it trained."""
         return self._results.logs
@@ -102,7 +111,12 @@ class ModuleTrainer:
     # Training
 
     def start(
-        self, max_epochs: int | None, num_batches: int, max_batches: int | None, step: Step | None
+        self,
+        max_epochs: int | None,
+        num_batches: int,
+        max_batches: int | None,
+        step: Step | None = None,
+        optimizer: Optimizer | None = None,
     ) -> None:
         """Ask the copy for its optimizers, and begin its training.
 
@@ -111,6 +125,7 @@ class ModuleTrainer:
             num_batches: Batches in one epoch.
             max_batches: Batches in all.
             step: What a client half makes of the module's own step.
+            optimizer: What is stepped in place of the module's own optimizers.
 
         Raises:
             ConfigurationError: If an optimizer steps tensors that are not the copy's own.
@@ -124,7 +139,10 @@ class ModuleTrainer:
         loop.max_batches = num_batches
         loop._combined_loader = CombinedLoader([None] * num_batches, "max_size_cycle")
         loop._data_fetcher = self._feed
-        self._strategy.setup_optimizers(trainer)
+        if optimizer is None:
+            self._strategy.setup_optimizers(trainer)
+        else:
+            self._strategy.optimizers, self._strategy.lr_scheduler_configs = [optimizer], []
         own = {id(parameter) for parameter in module.parameters()}
         for optimizer in self._strategy.optimizers:
             for group in optimizer.param_groups:
@@ -174,14 +192,14 @@ class ModuleTrainer:
     # Evaluation
 
     def evaluate(
-        self, split: str, batches: Iterator[tuple[Any, int]], count: int
+        self, split: str, parts: Sequence[Sized], batches: Iterable[Any]
     ) -> tuple[dict[str, Tensor], dict[str, bool]]:
         """Run the copy's validation or test; return what it logged, and which way is up.
 
         Args:
             split: ``"val"`` or ``"test"``.
-            batches: What its step takes, with the number of samples in it.
-            count: How many there are.
+            parts: The samples of each batch, which are counted.
+            batches: What the copy's step takes.
 
         Returns:
             The values by the names under which they were logged; and for those that torchmetrics
@@ -196,7 +214,7 @@ class ModuleTrainer:
             trainer.validating = True
         loop.verbose = False
         loop._results = results = _Results(training=False)
-        loop._data_source.instance = _Sized(self._sized(batches), count)
+        loop._data_source.instance = _Loader(self._sized(parts, batches), len(parts))
         limits = trainer.limit_val_batches, trainer.limit_test_batches
         trainer.limit_val_batches = trainer.limit_test_batches = 1.0
         try:
@@ -210,7 +228,7 @@ class ModuleTrainer:
             del values[name]
         return values, results.directions
 
-    def predict(self, batches: Iterator[tuple[Any, int]]) -> list[Any]:
+    def predict(self, batches: Iterable[Any]) -> list[Any]:
         """Return what the copy's ``predict_step`` gives for each batch."""
         module, trainer = self.trainer.lightning_module, self.trainer
         trainer.state.fn = TrainerFn.PREDICTING
@@ -219,26 +237,26 @@ class ModuleTrainer:
         with torch.no_grad(), self._strategy.precision_plugin.predict_step_context():
             return [
                 module.predict_step(self._moved(batch), index)
-                for index, (batch, _) in enumerate(batches)
+                for index, batch in enumerate(batches)
             ]
 
-    def task_loss(self, batch: Any, size: int) -> Tensor | None:
-        """Return the loss of the module's training step, with its logs and metrics muted."""
-        module, trainer = self.trainer.lightning_module, self.trainer
+    def loss(self, batch: Any, size: int, loss: Callable[[Any], Tensor]) -> Tensor:
+        """Return a loss of the copy on a batch, outside of its training."""
+        trainer = self.trainer
         trainer.state.fn = TrainerFn.FITTING
         trainer.training = True
         self._strategy.batch_size = size
-        with _muted(module):
-            return loss_of(self._strategy.own_step(self._moved(batch), 0))
+        with self._strategy.precision_plugin.train_step_context():
+            return loss(self._moved(batch))
 
     def _moved(self, batch: Any) -> Any:
         batch = self._strategy.precision_plugin.convert_input(batch)
         batch = self.trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return self._strategy.batch_to_device(batch, dataloader_idx=0)
 
-    def _sized(self, batches: Iterator[tuple[Any, int]]) -> Iterator[Any]:
-        for batch, size in batches:
-            self._strategy.batch_size = size
+    def _sized(self, parts: Sequence[Sized], batches: Iterable[Any]) -> Iterator[Any]:
+        for part, batch in zip(parts, batches, strict=True):
+            self._strategy.batch_size = len(part)
             yield batch
 
 
@@ -348,7 +366,7 @@ class _Feed(_DataFetcher):
         return self._batch, 0, 0
 
 
-class _Sized:
+class _Loader:
     """A loader that Lightning need not guess the length of."""
 
     def __init__(self, batches: Iterator[Any], count: int) -> None:
@@ -373,7 +391,7 @@ def _alone() -> bool:
 
 
 @contextmanager
-def _muted(module: L.LightningModule) -> Iterator[None]:
+def muted(module: L.LightningModule) -> Iterator[None]:
     """Have a copy log nothing, and its metrics count nothing."""
     metrics = [part for part in module.modules() if isinstance(part, Metric)]
     counted = [(metric, metric._copy_state_dict(), metric._update_count) for metric in metrics]

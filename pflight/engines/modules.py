@@ -2,56 +2,59 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import lightning as L
 import torch
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from pflight.datamodules import FederatedDataModule, Split, Visit
+from pflight.datamodules import Split, Visit
 from pflight.errors import ConfigurationError
-from pflight.half import PERSONAL, Half, check_manual
+from pflight.half import OWN, PERSONAL, Half, Phase
 from pflight.metrics import ClientValues
 from pflight.models import ClientModule
-from pflight.state import StateLayout, rest_frozen, state_tensors
+from pflight.state import state_tensors
 
-from .module_trainer import ModuleTrainer, loss_of
+from .local import SCALARS, AloneClient, Copies, Stream, phase_of, resting
 from .sequential import ONE_THREAD, SequentialEngine
 from .updates import ClientUpdates, Evaluation
+
 
 class ModuleEngine(SequentialEngine):
     """Trains and evaluates clients one by one, whatever LightningModule they are.
 
-    Each participation begins with a pristine copy of the module, which shares with all others the
-    tensors that are overwritten and those that are frozen, so that no list, counter or buffer of
-    one client reaches the next. It trains by its own ``training_step`` and hooks, with the client
-    half's penalty added from outside.
+    Each participation begins with a pristine copy of the module and trains by its own
+    ``training_step`` and hooks, with what the client half adds to its loss from outside. A half
+    with a personal model has a second copy of its own, which sees the same batches.
 
     Args:
         half: The client half of the algorithm.
         *args: As in :class:`SequentialEngine`.
     """
 
+    client: AloneClient  # type: ignore[assignment]
+
     def __init__(self, half: Half, *args: Any) -> None:
         self.half = half
-        self._stream: _Stream | None = None
+        self._stream: Stream | None = None
         self._drifted: set[str] = set()
+        self._phases: dict[int, list[Phase] | None] = {}
         super().__init__(*args)
 
     def check_input(self) -> None:
         """Raise if the module lacks what the half needs, or its optimizers can't be built."""
         module = self.template
         self.half.check(module)
-        check_manual(self.half, module)
+        if not module.automatic_optimization and not self.half.only_adds:
+            raise ConfigurationError(
+                f"{type(self.half).__name__} replaces the loss of its clients, which "
+                f"{type(module).__name__} with manual optimization does not hand out"
+            )
         if not is_overridden("training_step", module):
             raise ConfigurationError(
                 f"{type(module).__name__} has no training_step: a client trains by its own"
@@ -116,56 +119,60 @@ class ModuleEngine(SequentialEngine):
         return visits
 
     def _train_one(self, client_id: int, round_index: int, epochs: int, steps: int | None) -> None:
-        client, trainer = self.client, self.trainer
-        count = int(self.data.num_samples("train")[client_id])
+        client, count = self.client, int(self.data.num_samples("train")[client_id])
         sizes = self._batch_sizes(count)
         client.num_samples.fill_(count)
+        models = [client, *([self._personal] if self._personal is not None else [])]
+        for model in models:
+            optimizer = self.half.optimizer(list(model.weights.values()), client.anchor is not None)
+            limits = None if steps is not None else epochs, len(sizes), steps
+            model.trainer.start(*limits, model.step, optimizer)
         assert self._stream is not None
-        everyone = [client, *([client.personal] if client.personal is not None else [])]
-        for one in everyone:
-            one.trainer.start(None if steps is not None else epochs, len(sizes), steps, one.step)
-        done = 0
-        for visit in self._stream.visits_of(client_id):
-            with _all(one.trainer.epoch() for one in everyone):
-                for index, part in enumerate(visit.parts):
-                    batch, last = self._stream.batch(visit, index), index + 1 == len(sizes)
-                    goes_on = [one.trainer.step(batch, len(part), last) for one in everyone]
-                    done += 1
-                    if not all(goes_on):
+        for visit, batches in self._stream.visits_of(client_id):
+            phase = phase_of(self._phases_of(epochs), visit.epoch)
+            with ExitStack() as stack:
+                for model in models:
+                    stack.enter_context(resting(model.module, self.layout, phase))
+                    stack.enter_context(model.trainer.epoch())
+                for index, (part, batch) in enumerate(zip(visit.parts, batches, strict=False)):
+                    last = index + 1 == len(sizes)
+                    if not all([m.trainer.step(batch, len(part), last) for m in models]):
                         break
-        for one in everyone:
-            one.trainer.end()
-        if done and client.module.automatic_optimization:
+        for model in models:
+            model.trainer.end()
+        if client.module.automatic_optimization and client.trainer.global_step:
             self._check_gradients(client)
-        trainer.batches_seen = done
 
-    def _check_gradients(self, client: _LocalClient) -> None:
-        weights = client.weights.values()
-        if client.trainer.global_step and all(weight.grad is None for weight in weights):
+    def _phases_of(self, epochs: int) -> list[Phase] | None:
+        if epochs not in self._phases:
+            self._phases[epochs] = self.half.phases(self.template, epochs)
+        return self._phases[epochs]
+
+    def _check_gradients(self, client: AloneClient) -> None:
+        if all(weight.grad is None for weight in client.weights.values()):
             raise RuntimeError(
                 "its loss depends on none of its weights: a function that it keeps may still hold "
                 "the module that was given, where every client trains a copy"
             )
 
     def _gradient(self, client_id: int, round_index: int, batches: int | None) -> list[Tensor]:
-        client = self.client
+        client, weights = self.client, self.client.weights
         client.num_samples.fill_(int(self.data.num_samples("train")[client_id]))
-        client.zero_grad()
+        for weight in weights.values():
+            weight.grad = None
         assert self._stream is not None
-        for visit in self._stream.visits_of(client_id):
+        for visit, epoch in self._stream.visits_of(client_id):
             count = sum(map(len, visit.parts))
-            for index, part in enumerate(visit.parts):
-                loss = client.trainer.task_loss(self._stream.batch(visit, index), len(part))
-                if loss is not None:
-                    (loss * (len(part) / count)).backward()
+            for part, batch in zip(visit.parts, epoch, strict=True):
+                loss = client.trainer.loss(batch, len(part), lambda b: self.half.loss(client, b))
+                (loss * (len(part) / count)).backward()
         zero = torch.zeros((), device=self.device)
-        tensors = dict(zip(self.layout.names, self._tensors, strict=True))
-        return [
-            (zero if tensor.grad is None else tensor.grad).expand_as(tensor)
-            if name in self.layout.parameters
-            else tensor
-            for name, tensor in tensors.items()
-        ]
+        gradients = {
+            name: (zero if weight.grad is None else weight.grad).expand_as(weight)
+            for name, weight in weights.items()
+        }
+        held = dict(zip(self.layout.names, self._tensors, strict=True))
+        return [gradients.get(name, tensor) for name, tensor in held.items()]
 
     # Evaluation
 
@@ -182,9 +189,8 @@ class ModuleEngine(SequentialEngine):
         values, step = ClientValues(), "test_step" if split == "test" else "validation_step"
         if not is_overridden(step, self.template):  # as Lightning does
             return values
-        for _, client, stream, visit in self._rows(clients, states, split):
-            batches = ((stream.batch(visit, i), len(part)) for i, part in enumerate(visit.parts))
-            logged, directions = self.trainer.evaluate(split, batches, len(visit.parts))
+        for _, client, visit, batches in self._rows(clients, states, split):
+            logged, directions = self.client.trainer.evaluate(split, visit.parts, batches)
             if not logged:
                 raise ConfigurationError(
                     f"{type(self.template).__name__}.{step} logs nothing to judge clients by: "
@@ -196,10 +202,8 @@ class ModuleEngine(SequentialEngine):
     def predict(self, clients: Tensor, states: TensorDict, split: Split) -> list[Any]:
         """Return what each client's ``predict_step`` gives for its batches of a split."""
         return [
-            (client, self.trainer.predict(
-                (stream.batch(visit, i), len(part)) for i, part in enumerate(visit.parts)
-            ))
-            for _, client, stream, visit in self._rows(clients, states, split)
+            (client, self.client.trainer.predict(batches))
+            for _, client, _, batches in self._rows(clients, states, split)
         ]
 
     @torch.no_grad()
@@ -210,13 +214,14 @@ class ModuleEngine(SequentialEngine):
         NaN for a client without samples, or whose step raises.
         """
         means = torch.full((len(clients),), torch.nan, dtype=torch.double, device=self.device)
-        for row, client, stream, visit in self._rows(clients, states, split):
-            self.client.module.eval()
+        for row, client, visit, batches in self._rows(clients, states, split):
+            model = self.client
+            model.module.eval()
+            model.num_samples.fill_(int(self.data.num_samples("train")[client]))
             total, count = torch.zeros((), dtype=torch.double, device=self.device), 0
             try:
-                for index, part in enumerate(visit.parts):
-                    loss = self.trainer.task_loss(stream.batch(visit, index), len(part))
-                    assert loss is not None
+                for part, batch in zip(visit.parts, batches, strict=True):
+                    loss = model.trainer.loss(batch, len(part), model.task_loss)
                     total, count = total + loss.double() * len(part), count + len(part)
             except Exception:  # training will say why
                 continue
@@ -225,7 +230,7 @@ class ModuleEngine(SequentialEngine):
 
     def _rows(
         self, clients: Tensor, states: TensorDict, split: Split
-    ) -> Iterator[tuple[int, int, _Stream, Visit]]:
+    ) -> Iterator[tuple[int, int, Visit, Iterator[Any]]]:
         """Load each client's model in turn; go on to the next where it has no samples."""
         size = self.data.eval_batch_size
         counts = self.data.num_samples(split)
@@ -238,7 +243,8 @@ class ModuleEngine(SequentialEngine):
             for row, client in enumerate(clients.tolist()):
                 if client in visits:
                     self._load([states[name][row] for name in self.layout.names], anchored=False)
-                    yield row, client, self._stream, visits[client]
+                    for visit, batches in self._stream.visits_of(client):
+                        yield row, client, visit, batches
 
     def _forward(self, x: Tensor) -> list[Tensor]:
         self.client.module.eval()  # type: ignore[attr-defined]
@@ -246,7 +252,7 @@ class ModuleEngine(SequentialEngine):
 
     @contextmanager
     def _streaming(self, split: Split, visits: list[Visit]) -> Iterator[None]:
-        outer, self._stream = self._stream, _Stream(self.data, split, visits)
+        outer, self._stream = self._stream, Stream(self.data, split, visits)
         try:
             yield
         finally:
@@ -255,33 +261,49 @@ class ModuleEngine(SequentialEngine):
     # The copies in which clients train
 
     def _build(self) -> None:
-        layout, precision, device = self.layout, self.precision, self.device
-        names = [name for name in layout.names if name not in layout.own]
-        self._copies = _Copies(self.template, names, layout, precision, device)
-        self._mixes_samples = self._copies.mixes_samples
+        arguments = self.template, self.layout, self.precision, self.device
+        self._copies = Copies(*arguments)
+        self._personal_copies = None if self.half.personal is None else Copies(*arguments)
+        module = self._copies.module
+        self._mixes_samples = any(
+            isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training
+            for part in module.modules()
+        )
+        self._own = {
+            name: self.layout.template[name].to(self.device, copy=True)
+            for name in self.layout.own
+            if name.startswith(OWN)
+        }
+        self._scalars = {name: torch.zeros((), device=self.device) for name in SCALARS}
+        self._scalars["mean_samples"].fill_(self.mean_samples)
         self.trainer = self._copies.trainer  # type: ignore[assignment]
-        self._personal_copies = None
-        if self.half.personal is not None:
-            self._personal_copies = _Copies(self.template, names, layout, precision, device)
-        self.client = _LocalClient(self, self._copies, self.half)  # type: ignore[assignment]
+        self._take(None)
+
+    def _take(self, anchor: dict[str, Tensor] | None) -> None:
+        """Make the copies as they are the next client."""
+        own = {name.removeprefix(OWN): tensor for name, tensor in self._own.items()}
+        self.client = AloneClient(self._copies, self.half, own, self._scalars, anchor)
+        self._personal = None
+        if self._personal_copies is not None and self.half.personal is not None and anchor:
+            self._personal = AloneClient(
+                self._personal_copies, self.half.personal, own, self._scalars, anchor, self.client
+            )
 
     def _load(self, start: list[Tensor], anchored: bool) -> None:
         columns = dict(zip(self.layout.names, start, strict=True))
-        anchor = None
-        if anchored:
-            anchor = {name: columns[name] for name in self._copies.parameters}
-        self._copies.load(columns)
-        self.client = client = _LocalClient(self, self._copies, self.half)  # type: ignore[assignment]
-        client.anchor = anchor
-        if self._personal_copies is not None and self.half.personal is not None and anchored:
-            self._personal_copies.load(columns, PERSONAL)
-            client.personal = _LocalClient(self, self._personal_copies, self.half.personal)
-            client.personal.anchor = anchor
-        elif self._personal_copies is not None:
-            self._personal_copies.load(columns, PERSONAL)
+        self._copies.load(columns, "", reuse=False)
+        if self._personal_copies is not None:
+            self._personal_copies.load(columns, PERSONAL, reuse=False)
+        for name, tensor in self._own.items():
+            tensor.copy_(columns[name])
+        for name in ("seen", "num_steps"):
+            self._scalars[name].zero_()
+        self._take({n: columns[n] for n in self._copies.parameters} if anchored else None)
 
     def _recall(self, memory: list[Tensor]) -> None:
-        self.client.memory = dict(zip(self.client.remember(), memory, strict=True))  # type: ignore[assignment]
+        self.client.seen.fill_(1)
+        names = self.half.remembered(self.layout)
+        self.client.memory = dict(zip(names, memory, strict=True))
 
     def _take_over_buffers(self) -> None:
         """Name what was frozen and has changed, once, and put it back."""
@@ -292,216 +314,7 @@ class ModuleEngine(SequentialEngine):
 
     @property
     def _tensors(self) -> list[Tensor]:
-        held = self._copies.tensors()
+        held = {**self._copies.tensors(), **self._own}
         if self._personal_copies is not None:
             held |= {f"{PERSONAL}{n}": t for n, t in self._personal_copies.tensors().items()}
         return [held[name] for name in self.layout.names]
-
-
-class _Copies:
-    """Copies of a module, one at a time, that share the tensors which each of them overwrites."""
-
-    def __init__(
-        self,
-        template: L.LightningModule,
-        names: Sequence[str],
-        layout: StateLayout,
-        precision: Precision,
-        device: torch.device,
-    ) -> None:
-        self._pristine = precision.convert_module(copy.deepcopy(template)).to(device)
-        live = state_tensors(self._pristine)
-        kept = {*layout.frozen}
-        self.live = {name: live[name] for name in names if name not in kept}
-        self._frozen = {name: live[name].clone() for name in names if name in kept}
-        self._shared = {id(t): t for t in [*live.values(), *self._pristine.parameters()]}
-        self.parameters = [name for name in layout.parameters if name in self.live]
-        self.mixes_samples = any(
-            isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training
-            for part in rest_frozen(self._pristine).modules()
-        )
-        self.trainer = ModuleTrainer(precision, device)
-        self.module = self._pristine
-        self._fresh()
-
-    def load(self, start: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Make a copy for the next client, with the tensors of its own that it starts from."""
-        for parameter in self._pristine.parameters():
-            parameter.grad = None
-        with torch.no_grad():
-            for name, tensor in self.live.items():
-                tensor.copy_(start[f"{prefix}{name}"])
-        self._fresh()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return what stands in the copy now, by name."""
-        held = state_tensors(self.module)
-        return {name: held[name] for name in (*self.live, *self._frozen)}
-
-    def mend_frozen(self) -> list[str]:
-        """Put back what was frozen and has changed; return the names."""
-        held = state_tensors(self.module)
-        changed = [n for n, value in self._frozen.items() if not torch.equal(held[n], value)]
-        with torch.no_grad():
-            for name in changed:
-                held[name].copy_(self._frozen[name])
-        return changed
-
-    def _fresh(self) -> None:
-        self.module = rest_frozen(copy.deepcopy(self._pristine, dict(self._shared)))
-        self.trainer.attach(self.module)
-
-
-class _LocalClient:
-    """One client of its own, as a half sees it."""
-
-    personal: _LocalClient | None = None
-
-    def __init__(self, engine: ModuleEngine, copies: _Copies, half: Half) -> None:
-        self.half = half
-        self.module = copies.module
-        self.trainer = copies.trainer
-        self.anchor: Mapping[str, Tensor] | None = None
-        self.memory: Mapping[str, Tensor] | None = None
-        self._remembered = [*copies.live]
-        own = dict(self.module.named_parameters())
-        self.weights = {name: own[name] for name in copies.parameters}
-        self.num_samples = torch.zeros((), device=engine.device)
-        self.mean_samples = torch.full((), engine.mean_samples, device=engine.device)
-        self.num_steps = torch.zeros((), device=engine.device)
-        self._own_step: Callable[[], Any] | None = None
-        self._calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
-        self.trainer._strategy.penalty = self._penalty
-
-    def step(self, own_step: Callable[[], Any], batch: Any) -> Any:
-        """Run a training step with what the half makes of its loss."""
-        if not self.module.automatic_optimization:
-            return own_step()
-        output: Any = None
-
-        def run() -> Tensor:
-            nonlocal output
-            output = own_step()
-            loss = loss_of(output)
-            if loss is None:
-                raise _SkippedStep
-            return loss
-
-        self._own_step = run
-        try:
-            loss = self.half.loss(self, batch)
-        except _SkippedStep:
-            return output
-        return {**output, "loss": loss} if isinstance(output, dict) else loss
-
-    def task_loss(self, batch: Any) -> Tensor:
-        """See :class:`~pflight.half.LocalClient`."""
-        assert self._own_step is not None
-        return self._own_step()
-
-    def task_loss_and_logits(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """See :class:`~pflight.half.LocalClient`."""
-        self._calls.clear()
-
-        def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            self._calls.append((args, kwargs, output))
-
-        hook = self.module.register_forward_hook(note, with_kwargs=True)
-        try:
-            loss = self.task_loss(batch)
-        finally:
-            hook.remove()
-        if not self._calls:
-            raise RuntimeError("its training_step never calls self(...), whose logits are asked for")
-        return loss, self._calls[-1][2]
-
-    @torch.no_grad()
-    def logits_with(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """See :class:`~pflight.half.LocalClient`."""
-        args, kwargs, _ = self._calls[-1]
-        training = [part for part in self.module.modules() if part.training]
-        for part in training:
-            part.training = False
-        try:
-            return functional_call(self.module, dict(tensors), args, kwargs)
-        finally:
-            for part in training:
-                part.training = True
-
-    def state(self) -> dict[str, Tensor]:
-        """See :class:`~pflight.half.LocalClient`."""
-        held = state_tensors(self.module)
-        return {name: held[name] for name in self._remembered}
-
-    def remember(self) -> Mapping[str, Tensor]:
-        """Return what the half keeps of this client."""
-        return self.half.remember(self)
-
-    def after_training(self) -> None:
-        """Nothing is left to do."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return what the module gives."""
-        return self.module(x)
-
-    def eval(self) -> None:
-        """Put the module into evaluation mode."""
-        self.module.eval()
-
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
-        for weight in self.weights.values():
-            weight.grad = None
-
-    def _penalty(self) -> Tensor | None:
-        return self.half.penalty(self)
-
-
-class _SkippedStep(Exception):
-    """A training step returned no loss."""
-
-
-class _Stream:
-    """The batches of some visits, taken in their order; after a failure the next visit's."""
-
-    def __init__(self, data: FederatedDataModule, split: Split, visits: Sequence[Visit]) -> None:
-        self._data = data
-        self._split = split
-        self._visits = list(visits)
-        self._iterator: Iterator[Any] | None = None
-        self._next = 0, 0  # visit and part that the iterator yields next
-
-    def visits_of(self, client: int) -> list[Visit]:
-        """Return the visits to a client."""
-        return [visit for visit in self._visits if visit.client == client]
-
-    def batch(self, visit: Visit, part: int) -> Any:
-        """Return a batch of a visit."""
-        place = self._place(visit), part
-        if self._iterator is None or place != self._next:
-            if part:
-                raise RuntimeError("batches are taken in their order")
-            self._iterator = iter(self._data.batches(self._split, self._visits[place[0] :]))
-        try:
-            batch = next(self._iterator)
-        except BaseException:
-            self._iterator = None
-            raise
-        last = part + 1 == len(visit.parts)
-        self._next = (place[0] + 1, 0) if last else (place[0], part + 1)
-        return batch
-
-    def _place(self, visit: Visit) -> int:
-        start = self._next[0]
-        for place in (*range(start, len(self._visits)), *range(start)):
-            if self._visits[place] is visit:
-                return place
-        raise ValueError("a visit that is not of this stream")
-
-
-@contextmanager
-def _all(contexts: Iterator[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield

@@ -1,0 +1,181 @@
+"""Client halves that correct every gradient by a direction that is fixed for the round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from lightning import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from pflight.errors import ConfigurationError
+from pflight.half import OWN, Half, LocalClient
+from pflight.options import number
+from pflight.state import StateLayout
+
+from .proximal import Proximal
+
+
+class Corrected(Half):
+    r"""Adds :math:`\langle d_i, w - w_{\text{anchor}} \rangle` to a client's loss.
+
+    Every gradient is so corrected by the direction :math:`d_i`, which the subclass gives. Without
+    an anchor, as in fine-tuning, there is no correction.
+    """
+
+    def direction(self, c: LocalClient) -> Mapping[str, Tensor]:
+        """Return :math:`d_i` by parameter name."""
+        raise NotImplementedError(f"{type(self).__name__} does not define direction()")
+
+    def penalty(self, c: LocalClient) -> Tensor | None:
+        r"""Return the scalar :math:`\langle d_i, w - w_{\text{anchor}} \rangle`."""
+        if c.anchor is None:
+            return None
+        direction = self.direction(c)
+        total = torch.zeros((), device=c.num_samples.device)
+        for name, sent in c.anchor.items():
+            total = total + (direction[name] * (c.weights[name] - sent)).sum()
+        return total
+
+
+class Dane(Corrected):
+    r"""FedDANE's second phase: a proximal client, corrected to the mean gradient of several.
+
+    It adds :math:`\langle g - \nabla f_i(\theta),\, w - \theta \rangle
+    + \frac{\mu}{2}\|w - \theta\|^2` (FedDANE, Li et al. 2019, algorithm 2), with :math:`\theta`
+    what the server sent and :math:`g` the mean gradient at :math:`\theta`. Without a gradient from
+    the server, as in the first phase, the correction is 0.
+
+    Args:
+        mu: Weight of the proximal penalty.
+        scaling: As in :class:`Proximal`.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    References:
+        Li et al., FedDANE: A Federated Newton-Type Method, 2019, https://arxiv.org/abs/2001.01920.
+    """
+
+    def __init__(self, mu: float = 0.1, scaling: Literal["plain", "eq7"] = "plain") -> None:
+        self.proximal = Proximal(mu, scaling)
+
+    def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return corrections of zero."""
+        return {f"correction.{name}": torch.zeros_like(w) for name, w in weights.items()}
+
+    def direction(self, c: LocalClient) -> Mapping[str, Tensor]:
+        r"""Return :math:`g - \nabla f_i(\theta)` by parameter name."""
+        return {name: c.own[f"correction.{name}"] for name in c.weights}
+
+    def penalty(self, c: LocalClient) -> Tensor | None:
+        """Return the proximal penalty and the linear term."""
+        pull, linear = self.proximal.penalty(c), super().penalty(c)
+        return None if pull is None or linear is None else pull + linear
+
+
+class Controlled(Corrected):
+    r"""SCAFFOLD's client: corrects its drift by control variates.
+
+    With the server's control variate :math:`c` and its own, :math:`c_i`, which starts at 0, every
+    step is :math:`y \leftarrow y - \eta\,(g(y) + c - c_i)` (Karimireddy et al. 2020, eq. 3). After
+    :math:`K` steps from :math:`x` its own becomes (eq. 4)
+
+    .. math:: c_i^+ = \nabla f_i(x) \;\text{(option I)}, \qquad
+        c_i^+ = c_i - c + \frac{x - y}{K\eta} \;\text{(option II)}
+
+    and it sends :math:`y` and :math:`c_i^+ - c_i`. Control variates are over parameters, not
+    buffers. Option I takes one more pass over the client's samples. Option II takes the mean
+    gradient from the path, which only plain SGD allows; weight decay counts as part of the loss.
+
+    Args:
+        option: ``"I"`` or ``"II"``.
+
+    Raises:
+        ConfigurationError: If the option is unknown.
+
+    References:
+        Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML
+        2020, https://arxiv.org/abs/1910.06378.
+    """
+
+    keeps_memory = True
+
+    def __init__(self, option: Literal["I", "II"] = "II") -> None:
+        if option not in ("I", "II"):
+            raise ConfigurationError(f"SCAFFOLD: option must be 'I' or 'II', got {option!r}")
+        self.option = option
+        self.lr = 0.0
+
+    def check(self, module: LightningModule) -> None:
+        """Raise if option II meets momentum, clipping or another optimizer than SGD."""
+        if self.option == "II":
+            self.lr = _plain_step(module)
+
+    def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``control``, c as it comes and the change of c_i as it goes, and ``gradient``."""
+        kinds = ("control", "gradient") if self.option == "I" else ("control",)
+        return {f"{kind}.{n}": torch.zeros_like(w) for kind in kinds for n, w in weights.items()}
+
+    def direction(self, c: LocalClient) -> Mapping[str, Tensor]:
+        """Return :math:`c - c_i` by parameter name."""
+        own = _own_control(c)
+        return {name: c.own[f"control.{name}"] - own[name] for name in c.weights}
+
+    def after_training(self, c: LocalClient) -> None:
+        """Put the change of :math:`c_i` where :math:`c` was; none if no step was taken."""
+        assert c.anchor is not None
+        own = _own_control(c)
+        for name, sent in c.anchor.items():
+            control = c.own[f"control.{name}"]
+            if self.option == "I":
+                change = c.own[f"gradient.{name}"] - own[name]
+            else:
+                change = (sent - c.weights[name]) / (c.num_steps * self.lr) - control
+            control.copy_(torch.where(c.num_steps > 0, change, 0.0))
+
+    def remembered(self, layout: StateLayout) -> tuple[str, ...]:
+        """Return the names of the control variates."""
+        return tuple(name for name in layout.own if name.startswith(f"{OWN}control."))
+
+    def remember(self, c: LocalClient) -> Mapping[str, Tensor]:
+        """Return :math:`c_i^+`, all that this client keeps."""
+        own = _own_control(c)
+        return {f"{OWN}control.{name}": own[name] + c.own[f"control.{name}"] for name in own}
+
+
+def _own_control(c: LocalClient) -> dict[str, Tensor]:
+    """Return :math:`c_i` by parameter name, as it was before this round."""
+    if c.memory is None:
+        return {name: torch.zeros_like(weight) for name, weight in c.weights.items()}
+    return {name: c.seen * c.memory[f"{OWN}control.{name}"] for name in c.weights}
+
+
+def _plain_step(module: LightningModule) -> float:
+    """Return the step of plain SGD, or raise if a module trains by anything else."""
+    optimizer = module.configure_optimizers()
+    groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else []
+    steps = {float(group["lr"]) for group in groups}
+    reason = ""
+    if type(optimizer) is not SGD:
+        reason = type(optimizer).__name__
+    elif any(group["momentum"] for group in groups):
+        reason = f"momentum={max(group['momentum'] for group in groups)}"
+    elif any(group["maximize"] for group in groups):
+        reason = "maximize=True"
+    elif len(steps) > 1 or not min(map(number, steps)) > 0:
+        reason = f"lr={', '.join(map(str, sorted(steps)))}"
+    elif getattr(module, "gradient_clip_val", None) is not None:
+        reason = f"gradient_clip_val={module.gradient_clip_val}"
+    elif not hasattr(module, "gradient_clip_val") and is_overridden(
+        "configure_gradient_clipping", module
+    ):
+        reason = "its own configure_gradient_clipping"
+    if reason:
+        raise ConfigurationError(
+            f"SCAFFOLD: option II needs plain SGD with one positive lr, got {reason}; use option I"
+        )
+    return steps.pop()

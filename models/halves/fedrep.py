@@ -1,0 +1,66 @@
+"""The client half of FedRep."""
+
+from __future__ import annotations
+
+from lightning import LightningModule
+
+from pflight.errors import ConfigurationError
+from pflight.half import Half, Phase
+from pflight.layers import Layers
+from pflight.options import whole
+from pflight.state import StateLayout
+
+LAST_LAYER = Layers(last=1)
+
+
+class HeadFirst(Half):
+    r"""Trains a client's head first and its body afterwards.
+
+    Its model is :math:`h \circ \phi`. In the first ``head_epochs`` local epochs it trains the head
+    :math:`h` while the body :math:`\phi` rests, and in all others the body while the head rests
+    (Collins et al. 2021, algorithm 1, its client and server updates). What rests has no gradient,
+    so that neither momentum nor weight decay moves it, and is in evaluation mode, so that BatchNorm
+    uses its running statistics and leaves them as they are.
+
+    Args:
+        head: The layers of the head.
+        head_epochs: Local epochs in which the head is trained.
+
+    Raises:
+        ConfigurationError: If ``head_epochs`` is out of range.
+
+    References:
+        Collins et al., Exploiting Shared Representations for Personalized Federated Learning, ICML
+        2021, https://arxiv.org/abs/2102.07078.
+    """
+
+    def __init__(self, head: Layers = LAST_LAYER, head_epochs: int = 1) -> None:
+        if not whole(head_epochs) >= 0:
+            raise ConfigurationError(f"FedRep: head_epochs must not be negative, got {head_epochs}")
+        self.head = head
+        self.head_epochs = head_epochs
+
+    def check(self, module: LightningModule) -> None:
+        """Raise if there is no such head to train."""
+        if self.head_epochs and not self._parameters(module)[0]:
+            layers = StateLayout.of(module).layers
+            raise ConfigurationError(
+                f"FedRep: the head has no parameter that is trained; the layers are "
+                f"{', '.join(layers)}"
+            )
+
+    def phases(self, module: LightningModule, epochs: int) -> list[Phase]:
+        """Return the epochs of the head, then those of the body."""
+        head, body = self._parameters(module)
+        first = min(epochs, self.head_epochs)
+        found = [Phase(0, first, head), Phase(first, epochs - first, body)]
+        return [phase for phase in found if phase.epochs]
+
+    def _parameters(self, module: LightningModule) -> tuple[list[str], list[str]]:
+        """Return the names of the trained parameters of the head, and of the body."""
+        layout, chosen = StateLayout.of(module), {*self.head.of(module)}
+        head = {name for layer in chosen for name in layout.layers[layer]}
+        return (
+            [name for name in layout.parameters if name in head],
+            [name for name in layout.parameters if name not in head],
+        )

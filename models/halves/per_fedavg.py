@@ -1,0 +1,93 @@
+"""The client half of Per-FedAvg."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad
+from torch.optim import SGD, Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pflight.errors import ConfigurationError
+from pflight.half import Half, LocalClient
+from pflight.options import number
+
+
+class Adapted(Half):
+    r"""Trains a client for how well its model does after one step of adaptation.
+
+    On parts D, D' and D'' of each batch, a step goes down :math:`f_i(\theta')` (Fallah et al. 2020,
+    algorithm 1), where
+
+    .. math:: \theta' = \theta - \alpha \nabla f_i(\theta; D), \qquad
+        g = \nabla f_i(\theta'; D') \;\text{(FO)}, \qquad
+        g - \alpha \nabla^2 f_i(\theta; D'')\, g \;\text{(Hessian)},
+
+    the gradient being fed to the optimizer, whose step is the paper's :math:`\beta`. The product
+    with the Hessian is exact, by differentiating twice. The parts are halves of the batch for the
+    first-order method and thirds with the Hessian; where a part would be a single sample, each is
+    the whole batch. Buffers are updated by the pass over D alone.
+
+    Where a federation adapts a client, by fine-tuning or before it is judged, it does so by SGD
+    with step :math:`\alpha`, whose gradients are not clipped.
+
+    Args:
+        alpha: Step :math:`\alpha` of the adaptation; 0 gives plain training on whole batches.
+        hessian: Whether to differentiate through the adaptation.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    References:
+        Fallah et al., Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic
+        Meta-Learning Approach, NeurIPS 2020, https://arxiv.org/abs/2002.07948.
+    """
+
+    averages_samples = False
+
+    def __init__(self, alpha: float = 0.01, hessian: bool = False) -> None:
+        if not number(alpha) >= 0:
+            raise ConfigurationError(f"PerFedAvg: alpha must not be negative, got {alpha}")
+        self.alpha = alpha
+        self.hessian = hessian
+
+    def loss(self, c: LocalClient, batch: Any) -> Tensor:
+        """Return the loss of the adapted model."""
+        if c.anchor is None or not self.alpha:
+            return c.task_loss(batch)
+        adapt, judge, *curve = parts(batch, 3 if self.hessian else 2)
+        fixed = {name: w.detach() for name, w in c.weights.items()}
+        with torch.no_grad():
+            steps = grad(c.task_loss_at)(fixed, adapt)
+        if self.hessian:  # of value 0, with the derivative of a gradient over D''
+            (curve_part,) = curve
+            bent = grad(c.task_loss_at)(dict(c.weights), curve_part, _copies(c))
+            steps = {n: step + bent[n] - bent[n].detach() for n, step in steps.items()}
+        adapted = {n: w - self.alpha * steps[n] for n, w in c.weights.items()}
+        return c.task_loss_at(adapted, judge, _copies(c))
+
+    def optimizer(self, parameters: Sequence[nn.Parameter], anchored: bool) -> Optimizer | None:
+        r"""Return SGD with :math:`\alpha` where a federation adapts the client."""
+        return None if anchored else SGD(parameters, lr=self.alpha)
+
+
+def parts(batch: Any, count: int) -> list[Any]:
+    """Split a batch, any nesting of tensors ``[B, ...]``, into parts: D, D' and so on.
+
+    Example:
+        >>> [len(y) for _, y in parts((torch.zeros(8, 4), torch.zeros(8)), 3)]
+        [3, 3, 2]
+    """
+    leaves, form = tree_flatten(batch)
+    if len(leaves[0]) < 2 * count:
+        return [batch] * count
+    split = zip(*(leaf.tensor_split(count) for leaf in leaves), strict=True)
+    return [tree_unflatten(part, form) for part in split]
+
+
+def _copies(c: LocalClient) -> dict[str, Tensor]:
+    """Return copies of the buffers, for passes that leave them as they are."""
+    return {name: value.clone() for name, value in c.buffers.items()}
