@@ -7,10 +7,14 @@ from typing import ClassVar, Literal
 from tensordict import TensorDict
 from torch import Tensor
 
+from pflight.half import Half
 from pflight.models import APFLClient
+from pflight.models.halves import Mixed, Personal
 from pflight.models.personal import PersonalClient
 
 from .personal import PersonalFedAvg
+
+_ALPHA = 0.5
 
 
 class APFL(PersonalFedAvg):
@@ -23,6 +27,9 @@ class APFL(PersonalFedAvg):
     :class:`~pflight.models.APFLClient`'s.
 
     Args:
+        alpha: Share :math:`\alpha` of the client's own model, or where it starts; by default 0.5,
+            or what an :class:`~pflight.models.APFLClient` says.
+        alpha_lr: Step of an adaptive :math:`\alpha`; ``None`` leaves it fixed.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`; those of the clients' own models
             stay with them.
@@ -41,17 +48,33 @@ class APFL(PersonalFedAvg):
         self,
         weighting: Literal["uniform", "samples"] = "uniform",
         buffers: Literal["shared", "local", "reset"] = "shared",
+        *,
+        alpha: float | None = None,
+        alpha_lr: float | None = None,
     ) -> None:
         super().__init__(weighting, buffers)
+        self.alpha = alpha
+        self.alpha_lr = alpha_lr
+        self._half = Personal(Mixed(_ALPHA if alpha is None else alpha, alpha_lr))
+
+    @property
+    def half(self) -> Half:
+        """A personal copy of the client's module, trained as a part of the mixture."""
+        return self._half
+
+    @property
+    def chooses_half(self) -> bool:
+        """Whether options of the mixture were given."""
+        return self.alpha is not None or self.alpha_lr is not None
 
     def personal_value(self, states: TensorDict, shared: str, personal: str) -> Tensor:
         """Return an entry of the mixtures ``[C, ...]``; counters are those of the clients' own."""
         own = states[personal]
         if not own.is_floating_point():
             return own
-        alpha = states["alpha"].view(-1, *[1] * (own.dim() - 1)).to(own.dtype)
+        alpha = states[f"{self.own_prefix}alpha"].view(-1, *[1] * (own.dim() - 1)).to(own.dtype)
         return alpha * own + (1 - alpha) * states[shared]
 
     def mixing(self, clients: Tensor) -> Tensor:
         r"""Return :math:`\alpha_i` of the clients ``[C]``."""
-        return self.federation.lay_over(clients, self.broadcast(clients))["alpha"]
+        return self.federation.lay_over(clients, self.broadcast(clients))[f"{self.own_prefix}alpha"]

@@ -9,7 +9,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from pflight.half import Half
 from pflight.models import DaneClient
+from pflight.models.halves import Dane
 from pflight.randomness import Purpose, derive_seed
 from pflight.state import WeightedMean, entries
 
@@ -18,6 +20,8 @@ from .gradients import check_client, own_gradients
 
 if TYPE_CHECKING:
     from pflight.federation import Federation
+
+_MU = 0.1
 
 
 class FedDANE(FedAvg):
@@ -36,6 +40,8 @@ class FedDANE(FedAvg):
     Args:
         same_set: Let the clients of the first phase train in the second.
         weighting: Of both means, as in :class:`FedAvg`.
+        mu: Weight of the proximal penalty; by default 0.1, or what a
+            :class:`~pflight.models.DaneClient` says.
 
     Raises:
         ConfigurationError: If the client is of another kind or its optimization is manual.
@@ -45,14 +51,29 @@ class FedDANE(FedAvg):
     """
 
     def __init__(
-        self, same_set: bool = False, weighting: Literal["samples", "uniform"] = "samples"
+        self,
+        same_set: bool = False,
+        weighting: Literal["samples", "uniform"] = "samples",
+        mu: float | None = None,
     ) -> None:
         super().__init__(weighting)
         self.same_set = same_set
+        self.mu = mu
+        self._half = Dane(_MU if mu is None else mu)
+
+    @property
+    def half(self) -> Half:
+        """The correction and the proximal penalty of a client."""
+        return self._half
+
+    @property
+    def chooses_half(self) -> bool:
+        """Whether the penalty's weight was given."""
+        return self.mu is not None
 
     def setup_server(self, federation: Federation) -> None:
         """Make the server's model."""
-        check_client(federation.client, DaneClient, "FedDANE")
+        check_client(federation, DaneClient, "FedDANE")
         super().setup_server(federation)
 
     def round(self, cohort: Tensor) -> None:
@@ -73,7 +94,7 @@ class FedDANE(FedAvg):
         for clients in federation.chunks(self.second_set(cohort)):
             sent = self.broadcast(clients)
             for name, own in entries(own_gradients(federation, clients, sent)):
-                sent[f"correction.{name}"] = gradient[name] - own
+                sent[f"{self.own_prefix}correction.{name}"] = gradient[name] - own
             self.receive(federation.train_clients(clients, sent))
         self.step()
 
@@ -97,4 +118,8 @@ class FedDANE(FedAvg):
     @property
     def sent_names(self) -> tuple[str, ...]:
         """Names of the entries of a state that travel."""
-        return tuple(name for name in super().sent_names if not name.startswith("correction."))
+        return tuple(
+            name
+            for name in super().sent_names
+            if not name.startswith(f"{self.own_prefix}correction.")
+        )

@@ -13,8 +13,8 @@ from .fedavg import FedAvg
 class FedProx(FedAvg):
     r"""FedProx (Li et al. 2020, algorithm 2): FedAvg of clients with a proximal penalty.
 
-    Each client minimises :math:`f_i(w) + \frac{\mu}{2}\|w - \theta\|^2` with :math:`\theta` what the
-    server sent (eq. 2), whatever its module. With ``mu=0`` it is FedAvg.
+    Each client minimises :math:`f_i(w) + \frac{\mu}{2}\|w - \theta\|^2` (eq. 2) with
+    :math:`\theta` what the server sent, whatever its module. With ``mu=0`` it is FedAvg.
 
     Args:
         mu: Weight of the penalty.

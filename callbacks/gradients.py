@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from lightning import LightningModule
 from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.engines.stacked import clip
 from pflight.errors import ConfigurationError
+from pflight.half import Half
 from pflight.models import ClientModule
 from pflight.state import entries
 
@@ -43,15 +45,15 @@ def own_gradients(federation: Federation, clients: Tensor, sent: TensorDict) -> 
     return everybody
 
 
-def clipped(client: ClientModule, gradients: TensorDict) -> TensorDict:
+def clipped(client: LightningModule, gradients: TensorDict) -> TensorDict:
     """Return clients' gradients ``[C]`` clipped as the client module clips those of its steps.
 
     Args:
         client: The client module, with its option ``gradient_clip_val``.
         gradients: Gradients by parameter name ``[C]``; other entries stay as they are.
     """
-    limit = client.gradient_clip_val
-    if limit is None:
+    limit = getattr(client, "gradient_clip_val", None)
+    if limit is None or not isinstance(client, ClientModule):
         return gradients
     name_of = {id(parameter): name for name, parameter in client.named_parameters()}
     result = dict(entries(gradients))
@@ -62,9 +64,10 @@ def clipped(client: ClientModule, gradients: TensorDict) -> TensorDict:
     return TensorDict(result, batch_size=gradients.batch_size)
 
 
-def check_client(client: ClientModule, kind: type[ClientModule], algorithm: str) -> None:
+def check_client(federation: Federation, kind: type[ClientModule], algorithm: str) -> None:
     """Raise unless a client is of a kind, and its gradients are those of its loss."""
-    if not isinstance(client, kind):
+    client = federation.client
+    if not isinstance(federation.half, Half) and not isinstance(client, kind):
         raise ConfigurationError(
             f"{algorithm} needs a {kind.__name__} as its client, got {type(client).__name__}"
         )

@@ -10,7 +10,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
+from pflight.half import Half
 from pflight.models import PerFedAvgClient
+from pflight.models.halves import Adapted
 from pflight.options import whole
 from pflight.randomness import Purpose
 
@@ -19,6 +21,8 @@ from .personal import check_kind
 
 if TYPE_CHECKING:
     from pflight.federation import Federation
+
+_ALPHA = 0.01
 
 
 class PerFedAvg(FedAvg):
@@ -30,6 +34,9 @@ class PerFedAvg(FedAvg):
     its data. A client without samples has the server's model as it is.
 
     Args:
+        alpha: Step :math:`\alpha`, as in :class:`~pflight.models.halves.Adapted`; by default 0.01,
+            or what a :class:`~pflight.models.PerFedAvgClient` says.
+        hessian: Whether to differentiate through the adaptation; by default not.
         steps: Steps of adaptation before a client is judged; with 0 it is judged by the server's
             model, or as ``finetune_epochs`` of the federation says, also with :math:`\alpha`.
         weighting: As in :class:`FedAvg`.
@@ -48,15 +55,32 @@ class PerFedAvg(FedAvg):
         steps: int = 1,
         weighting: Literal["uniform", "samples"] = "uniform",
         buffers: Literal["shared", "local", "reset"] = "shared",
+        *,
+        alpha: float | None = None,
+        hessian: bool | None = None,
     ) -> None:
         super().__init__(weighting, buffers)
+        self.alpha = alpha
+        self.hessian = hessian
+        self._half = Adapted(_ALPHA if alpha is None else alpha, bool(hessian))
         if not whole(steps) >= 0:
             raise ConfigurationError(f"PerFedAvg: steps must not be negative, got {steps}")
         self.steps = steps
 
+    @property
+    def half(self) -> Half:
+        """The loss of a client after a step of adaptation."""
+        return self._half
+
+    @property
+    def chooses_half(self) -> bool:
+        """Whether options of the adaptation were given."""
+        return self.alpha is not None or self.hessian is not None
+
     def setup_server(self, federation: Federation) -> None:
         """Make the server's model."""
-        check_kind(self, federation.client, PerFedAvgClient)
+        if not isinstance(federation.half, Half):
+            check_kind(self, federation.client, PerFedAvgClient)
         super().setup_server(federation)
 
     def personalize(self, clients: Tensor) -> TensorDict:

@@ -40,7 +40,8 @@ class PersonalFedAvg(FedAvg):
         """Make the server's model; keep apart what stays with the clients."""
         layout = federation.layout
         own = {*layout.own}
-        self.pairs = [(name.removeprefix(PERSONAL), name) for name in layout.own]
+        copied = [name for name in layout.own if name.startswith(PERSONAL)]
+        self.pairs = [(name.removeprefix(PERSONAL), name) for name in copied]
         if not own:
             check_kind(self, federation.client, self.client_kind)
             own = {name for name in layout.names if not name.startswith("network.")}

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pflight.errors import ConfigurationError
+from pflight.half import OWN, Half
 from pflight.models import PFedMeClient
+from pflight.models.halves import MoreauEnvelope
 from pflight.options import number
 
 from .fedavg import FedAvg
@@ -42,6 +44,11 @@ class PFedMe(FedAvg):
         train_all: Whether the clients outside the cohort train as well, as the paper has it: they
             are sent the server's model and keep their personal one, but send nothing back.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
+        lam: As in :class:`~pflight.models.halves.MoreauEnvelope`, like all that follow; by default
+            what it has, or what a :class:`~pflight.models.PFedMeClient` says.
+        personal_lr: Inner step.
+        personal_steps: Inner steps on a batch.
+        mu: Weight decay of the inner steps.
 
     Raises:
         ConfigurationError: If an option is out of range, or the client is of another kind.
@@ -58,6 +65,11 @@ class PFedMe(FedAvg):
         train_newcomers: bool = True,
         train_all: bool = False,
         buffers: Literal["shared", "local", "reset"] = "shared",
+        *,
+        lam: float | None = None,
+        personal_lr: float | None = None,
+        personal_steps: int | None = None,
+        mu: float | None = None,
     ) -> None:
         super().__init__(weighting, buffers)
         if not number(beta) > 0:
@@ -65,12 +77,34 @@ class PFedMe(FedAvg):
         self.beta = beta
         self.train_newcomers = train_newcomers
         self.train_all = train_all
+        options = {
+            "lam": lam,
+            "personal_lr": personal_lr,
+            "personal_steps": personal_steps,
+            "mu": mu,
+        }
+        self.options = {name: value for name, value in options.items() if value is not None}
+        self._half = MoreauEnvelope(**self.options)  # type: ignore[arg-type]
+
+    @property
+    def half(self) -> Half:
+        """The Moreau envelope of a client's loss."""
+        return self._half
+
+    @property
+    def chooses_half(self) -> bool:
+        """Whether options of the envelope were given."""
+        return bool(self.options)
 
     def setup_server(self, federation: Federation) -> None:
         """Make the server's model."""
-        check_kind(self, federation.client, PFedMeClient)
+        names, theta = federation.layout.names, f"{OWN}theta."
+        if isinstance(federation.half, Half):
+            self.pairs = [(n.removeprefix(theta), n) for n in names if n.startswith(theta)]
+        else:
+            check_kind(self, federation.client, PFedMeClient)
+            self.pairs = mirrored(names)
         super().setup_server(federation)
-        self.pairs = mirrored(federation.layout.names)
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return SGD with the outer step."""
@@ -116,4 +150,5 @@ class PFedMe(FedAvg):
     @property
     def sent_names(self) -> tuple[str, ...]:
         """Names of the entries of a state that travel, those of the network."""
-        return tuple(name for name in super().sent_names if name.startswith("network."))
+        own = {own for _, own in self.pairs}
+        return tuple(name for name in super().sent_names if name not in own)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from tensordict import TensorDict
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pflight.errors import ConfigurationError
+from pflight.half import Half
 from pflight.models import ScaffoldClient
+from pflight.models.halves import Controlled
 from pflight.options import number
 from pflight.state import entries
 
@@ -36,6 +38,8 @@ class SCAFFOLD(FedAvg):
     :class:`~pflight.models.ScaffoldClient`'s. Twice the model travels each way.
 
     Args:
+        option: ``"I"`` or ``"II"``, as in :class:`~pflight.models.halves.Controlled`; by default
+            ``"II"``, or what a :class:`~pflight.models.ScaffoldClient` says.
         lr: Step :math:`\eta_g` of the default server optimizer, SGD.
 
     Raises:
@@ -46,19 +50,31 @@ class SCAFFOLD(FedAvg):
         2020, https://arxiv.org/abs/1910.06378.
     """
 
-    def __init__(self, lr: float = 1.0) -> None:
+    def __init__(self, lr: float = 1.0, option: Literal["I", "II"] | None = None) -> None:
         super().__init__("uniform")
         if not number(lr) > 0:
             raise ConfigurationError(f"SCAFFOLD: lr must be over 0, got {lr}")
         self.lr = lr
+        self.option = option
+        self._half = Controlled("II" if option is None else option)
+
+    @property
+    def half(self) -> Half:
+        """The control variates of a client."""
+        return self._half
+
+    @property
+    def chooses_half(self) -> bool:
+        """Whether the option was given."""
+        return self.option is not None
 
     def setup_server(self, federation: Federation) -> None:
         """Make the server's model and control variate, which starts at 0."""
-        check_client(federation.client, ScaffoldClient, "SCAFFOLD")
+        check_client(federation, ScaffoldClient, "SCAFFOLD")
         super().setup_server(federation)
-        names = federation.layout.names
-        self.controls = tuple(name for name in names if name.startswith("control."))
-        self.gradients = tuple(name for name in names if name.startswith("gradient."))
+        names, own = federation.layout.names, self.own_prefix
+        self.controls = tuple(name for name in names if name.startswith(f"{own}control."))
+        self.gradients = tuple(name for name in names if name.startswith(f"{own}gradient."))
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return SGD with this callback's step."""
@@ -72,7 +88,7 @@ class SCAFFOLD(FedAvg):
             if self.gradients:
                 uncontrolled = sent.clone(recurse=False).update(self.no_control(sent))
                 for name, own in entries(own_gradients(self.federation, clients, uncontrolled)):
-                    sent[f"gradient.{name}"] = own
+                    sent[f"{self.own_prefix}gradient.{name}"] = own
             self.receive(self.federation.train_clients(clients, sent))
         self.step()
 

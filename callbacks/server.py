@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
-from pflight.half import Half
+from pflight.half import OWN, Half
 from pflight.state import state_bytes
 
 if TYPE_CHECKING:
@@ -69,6 +69,11 @@ class ServerCallback(L.Callback):
     def chooses_half(self) -> bool:
         """Whether options of the half were given, which then is not the client module's to say."""
         return type(self.half) is not Half
+
+    @property
+    def own_prefix(self) -> str:
+        """What the half's own entries begin with in a state, where the client has it from here."""
+        return OWN if isinstance(self.federation.half, Half) else ""
 
     def local_data(self, data: FederatedDataModule) -> FederatedDataModule:
         """Return the data as the clients are to use them, by default as they are.

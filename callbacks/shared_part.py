@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import lightning as L
 
 from pflight.errors import ConfigurationError
+from pflight.half import Half
 from pflight.layers import Layers
 from pflight.models import FedRepClient
+from pflight.models.halves import HeadFirst
+from pflight.models.halves.fedrep import LAST_LAYER
 
 from .fedavg import FedAvg
 from .gradients import check_client
@@ -153,14 +156,31 @@ class FedRep(SharedPart):
         self,
         weighting: Literal["samples", "uniform"] = "samples",
         buffers: Literal["shared", "local", "reset"] = "shared",
+        *,
+        head: Layers | None = None,
+        head_epochs: int | None = None,
     ) -> None:
         super().__init__(private=Layers(), weighting=weighting, buffers=buffers)
+        self.head = head
+        self.head_epochs = head_epochs
+        self._half = HeadFirst(
+            LAST_LAYER if head is None else head, 1 if head_epochs is None else head_epochs
+        )
+
+    @property
+    def half(self) -> Half:
+        """The two phases of a client's training."""
+        return self._half
+
+    @property
+    def chooses_half(self) -> bool:
+        """Whether the head or its epochs were given."""
+        return self.head is not None or self.head_epochs is not None
 
     def setup_server(self, federation: Federation) -> None:
         """Make the client's head private."""
-        client = federation.client
-        check_client(client, FedRepClient, "FedRep")
-        assert isinstance(client, FedRepClient)
+        check_client(federation, FedRepClient, "FedRep")
+        client = federation.client if isinstance(federation.client, FedRepClient) else self._half
         if federation.local_steps is not None:
             raise ConfigurationError("FedRep counts local epochs: local_steps must be null")
         if federation.local_epochs < client.head_epochs:

@@ -177,7 +177,7 @@ class _Loader:
             collate_fn=collate_fn,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
-            generator=torch.Generator(),  # it draws a seed, which must not be a client's next number
+            generator=torch.Generator(),  # or it would draw a seed out of a client's numbers
         )
 
     def batches(self, batches: list[list[Key]]) -> Iterator[Any]:

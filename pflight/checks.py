@@ -12,7 +12,6 @@ from .checkpoint import AtomicCheckpointIO
 from .datamodules import FederatedDataModule
 from .errors import ConfigurationError
 from .memory import ClientMemory, MappedMemory
-from .models import ClientModule
 from .options import whole
 
 

@@ -37,8 +37,8 @@ from .engines import (
     build_engine,
 )
 from .errors import ClientError, ConfigurationError
-from .half import Half, layout_with
 from .evaluation import ClientModels, Evaluator, Judged
+from .half import Half, layout_with
 from .history import Round, add_logs, dump_history, load_history, traffic
 from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
@@ -677,7 +677,7 @@ class Federation(L.LightningModule):
                     "minimise: give the options to one of them"
                 )
         self._callback_half = half
-        if not self.layout.own:
+        if self.callback is None:
             self.layout = layout_with(half, self.layout)
             self.server = ServerModels(self.layout)
 

@@ -15,9 +15,36 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MeanAbsoluteError, R2Score
 
 from pflight import ConfigurationError, Federation
-from pflight.callbacks import Ditto, FedAvg, FedEC, FedProx, FeSEM, Local, PFedLA, Reptile, ServerCallback
+from pflight.callbacks import (
+    APFL,
+    SCAFFOLD,
+    Ditto,
+    FedAvg,
+    FedDANE,
+    FedEC,
+    FedProx,
+    FedRep,
+    FeSEM,
+    Local,
+    PerFedAvg,
+    PFedLA,
+    PFedMe,
+    Reptile,
+    ServerCallback,
+)
 from pflight.datamodules import DatasetClients
-from pflight.models import ClientModule, DittoClient, ElasticClient, ProximalClient
+from pflight.models import (
+    APFLClient,
+    ClientModule,
+    DaneClient,
+    DittoClient,
+    ElasticClient,
+    FedRepClient,
+    PerFedAvgClient,
+    PFedMeClient,
+    ProximalClient,
+    ScaffoldClient,
+)
 from tests.runs import assert_same, batchnorm_client, quiet_trainer, run, sgd, small_data
 
 COUNTS = (9, 14, 6, 11)
@@ -76,6 +103,11 @@ METHODS = [
     Local(),
     Ditto(lam=0.1),
     FedEC(constraint="l2", alpha=0.1),
+    APFL(alpha=0.5, alpha_lr=0.01),
+    PFedMe(lam=5.0),
+    PerFedAvg(alpha=0.01),
+    SCAFFOLD(),
+    FedDANE(mu=0.1),
 ]
 
 
@@ -272,7 +304,9 @@ def test_nothing_of_one_client_reaches_the_next() -> None:
     assert not module.seen
     for client in (1, 3):
         torch.manual_seed(3)
-        alone = run(Leaky(), hospitals([1] * client + [COUNTS[client]] + [1] * (3 - client)), Local())
+        alone = run(
+            Leaky(), hospitals([1] * client + [COUNTS[client]] + [1] * (3 - client)), Local()
+        )
         assert_same(alone.client_state(client), everyone.client_state(client))
 
 
@@ -365,7 +399,7 @@ class Silent(Regression):
 
 
 def test_a_module_that_logs_nothing_is_told_what_to_log() -> None:
-    with pytest.raises(ConfigurationError, match="call self.log"):
+    with pytest.raises(ConfigurationError, match=r"call self\.log"):
         run(Silent(), hospitals(), FedAvg())
 
 
@@ -453,7 +487,10 @@ def test_samples_are_read_once_an_epoch_and_never_to_be_counted() -> None:
 def test_random_samples_are_the_same_with_workers_and_when_resumed(tmp_path) -> None:
     def data(workers: int) -> DatasetClients:
         return DatasetClients(
-            [Counting(5), Counting(8)], [Counting(3), Counting(3)], batch_size=3, num_workers=workers
+            [Counting(5), Counting(8)],
+            [Counting(3), Counting(3)],
+            batch_size=3,
+            num_workers=workers,
         )
 
     whole = run(regression(), data(0), FedAvg(), 4, local_epochs=2)
@@ -482,8 +519,31 @@ def test_a_client_whose_samples_cannot_be_read_fails_alone() -> None:
 PAIRS = {
     "FedProx": (FedProx(0.3), FedAvg(), ProximalClient, {"mu": 0.3}),
     "Ditto": (Ditto(lam=0.3), Ditto(), DittoClient, {"lam": 0.3}),
+    "APFL": (APFL(alpha=0.3), APFL(), APFLClient, {"alpha": 0.3}),
+    "APFL-adaptive": (
+        APFL(alpha=0.3, alpha_lr=0.1),
+        APFL(),
+        APFLClient,
+        {"alpha": 0.3, "alpha_lr": 0.1},
+    ),
     "FedEC": (FedEC(0.5), Reptile(), ElasticClient, {"alpha": 0.5}),
     "FedEC-l2": (FedEC(0.5, "l2"), Reptile(), ElasticClient, {"alpha": 0.5, "constraint": "l2"}),
+    "pFedMe": (
+        PFedMe(lam=5.0, personal_steps=2),
+        PFedMe(),
+        PFedMeClient,
+        {"lam": 5.0, "personal_steps": 2},
+    ),
+    "Per-FedAvg": (PerFedAvg(alpha=0.1), PerFedAvg(), PerFedAvgClient, {"alpha": 0.1}),
+    "Per-FedAvg-hessian": (
+        PerFedAvg(alpha=0.1, hessian=True),
+        PerFedAvg(),
+        PerFedAvgClient,
+        {"alpha": 0.1, "hessian": True},
+    ),
+    "SCAFFOLD": (SCAFFOLD(option="I"), SCAFFOLD(), ScaffoldClient, {"option": "I"}),
+    "FedDANE": (FedDANE(True, mu=0.3), FedDANE(True), DaneClient, {"mu": 0.3}),
+    "FedRep": (FedRep(head_epochs=1), FedRep(), FedRepClient, {"head_epochs": 1}),
 }
 
 

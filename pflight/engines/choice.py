@@ -22,8 +22,8 @@ from pflight.models import ClientModule
 from pflight.state import StateLayout
 
 from .allocator import keep_freed_memory
-from .operations import count_operations
 from .modules import ModuleEngine
+from .operations import count_operations
 from .sequential import SequentialEngine
 from .vectorized import VectorizedEngine
 

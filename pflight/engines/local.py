@@ -227,13 +227,13 @@ class AloneClient:
             output = own_step()
             loss = loss_of(output)
             if loss is None:
-                raise _SkippedStep
+                raise _StepSkippedError
             return loss
 
         self._own_step = run
         try:
             loss = self.half.loss(self, batch)
-        except _SkippedStep:
+        except _StepSkippedError:
             return output
         finally:
             self._own_step = None
@@ -243,7 +243,7 @@ class AloneClient:
         return self.half.penalty(self)
 
 
-class _SkippedStep(Exception):
+class _StepSkippedError(Exception):
     """A training step returned no loss."""
 
 

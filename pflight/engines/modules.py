@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,7 +18,6 @@ from pflight.errors import ConfigurationError
 from pflight.half import OWN, PERSONAL, Half, Phase
 from pflight.metrics import ClientValues
 from pflight.models import ClientModule
-from pflight.state import state_tensors
 
 from .local import SCALARS, AloneClient, Copies, Stream, phase_of, resting
 from .sequential import ONE_THREAD, SequentialEngine
@@ -122,7 +121,8 @@ class ModuleEngine(SequentialEngine):
         client, count = self.client, int(self.data.num_samples("train")[client_id])
         sizes = self._batch_sizes(count)
         client.num_samples.fill_(count)
-        models = [client, *([self._personal] if self._personal is not None else [])]
+        # A personal model first, which may look at the shared one as it is before its step.
+        models = [client] if self._personal is None else [self._personal, client]
         for model in models:
             optimizer = self.half.optimizer(list(model.weights.values()), client.anchor is not None)
             limits = None if steps is not None else epochs, len(sizes), steps
@@ -136,7 +136,8 @@ class ModuleEngine(SequentialEngine):
                     stack.enter_context(model.trainer.epoch())
                 for index, (part, batch) in enumerate(zip(visit.parts, batches, strict=False)):
                     last = index + 1 == len(sizes)
-                    if not all([m.trainer.step(batch, len(part), last) for m in models]):
+                    goes_on = [model.trainer.step(batch, len(part), last) for model in models]
+                    if not all(goes_on):
                         break
         for model in models:
             model.trainer.end()
