@@ -61,7 +61,8 @@ class LocalClient(Protocol):
         Args:
             weights: Trainable parameters, by name.
             batch: What the module's step takes.
-            buffers: Buffers in place of the module's own, which the pass updates in place.
+            buffers: Buffers, which the pass updates in place; by default :attr:`buffers`. Under
+                ``torch.func.grad`` they have to be given.
         """
 
     def task_loss_and_logits(self, batch: Any) -> tuple[Tensor, Tensor]:

@@ -66,7 +66,7 @@ class Mixed(Half):
             return c.task_loss_at(mixed, batch)
         fixed = {name: value.detach() for name, value in mixed.items()}
         with torch.no_grad():
-            gradients, loss = grad_and_value(c.task_loss_at)(fixed, batch)
+            gradients, loss = grad_and_value(c.task_loss_at)(fixed, batch, c.buffers)
             slope = inner_product(gradients, {n: v - shared[n] for n, v in c.weights.items()})
             stepped = (alpha - self.alpha_lr * slope).clamp(0, 1)
             c.own["alpha"].copy_(torch.where(c.own["alpha_due"] > 0, stepped, alpha))

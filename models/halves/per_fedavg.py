@@ -61,7 +61,7 @@ class Adapted(Half):
         adapt, judge, *curve = parts(batch, 3 if self.hessian else 2)
         fixed = {name: w.detach() for name, w in c.weights.items()}
         with torch.no_grad():
-            steps = grad(c.task_loss_at)(fixed, adapt)
+            steps = grad(c.task_loss_at)(fixed, adapt, c.buffers)
         if self.hessian:  # of value 0, with the derivative of a gradient over D''
             (curve_part,) = curve
             bent = grad(c.task_loss_at)(dict(c.weights), curve_part, _copies(c))

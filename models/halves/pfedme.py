@@ -95,7 +95,7 @@ class MoreauEnvelope(Half):
         theta = {name: c.own[f"theta.{name}"] for name in c.weights}
         loss = torch.zeros(())
         for _ in range(self.personal_steps):
-            gradients, loss = grad_and_value(c.task_loss_at)(theta, batch)
+            gradients, loss = grad_and_value(c.task_loss_at)(theta, batch, c.buffers)
             for name, w in c.weights.items():
                 pull = self.lam * (theta[name] - w) + self.mu * theta[name]
                 gradients[name] = gradients[name] + pull

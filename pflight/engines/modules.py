@@ -20,7 +20,7 @@ from pflight.metrics import ClientValues
 from pflight.models import ClientModule
 
 from .local import SCALARS, AloneClient, Copies, Stream, phase_of, resting
-from .sequential import ONE_THREAD, SequentialEngine
+from .sequential import GRADIENT_BATCH, ONE_THREAD, SequentialEngine
 from .updates import ClientUpdates, Evaluation
 
 
@@ -88,11 +88,12 @@ class ModuleEngine(SequentialEngine):
         with self._streaming("train", visits):
             return super().train(clients, *args, **kwargs)
 
-    def gradients(self, clients: Tensor, *args: Any, **kwargs: Any) -> ClientUpdates:
+    def gradients(
+        self, clients: Tensor, states: TensorDict, *, round_index: int, batches: int | None = None
+    ) -> ClientUpdates:
         """See :meth:`SequentialEngine.gradients`."""
-        visits = self._visits(clients, epochs=1, **kwargs)
-        with self._streaming("train", visits):
-            return super().gradients(clients, *args, **kwargs)
+        with self._streaming("train", self._visits_for_gradients(clients, round_index, batches)):
+            return super().gradients(clients, states, round_index=round_index, batches=batches)
 
     def _visits(
         self,
@@ -101,7 +102,6 @@ class ModuleEngine(SequentialEngine):
         round_index: int,
         epochs: int = 1,
         steps: int | None = None,
-        batches: int | None = None,
         **_: Any,
     ) -> list[Visit]:
         """Return the local epochs of some clients, each with the samples of its batches."""
@@ -110,11 +110,27 @@ class ModuleEngine(SequentialEngine):
             sizes = self._batch_sizes(int(self.data.num_samples("train")[client]))
             left = steps if steps is not None else epochs * len(sizes)
             for epoch in range(-(-left // len(sizes)) if sizes else 0):
-                used = sizes[: min(left, len(sizes) if batches is None else batches)]
+                used = sizes[: min(left, len(sizes))]
                 order = self.data.order(client, round_index, epoch)
                 parts = order[: sum(used)].split(used)
                 visits.append(Visit(client, round_index, epoch, parts))
                 left -= len(sizes)
+        return visits
+
+    def _visits_for_gradients(
+        self, clients: Tensor, round_index: int, batches: int | None
+    ) -> list[Visit]:
+        """Return one visit to each client: some of its batches or, in its own order, all samples."""
+        visits = []
+        for client in clients.tolist():
+            sizes = self._batch_sizes(int(self.data.num_samples("train")[client]))[:batches]
+            if batches is None:
+                # A module that mixes the samples of a batch has to see them all at once.
+                size = max(sum(sizes), 1) if self._mixes_samples else GRADIENT_BATCH
+                parts = torch.arange(sum(sizes)).split(size)
+            else:
+                parts = self.data.order(client, round_index, 0)[: sum(sizes)].split(sizes)
+            visits.append(Visit(client, round_index, 0, parts if sizes else ()))
         return visits
 
     def _train_one(self, client_id: int, round_index: int, epochs: int, steps: int | None) -> None:
