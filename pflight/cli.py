@@ -384,7 +384,7 @@ def _hparams(config: Namespace, callbacks: Sequence[L.Callback]) -> dict[str, Pr
             flat.update(_flatten("algorithm", spec))
     options = dict(model.get("init_args") or {})
     if (client := options.pop("client", None)) is not None:
-        flat.setdefault("algorithm", "FedAvg")
+        flat.pop("algorithm", None)  # which the federation has a better name for
         flat.update(_flatten("client", client))
         flat.update(_flatten("federation", options))
     else:

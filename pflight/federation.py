@@ -22,8 +22,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .callbacks import FedAvg, ServerCallback
+from .callbacks.names import algorithm_name
 from .checkpoint import AtomicCheckpointIO, read_checkpoint
-from .checks import check_data, check_memory, check_options, check_record, check_trainer
+from .checks import (
+    check_data,
+    check_given,
+    check_memory,
+    check_options,
+    check_record,
+    check_same_options,
+    check_trainer,
+    warn_of_other_options,
+)
 from .datamodules import FederatedDataModule, Split
 from .distributed import owned
 from .engines import (
@@ -43,6 +53,7 @@ from .history import Round, add_logs, dump_history, load_history, traffic
 from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
 from .models import ClientModule, is_half
+from .options import described
 from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .server import ServerModels
 from .state import StateLayout, state_bytes, state_tensors
@@ -151,7 +162,7 @@ class Federation(L.LightningModule):
         )
         self.save_hyperparameters(
             ignore=["client", "server_optimizer", "server_scheduler"],
-            logger=False,  # which would add an empty hp_metric
+            logger=False,  # they are handed to loggers in setup()
         )
         self.automatic_optimization = False
         self.local_epochs = local_epochs
@@ -199,6 +210,11 @@ class Federation(L.LightningModule):
             return self.client
         return self._callback_half
 
+    @property
+    def algorithm(self) -> str:
+        """What results call the algorithm, such as FedEC for ``Reptile`` with an ElasticClient."""
+        return algorithm_name(self)
+
     def server_states(self) -> list[dict[str, Tensor]]:
         """Return the server's models, each as in ``client.state_dict()``."""
         states = self.callback.server_states() if self.callback else []
@@ -221,12 +237,15 @@ class Federation(L.LightningModule):
             return self.layout.state_dict(ClientModels.of(self, clients).used[0])
 
     def client_module(self, client: int) -> ClientModule:
-        """Return a client's own LightningModule: a new copy of the client with its weights."""
+        """Return a client's own LightningModule: a new copy of the client with its weights.
+
+        It is in evaluation mode, as the client is judged: call its ``train()`` to train it on.
+        """
         module, state = copy.deepcopy(self.client), self.client_state(client)
         for name, tensor in state_tensors(module).items():
             tensor.data = tensor.data.to(state[name].dtype)  # a model trained in float64 stays one
         module.load_state_dict(state)
-        return module
+        return module.eval()
 
     def client_metrics(self, split: str = "test", model: Judged = "") -> dict[str, Tensor]:
         """Return every client's values of the last evaluation; all ranks have to call it.
@@ -249,7 +268,7 @@ class Federation(L.LightningModule):
         checkpoint_path: str | os.PathLike[str],
         map_location: Any = "cpu",
         *,
-        client: ClientModule,
+        client: ClientModule | None = None,
         callback: ServerCallback | None = None,
         **options: Any,
     ) -> Federation:
@@ -259,13 +278,17 @@ class Federation(L.LightningModule):
             checkpoint_path: A checkpoint that a Trainer saved.
             map_location: As in ``torch.load``.
             client: A client module of the architecture that was trained; its weights don't matter.
-            callback: The server callback that trained it, FedAvg by default.
+            callback: The server callback that trained it, with its options; it may be left out if
+                that was FedAvg.
             **options: Arguments of :class:`Federation` to change.
 
         Raises:
-            ConfigurationError: If the file can't be read, or is of another network or callback.
+            ConfigurationError: If the file can't be read, or is of another network or callback, or
+                if one of the two is missing.
         """
         checkpoint = read_checkpoint(checkpoint_path, map_location)
+        check_given(checkpoint.get("pflight") or {}, client, callback)
+        assert client is not None
         saved = checkpoint.get("hyper_parameters", {})
         names = cls(client).hparams.keys()
         federation = cls(client, **{**{k: saved[k] for k in names if k in saved}, **options})
@@ -490,6 +513,7 @@ class Federation(L.LightningModule):
             strategy.checkpoint_io = AtomicCheckpointIO()
         check_memory(self.memory, strategy.checkpoint_io)
         self.memory.open(self.trainer.default_root_dir)
+        self._tell_loggers()
 
     def configure_optimizers(self) -> Any:
         """Return the server optimizer, with its scheduler if there is one."""
@@ -582,6 +606,8 @@ class Federation(L.LightningModule):
         if state is not None:  # it may tell how many models there are
             self.attached_callback.load_state_dict(state)
         check_record(record, self._record())
+        callback = self.attached_callback
+        warn_of_other_options(type(callback).__name__, record.get("options", {}), callback._given)
         self._go_on_with_engine(record.get("engine"))
         self.history = load_history(record["history"])
         mine = owned(torch.arange(self.num_clients)).tolist()
@@ -593,6 +619,7 @@ class Federation(L.LightningModule):
         """Return what a checkpoint must agree with."""
         return {
             "callback": type(self.attached_callback).__name__,
+            "options": {n: described(v) for n, v in self.attached_callback._given.items()},
             "num_clients": self.num_clients,
             "server_models": len(self.server),
             "layout": self.layout.describe(),
@@ -616,6 +643,15 @@ class Federation(L.LightningModule):
         self._choice = replace(choice, reason=reason) if reason else choice
         if self.trainer.is_global_zero:
             _log.info(str(self._choice))
+
+    def _tell_loggers(self) -> None:
+        """Hand the hyper-parameters to the loggers, which write them beside their logs."""
+        given: dict[str, Any] = {"algorithm": self.algorithm, "client": type(self.client).__name__}
+        for logger in self.loggers:
+            if isinstance(logger, TensorBoardLogger):  # would log an empty hp_metric as well
+                logger.hparams.update(given | self.hparams | logger.hparams)
+            else:
+                logger.log_hyperparams(given | self.hparams)
 
     def _name_idle_clients(self) -> None:
         """Say which clients never take part, as the network can't train on all that they have."""
@@ -691,6 +727,7 @@ class Federation(L.LightningModule):
                 f"{type(callback).__name__}: make a new Federation for another algorithm"
             )
         elif callback is not self.callback:
+            check_same_options(type(callback).__name__, self.callback._given, callback._given)
             vars(callback).update(vars(self.callback))  # what was trained goes on
         self.callback = callback
 

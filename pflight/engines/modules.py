@@ -120,7 +120,7 @@ class ModuleEngine(SequentialEngine):
     def _visits_for_gradients(
         self, clients: Tensor, round_index: int, batches: int | None
     ) -> list[Visit]:
-        """Return one visit to each client: some of its batches or, in its own order, all samples."""
+        """Return one visit to each client, with some of its batches or all samples as they lie."""
         visits = []
         for client in clients.tolist():
             sizes = self._batch_sizes(int(self.data.num_samples("train")[client]))[:batches]

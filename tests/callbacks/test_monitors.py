@@ -9,6 +9,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+import yaml
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from rich.console import Console
 from torch import nn
@@ -23,7 +24,9 @@ from pflight.callbacks import (
     ResultTable,
     TensorBoardReport,
 )
+from pflight.callbacks.tensorboard import _best
 from pflight.datamodules import TensorClients
+from pflight.history import Round
 from pflight.models import ClientModule
 from tests.event_files import read_events
 
@@ -191,9 +194,26 @@ class TestTensorBoard:
         assert events.hparams["algorithm"] == "FeSEM"
         assert events.hparams["local_epochs"] == 1
         assert events.compared == {"train/loss"}
+        written = yaml.safe_load((tmp_path / "hparams.yaml").read_text())
+        assert (written["algorithm"], written["engine"]) == ("FeSEM", "auto")
         assert events.scalars["train/loss"] == [0, 1, 2]
         assert events.scalars["test/macro_acc"] == [2]
         assert "epoch" not in events.scalars
+
+    def test_the_best_of_any_round_is_compared_too(self):
+        losses = [None, 0.5, 0.3, 0.4]
+        history = [
+            Round(t, [0], metrics={} if loss is None else {"val/loss": loss, "val/macro_acc": loss})
+            for t, loss in enumerate(losses)
+        ]
+        assert _best(history) == {"best/val/macro_acc": 0.5, "best/val/loss": 0.3}
+
+    def test_what_the_user_logs_herself_stays(self, data, tmp_path):
+        logger = TensorBoardLogger(tmp_path, name="", version="", default_hp_metric=False)
+        logger.log_hyperparams({"seed": "mine", "site": 3})
+        trainer(1, FedAvg(), logger=logger).fit(federation(), datamodule=data)
+        written = yaml.safe_load((tmp_path / "hparams.yaml").read_text())
+        assert (written["seed"], written["site"], written["algorithm"]) == ("mine", 3, "FedAvg")
 
     def test_other_loggers_are_left_alone(self, data, tmp_path):
         run = trainer(1, FedAvg(), TensorBoardReport(), logger=CSVLogger(tmp_path))

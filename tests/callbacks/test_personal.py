@@ -99,7 +99,7 @@ def test_a_clients_module_predicts_with_its_personal_model(method: Method) -> No
     assert not torch.equal(states[0], states[1])
     for i in range(6):
         x, y = data.samples(i, "test")
-        logits = federation.client_module(i).eval()(x)
+        logits = federation.client_module(i)(x)
         loss = torch.nn.functional.cross_entropy(logits, y)
         torch.testing.assert_close(judged["loss"][i].float(), loss)
 
@@ -142,7 +142,7 @@ def test_a_cohort_of_one_and_clients_of_one_sample(method: Method) -> None:
 @ALL
 def test_fine_tuning_goes_on_from_the_personal_model_with_the_task_alone(method: Method) -> None:
     def loss(federation: Federation) -> Tensor:
-        modules = [federation.client_module(i).eval() for i in range(6)]
+        modules = [federation.client_module(i) for i in range(6)]
         batches = [data.samples(i, "train") for i in range(6)]
         return torch.stack([ClientModule.loss(m, b) for m, b in zip(modules, batches, strict=True)])
 

@@ -481,7 +481,7 @@ class TestEmbedding:
         state = picture.state_dict()
         assert list(state["features"]) == [0, 1]
         for client, mean in zip(state["clients"].tolist(), state["features"][1], strict=True):
-            network = module.client_module(client).network.eval()
+            network = module.client_module(client).network
             expected = network[:3](data.samples(client, "train")[0]).mean(0)
             assert_close(mean, expected.detach())
         assert drawn(tmp_path) == ["embedding-0001.png"]
