@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pflight.half import Half
 from pflight.layers import Layers
 from pflight.models import ElasticClient, ProximalClient
 from pflight.optim import Yogi
@@ -15,6 +16,7 @@ from pflight.optim import Yogi
 from .apfl import APFL
 from .cfl import FedCluster
 from .fedavg import FedAvg
+from .fedec import FedEC
 from .fesem import FeSEM
 from .hypocluster import HypoCluster
 from .per_fedavg import PerFedAvg
@@ -52,6 +54,12 @@ def _fedavg(federation: Federation, callback: Any) -> str:
     return " + ".join(names) or "FedAvg"
 
 
+def _apfl(federation: Federation, callback: Any) -> str:
+    half: Any = federation.half
+    mixture = half.personal if isinstance(half, Half) else half
+    return "APFL" + " (adaptive)" * (mixture.alpha_lr is not None)
+
+
 def _reptile(federation: Federation, callback: Any) -> str:
     if isinstance(federation.client, ElasticClient):
         return _CONSTRAINED[federation.client.constraint]
@@ -79,12 +87,13 @@ def _fesem(federation: Federation, callback: Any) -> str:
 
 
 _NAMES: dict[type, Callable[[Any, Any], str]] = {
-    APFL: lambda federation, _: "APFL" + " (adaptive)" * (federation.client.alpha_lr is not None),
+    APFL: _apfl,
     FedAvg: _fedavg,
+    FedEC: lambda federation, _: _CONSTRAINED[federation.half.constraint],
     FedCluster: lambda *_: "CFL (FedCluster)",
     FeSEM: _fesem,
     HypoCluster: lambda *_: "HypoCluster (IFCA)",
-    PerFedAvg: lambda federation, _: f"Per-FedAvg ({'HF' if federation.client.hessian else 'FO'})",
+    PerFedAvg: lambda federation, _: f"Per-FedAvg ({'HF' if federation.half.hessian else 'FO'})",
     PFedHN: lambda _, callback: "pFedHN" + "-PC" * (callback.private_layers > 0),
     PFedLA: lambda _, callback: f"HeurpFedLA({callback.retain})" if callback.retain else "pFedLA",
     PFedMe: lambda *_: "pFedMe",
