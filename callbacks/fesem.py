@@ -15,7 +15,9 @@ from pflight.clustering import cluster_updates
 from pflight.cohort import sample_clients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
+from pflight.half import Half
 from pflight.matching import BBPMAP
+from pflight.models.halves import Proximal
 from pflight.options import whole
 from pflight.randomness import Purpose, derive_seed
 from pflight.state import squared_distance
@@ -38,7 +40,7 @@ class FeSEM(MultiCenter):
     r"""Multi-center federated learning by stochastic EM (Long et al. 2022, algorithm 1).
 
     The server keeps K models, the centers. Each client starts from the center it is assigned to;
-    with the proximal client of ``scaling="eq7"`` it also stays near it (eq. 7). As an update
+    with ``mu`` it also stays near it (eq. 7). As an update
     :math:`W_i` arrives, the E-step assigns the client to the nearest center as sent,
     :math:`r_i = \arg\min_k \|W_i - C_k\|^2` over parameters (eq. 8); after the last one, the M-step
     sets each center to the plain mean of the members that answered (eq. 9). Centers without such
@@ -69,6 +71,9 @@ class FeSEM(MultiCenter):
             states ``[C]`` and a center that returns ``[C]``. The initialisation is k-means anyway.
         candidates: Numbers of clusters that ``"auto"`` tries.
         criterion: How ``"auto"`` chooses, by ``"accuracy"`` or by ``"distance"``.
+        mu: The paper's :math:`\lambda`, by which clients are held to their center (eq. 7); by
+            default 0, or what a :class:`~pflight.models.ProximalClient` says.
+        scaling: Of the penalty, as in :class:`~pflight.models.halves.Proximal`.
 
     Attributes:
         assignments: LongTensor ``[num_clients]``, each client's center; -1 if not yet seen.
@@ -97,6 +102,9 @@ class FeSEM(MultiCenter):
         distance: Literal["l2"] | Distance = "l2",
         candidates: Sequence[int] = CANDIDATES,
         criterion: Criterion = "accuracy",
+        *,
+        mu: float | None = None,
+        scaling: Literal["plain", "eq7"] = "eq7",
     ) -> None:
         check_candidates(candidates, criterion)
         counts = {"num_restarts": num_restarts, "init_clients": init_clients}
@@ -133,6 +141,13 @@ class FeSEM(MultiCenter):
         self.criterion = criterion
         self.initialized = centers is not None
         self.selection: ClusterSelection | None = None
+        self.mu = mu
+        self._half = Half() if mu is None else Proximal(mu, scaling)
+
+    @property
+    def half(self) -> Half:
+        """What holds clients to their center, if anything does."""
+        return self._half
 
     def prepare(self) -> None:
         """Choose the number of clusters, unless it is known; until then there is one model."""

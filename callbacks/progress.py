@@ -20,6 +20,8 @@ from rich.progress import (
 
 from pflight.federation import Federation
 
+from .quality import columns
+
 _SHOWN = {"val/micro_acc": "micro acc", "val/macro_acc": "macro acc", "val/acc": "acc"}
 _MIN_INTERVAL = 0.1  # seconds between two drawings
 _PLAIN_LINES = 10  # lines in all where there is no terminal
@@ -235,4 +237,7 @@ class _OfOuter(ProgressColumn):
 
 def _accuracy(trainer: L.Trainer) -> str:
     metrics = trainer.callback_metrics
-    return "  ".join(f"{name} {metrics[tag]:.3f}" for tag, name in _SHOWN.items() if tag in metrics)
+    shown = _SHOWN
+    if not shown.keys() & metrics.keys():
+        shown = {f"val/{tag}": name for tag, name in columns(metrics, "val").items()}
+    return "  ".join(f"{name} {metrics[tag]:.3f}" for tag, name in shown.items() if tag in metrics)

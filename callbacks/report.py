@@ -15,12 +15,8 @@ from pflight.distributed import gather_to_first
 from pflight.engines import Evaluation
 from pflight.federation import Federation
 
-_COLUMNS = {
-    "micro_acc": "micro acc",
-    "macro_acc": "macro acc",
-    "macro_f1": "macro F1",
-    "worst_decile_acc": "worst decile",
-}
+from .quality import columns, judged_by
+
 _ROWS = {
     "": "used by the clients",
     "server/": "sent by the server",
@@ -34,8 +30,8 @@ _ROWS = {
 class ResultTable(L.Callback):
     """Prints a small table when ``fit``, ``validate`` or ``test`` ends.
 
-    A row for each model that was judged, with the accuracies as means over clients; below it the
-    rounds, the traffic, and the best round by ``val/macro_acc``.
+    A row for each model that was judged, with accuracies or a module's own metrics as means over
+    clients; below it the rounds, the traffic, and the best round by what checkpoints monitor.
 
     Args:
         console: Where to print; standard output by default.
@@ -47,7 +43,7 @@ class ResultTable(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the last evaluation of the run."""
         if isinstance(pl_module, Federation) and pl_module.history:
-            evaluated = [r for r in pl_module.history if "val/macro_acc" in r.metrics]
+            evaluated = [r for r in pl_module.history if columns(r.metrics, "val")]
             metrics = evaluated[-1].metrics if evaluated else {}
             self._print(trainer, pl_module, "val", "validation", metrics)
 
@@ -69,16 +65,17 @@ class ResultTable(L.Callback):
         console = self._console or Console()
         data = getattr(trainer, "datamodule", None)
         title = f"{federation.algorithm} on {data}, {name}"
-        table = Table(title=title, title_justify="left", caption=_caption(federation, stage))
+        caption, shown = _caption(trainer, federation, stage), columns(metrics, stage)
+        table = Table(title=title, title_justify="left", caption=caption)
         table.caption_justify = "left"
         table.add_column("model")
-        for column in _COLUMNS.values():
+        for column in shown.values():
             table.add_column(column, justify="right")
         for prefix, label in _ROWS.items():
-            tags = [f"{stage}/{prefix}{metric}" for metric in _COLUMNS]
-            if all(tag in metrics for tag in tags):
+            tags = [f"{stage}/{prefix}{metric}" for metric in shown]
+            if tags and all(tag in metrics for tag in tags):
                 table.add_row(label, *(f"{float(metrics[tag]):.4f}" for tag in tags))
-        console.print(table if table.row_count else _caption(federation, stage))
+        console.print(table if table.row_count else caption)
 
 
 class PredictionWriter(L.Callback):
@@ -144,7 +141,7 @@ def _write(path: Path, chunks: list[Evaluation]) -> int:
     return len(clients)
 
 
-def _caption(federation: Federation, stage: str) -> str:
+def _caption(trainer: L.Trainer, federation: Federation, stage: str) -> str:
     history = federation.history
     parts = [f"{len(history)} round{'s' if len(history) != 1 else ''}"]
     if history:
@@ -152,10 +149,12 @@ def _caption(federation: Federation, stage: str) -> str:
         parts.append(f"{_bytes(down)} down, {_bytes(up)} up")
     if failed := sum(len(r.failed) for r in history):
         parts.append(f"{failed} of {sum(len(r.clients) for r in history)} trainings failed")
-    judged = [r for r in history if "val/macro_acc" in r.metrics]
+    monitor, higher = judged_by(trainer)
+    judged = [r for r in history if monitor in r.metrics]
     if stage == "val" and judged:
-        best = max(judged, key=lambda r: r.metrics["val/macro_acc"])
-        parts.append(f"best in round {best.index} (macro acc {best.metrics['val/macro_acc']:.4f})")
+        best = (max if higher else min)(judged, key=lambda r: r.metrics[monitor])
+        name = monitor.removeprefix("val/").replace("_", " ", 1)
+        parts.append(f"best in round {best.index} ({name} {best.metrics[monitor]:.4f})")
     return "; ".join(parts)
 
 

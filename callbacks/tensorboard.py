@@ -13,6 +13,8 @@ from pflight.datamodules import FederatedDataModule
 from pflight.federation import Federation
 from pflight.history import Round
 
+from .quality import columns
+
 Primitive = bool | int | float | str
 
 _COMPARED = (
@@ -66,7 +68,7 @@ class TensorBoardReport(L.Callback):
         if self.config is not None:
             writer.add_text("config", _code(self.config), 0)
         data = getattr(trainer, "datamodule", None)
-        if isinstance(data, FederatedDataModule):
+        if isinstance(data, FederatedDataModule) and data.knows_classes:
             from matplotlib import pyplot
 
             writer.add_text("data/summary", _code(data.summary()), 0)
@@ -94,7 +96,12 @@ class TensorBoardReport(L.Callback):
         metrics: dict[str, Any] = dict(trainer.callback_metrics)
         if isinstance(pl_module, Federation):  # also where a finished run had nothing left to do
             metrics = {k: v for entry in pl_module.history for k, v in entry.metrics.items()}
-        compared = {tag: float(metrics[tag]) for tag in _COMPARED if tag in metrics}
+        shown = [f"val/{metric}" for metric in columns(metrics, "val")]
+        compared = {
+            tag: float(metrics[tag])
+            for tag in dict.fromkeys([*_COMPARED, *shown])
+            if tag in metrics
+        }
         if isinstance(pl_module, Federation):
             compared |= _best(pl_module.history)
         # A file of its own, which a resumed run replaces: TensorBoard shows the first record only.

@@ -114,6 +114,11 @@ class DatasetClients(FederatedDataModule):
             ]
         )
 
+    @property
+    def knows_classes(self) -> bool:
+        """Whether samples have classes that can be counted: not without reading them."""
+        return False
+
     def dataset(self, clients: Tensor, split: Split) -> Dataset[Any]:  # type: ignore[override]
         """Return the samples of some clients, one client after the other, as one torch Dataset."""
         chosen = [self.datasets[split][client] for client in clients.tolist()]

@@ -128,6 +128,11 @@ class FederatedDataModule(L.LightningDataModule):
         """Check the options against the data; doing it again changes nothing."""
         _ = self.cohorts
 
+    @property
+    def knows_classes(self) -> bool:
+        """Whether samples have classes that can be counted."""
+        return getattr(self, "num_classes", None) is not None
+
     def check_client(self, client: int) -> None:
         """Raise unless ``client`` is one of the federation's.
 

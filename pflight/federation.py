@@ -43,6 +43,7 @@ from .engines import (
     EngineName,
     Evaluation,
     Kept,
+    ModuleEngine,
     SequentialEngine,
     build_engine,
 )
@@ -580,11 +581,19 @@ class Federation(L.LightningModule):
         """Log the means over clients, those that were held out of training apart."""
         self._log(self._evaluators["test"].means())
 
-    def predict_step(self, clients: Tensor, batch_idx: int) -> Evaluation:
-        """Return the outputs of a chunk of clients ``[C]`` on their test samples."""
+    def predict_step(
+        self, clients: Tensor, batch_idx: int
+    ) -> Evaluation | list[tuple[int, list[Any]]]:
+        """Return the outputs of a chunk of clients ``[C]`` on their test samples.
+
+        Of a module that is no classifier these are pairs of a client's id and what its own
+        ``predict_step`` gives for each batch.
+        """
         clients = owned(clients)
         with self._server_work():
             states = ClientModels.of(self, clients).used
+            if isinstance(self._engine, ModuleEngine) and not isinstance(self.client, ClientModule):
+                return self._engine.predict(clients, states, "test")
             outputs = self.attached_engine.evaluate(clients, states, "test")
         return Evaluation(*(values.cpu() for values in outputs))
 
