@@ -71,13 +71,14 @@ class CIFARDataModule(ImageDataModule):
         files = self._parquet_files()
         if self.cache_dir is None or not files:
             return super().load()
-
-        def build(writer: SampleWriter) -> None:
-            for part in self.parts():
-                writer.add(part.pixels, part.labels, group="", test=part.test)
-
         folder, name = Path(self.cache_dir), self.torchvision_name.lower()
-        return replace(cached_samples(folder, name, files, {}, build), groups=None)
+        cached = cached_samples(folder, name, files, {}, self._build, self.num_classes)
+        return replace(cached, groups=None)
+
+    def _build(self, writer: SampleWriter) -> None:
+        """Write all images to the cache."""
+        for part in self.parts():
+            writer.add(part.pixels, part.labels, group="", test=part.test)
 
     def read(self) -> Iterator[LabelledImages]:
         """See :meth:`ImageDataModule.read`."""

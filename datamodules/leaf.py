@@ -205,8 +205,8 @@ class LeafDataModule(PartitionedDataModule):
         folder = Path(self.root, "cache") if self.cache_dir is None else Path(self.cache_dir)
         sources = [*files.train, *files.test, *self._image_folders(files)]
         options = {"dedupe_first": self.dedupe_first, **self._cache_options()}
-        build = partial(self._build, files)
-        return cached_samples(folder, self._title.lower(), sources, options, build)
+        build, name = partial(self._build, files), self._title.lower()
+        return cached_samples(folder, name, sources, options, build, self._num_labels)
 
     def _image_folders(self, files: _Files) -> list[Path]:
         """Return the folders with images that the files name; by default, none."""

@@ -111,6 +111,17 @@ def test_decoded_images_are_kept_in_cache_dir(rows, monkeypatch):
                        first[0].sum((1, 2, 3)).sort().values)  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["x.npy", "y.npy"])
+def test_a_damaged_cache_is_decoded_anew(rows, name):
+    first = held(CIFAR10(str(rows), cache_dir=str(rows / "cache"), **ALL))
+    (path,) = (rows / "cache").glob(f"cifar10-*/{name}")
+    path.write_bytes(path.read_bytes()[:-1] + b"\x63")
+    with pytest.warns(UserWarning, match=f"{path.parent} is damaged .*built anew"):
+        again = held(CIFAR10(str(rows), cache_dir=str(rows / "cache"), **ALL))
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+
+
 def test_a_cache_that_cant_be_written_is_named(rows):
     (rows / "cache").touch()
     with pytest.raises(ConfigurationError, match="cache_dir"):

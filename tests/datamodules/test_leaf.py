@@ -127,15 +127,23 @@ def test_setup_alone_builds_the_cache(femnist):
     assert list((femnist / "cache").glob("femnist-*"))
 
 
-def test_the_cache_may_be_elsewhere_and_is_used_again(femnist, tmp_path_factory):
+def test_the_cache_may_be_elsewhere_and_is_used_again(femnist, tmp_path_factory, monkeypatch):
     elsewhere = tmp_path_factory.mktemp("cache")
     opened(femnist, cache_dir=str(elsewhere))
     assert not (femnist / "cache").exists()
-    (x,) = elsewhere.glob("femnist-*/x.npy")
+    monkeypatch.setattr("pflight.datamodules.leaf.people", None)
+    same(opened(femnist, cache_dir=str(elsewhere), val_fraction=0), 1, TRAIN["f0001"], "train")
+
+
+def test_a_damaged_cache_is_built_anew_when_a_client_reads_it(femnist):
+    opened(femnist)
+    (x,) = (femnist / "cache").glob("femnist-*/x.npy")
     x.write_bytes(x.read_bytes()[:-4] + np.float32(7).tobytes())
-    assert samples_of(opened(femnist, cache_dir=str(elsewhere)), 0, "test")[0].max() == 1
-    held = [samples_of(opened(femnist, cache_dir=str(elsewhere)), i)[0].max() for i in range(3)]
-    assert max(held) == 7
+    data = opened(femnist, val_fraction=0)
+    with pytest.warns(UserWarning, match=f"{x.parent} is damaged .*built anew"):
+        same(data, 1, TEST["f0001"], "test")
+    for client, user in enumerate(data.users):
+        same(data, client, TRAIN[user], "train")
 
 
 def test_a_changed_file_is_read_again(femnist):
