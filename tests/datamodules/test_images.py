@@ -322,7 +322,7 @@ def test_what_is_missing_is_named_with_where_it_was_looked_for(tmp_path, build, 
 def test_a_failed_download_names_data_set_and_root(tmp_path, monkeypatch, build):
     monkeypatch.setattr(getattr(datasets, build.__name__), "url", "file:///nowhere/archive.tar.gz")
     data = build(str(tmp_path / "new"))
-    with pytest.raises(ConfigurationError, match=f"download {data.title} to {tmp_path}/new: ."):
+    with pytest.raises(ConfigurationError, match=f"to {tmp_path}/new .root does not exist.: ."):
         data.prepare_data()
 
 
