@@ -42,11 +42,16 @@ def absence(root: str) -> str:
 
 
 def is_file(path: Path) -> bool:
-    """Tell whether a file is there.
+    """Tell whether a file is there, and can be read.
 
     Raises:
-        ConfigurationError: Something else is in its place, such as a folder or a broken link.
+        ConfigurationError: Something else is in its place, such as a folder or a broken link, or
+            it may not be read.
     """
-    if os.path.lexists(path) and not os.path.isfile(path):
+    if not os.path.lexists(path):
+        return False
+    if not os.path.isfile(path):
         raise ConfigurationError(f"{path} is not a file")
-    return os.path.isfile(path)
+    if not os.access(path, os.R_OK):
+        raise ConfigurationError(f"can't read {path}: Permission denied")
+    return True

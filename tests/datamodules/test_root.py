@@ -73,6 +73,14 @@ def test_a_root_that_is_no_folder_is_named_before_the_download(tmp_path, build, 
             use(build(str(root)))
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "images_background.zip"
+    path.touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) == tmp_path)
+    with pytest.raises(ConfigurationError, match=f"can't read {path}: Permission denied"):
+        Omniglot(str(tmp_path)).prepare_data()
+
+
 @pytest.mark.parametrize("build", WITH_A_ROOT)
 def test_a_root_that_cannot_be_read_is_named_before_the_download(tmp_path, build, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path))
