@@ -188,7 +188,7 @@ class CachedRows:
             read = np.unique(rows.numpy() // size).tolist()
             for block in self._unverified.intersection(read):
                 content, checksum = self._x[block * size :][:size], self._written["blocks"][block]
-                _check(content, checksum, f"block {block} of {_FEATURES}")
+                _check(content.data, checksum, f"block {block} of {_FEATURES}")
                 self._unverified.discard(block)
         return torch.from_numpy(self._x)[rows]
 
@@ -422,7 +422,7 @@ def _check_size(path: Path, size: int | None = None) -> None:
         raise ValueError(f"{path.name} has {status.st_size} bytes, and had {size}")
 
 
-def _check(content: bytes | NDArray[Any], checksum: int, name: str) -> None:
+def _check(content: bytes | memoryview, checksum: int, name: str) -> None:
     if crc32(content) != checksum:
         raise _DamagedError(f"{name} is not what was written")
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import io
 import math
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +53,7 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     return np.frombuffer(values, dtype=np.uint8).reshape(shape)
 
 
-def _shape(file: IO[bytes], path: Path) -> tuple[int, ...]:
+def _shape(file: io.BufferedIOBase, path: Path) -> tuple[int, ...]:
     """Read an idx file's header, and return the shape of the values that follow."""
     start = file.read(4)
     dimensions = start[3] if len(start) > 3 else 0

@@ -438,7 +438,8 @@ class _Images:
         scaled_to: int | None = None,
     ) -> None:
         self._mode = mode
-        self._wanted = self._size = size
+        self._wanted = size
+        self._size: tuple[int, ...] | None = size
         self._scaled_to = scaled_to
 
     def decode(self, contents: Sequence[bytes], names: Sequence[str]) -> NDArray[np.uint8]:
