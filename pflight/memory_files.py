@@ -428,7 +428,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _checksum(row: NDArray[np.uint8]) -> int:
     """Return the XXH3 of a row's numbers."""
-    return int.from_bytes(xxhash.xxh3_64_digest(row[_HEADER:]), signed=True)
+    return int.from_bytes(xxhash.xxh3_64_digest(row[_HEADER:].data), signed=True)
 
 
 def _aligned(size: int) -> int:
