@@ -38,7 +38,7 @@ from .engines import (
 )
 from .errors import ClientError, ConfigurationError
 from .evaluation import ClientModels, Evaluator, Judged
-from .history import Round, add_logs, dump_history, load_history, traffic
+from .history import Journal, Round, Traffic, add_logs, load_history
 from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
 from .models import ClientModule
@@ -177,6 +177,7 @@ class Federation(L.LightningModule):
         self._data: FederatedDataModule | None = None
         self._evaluators: dict[str, Evaluator] = {}
         self._round = Round(0, [])
+        self._journal, self._traffic = Journal(), Traffic()
         self._silent = torch.empty(0, dtype=torch.long)
         self._logs: dict[str, tuple[Tensor, int]] = {}
 
@@ -548,7 +549,7 @@ class Federation(L.LightningModule):
         checkpoint["pflight"] = {
             **self._record(),
             "engine": self._engine_record(),
-            "history": dump_history(self.history),
+            "history": self._journal.dump(self.history),
             "memory": self.memory.save(),
         }
 
@@ -561,6 +562,7 @@ class Federation(L.LightningModule):
         check_record(record, self._record())
         self._go_on_with_engine(record.get("engine"))
         self.history = load_history(record["history"])
+        self._traffic = Traffic(self.history)
         mine = owned(torch.arange(self.num_clients)).tolist()
         self.memory.load(record["memory"], clients=set(mine))
 
@@ -714,7 +716,7 @@ class Federation(L.LightningModule):
         """Combine the round's record over ranks, and log it."""
         self._round.combine_ranks(self._logs)
         self.history.append(self._round)
-        self._log(self._round.metrics | traffic(self.history))
+        self._log(self._round.metrics | self._traffic.count(self._round))
 
     def _log(self, values: Mapping[str, float]) -> None:
         """Log values that are equal on all ranks, with the last round's index as the step."""
