@@ -38,11 +38,12 @@ from .engines import (
 )
 from .errors import ClientError, ConfigurationError
 from .evaluation import ClientModels, Evaluator, Judged
-from .history import Round, add_logs, dump_history, load_history, traffic
+from .history import Journal, Round, Traffic, add_logs, load_history
 from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
 from .models import ClientModule
 from .randomness import Purpose, derive_seed, isolated, seed_everything
+from .same_data import difference, record_of
 from .server import ServerModels
 from .state import StateLayout, state_bytes, state_tensors
 
@@ -88,6 +89,8 @@ class Federation(L.LightningModule):
         client_memory: Where clients' private entries and other states that they keep are held:
             in ``"ram"``, and whole in each checkpoint; or on ``"disk"``, in the folder ``memory``
             of ``trainer.default_root_dir``, which the run's checkpoints need.
+        allow_other_data: Whether a run may go on from a checkpoint that was made with other data of
+            as many clients, which is an error otherwise.
         seed: Keys all randomness of local training and of the server.
         f1_average: The classes over which F1 is averaged inside a client: those in its labels or
             predictions (``"union"``), in its labels (``"true"``), ``"all"``, or class 1 alone
@@ -129,6 +132,7 @@ class Federation(L.LightningModule):
         clients_at_once: int | None = None,
         on_client_error: Literal["skip", "raise"] = "skip",
         client_memory: Literal["ram", "disk"] = "ram",
+        allow_other_data: bool = False,
         seed: int = 0,
         f1_average: F1Average = "union",
     ) -> None:
@@ -160,6 +164,7 @@ class Federation(L.LightningModule):
         self.engine = engine
         self.clients_at_once = clients_at_once
         self.on_client_error = on_client_error
+        self.allow_other_data = allow_other_data
         self.seed = seed
         self.f1_average = f1_average
         # In a tuple, so that the template is no submodule: its parameters are not the server's.
@@ -175,8 +180,10 @@ class Federation(L.LightningModule):
         self._engine: SequentialEngine | None = None
         self._choice: Choice | None = None
         self._data: FederatedDataModule | None = None
+        self._data_record: dict[str, Any] | None = None
         self._evaluators: dict[str, Evaluator] = {}
         self._round = Round(0, [])
+        self._journal, self._traffic = Journal(), Traffic()
         self._silent = torch.empty(0, dtype=torch.long)
         self._logs: dict[str, tuple[Tensor, int]] = {}
 
@@ -457,7 +464,7 @@ class Federation(L.LightningModule):
             )
         for hint in _MEANINGLESS:
             warnings.filterwarnings("ignore", hint)
-        self._data = data
+        self._data, self._data_record = data, None
         self.num_clients = data.num_clients
         self._choose_engine(self.engine, self.clients_at_once)
         self._set_up(callback)
@@ -548,8 +555,9 @@ class Federation(L.LightningModule):
         checkpoint["pflight"] = {
             **self._record(),
             "engine": self._engine_record(),
-            "history": dump_history(self.history),
+            "history": self._journal.dump(self.history),
             "memory": self.memory.save(),
+            "data": self._record_of_data(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -559,8 +567,11 @@ class Federation(L.LightningModule):
         if state is not None:  # it may tell how many models there are
             self.attached_callback.load_state_dict(state)
         check_record(record, self._record())
+        if self._data is not None and self.trainer.state.fn == "fit":
+            self._check_same_data(record.get("data"))
         self._go_on_with_engine(record.get("engine"))
         self.history = load_history(record["history"])
+        self._traffic = Traffic(self.history)
         mine = owned(torch.arange(self.num_clients)).tolist()
         self.memory.load(record["memory"], clients=set(mine))
 
@@ -574,6 +585,25 @@ class Federation(L.LightningModule):
             "server_models": len(self.server),
             "layout": self.layout.describe(),
         }
+
+    def _record_of_data(self) -> dict[str, Any] | None:
+        """Return what tells the clients' data from others, found out once."""
+        if self._data_record is None and self._data is not None:
+            self._data_record = record_of(self._data)
+        return self._data_record
+
+    def _check_same_data(self, saved: dict[str, Any] | None) -> None:
+        """Raise if a run would go on with other data, unless it may."""
+        here = self._record_of_data()
+        differing = difference(saved, here) if saved and here else None
+        if differing and not self.allow_other_data:
+            raise ConfigurationError(
+                f"the checkpoint was made with other data: {differing}; go on with the data that "
+                "the run began with, or, if you mean to change them, with allow_other_data=True "
+                "(--model.allow_other_data true)"
+            )
+        if differing and self.trainer.is_global_zero:
+            _log.info(f"going on with other data than the checkpoint's: {differing}")
 
     def _choose_engine(
         self, wanted: EngineName, clients_at_once: int | None, reason: str | None = None
@@ -714,7 +744,7 @@ class Federation(L.LightningModule):
         """Combine the round's record over ranks, and log it."""
         self._round.combine_ranks(self._logs)
         self.history.append(self._round)
-        self._log(self._round.metrics | traffic(self.history))
+        self._log(self._round.metrics | self._traffic.count(self._round))
 
     def _log(self, values: Mapping[str, float]) -> None:
         """Log values that are equal on all ranks, with the last round's index as the step."""

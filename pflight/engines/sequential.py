@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -54,6 +56,21 @@ GRADIENT_BATCH = 512  # samples in one pass where their number does not matter
 _ONE_THREAD = 20e6  # operations of a batch's forward pass from which on threads pay
 
 
+def _on_few_threads(evaluate: Callable[..., Evaluation]) -> Callable[..., Evaluation]:
+    """Let clients be evaluated on one thread where their samples are too few for several."""
+
+    @wraps(evaluate)
+    def evaluated(
+        self: SequentialEngine, clients: Tensor, states: TensorDict, split: Split
+    ) -> Evaluation:
+        samples = int(self.data.num_samples(split)[clients.cpu()].sum())
+        few = self._operations * max(samples, 1) < _ONE_THREAD
+        with _threads(1 if few else torch.get_num_threads()):
+            return evaluate(self, clients, states, split)
+
+    return evaluated
+
+
 class SequentialEngine:
     """Trains and evaluates clients one by one on a single copy of the client module.
 
@@ -93,6 +110,7 @@ class SequentialEngine:
         self.seed = seed
         self.mean_samples = float(data.num_samples("train")[data.train_clients].double().mean())
         self.threads = torch.get_num_threads()
+        self._operations = math.inf  # of a sample's forward pass
         self._channels_last = False
         self._build()
         if self._mixes_samples and data.batch_size == 1:
@@ -383,7 +401,8 @@ class SequentialEngine:
         except Exception as error:
             reason = " ".join(str(error).split())
             raise ConfigurationError(f"the client's optimizer can't be built: {reason}") from error
-        if count_operations(self.client, x[:1]).total * batch < _ONE_THREAD:
+        self._operations = count_operations(self.client, x[:1]).total
+        if self._operations * batch < _ONE_THREAD:
             self.threads = 1
         if self._gains_from_channels_last():
             self._channels_last = True
@@ -426,6 +445,7 @@ class SequentialEngine:
         return True
 
     @torch.no_grad()
+    @_on_few_threads
     def evaluate(self, clients: Tensor, states: TensorDict, split: Split) -> Evaluation:
         """Run each client's model, a row of ``states`` ``[C]``, on its own samples of a split.
 
