@@ -151,7 +151,7 @@ class FederationCLI(LightningCLI):
         self._resumed_step = int(record["global_step"])  # for a federation, the rounds so far
         if self.subcommand == "fit":
             unit = "round" if "pflight" in record else "step"
-            _say(f"continuing after {unit} {self._resumed_step} from {path}")
+            _say(f"continuing with {unit} {self._resumed_step} from {path}")
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the Trainer, with the project's monitors where the configuration has none."""

@@ -595,6 +595,7 @@ class Federation(L.LightningModule):
         warn_of_other_options(type(callback).__name__, record.get("options", {}), callback._given)
         self._go_on_with_engine(record.get("engine"))
         self.history = load_history(record["history"])
+        self._round = self.history[-1] if self.history else self._round  # what messages name
         mine = owned(torch.arange(self.num_clients)).tolist()
         self.memory.load(record["memory"], clients=set(mine))
 

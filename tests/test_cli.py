@@ -219,7 +219,7 @@ class TestResume:
         pflight("fit", rounds=2)
         pflight("fit", "--ckpt_path=last", rounds=3)
         pflight("fit", "--ckpt_path=last", rounds=4)
-        assert "continuing after round 3 from run/checkpoints/last.ckpt" in capsys.readouterr().out
+        assert "continuing with round 3 from run/checkpoints/last.ckpt" in capsys.readouterr().out
         assert same(weights("run"), weights("straight"))
         events = read_events("run")
         assert all(steps == [0, 1, 2, 3] for steps in events.scalars.values()), events.scalars
