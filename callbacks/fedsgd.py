@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -13,6 +14,7 @@ from pflight.errors import ConfigurationError
 from pflight.options import check_at_least, number, whole
 
 from .fedavg import FedAvg
+from .gradients import clipped
 
 if TYPE_CHECKING:
     from pflight.federation import Federation
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
 class FedSGD(FedAvg):
     r"""Federated SGD (McMahan et al. 2017): :math:`\theta \leftarrow \theta - \eta \sum_i w_i g_i`.
 
-    :math:`g_i` is the gradient of client i's loss at the server's model, in training mode. With one
-    full-batch local step FedAvg gives the same.
+    :math:`g_i` is the gradient of client i's loss at the server's model, in training mode, clipped
+    as the client module says. With one full-batch local step FedAvg gives the same.
 
     Args:
         lr: Step :math:`\eta` of the default server optimizer, SGD.
@@ -64,7 +66,9 @@ class FedSGD(FedAvg):
         self.begin()
         for clients in self.federation.chunks(cohort):
             sent = self.broadcast(clients)
-            self.receive(self.federation.client_gradients(clients, sent, self.batches))
+            updates = self.federation.client_gradients(clients, sent, self.batches)
+            gradients = clipped(self.federation.client, updates.states)
+            self.receive(replace(updates, states=gradients))
         self.step()
 
     def step(self) -> None:

@@ -8,8 +8,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from pflight.engines.stacked import clip
 from pflight.errors import ConfigurationError
 from pflight.models import ClientModule
+from pflight.state import entries
 
 if TYPE_CHECKING:
     from pflight.federation import Federation
@@ -39,6 +41,25 @@ def own_gradients(federation: Federation, clients: Tensor, sent: TensorDict) -> 
     everybody = TensorDict(nans, batch_size=[len(clients)])
     everybody[torch.isin(clients, updates.clients)] = gradients
     return everybody
+
+
+def clipped(client: ClientModule, gradients: TensorDict) -> TensorDict:
+    """Return clients' gradients ``[C]`` clipped as the client module clips those of its steps.
+
+    Args:
+        client: The client module, with its option ``gradient_clip_val``.
+        gradients: Gradients by parameter name ``[C]``; other entries stay as they are.
+    """
+    limit = client.gradient_clip_val
+    if limit is None:
+        return gradients
+    name_of = {id(parameter): name for name, parameter in client.named_parameters()}
+    result = dict(entries(gradients))
+    for group in client.clip_groups():
+        names = [name for p in group if (name := name_of[id(p)]) in result]
+        parts = [result[name] for name in names]
+        result.update(zip(names, clip(parts, limit, client.gradient_clip_algorithm), strict=True))
+    return TensorDict(result, batch_size=gradients.batch_size)
 
 
 def check_client(client: ClientModule, kind: type[ClientModule], algorithm: str) -> None:

@@ -64,13 +64,14 @@ class PerFedAvg(FedAvg):
         states = super().personalize(clients)
         if not self.steps:
             return states
-        index = len(self.federation.history)
+        history = self.federation.history
         adapted = self.federation.attached_engine.train(
-            clients, states, round_index=index, steps=self.steps, purpose=Purpose.FINETUNE
+            clients, states, round_index=len(history), steps=self.steps, purpose=Purpose.FINETUNE
         )
+        last = max(len(history) - 1, 0)
         for failure in adapted.failures:
             warnings.warn(
-                f"round {index}: client {failure.client} failed to adapt: {failure.reason}",
+                f"round {last}: client {failure.client} failed to adapt: {failure.reason}",
                 stacklevel=2,
             )
         states = states.clone()

@@ -31,7 +31,8 @@ class PFedMe(FedAvg):
     over the clients that answered; buffers are averaged. What a client does is
     :class:`~pflight.models.PFedMeClient`'s. It is judged by the personal model that it kept. One
     that has never taken part trains aside, as in a round, and is judged by the personal model that
-    this gives, for which a federation needs its data.
+    this gives, for which a federation needs its data. With ``finetune_epochs`` it is these models
+    that are tuned.
 
     Args:
         beta: Step :math:`\beta` of the default server optimizer, SGD.

@@ -68,7 +68,7 @@ class ResultTable(L.Callback):
             return
         console = self._console or Console()
         data = getattr(trainer, "datamodule", None)
-        title = f"{type(federation.callback).__name__} on {data}, {name}"
+        title = f"{federation.algorithm} on {data}, {name}"
         table = Table(title=title, title_justify="left", caption=_caption(federation, stage))
         table.caption_justify = "left"
         table.add_column("model")
@@ -155,7 +155,7 @@ def _caption(federation: Federation, stage: str) -> str:
     judged = [r for r in history if "val/macro_acc" in r.metrics]
     if stage == "val" and judged:
         best = max(judged, key=lambda r: r.metrics["val/macro_acc"])
-        parts.append(f"best at step {best.index} (macro acc {best.metrics['val/macro_acc']:.4f})")
+        parts.append(f"best in round {best.index} (macro acc {best.metrics['val/macro_acc']:.4f})")
     return "; ".join(parts)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import lightning as L
 import torch
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
+from pflight.options import arguments
 from pflight.state import state_bytes
 
 if TYPE_CHECKING:
@@ -49,6 +50,13 @@ class ServerCallback(L.Callback):
     """
 
     federation: Federation
+    _given: dict[str, Any]
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Note the options, which tell two servers of a kind apart."""
+        callback = super().__new__(cls)
+        callback._given = arguments(cls.__init__, callback, *args, **options)
+        return callback
 
     def __init__(self, buffers: Literal["shared", "local", "reset"] = "shared") -> None:
         if buffers not in ("shared", "local", "reset"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from pflight.datamodules import FederatedDataModule
 from pflight.federation import Federation
+from pflight.history import Round
 
 Primitive = bool | int | float | str
 
@@ -24,19 +25,22 @@ _COMPARED = (
     "val/loss",
     "train/loss",
 )
+_BEST = "best/"
 _HPARAMS = ".hparams"
 
 
 class TensorBoardReport(L.Callback):
     """Adds to TensorBoard what a run was: config, partition, and hyper-parameters with results.
 
-    The HParams page compares runs by the final value of their metrics. Scalars are flushed before
-    every checkpoint is written, so that a run that is killed and resumed has each point once.
+    The HParams page compares runs by the final value of their metrics and, under ``best/``, by the
+    best of any round. Scalars are flushed before every checkpoint is written, so that a run that is
+    killed and resumed has each point once.
 
     Args:
         config: The resolved configuration as text; the command line fills it in.
-        hparams: Hyper-parameters for the HParams page; by default the federation's options, the
-            algorithm, the client module and the data by name.
+        hparams: Hyper-parameters for the HParams page and ``hparams.yaml``; by default the
+            federation's options, the client module and the data by name. The algorithm, as
+            ``federation.algorithm`` calls it, is added.
     """
 
     def __init__(
@@ -44,6 +48,12 @@ class TensorBoardReport(L.Callback):
     ) -> None:
         self.config = config
         self.hparams = hparams
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Have the logger write the hyper-parameters that were given to ``hparams.yaml``."""
+        logger = _tensorboard(trainer)
+        if logger is not None and self.hparams is not None:
+            logger.hparams.update(self.hparams)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the config and the partition, once per run."""
@@ -85,15 +95,33 @@ class TensorBoardReport(L.Callback):
         if isinstance(pl_module, Federation):  # also where a finished run had nothing left to do
             metrics = {k: v for entry in pl_module.history for k, v in entry.metrics.items()}
         compared = {tag: float(metrics[tag]) for tag in _COMPARED if tag in metrics}
+        if isinstance(pl_module, Federation):
+            compared |= _best(pl_module.history)
         # A file of its own, which a resumed run replaces: TensorBoard shows the first record only.
         folder = Path(logger.log_dir)
         for earlier in folder.glob(f"events.out.tfevents.*{_HPARAMS}"):
             earlier.unlink()
         writer = FileWriter(str(folder), filename_suffix=_HPARAMS)
         given = self.hparams if self.hparams is not None else describe(trainer)
+        if isinstance(pl_module, Federation):
+            given = {"algorithm": pl_module.algorithm, **given}
         for summary in hparams(dict(given), compared):
             writer.add_summary(summary)
         writer.close()
+
+
+def _best(history: Sequence[Round]) -> dict[str, float]:
+    """Return the best value of each validation metric in any round, of a loss the lowest."""
+    values = {
+        tag: [entry.metrics[tag] for entry in history if tag in entry.metrics]
+        for tag in _COMPARED
+        if tag.startswith("val/")
+    }
+    return {
+        _BEST + tag: (min if tag.endswith("loss") else max)(found)
+        for tag, found in values.items()
+        if found
+    }
 
 
 def describe(trainer: L.Trainer) -> dict[str, Primitive]:
@@ -101,7 +129,6 @@ def describe(trainer: L.Trainer) -> dict[str, Primitive]:
     module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
     described: dict[str, Primitive] = {"rounds": trainer.max_epochs or 0}
     if isinstance(module, Federation):
-        described["algorithm"] = type(module.callback).__name__
         described["client"] = type(module.client).__name__
     else:
         described["model"] = type(module).__name__

@@ -25,8 +25,9 @@ class APFLClient(PersonalClient):
         v \leftarrow v - \eta \alpha \nabla f_i(\bar v)
 
     (Deng et al. 2020, algorithm 1), by one optimizer whose loss is :math:`f_i(w) + f_i(\bar v)`,
-    with :math:`w` held fixed in the second term. On the first batch of a round an adaptive
-    :math:`\alpha` takes the step
+    with :math:`w` held fixed in the second term; the gradients of :math:`w` and of :math:`v` are
+    clipped by the norm of each. On the first batch of a round an adaptive :math:`\alpha` takes the
+    step
 
     .. math:: \alpha \leftarrow \operatorname{clip}
         (\alpha - \eta_\alpha \langle \nabla f_i(\bar v), v - w \rangle, 0, 1),

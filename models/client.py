@@ -9,6 +9,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 from torchmetrics.functional.classification import multiclass_accuracy
 
@@ -33,8 +34,9 @@ class ClientModule(L.LightningModule):
         network: Maps a batch of inputs ``[batch, ...]`` to logits ``[batch, num_classes]``.
         num_classes: Number of classes.
         optimizer: Builds the optimizer from the trainable parameters, anew at every participation.
-        gradient_clip_val: Clip this client's gradients at this value (``None``: no clipping). The
-            Trainer's option of the same name can't do it, because the Trainer sees the server only.
+        gradient_clip_val: Clip this client's gradients at this value (``None``: no clipping), with
+            several models those of each by itself. The Trainer's option of the same name can't do
+            it, because the Trainer sees the server only.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
 
     Raises:
@@ -173,6 +175,31 @@ class ClientModule(L.LightningModule):
             )
         else:
             self.clip_gradients(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradients of each of the :meth:`clip_groups` by themselves."""
+        groups = self.clip_groups()
+        if len(groups) == 1:
+            super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        elif gradient_clip_val:
+            by_value = gradient_clip_algorithm == "value"
+            clip = clip_grad_value_ if by_value else clip_grad_norm_
+            stepped = {id(p) for options in optimizer.param_groups for p in options["params"]}
+            for group in groups:
+                clip([p for p in group if id(p) in stepped], gradient_clip_val)
+
+    def clip_groups(self) -> list[list[nn.Parameter]]:
+        """Return the parameters of each model that is trained now, which has a norm of its own.
+
+        Gradients are clipped group by group, by default all together; with several groups, or none,
+        the parameters outside them are not clipped.
+        """
+        return [list(self.parameters())]
 
     def _log_quality(self, batch: Batch, stage: str) -> None:
         x, y = batch

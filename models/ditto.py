@@ -23,9 +23,9 @@ class DittoClient(PersonalClient):
     .. math:: f_i(v_i) + \frac{\lambda}{2} \|v_i - \theta\|^2
 
     (Li et al. 2021, objective (Ditto), algorithm 1), with :math:`\theta` what the server sent. Both
-    are stepped by one optimizer, and the loss is the sum of both. The norm is over parameters; each
-    model has buffers of its own. Without an anchor, as in fine-tuning and centralized training,
-    this is a plain client.
+    are stepped by one optimizer, and the loss is the sum of both; gradients are clipped by the norm
+    of each. The norm is over parameters; each model has buffers of its own. Without an anchor, as
+    in fine-tuning and centralized training, this is a plain client.
 
     Args:
         *args: As in :class:`ClientModule`.

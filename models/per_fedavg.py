@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad
 from torch.optim import Optimizer
 
@@ -33,7 +33,8 @@ class PerFedAvgClient(RelocatedClient):
     the whole batch. Buffers are updated by the pass over D alone.
 
     Without an anchor this is a plain client. A federation then adapts it, and does so by SGD with
-    step :math:`\alpha`; training it alone takes its own optimizer.
+    step :math:`\alpha`; training it alone takes its own optimizer. ``gradient_clip_val`` is for
+    the gradients that the optimizer is fed: steps of adaptation are not clipped.
 
     Args:
         *args: As in :class:`ClientModule`.
@@ -89,10 +90,19 @@ class PerFedAvgClient(RelocatedClient):
 
     def configure_optimizers(self) -> Optimizer:
         r"""Build the optimizer; where a federation adapts the client, SGD with :math:`\alpha`."""
-        alone = self._trainer is None or isinstance(self._trainer, L.Trainer)
-        if alone or self.anchor is not None:
+        if not self._adapts:
             return super().configure_optimizers()
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.alpha)
+
+    def clip_groups(self) -> list[list[nn.Parameter]]:
+        """Return all parameters, or none while a federation adapts the client."""
+        return [] if self._adapts else super().clip_groups()
+
+    @property
+    def _adapts(self) -> bool:
+        """Whether this is the adaptation, in a federation, and not training."""
+        alone = self._trainer is None or isinstance(self._trainer, L.Trainer)
+        return self.anchor is None and not alone
 
     def _copies(self) -> dict[str, Tensor]:
         """Return copies of the network's buffers, for passes that leave them as they are."""

@@ -63,6 +63,14 @@ class PersonalClient(RelocatedClient):
         weights = self.weights()
         self.personal = StateModule({**weights, **self.statistics()}, parameters=weights)
 
+    def clip_groups(self) -> list[list[nn.Parameter]]:
+        """Return the personal model's parameters apart from all others."""
+        if self.anchor is None:  # the personal model rests
+            return super().clip_groups()
+        personal = list(self.personal.parameters())
+        own = set(map(id, personal))
+        return [[p for p in self.parameters() if id(p) not in own], personal]
+
     def personal_weights(self) -> dict[str, Tensor]:
         """Return the personal model's parameters, by their names in the network."""
         return dict(self.personal.named_parameters())

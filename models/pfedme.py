@@ -32,7 +32,8 @@ class PFedMeClient(RelocatedClient):
 
     which start at :math:`w` in a round and go on from batch to batch. Then the optimizer takes a
     step with the gradient :math:`\lambda\,(w - \theta)` (algorithm 1), with SGD
-    :math:`w \leftarrow w - \eta\lambda\,(w - \theta)`. The client sends :math:`w`, keeps
+    :math:`w \leftarrow w - \eta\lambda\,(w - \theta)`; of all steps it is this one whose gradient
+    ``gradient_clip_val`` clips. The client sends :math:`w`, keeps
     :math:`\theta_i`, and is judged by that. Buffers are those of the inner passes and go with both.
     Without an anchor, as in fine-tuning and centralized training, this is a plain client.
 

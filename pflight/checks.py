@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 
 from .checkpoint import AtomicCheckpointIO
 from .datamodules import FederatedDataModule
 from .errors import ConfigurationError
 from .memory import ClientMemory, MappedMemory
 from .models import ClientModule
-from .options import whole
+from .options import described, differing, whole
 
 
 def check_options(
@@ -88,6 +89,71 @@ def check_data(data: object, client: ClientModule) -> FederatedDataModule:
             f"the client has num_classes={client.num_classes}, the data {data.num_classes}"
         )
     return data
+
+
+def check_same_options(kind: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+    """Raise unless a Trainer's server callback has the options of that which set a federation up.
+
+    Args:
+        kind: The callbacks' class.
+        here: Options of the federation's.
+        there: Options of the Trainer's.
+    """
+    if names := differing(here, there):
+        raise ConfigurationError(
+            f"this federation was set up by {_call(kind, here, names)}, and this Trainer has "
+            f"{_call(kind, there, names)}: give the same options, or federation.callback itself, "
+            "or make a new Federation"
+        )
+
+
+def warn_of_other_options(kind: str, saved: Mapping[str, str], here: Mapping[str, Any]) -> None:
+    """Warn where a server callback has other options than the checkpoint's, which it may have.
+
+    Args:
+        kind: The callbacks' class.
+        saved: Options of the checkpoint's, as :func:`~pflight.options.described`.
+        here: Options at hand.
+    """
+    now = {name: described(value) for name, value in here.items()}
+    if names := differing(saved, now):
+        rank_zero_warn(
+            f"the checkpoint is of {_call(kind, saved, names, str)}, and goes on with "
+            f"{_call(kind, now, names, str)}; the state of the server optimizer, with its lr, is "
+            "the checkpoint's"
+        )
+
+
+def _call(
+    kind: str,
+    options: Mapping[str, Any],
+    names: list[str],
+    text: Callable[[Any], str] = described,
+) -> str:
+    chosen = [f"{name}={text(options[name])}" for name in names if name in options]
+    return f"{kind}({', '.join(chosen)})"
+
+
+def check_given(record: Mapping[str, Any], client: object, callback: object) -> None:
+    """Raise, with the missing argument, unless a checkpoint can be loaded with what is given.
+
+    Args:
+        record: What the checkpoint says of its federation.
+        client: The client module, or ``None``.
+        callback: The server callback, or ``None`` for FedAvg.
+    """
+    if client is None:
+        raise ConfigurationError(
+            "load_from_checkpoint needs client=, a client module of the architecture that was "
+            "trained: checkpoints hold weights, not modules"
+        )
+    kind = record.get("callback", "FedAvg")
+    if callback is None and kind != "FedAvg":
+        saved = record.get("options", {})
+        raise ConfigurationError(
+            f"load_from_checkpoint needs callback={_call(kind, saved, list(saved), str)}, the "
+            "server callback that trained this federation: without one it is FedAvg"
+        )
 
 
 def check_memory(memory: ClientMemory, checkpoint_io: object) -> None:

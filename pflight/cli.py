@@ -151,7 +151,7 @@ class FederationCLI(LightningCLI):
         self._resumed_step = int(record["global_step"])  # for a federation, the rounds so far
         if self.subcommand == "fit":
             unit = "round" if "pflight" in record else "step"
-            _say(f"continuing after {unit} {self._resumed_step} from {path}")
+            _say(f"continuing with {unit} {self._resumed_step} from {path}")
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the Trainer, with the project's monitors where the configuration has none."""
@@ -384,7 +384,7 @@ def _hparams(config: Namespace, callbacks: Sequence[L.Callback]) -> dict[str, Pr
             flat.update(_flatten("algorithm", spec))
     options = dict(model.get("init_args") or {})
     if (client := options.pop("client", None)) is not None:
-        flat.setdefault("algorithm", "FedAvg")
+        flat.pop("algorithm", None)  # which the federation has a better name for
         flat.update(_flatten("client", client))
         flat.update(_flatten("federation", options))
     else:

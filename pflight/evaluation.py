@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from .callbacks.server import ServerCallback
 from .distributed import owned
 from .engines import Evaluation
 from .errors import ConfigurationError
@@ -102,7 +103,7 @@ class ClientModels(NamedTuple):
     """What each client would use ``[C]``."""
     finetuned: TensorDict | None
     """Fine-tuned models ``[C]``, with ``finetune_epochs``; these are used, except by clients that
-    are judged by what they remember."""
+    are judged by what they remember, whatever the server callback."""
 
     @classmethod
     def of(cls, federation: Federation, clients: Tensor) -> ClientModels:
@@ -110,7 +111,8 @@ class ClientModels(NamedTuple):
         callback = federation.attached_callback
         if not federation.finetune_epochs:
             return cls(callback.personalize(clients), None)
-        if not federation.client.judged_by_memory:
+        own = type(callback).personalize is not ServerCallback.personalize
+        if own or not federation.client.judged_by_memory:
             tuned = finetune(federation, clients, callback.personalize(clients))
             return cls(tuned, tuned)
         starts = federation.lay_over(clients, callback.broadcast(clients))

@@ -22,8 +22,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .callbacks import FedAvg, ServerCallback
+from .callbacks.names import algorithm_name
 from .checkpoint import AtomicCheckpointIO, read_checkpoint
-from .checks import check_data, check_memory, check_options, check_record, check_trainer
+from .checks import (
+    check_data,
+    check_given,
+    check_memory,
+    check_options,
+    check_record,
+    check_same_options,
+    check_trainer,
+    warn_of_other_options,
+)
 from .datamodules import FederatedDataModule, Split
 from .distributed import owned
 from .engines import (
@@ -42,6 +52,7 @@ from .history import Journal, Round, Traffic, add_logs, load_history
 from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
 from .models import ClientModule
+from .options import described
 from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .same_data import difference, record_of
 from .server import ServerModels
@@ -49,6 +60,7 @@ from .state import StateLayout, state_bytes, state_tensors
 
 _log = logging.getLogger("lightning.pytorch.pflight")
 _CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
+_NAMED = 5  # clients in a message about many
 _PRIVATE = "private"  # the memory slot of entries that never travel
 _MEMORY = "memory"  # and of what client modules remember
 _PER_ROUND: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
@@ -153,7 +165,7 @@ class Federation(L.LightningModule):
         )
         self.save_hyperparameters(
             ignore=["client", "server_optimizer", "server_scheduler"],
-            logger=False,  # which would add an empty hp_metric
+            logger=False,  # they are handed to loggers in setup()
         )
         self.automatic_optimization = False
         self.local_epochs = local_epochs
@@ -194,6 +206,11 @@ class Federation(L.LightningModule):
         """The client module as it was given."""
         return self._client[0]
 
+    @property
+    def algorithm(self) -> str:
+        """What results call the algorithm, such as FedEC for ``Reptile`` with an ElasticClient."""
+        return algorithm_name(self)
+
     def server_states(self) -> list[dict[str, Tensor]]:
         """Return the server's models, each as in ``client.state_dict()``."""
         states = self.callback.server_states() if self.callback else []
@@ -216,12 +233,15 @@ class Federation(L.LightningModule):
             return self.layout.state_dict(ClientModels.of(self, clients).used[0])
 
     def client_module(self, client: int) -> ClientModule:
-        """Return a client's own LightningModule: a new copy of the client with its weights."""
+        """Return a client's own LightningModule: a new copy of the client with its weights.
+
+        It is in evaluation mode, as the client is judged: call its ``train()`` to train it on.
+        """
         module, state = copy.deepcopy(self.client), self.client_state(client)
         for name, tensor in state_tensors(module).items():
             tensor.data = tensor.data.to(state[name].dtype)  # a model trained in float64 stays one
         module.load_state_dict(state)
-        return module
+        return module.eval()
 
     def client_metrics(self, split: str = "test", model: Judged = "") -> dict[str, Tensor]:
         """Return every client's values of the last evaluation; all ranks have to call it.
@@ -244,7 +264,7 @@ class Federation(L.LightningModule):
         checkpoint_path: str | os.PathLike[str],
         map_location: Any = "cpu",
         *,
-        client: ClientModule,
+        client: ClientModule | None = None,
         callback: ServerCallback | None = None,
         **options: Any,
     ) -> Federation:
@@ -254,13 +274,17 @@ class Federation(L.LightningModule):
             checkpoint_path: A checkpoint that a Trainer saved.
             map_location: As in ``torch.load``.
             client: A client module of the architecture that was trained; its weights don't matter.
-            callback: The server callback that trained it, FedAvg by default.
+            callback: The server callback that trained it, with its options; it may be left out if
+                that was FedAvg.
             **options: Arguments of :class:`Federation` to change.
 
         Raises:
-            ConfigurationError: If the file can't be read, or is of another network or callback.
+            ConfigurationError: If the file can't be read, or is of another network or callback, or
+                if one of the two is missing.
         """
         checkpoint = read_checkpoint(checkpoint_path, map_location)
+        check_given(checkpoint.get("pflight") or {}, client, callback)
+        assert client is not None
         saved = checkpoint.get("hyper_parameters", {})
         names = cls(client).hparams.keys()
         federation = cls(client, **{**{k: saved[k] for k in names if k in saved}, **options})
@@ -275,10 +299,15 @@ class Federation(L.LightningModule):
 
     @property
     def trainable_clients(self) -> Tensor:
-        """Ids of the clients that may take part in a round, ascending; all if there is no data."""
+        """Ids of the clients that may take part in a round, ascending; all if there is no data.
+
+        One whose only batch is left out, a single sample in a network with BatchNorm, does not.
+        """
         if self._data is None:
             return torch.arange(self.num_clients)
-        return self._data.train_clients
+        clients = self._data.train_clients
+        able = clients if self._engine is None else clients[self._engine.has_batches(clients)]
+        return able if len(able) else clients  # where nobody learns anything, nothing moves
 
     @property
     def num_samples(self) -> Tensor:
@@ -467,6 +496,7 @@ class Federation(L.LightningModule):
         self._data, self._data_record = data, None
         self.num_clients = data.num_clients
         self._choose_engine(self.engine, self.clients_at_once)
+        self._name_idle_clients()
         self._set_up(callback)
         strategy = self.trainer.strategy
         # Lightning does so as well, but after it has loaded a checkpoint into what is there now.
@@ -475,6 +505,7 @@ class Federation(L.LightningModule):
             strategy.checkpoint_io = AtomicCheckpointIO()
         check_memory(self.memory, strategy.checkpoint_io)
         self.memory.open(self.trainer.default_root_dir)
+        self._tell_loggers()
 
     def configure_optimizers(self) -> Any:
         """Return the server optimizer, with its scheduler if there is one."""
@@ -491,8 +522,9 @@ class Federation(L.LightningModule):
         optimizer.zero_grad()
         self._round = Round(self.current_epoch, [])
         self._logs = {}
+        able = self.attached_engine.has_batches(cohort).to(cohort.device)
         with self._server_work():
-            self.attached_callback.round(cohort)
+            self.attached_callback.round(cohort[able])
         self._end_round()
         optimizer.step()
         scheduler = self.lr_schedulers()
@@ -569,9 +601,12 @@ class Federation(L.LightningModule):
         check_record(record, self._record())
         if self._data is not None and self.trainer.state.fn == "fit":
             self._check_same_data(record.get("data"))
+        callback = self.attached_callback
+        warn_of_other_options(type(callback).__name__, record.get("options", {}), callback._given)
         self._go_on_with_engine(record.get("engine"))
         self.history = load_history(record["history"])
         self._traffic = Traffic(self.history)
+        self._round = self.history[-1] if self.history else self._round  # what messages name
         mine = owned(torch.arange(self.num_clients)).tolist()
         self.memory.load(record["memory"], clients=set(mine))
 
@@ -581,6 +616,7 @@ class Federation(L.LightningModule):
         """Return what a checkpoint must agree with."""
         return {
             "callback": type(self.attached_callback).__name__,
+            "options": {n: described(v) for n, v in self.attached_callback._given.items()},
             "num_clients": self.num_clients,
             "server_models": len(self.server),
             "layout": self.layout.describe(),
@@ -622,6 +658,26 @@ class Federation(L.LightningModule):
         self._choice = replace(choice, reason=reason) if reason else choice
         if self.trainer.is_global_zero:
             _log.info(str(self._choice))
+
+    def _tell_loggers(self) -> None:
+        """Hand the hyper-parameters to the loggers, which write them beside their logs."""
+        given: dict[str, Any] = {"algorithm": self.algorithm, "client": type(self.client).__name__}
+        for logger in self.loggers:
+            if isinstance(logger, TensorBoardLogger):  # would log an empty hp_metric as well
+                logger.hparams.update(given | self.hparams | logger.hparams)
+            else:
+                logger.log_hyperparams(given | self.hparams)
+
+    def _name_idle_clients(self) -> None:
+        """Say which clients never take part, as the network can't train on all that they have."""
+        clients = self.attached_data.train_clients
+        idle = clients[~self.attached_engine.has_batches(clients)].tolist()
+        if idle and self.trainer.is_global_zero:
+            named = ", ".join(map(str, idle[:_NAMED])) + ", ..." * (len(idle) > _NAMED)
+            _log.info(
+                f"{len(idle)} of {len(clients)} clients never take part, as BatchNorm can't train "
+                f"on their single sample: {named}"
+            )
 
     def _engine_record(self) -> dict[str, Any] | None:
         """Return what a checkpoint says of the engine, without which a run's last bits differ."""
@@ -670,6 +726,7 @@ class Federation(L.LightningModule):
                 f"{type(callback).__name__}: make a new Federation for another algorithm"
             )
         elif callback is not self.callback:
+            check_same_options(type(callback).__name__, self.callback._given, callback._given)
             vars(callback).update(vars(self.callback))  # what was trained goes on
         self.callback = callback
 

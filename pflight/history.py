@@ -23,7 +23,7 @@ class Round:
     """One communication round.
 
     Attributes:
-        index: The round's number, from 0; the logger's step.
+        index: The round's number, from 0, in all messages too; the loggers' step.
         clients: Ids of the clients that were sent a model, ascending.
         failed: Those of them that did not answer: dropped out, raised, or returned NaN.
         bytes_down: Bytes sent to clients.

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from .errors import ConfigurationError
 
@@ -30,6 +36,77 @@ def whole(value: Any) -> float:
         (True, False, False, False)
     """
     return number(value) if isinstance(value, Integral) else math.nan
+
+
+def arguments(function: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Any]:
+    """Return the arguments of a method by name, defaults included; none if they don't fit it.
+
+    Example:
+        >>> class Server:
+        ...     def __init__(self, lr=1.0, **more): ...
+        >>> arguments(Server.__init__, None, decay="linear")
+        {'lr': 1.0, 'decay': 'linear'}
+    """
+    signature = inspect.signature(function)
+    try:
+        bound = signature.bind(*args, **options)
+    except TypeError:  # which the call itself will say, or a copy is being made
+        return {}
+    bound.apply_defaults()
+    _, *named = bound.arguments.items()
+    found: dict[str, Any] = {}
+    for name, value in named:
+        packed = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        found.update(value if packed else {name: value})
+    return found
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names of the options that are not the same in both.
+
+    Example:
+        >>> differing({"lr": 1, "shared": [1, 2]}, {"lr": 1.0, "shared": (1, 3)})
+        ['shared']
+    """
+    names = [*one, *(name for name in other if name not in one)]
+    return [n for n in names if n not in one or n not in other or not _same(one[n], other[n])]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return not differing(one, other)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if is_dataclass(one) and type(one) is type(other):
+        return not differing(vars(one), vars(other))
+    if isinstance(one, partial) and isinstance(other, partial):
+        parts = [(p.func, p.args, p.keywords) for p in (one, other)]
+        return _same(*parts)
+    return bool(one == other)
+
+
+def described(value: Any) -> str:
+    """Return an option in words that are the same in every process.
+
+    Example:
+        >>> described([1, "a", math.sqrt, torch.zeros(2, 3)])
+        "[1, 'a', sqrt, tensor(2, 3)]"
+    """
+    if isinstance(value, Tensor):
+        return f"tensor{tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {described(part)}" for name, part in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(described, value)) + "]"
+    if isinstance(value, partial):
+        return f"partial({described(value.func)}, {described(value.args)})"
+    if type(value).__repr__ is object.__repr__ or callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return repr(value)
 
 
 def check_at_least(least: float, kind: Callable[[Any], float], owner: str, **options: Any) -> None:

@@ -178,6 +178,15 @@ class TestLoadFromCheckpoint:
         with pytest.raises(ConfigurationError, match=r"Local.*FedAvg"):
             Federation.load_from_checkpoint(tmp_path / "run.ckpt", client=linear_client())
 
+    def test_the_missing_argument_is_named(self, tmp_path: Path) -> None:
+        run(linear_client(), data(), FeSEM(2), 1).trainer.save_checkpoint(tmp_path / "run.ckpt")
+        with pytest.raises(ConfigurationError, match="needs client=, a client module") as error:
+            Federation.load_from_checkpoint(tmp_path / "run.ckpt", callback=FeSEM(2))
+        one_line(error)
+        with pytest.raises(ConfigurationError, match=r"callback=FeSEM\(num_clusters=2, ") as error:
+            Federation.load_from_checkpoint(tmp_path / "run.ckpt", client=linear_client())
+        one_line(error)
+
 
 def test_testing_a_checkpoint_by_path(tmp_path: Path) -> None:
     trained = run(linear_client(), data(), FedAvg(), 3)

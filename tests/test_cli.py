@@ -152,7 +152,7 @@ class TestRunFolder:
         assert events.hparams["client/optimizer/lr"] == pytest.approx(0.1)
         assert events.hparams["data/partition"] == "ClassesPerClient"
         assert events.hparams["rounds"] == 2
-        assert "val/macro_acc" in events.compared
+        assert {"val/macro_acc", "best/val/macro_acc"} <= events.compared
 
     def test_last_checkpoint_of_every_round_however_rare_validation_is(self):
         pflight("fit", "--trainer.check_val_every_n_epoch=3", rounds=4)
@@ -219,7 +219,7 @@ class TestResume:
         pflight("fit", rounds=2)
         pflight("fit", "--ckpt_path=last", rounds=3)
         pflight("fit", "--ckpt_path=last", rounds=4)
-        assert "continuing after round 3 from run/checkpoints/last.ckpt" in capsys.readouterr().out
+        assert "continuing with round 3 from run/checkpoints/last.ckpt" in capsys.readouterr().out
         assert same(weights("run"), weights("straight"))
         events = read_events("run")
         assert all(steps == [0, 1, 2, 3] for steps in events.scalars.values()), events.scalars
@@ -408,12 +408,23 @@ class TestConfigs:
         assert read_events("run").scalars["train/loss"] == [0]
 
     @pytest.mark.parametrize("algorithm", ALGORITHMS)
-    def test_every_algorithm_runs(self, algorithm):
+    def test_every_algorithm_runs(self, algorithm, capsys):
+        """And results call it as the first line of its configuration does."""
         small = ["--trainer.max_epochs=1", "--trainer.default_root_dir=run"]
         small += ["--trainer.accelerator=cpu", "--data.num_clients=6"]
         names = ("data/digits", f"algorithm/{algorithm}", "trainer/tensorboard")
         main(["fit", *composed(*names), *small])
-        assert read_events("run").scalars["val/macro_acc"] == [0]
+        events = read_events("run")
+        assert events.scalars["val/macro_acc"] == [0]
+        shipped = files("pflight.configs").joinpath(f"algorithm/{algorithm}.yaml").read_text()
+        title = shipped.partition(":")[0].removeprefix("# ")
+        assert events.hparams["algorithm"] == title
+        assert f"{title} on Digits" in " ".join(capsys.readouterr().out.split())
+        written = yaml.safe_load(Path("run/hparams.yaml").read_text())
+        assert (written["algorithm"], written["local_epochs"]) == (
+            title,
+            events.hparams["federation/local_epochs"],
+        )
 
     @pytest.mark.parametrize("data", NETWORKS)
     def test_data_bring_their_network(self, data, capsys):

@@ -311,6 +311,8 @@ class TestLoggers:
         federation = self.fit_and_test(CSVLogger(tmp_path))
         assert federation.hparams["finetune_epochs"] == 1
         assert "client" not in federation.hparams
+        written = (Path(federation.trainer.logger.log_dir) / "hparams.yaml").read_text()
+        assert "finetune_epochs: 1" in written
 
     def test_trainer_metrics_are_those_of_the_last_round(self) -> None:
         federation = run(linear_client(), small_data(), rounds=2)
@@ -433,7 +435,7 @@ class TestEvaluation:
         acc = federation.client_metrics("test", "finetuned/")["acc"]
         for i in range(6):
             x, y = data.samples(i, "test")
-            module = federation.client_module(i).eval()
+            module = federation.client_module(i)
             assert (module(x).argmax(1) == y).double().mean() == acc[i]
 
     def test_clients_without_test_data_are_left_out(self) -> None:
@@ -472,7 +474,7 @@ class TestClientModules:
         assert flat(federation.client_state(2)).any()
 
     def test_it_trains_on_under_a_stock_trainer(self, federation: Federation) -> None:
-        module = federation.client_module(2)
+        module = federation.client_module(2).train()
         before = flat(module.state_dict())
         trainer = quiet_trainer(2)
         trainer.fit(module, datamodule=small_data().client(2))
@@ -481,7 +483,7 @@ class TestClientModules:
         trainer.test(module, datamodule=small_data().client(2), verbose=False)
 
     def test_it_saves_and_loads(self, federation: Federation, tmp_path: Path) -> None:
-        module = federation.client_module(2)
+        module = federation.client_module(2).train()
         trainer = quiet_trainer(1)
         trainer.fit(module, datamodule=small_data().client(2))
         trainer.save_checkpoint(tmp_path / "client.ckpt")
@@ -490,8 +492,13 @@ class TestClientModules:
         other.load_state_dict(saved)
         assert_same(dict(other.state_dict()), dict(module.state_dict()))
 
+    def test_it_is_ready_to_predict(self, federation: Federation) -> None:
+        modules = federation.client_module(2).modules()
+        assert not any(module.training for module in modules)
+        assert federation.client.training
+
     def test_it_exports(self, federation: Federation) -> None:
-        module = federation.client_module(2).eval()
+        module = federation.client_module(2)
         x = torch.randn(5, FEATURES)
         program = torch.export.export(module, (x,))
         torch.testing.assert_close(program.module()(x), module(x))

@@ -605,11 +605,16 @@ class SequentialEngine:
         x, y = self.precision.convert_input(self.data.samples(client_id, split))
         return x.to(self.device), y.to(self.device)
 
+    def has_batches(self, clients: Tensor) -> Tensor:
+        """Return a mask ``[C]`` of the clients that have a batch to train on."""
+        counts = self.data.num_samples("train")[clients.cpu()]
+        return counts > (1 if self._mixes_samples else 0)
+
     def _batch_sizes(self, num_samples: int) -> list[int]:
         """Sizes of an epoch's batches.
 
         BatchNorm can't train on a single sample: such a last batch joins the one before, and is
-        left out where it is the client's only one.
+        left out where it is the client's only one (:meth:`has_batches`).
         """
         size = self.data.batch_size or max(num_samples, 1)
         sizes = [size] * (num_samples // size)

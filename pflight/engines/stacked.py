@@ -284,8 +284,8 @@ def clip(gradients: Sequence[Tensor], limit: float, algorithm: str) -> list[Tens
     """Return stacked gradients ``[C, ...]`` clipped, each client's by itself.
 
     Args:
-        gradients: The gradients of all parameters, some of which may share their memory.
-        limit: The largest norm over all parameters, or the largest value.
+        gradients: The gradients of a model's parameters, some of which may share their memory.
+        limit: The largest norm over these parameters, or the largest value.
         algorithm: ``"norm"`` or ``"value"``.
 
     Example:

@@ -133,7 +133,7 @@ class VectorizedEngine(SequentialEngine):
         client = self._joint.client
         own = [
             name
-            for name in ("training_step", "configure_gradient_clipping")
+            for name in ("training_step", "configure_gradient_clipping", "clip_gradients")
             if getattr(type(client), name) is not getattr(ClientModule, name)
         ]
         if hooks := [*sorted(self._hooks - _EPOCH_HOOKS), *own]:
@@ -428,6 +428,7 @@ class VectorizedEngine(SequentialEngine):
         others = self._others(chunk, parameters, anchored)
         optimizer = StackedOptimizer(single, {own[name]: parameters[name] for name in names})
         limit, algorithm = joint.client.gradient_clip_val, joint.client.gradient_clip_algorithm
+        groups = _places([own[name] for name in names], joint.client.clip_groups())
         for step in range(len(batches)):
             parts = [
                 self._gradients(group, parameters, others, chunk.losses)
@@ -438,7 +439,10 @@ class VectorizedEngine(SequentialEngine):
                 for name in names
             ]
             if limit is not None:
-                gradients = clip(gradients, limit, algorithm)
+                for places in groups:
+                    clipped = clip([gradients[place] for place in places], limit, algorithm)
+                    for place, gradient in zip(places, clipped, strict=True):
+                        gradients[place] = gradient
             optimizer.step(gradients)
 
     def _add_gradients(self, chunk: _Chunk, batches: Batches) -> None:
@@ -575,6 +579,13 @@ class VectorizedEngine(SequentialEngine):
         if held is None or held.numel() < size or held.dtype != dtype:
             held = self._reused[name] = torch.empty(size, dtype=dtype, device=self.device)
         return held[:size].view(shape)
+
+
+def _places(tensors: Sequence[Tensor], groups: Iterable[Iterable[Tensor]]) -> list[list[int]]:
+    """Return where in a sequence the tensors of each group are, without groups of none."""
+    place = {id(tensor): position for position, tensor in enumerate(tensors)}
+    found = ([place[id(t)] for t in group if id(t) in place] for group in groups)
+    return [places for places in found if places]
 
 
 def _warn_of(causes: Iterable[Exception | None]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+import yaml
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from rich.console import Console
 from torch import nn
@@ -23,9 +24,12 @@ from pflight.callbacks import (
     ResultTable,
     TensorBoardReport,
 )
+from pflight.callbacks.tensorboard import _best
 from pflight.datamodules import TensorClients
+from pflight.history import Round
 from pflight.models import ClientModule
 from tests.event_files import read_events
+from tests.runs import small_data
 
 CLIENTS = 5
 
@@ -107,6 +111,7 @@ class TestProgressBar:
         assert "\x1b" not in file.getvalue()
         assert "\r" not in file.getvalue()
         assert len(lines) == 11
+        assert lines[0] == "rounds 0 to 39"
         assert lines[-1].startswith("40/40")
 
     def test_gives_the_terminal_back_after_an_error(self, data, monkeypatch):
@@ -155,6 +160,14 @@ class TestResultTable:
         down = sum(entry.bytes_down for entry in module.history)
         assert f"2 rounds; {down} B down, 0 B up" in text
 
+    def test_a_round_has_the_number_that_it_has_in_the_history(self):
+        output, file = console(terminal=False)
+        module, run = federation(), trainer(4, ResultTable(output))
+        run.fit(module, datamodule=small_data())
+        accuracies = [entry.metrics["val/macro_acc"] for entry in module.history]
+        best = module.history[accuracies.index(max(accuracies))].index
+        assert f"best in round {best} (macro acc" in " ".join(file.getvalue().split())
+
     def test_without_validation_data_it_still_tells_the_traffic(self, data):
         output, file = console(terminal=False)
         trainer(1, ResultTable(output)).fit(federation(), datamodule=data)
@@ -191,9 +204,26 @@ class TestTensorBoard:
         assert events.hparams["algorithm"] == "FeSEM"
         assert events.hparams["local_epochs"] == 1
         assert events.compared == {"train/loss"}
+        written = yaml.safe_load((tmp_path / "hparams.yaml").read_text())
+        assert (written["algorithm"], written["engine"]) == ("FeSEM", "auto")
         assert events.scalars["train/loss"] == [0, 1, 2]
         assert events.scalars["test/macro_acc"] == [2]
         assert "epoch" not in events.scalars
+
+    def test_the_best_of_any_round_is_compared_too(self):
+        losses = [None, 0.5, 0.3, 0.4]
+        history = [
+            Round(t, [0], metrics={} if loss is None else {"val/loss": loss, "val/macro_acc": loss})
+            for t, loss in enumerate(losses)
+        ]
+        assert _best(history) == {"best/val/macro_acc": 0.5, "best/val/loss": 0.3}
+
+    def test_what_the_user_logs_herself_stays(self, data, tmp_path):
+        logger = TensorBoardLogger(tmp_path, name="", version="", default_hp_metric=False)
+        logger.log_hyperparams({"seed": "mine", "site": 3})
+        trainer(1, FedAvg(), logger=logger).fit(federation(), datamodule=data)
+        written = yaml.safe_load((tmp_path / "hparams.yaml").read_text())
+        assert (written["seed"], written["site"], written["algorithm"]) == ("mine", 3, "FedAvg")
 
     def test_other_loggers_are_left_alone(self, data, tmp_path):
         run = trainer(1, FedAvg(), TensorBoardReport(), logger=CSVLogger(tmp_path))

@@ -99,7 +99,7 @@ def test_a_clients_module_predicts_with_its_personal_model(method: Method) -> No
     assert not torch.equal(states[0], states[1])
     for i in range(6):
         x, y = data.samples(i, "test")
-        logits = federation.client_module(i).eval()(x)
+        logits = federation.client_module(i)(x)
         loss = torch.nn.functional.cross_entropy(logits, y)
         torch.testing.assert_close(judged["loss"][i].float(), loss)
 
@@ -133,16 +133,16 @@ def test_a_client_that_always_fails_keeps_nothing(method: Method) -> None:
 
 @ALL
 def test_a_cohort_of_one_and_clients_of_one_sample(method: Method) -> None:
-    data = small_data(counts=[1, 0, 5, 1, 8], cohort_size=1)
+    data = small_data(counts=[1, 0, 5, 1, 8, 6], cohort_size=1)
     federation = fit(method, 5, data=data)
-    states = [federation.client_state(i) for i in range(5)]
+    states = [federation.client_state(i) for i in range(6)]
     assert all(value.isfinite().all() for state in states for value in state.values())
 
 
 @ALL
 def test_fine_tuning_goes_on_from_the_personal_model_with_the_task_alone(method: Method) -> None:
     def loss(federation: Federation) -> Tensor:
-        modules = [federation.client_module(i).eval() for i in range(6)]
+        modules = [federation.client_module(i) for i in range(6)]
         batches = [data.samples(i, "train") for i in range(6)]
         return torch.stack([ClientModule.loss(m, b) for m, b in zip(modules, batches, strict=True)])
 
@@ -150,7 +150,4 @@ def test_fine_tuning_goes_on_from_the_personal_model_with_the_task_alone(method:
     plain = fit(method, make=linear_client, data=data)
     tuned = fit(method, make=linear_client, data=data, finetune_epochs=1)
     assert_same(plain.server_states()[0], tuned.server_states()[0])
-    if method.client.judged_by_memory:  # then everybody has been seen
-        torch.testing.assert_close(loss(tuned), loss(plain))
-    else:
-        assert (loss(tuned) < loss(plain)).all()
+    assert (loss(tuned) < loss(plain)).all()

@@ -482,7 +482,7 @@ class TestEmbedding:
         assert state["features"]["rounds"].tolist() == [0, 1]
         last = state["features"]["values"][1]
         for client, mean in zip(state["clients"].tolist(), last, strict=True):
-            network = module.client_module(client).network.eval()
+            network = module.client_module(client).network
             expected = network[:3](data.samples(client, "train")[0]).mean(0)
             assert_close(mean, expected.detach())
         assert drawn(tmp_path) == ["embedding-0001.png"]

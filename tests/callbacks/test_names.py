@@ -1,0 +1,76 @@
+"""What algorithms are called that share a server callback, beyond those of the configurations."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from pflight import Federation
+from pflight.callbacks import (
+    FedAvg,
+    FeSEM,
+    HypoCluster,
+    Local,
+    PFedLA,
+    Reptile,
+    ServerCallback,
+    SharedPart,
+)
+from pflight.errors import ConfigurationError
+from pflight.layers import Layers
+from pflight.models import ClientModule, DittoClient, ElasticClient, ProximalClient
+from pflight.optim import Yogi
+from tests.runs import linear_client, run, small_data
+
+
+class Mine(FedAvg):
+    """A user's own."""
+
+
+def elastic(constraint: str | None) -> ClientModule:
+    return linear_client(ElasticClient, constraint=constraint)
+
+
+NAMES: list[tuple[str, ClientModule, ServerCallback, dict[str, Any]]] = [
+    ("FedAvg", linear_client(), FedAvg("uniform"), {}),
+    ("FedAvg", linear_client(DittoClient), FedAvg(), {}),
+    ("FedAvg + fine-tuning", linear_client(), FedAvg(), {"finetune_epochs": 1}),
+    ("Local", linear_client(), Local(), {"finetune_epochs": 1}),
+    ("FedProx", linear_client(ProximalClient), FedAvg(), {}),
+    ("FedAdam", linear_client(), FedAvg(), {"server_optimizer": torch.optim.Adam}),
+    ("FedYogi", linear_client(), FedAvg(), {"server_optimizer": Yogi}),
+    (
+        "FedProx + FedAvgM",
+        linear_client(ProximalClient),
+        FedAvg(),
+        {"server_optimizer": partial(torch.optim.SGD, lr=1.0, momentum=0.9)},
+    ),
+    ("Mine", linear_client(ProximalClient), Mine(), {}),
+    ("FedEC", elastic("kl"), Reptile(lr=0.6), {"finetune_epochs": 1}),
+    ("FedEC-l2", elastic("l2"), Reptile(), {}),
+    ("FedEC-wo", elastic(None), Reptile(), {}),
+    ("FedDist", linear_client(), Reptile(lr=0.6), {}),
+    ("FedDWS", linear_client(), Reptile("samples", 0.6), {}),
+    ("Reptile", linear_client(), Reptile(lr=0.6, decay="linear"), {}),
+    ("FeSEM", linear_client(ProximalClient), FeSEM(2), {}),
+    ("FeSEM-MA (K chosen)", linear_client(), FeSEM("auto", matching="bbp_map"), {}),
+    ("HypoCluster (IFCA)", linear_client(), HypoCluster(2), {}),
+    ("HeurpFedLA(1)", linear_client(), PFedLA(retain=1), {}),
+    ("SharedPart", linear_client(), SharedPart(Layers(names="network", last=1)), {}),
+]
+
+
+@pytest.mark.parametrize(("name", "client", "callback", "options"), NAMES)
+def test_the_field_has_a_name_for_it(
+    name: str, client: ClientModule, callback: ServerCallback, options: dict[str, Any]
+) -> None:
+    rounds = 0 if name.endswith("chosen)") else 1
+    assert run(client, small_data(), callback, rounds, **options).algorithm == name
+
+
+def test_before_it_is_set_up_it_has_none() -> None:
+    with pytest.raises(ConfigurationError, match="the federation has no server yet"):
+        _ = Federation(linear_client()).algorithm

@@ -1,0 +1,109 @@
+"""Clients with a single sample, on which BatchNorm can't train: they carry no weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pflight import Federation
+from pflight.callbacks import (
+    APFL,
+    L2GD,
+    SCAFFOLD,
+    Ditto,
+    FedALA,
+    FedAvg,
+    FedCluster,
+    FedDANE,
+    FedSGD,
+    Local,
+    PerFedAvg,
+    PFedLA,
+    PFedMe,
+    Reptile,
+    ServerCallback,
+)
+from pflight.models import (
+    APFLClient,
+    ClientModule,
+    DaneClient,
+    DittoClient,
+    PerFedAvgClient,
+    PFedMeClient,
+    ScaffoldClient,
+)
+from tests.runs import ENGINES, assert_same, batchnorm_client, run, sgd, small_data
+
+METHODS: dict[str, tuple[Callable[[], ServerCallback], type[ClientModule], dict[str, object]]] = {
+    "FedAvg": (FedAvg, ClientModule, {}),
+    "FedAvg-uniform": (lambda: FedAvg("uniform"), ClientModule, {}),
+    "FedSGD": (lambda: FedSGD(lr=0.3), ClientModule, {}),
+    "FedSGD-batches": (lambda: FedSGD(lr=0.3, weighting="uniform", batches=1), ClientModule, {}),
+    "FedDANE": (FedDANE, DaneClient, {}),
+    "FedDANE-uniform": (lambda: FedDANE(True, "uniform"), DaneClient, {}),
+    "SCAFFOLD-I": (SCAFFOLD, ScaffoldClient, {"option": "I"}),
+    "SCAFFOLD-II": (SCAFFOLD, ScaffoldClient, {"option": "II"}),
+    "Reptile": (lambda: Reptile(lr=0.6), ClientModule, {}),
+    "Ditto": (Ditto, DittoClient, {}),
+    "APFL": (APFL, APFLClient, {}),
+    "pFedMe": (lambda: PFedMe(train_newcomers=False), PFedMeClient, {}),
+    "Per-FedAvg": (lambda: PerFedAvg(steps=0), PerFedAvgClient, {}),
+    "FedALA": (FedALA, ClientModule, {}),
+    "L2GD": (L2GD, ClientModule, {}),
+    "Local": (Local, ClientModule, {}),
+    "CFL": (lambda: FedCluster(1e3, 0, min_size=1, warmup=0), ClientModule, {}),
+}
+
+
+@ENGINES
+@pytest.mark.parametrize("method", METHODS)
+def test_the_others_train_as_if_they_were_alone(method: str, engine: str) -> None:
+    callback, kind, options = METHODS[method]
+
+    def fit(counts: list[int]) -> Federation:
+        client = batchnorm_client(kind, optimizer=sgd(0.2), **options)
+        return run(client, small_data(counts), callback(), 3, engine=engine)
+
+    with_two, without = fit([6, 8, 1, 1]), fit([6, 8])
+    assert len(with_two.server_states()) == len(without.server_states())
+    for left, right in zip(with_two.server_states(), without.server_states(), strict=True):
+        torch.testing.assert_close(left, right)
+    for i in range(2):
+        torch.testing.assert_close(with_two.client_state(i), without.client_state(i))
+    assert with_two.history[-1].clients == [0, 1]
+    assert not with_two.history[-1].failed
+    for left, right in zip(with_two.history, without.history, strict=True):
+        assert (left.bytes_down, left.bytes_up) == (right.bytes_down, right.bytes_up)
+
+
+def test_their_models_are_in_no_mixture_of_pfedla() -> None:
+    callback = PFedLA()
+    run(batchnorm_client(), small_data([6, 8, 1]), callback, 2)
+    for weights in callback.layer_weights([0, 1, 2]).values():
+        torch.testing.assert_close(weights[:, :2].sum(dim=1), torch.ones(3))
+        assert not weights[:, 2].any()
+
+
+def test_they_are_judged_like_newcomers_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "lightning.pytorch.pflight"):
+        federation = run(batchnorm_client(DittoClient), small_data([6, 8, 1]), Ditto(), 3)
+    assert_same(
+        {n: v for n, v in federation.client_state(2).items() if n.startswith("network.")},
+        {n: v for n, v in federation.server_states()[0].items() if n.startswith("network.")},
+    )
+    lines = [line for line in caplog.messages if "never take part" in line]
+    assert lines == [
+        "1 of 3 clients never take part, as BatchNorm can't train on their single sample: 2"
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_where_nobody_can_train_nothing_moves(method: str) -> None:
+    callback, kind, options = METHODS[method]
+    client = batchnorm_client(kind, **options)
+    federation = run(client, small_data([1, 1]), callback(), 2)
+    assert [entry.clients for entry in federation.history] == [[], []]
+    for name, value in federation.server_states()[0].items():
+        assert torch.equal(value, client.state_dict()[name])
