@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -68,12 +67,7 @@ class PerFedAvg(FedAvg):
         adapted = self.federation.attached_engine.train(
             clients, states, round_index=len(history), steps=self.steps, purpose=Purpose.FINETUNE
         )
-        last = max(len(history) - 1, 0)
-        for failure in adapted.failures:
-            warnings.warn(
-                f"round {last}: client {failure.client} failed to adapt: {failure.reason}",
-                stacklevel=2,
-            )
+        self.federation.note_failures(adapted.failures, "to adapt")
         states = states.clone()
         states[torch.isin(clients, adapted.clients)] = adapted.states
         return states

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -35,6 +34,9 @@ class Evaluator:
     def __init__(self, federation: Federation, split: Literal["val", "test"]) -> None:
         self.federation = federation
         self.split = split
+        rounds = len(federation.history)
+        when = f"{split} after round {federation.history[-1].index}" if rounds else split
+        self.failures = federation.failures_of(when, "it is left out of the metrics")
         models: tuple[Judged, ...] = ("", "server/")
         if federation.finetune_epochs:
             models += ("finetuned/",)
@@ -51,28 +53,52 @@ class Evaluator:
     def judge(self, clients: Tensor) -> None:
         """Run all models of those of the clients ``[C]`` that this rank owns."""
         federation = self.federation
-        callback, engine = federation.attached_callback, federation.attached_engine
         clients = owned(clients)
         if not len(clients):
             return
+        with federation.noting(self.failures):
+            outputs = self._outputs(clients)
+        failed = torch.tensor(self.failures.clients, device=federation.device)
+        for model, evaluation in outputs.items():
+            if len(failed):  # of the same clients for all models, so that these can be compared
+                sound = ~torch.isin(evaluation.clients, failed)
+                evaluation = Evaluation(*(column[sound] for column in evaluation))
+            predictions = evaluation.logits.argmax(dim=1)
+            self._metrics[model].update(
+                evaluation.clients, predictions, evaluation.targets, evaluation.losses
+            )
+
+    def _outputs(self, clients: Tensor) -> dict[Judged, Evaluation]:
+        federation = self.federation
+        callback = federation.attached_callback
         parts = [
-            engine.evaluate(group, federation.complete(group, sent), self.split)
+            self._evaluate(group, federation.complete(group, sent))
             for group, sent in callback.broadcast_groups(clients)
         ]
-        outputs = Evaluation(*map(torch.cat, zip(*parts, strict=True)))
-        self._add("server/", outputs)
+        server = Evaluation(*map(torch.cat, zip(*parts, strict=True)))
+        outputs: dict[Judged, Evaluation] = {"server/": server, "": server}
         if callback.personalizes or federation.finetune_epochs:
             models = ClientModels.of(federation, clients)
-            outputs = engine.evaluate(clients, models.used, self.split)
+            outputs[""] = self._evaluate(clients, models.used)
             if models.finetuned is models.used:
-                self._add("finetuned/", outputs)
+                outputs["finetuned/"] = outputs[""]
             elif models.finetuned is not None:
-                tuned = engine.evaluate(clients, models.finetuned, self.split)
-                self._add("finetuned/", tuned)
-        self._add("", outputs)
+                outputs["finetuned/"] = self._evaluate(clients, models.finetuned)
+        return outputs
+
+    def _evaluate(self, clients: Tensor, states: TensorDict) -> Evaluation:
+        engine = self.federation.attached_engine
+        outputs, failures = engine.evaluate(clients, states, self.split)
+        self.federation.note_failures(failures)
+        return outputs
 
     def means(self) -> dict[str, float]:
-        """Return all metrics by tag, over the clients of all ranks, newcomers apart as ``new/``."""
+        """Return all metrics by tag, over the clients of all ranks, newcomers apart as ``new/``.
+
+        Raises:
+            ClientError: On all ranks, if a client of any of them failed and that stops the run.
+        """
+        self.failures.settle()
         newcomers = self.federation.attached_data.new_clients
         everyone = torch.arange(self.federation.num_clients)
         groups = {"": everyone[~torch.isin(everyone, newcomers)]}
@@ -90,10 +116,6 @@ class Evaluator:
         if model not in self._metrics:
             raise ConfigurationError(f"no model {model!r} was judged, only {list(self._metrics)}")
         return {name: value.cpu() for name, value in self._metrics[model].per_client().items()}
-
-    def _add(self, model: Judged, outputs: Evaluation) -> None:
-        predictions = outputs.logits.argmax(dim=1)
-        self._metrics[model].update(outputs.clients, predictions, outputs.targets, outputs.losses)
 
 
 class ClientModels(NamedTuple):
@@ -135,12 +157,7 @@ def finetune(federation: Federation, clients: Tensor, states: TensorDict) -> Ten
         epochs=federation.finetune_epochs,
         purpose=Purpose.FINETUNE,
     )
-    for failure in updates.failures:
-        warnings.warn(
-            f"fine-tuning failed for client {failure.client}, which is judged without: "
-            f"{failure.reason}",
-            stacklevel=2,
-        )
+    federation.note_failures(updates.failures, "to be fine-tuned")
     if not updates.failures:
         return updates.states
     tuned = states.clone()
