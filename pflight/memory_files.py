@@ -246,8 +246,12 @@ def named_by(checkpoint: Path, memory: dict[str, Any]) -> Iterator[None]:
     stem = hashlib.sha256(shown.encode()).hexdigest()[:16]
     before = set(tables.glob(f"{stem}-*"))
     path = tables / f"{stem}-{secrets.token_hex(4)}{_NEXT}"
-    path.write_text(json.dumps({"checkpoint": shown, "rows": named_rows(memory)}))
-    sync(path)
+    try:
+        path.write_text(json.dumps({"checkpoint": shown, "rows": named_rows(memory)}))
+        sync(path)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
     sync(tables)
     yield
     path.rename(path.with_suffix(".json"))
