@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -299,20 +301,37 @@ def main(args: Sequence[str] | None = None) -> None:
     _quieten()
     stop = StopBetweenRounds()
     try:
-        with stop:
+        with stop, _left_to_the_main_thread():
             FederationCLI(None if args is None else list(args), stop)
     except ArgumentError as error:
         _fail(_one_line(str(error)))
     except Exception as error:
         full, cause = full_disk(error), _configuration_error(error)
         if full is not None:
-            _fail(f"{cause or full} {stop.advice()}".rstrip(), status=1)
+            where = f" ({full.filename})" if full.filename else ""
+            _fail(f"{cause or f'{full.strerror}{where}'} {stop.advice()}", status=1)
         if cause is None:
             raise
         _fail(str(cause))
     finally:
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()  # Lightning leaves gloo's threads to the interpreter's end
+
+
+@contextmanager
+def _left_to_the_main_thread() -> Iterator[None]:
+    """Don't report a full disk of a thread of TensorBoard's, which raises it again later."""
+    report = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is None or full_disk(args.exc_value) is None:
+            report(args)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = report
 
 
 def _fail(message: str, status: int = 2) -> NoReturn:
