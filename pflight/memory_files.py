@@ -248,7 +248,11 @@ def named_by(checkpoint: Path, memory: dict[str, Any]) -> Iterator[None]:
     stem = hashlib.sha256(shown.encode()).hexdigest()[:16]
     before = set(tables.glob(f"{stem}-*"))
     path = tables / f"{stem}-{secrets.token_hex(4)}{_NEXT}"
-    _write_table(path, {"checkpoint": shown, "rows": named_rows(memory)})
+    try:
+        _write_table(path, {"checkpoint": shown, "rows": named_rows(memory)})
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
     yield
     path.rename(path.with_suffix(_WRITTEN))
     gone = {path for path, table in _tables(folder) if not _is_kept(folder, table)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
+from pflight.files import replacing
 from pflight.runs import PICTURES
 
 if TYPE_CHECKING:
@@ -129,6 +129,5 @@ def _write(trainer: L.Trainer, name: str, step: int, figure: Figure) -> None:
             logger.experiment.add_image(f"pictures/{name}", pixels, step, dataformats="HWC")
     path = Path(trainer.default_root_dir, PICTURES, f"{name.replace('/', '-')}-{step:04}.png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    imsave(partial, pixels, format="png", dpi=_DPI)
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        imsave(partial, pixels, format="png", dpi=_DPI)
