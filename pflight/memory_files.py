@@ -248,11 +248,7 @@ def named_by(checkpoint: Path, memory: dict[str, Any]) -> Iterator[None]:
     stem = hashlib.sha256(shown.encode()).hexdigest()[:16]
     before = set(tables.glob(f"{stem}-*"))
     path = tables / f"{stem}-{secrets.token_hex(4)}{_NEXT}"
-    try:
-        _write_table(path, {"checkpoint": shown, "rows": named_rows(memory)})
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
+    _write_table(path, {"checkpoint": shown, "rows": named_rows(memory)})
     yield
     path.rename(path.with_suffix(_WRITTEN))
     gone = {path for path, table in _tables(folder) if not _is_kept(folder, table)}
@@ -370,9 +366,13 @@ def _write_table(path: Path, table: dict[str, Any]) -> None:
     """Write a table and its checksum, so that a kill leaves all of it or none."""
     content = json.dumps(table).encode()
     partial = path.with_suffix(".partial")
-    partial.write_bytes(content + b"\n" + xxhash.xxh3_64_hexdigest(content).encode())
-    sync(partial)
-    partial.rename(path)
+    try:
+        partial.write_bytes(content + b"\n" + xxhash.xxh3_64_hexdigest(content).encode())
+        sync(partial)
+        partial.rename(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 
