@@ -187,7 +187,7 @@ def draw(curves: dict[str, list[list[float]]], path: str) -> None:
         axes.fill_between(
             rounds, values.amin(0), values.amax(0), color=color, alpha=0.12, linewidth=0
         )
-    axes.set(xlabel="communication round", ylabel="macro accuracy (validation)", xlim=(1, None))
+    axes.set(xlabel="communication rounds", ylabel="macro accuracy (validation)", xlim=(1, None))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right center", frameon=False)

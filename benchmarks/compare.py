@@ -4,8 +4,9 @@
 
 Every library has a virtual environment of its own, made at the first run; together they take some
 13 GB. A library that can't be installed or fails is a row that says why. Every row is run in fresh
-processes, one after another, in turn with the other rows, and once more to measure its memory. The
-seconds are those between the ends of two rounds, without evaluation and start-up.
+processes, one after another, in turn with the other rows, and once more to measure its memory. Raw
+loops and other libraries run on one thread as well as on as many as they choose, and the faster
+counts. The seconds are those between the ends of two rounds, without evaluation and start-up.
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ class Row:
         """Whether it is a loop without a library."""
         return self.run.startswith("raw.")
 
+    @property
+    def chooses_threads(self) -> bool:
+        """Whether it knows by itself how many threads are best; others are tried on one, too."""
+        return self.run.startswith("pflight.") or self.run == "raw.two_processes"
+
 
 ROWS = {
     "raw loop": Row("raw.loop"),
@@ -94,42 +100,65 @@ def compare(options: argparse.Namespace, data: Path) -> Iterator[dict[str, dict[
     """Run everything; yield each workload's results by row, again and again as they come in."""
     chosen = {name: row for name, row in ROWS.items() if row.run in options.rows}
     results = {
-        workload: {name: Result() for name, row in chosen.items() if workload in row.workloads}
+        workload: {
+            name: [Result()] if row.chooses_threads else [Result(), Result(one_thread=True)]
+            for name, row in chosen.items()
+            if workload in row.workloads
+        }
         for workload in options.workloads
     }
     interpreters = pythons({row.environment for row in chosen.values()}, options.environments)
     x, y = np.load(data / "test_x.npy"), np.load(data / "test_y.npy")
 
-    def run(workload: str, name: str, watch: bool = False) -> Run:
+    def run(workload: str, name: str, one_thread: bool, watch: bool = False) -> Run:
         row = ROWS[name]
         rounds = 2 if watch else rounds_of(workload, options)
         python = interpreters[row.environment]
         if isinstance(python, InstallError):
             raise RowError(str(python))
-        limit = options.timeout
         return run_row(
-            python, row.run, workload, data=data, rounds=rounds, timeout=limit, watch=watch
+            python,
+            row.run,
+            workload,
+            data=data,
+            rounds=rounds,
+            timeout=options.timeout,
+            one_thread=one_thread,
+            watch=watch,
         )
 
-    cells = [(workload, *cell) for workload, rows in results.items() for cell in rows.items()]
+    def fastest() -> dict[str, dict[str, Result]]:
+        return {
+            workload: {name: min(several, key=Result.order) for name, several in rows.items()}
+            for workload, rows in results.items()
+        }
+
+    cells = [
+        (workload, name, result)
+        for workload, rows in results.items()
+        for name, several in rows.items()
+        for result in several
+    ]
     for _ in range(options.repeats):
         for workload, name, result in cells:
             if result.failure:
                 continue
+            said = f"{workload} {name}" + ", one thread" * result.one_thread
             try:
-                timed = run(workload, name)
+                timed = run(workload, name, result.one_thread)
                 result.runs.append(timed)
                 result.accuracy.append(accuracy(WORKLOADS[workload], timed.weights, x, y))
-                print(f"{workload} {name}: {timed.median:.4f} s", file=sys.stderr, flush=True)
+                print(f"{said}: {timed.median:.4f} s", file=sys.stderr, flush=True)
             except RowError as failure:
                 result.failure = str(failure)
-                print(f"{workload} {name}: {failure}", file=sys.stderr, flush=True)
-        yield results
-    for workload, name, result in cells if options.memory else []:
-        if not result.failure:
-            with suppress(RowError):  # what was timed stays
-                result.peak = run(workload, name, watch=True).peak
-    yield results
+                print(f"{said}: {failure}", file=sys.stderr, flush=True)
+        yield fastest()
+    for workload, rows in fastest().items() if options.memory else ():
+        for name, result in rows.items():
+            if not result.failure:
+                with suppress(RowError):  # what was timed stays
+                    result.peak = run(workload, name, result.one_thread, watch=True).peak
+    yield fastest()
 
 
 def page(options: argparse.Namespace, results: Mapping[str, Mapping[str, Result]]) -> list[str]:

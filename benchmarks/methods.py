@@ -171,8 +171,8 @@ def results_of(options: argparse.Namespace) -> list[Result]:
         found.append({**done[key], "method": method.title})
         best, last = (100 * done[key][moment]["val/macro_acc"] for moment in MOMENTS)
         print(
-            f"{name}, {partition}, seed {seed}, {method.title}: validation {best:.1f} in round "
-            f"{done[key]['chosen']['round']}, {last:.1f} in the last",
+            f"{name}, {partition}, seed {seed}, {method.title}: validation {best:.1f} after "
+            f"{done[key]['chosen']['round']} rounds, {last:.1f} after the last",
             flush=True,
         )
     return found

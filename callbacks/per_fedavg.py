@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -88,15 +87,11 @@ class PerFedAvg(FedAvg):
         states = super().personalize(clients)
         if not self.steps:
             return states
-        index = len(self.federation.history)
+        history = self.federation.history
         adapted = self.federation.attached_engine.train(
-            clients, states, round_index=index, steps=self.steps, purpose=Purpose.FINETUNE
+            clients, states, round_index=len(history), steps=self.steps, purpose=Purpose.FINETUNE
         )
-        for failure in adapted.failures:
-            warnings.warn(
-                f"round {index}: client {failure.client} failed to adapt: {failure.reason}",
-                stacklevel=2,
-            )
+        self.federation.note_failures(adapted.failures, "to adapt")
         states = states.clone()
         states[torch.isin(clients, adapted.clients)] = adapted.states
         return states

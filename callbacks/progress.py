@@ -30,7 +30,8 @@ _PLAIN_LINES = 10  # lines in all where there is no terminal
 class FederationProgressBar(ProgressBar):
     """Shows rounds, the clients of the current round, and the micro and macro accuracy so far.
 
-    Where the output is not a terminal it prints about ten plain lines instead.
+    The bar has the number of the round that runs, counted from 0, until it is done. Where the
+    output is not a terminal it prints about ten plain lines instead.
 
     Args:
         console: Where to draw; standard output by default.
@@ -72,7 +73,8 @@ class FederationProgressBar(ProgressBar):
         rounds = trainer.max_epochs if trainer.max_epochs != -1 else None
         unit = "Round" if isinstance(pl_module, Federation) else "Epoch"
         self._open(unit, rounds, trainer.current_epoch, inner=True)
-        self._plain(trainer, f"{unit.lower()}s {trainer.current_epoch + 1} to {rounds or '...'}")
+        last = "..." if rounds is None else rounds - 1
+        self._plain(trainer, f"{unit.lower()}s {trainer.current_epoch} to {last}")
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -106,7 +108,7 @@ class FederationProgressBar(ProgressBar):
         every = max(1, rounds // _PLAIN_LINES) if rounds and rounds > 0 else _PLAIN_LINES
         done = trainer.current_epoch + 1
         if done % every == 0 or done == rounds:
-            self._plain(trainer, f"{done}/{rounds}  {_accuracy(trainer)}".rstrip())
+            self._plain(trainer, f"{done}/{rounds} done  {_accuracy(trainer)}".rstrip())
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leave the bar of the rounds as it stands."""

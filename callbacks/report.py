@@ -14,6 +14,7 @@ from rich.table import Table
 from pflight.distributed import gather_to_first
 from pflight.engines import Evaluation
 from pflight.federation import Federation
+from pflight.files import replacing
 
 from .quality import columns, judged_by
 
@@ -118,7 +119,8 @@ class PredictionWriter(L.Callback):
         if trainer.is_global_zero:
             path = Path(self.path or Path(trainer.default_root_dir, "predictions.csv"))
             path.parent.mkdir(parents=True, exist_ok=True)
-            rows = _write(path, [chunk for chunks in ranks for chunk in chunks])
+            with replacing(path) as partial:
+                rows = _write(partial, [chunk for chunks in ranks for chunk in chunks])
             Console().print(f"{rows:,} predictions in {path}", highlight=False, soft_wrap=True)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pflight.errors import ConfigurationError
 
@@ -71,13 +70,14 @@ class CIFARDataModule(ImageDataModule):
         files = self._parquet_files()
         if self.cache_dir is None or not files:
             return super().load()
-
-        def build(writer: SampleWriter) -> None:
-            for part in self.parts():
-                writer.add(part.pixels, part.labels, group="", test=part.test)
-
         folder, name = Path(self.cache_dir), self.torchvision_name.lower()
-        return replace(cached_samples(folder, name, files, {}, build), groups=None)
+        cached = cached_samples(folder, name, files, {}, self._build, self.num_classes)
+        return replace(cached, groups=None)
+
+    def _build(self, writer: SampleWriter) -> None:
+        """Write all images to the cache."""
+        for part in self.parts():
+            writer.add(part.pixels, part.labels, group="", test=part.test)
 
     def read(self) -> Iterator[LabelledImages]:
         """See :meth:`ImageDataModule.read`."""
@@ -99,7 +99,7 @@ class CIFARDataModule(ImageDataModule):
         num_rows = 0
         for batch in read_parquet(path, [image, self.label_column]):
             pixels = [
-                self._decoded(content, f"{path}: row {row}")
+                decode_image(content, f"{path}: row {row}", "RGB", self.shape[1:])
                 for row, content in enumerate(batch[image], num_rows)
             ]
             labels = batch[self.label_column]
@@ -117,15 +117,6 @@ class CIFARDataModule(ImageDataModule):
             )
         if not num_rows:
             raise ConfigurationError(f"{path} has no rows")
-
-    def _decoded(self, content: bytes, name: str) -> NDArray[np.uint8]:
-        pixels = decode_image(content, name, "RGB")
-        if pixels.shape[:2] != self.shape[1:]:
-            raise ConfigurationError(
-                f"{name} is an image of {pixels.shape[1]} x {pixels.shape[0]} pixels; those of "
-                f"{self.title} have 32 x 32"
-            )
-        return pixels
 
     def _parquet_files(self) -> list[Path]:
         """Return the files for training and for testing of the first folder that has both."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -236,8 +237,8 @@ def _spread(chosen: Bools, rest: Ints, most: Ints) -> Bools | None:
 def by_owner(owner: Ints, num_clients: int) -> list[Ints]:
     """List each client's positions; samples of no client have an owner past the last."""
     order = np.argsort(owner, kind="stable")
-    ends = np.searchsorted(owner[order], np.arange(num_clients), side="right")
-    return np.split(order[: ends[-1]], ends[:-1])
+    ends = np.searchsorted(owner[order], np.arange(num_clients), side="right").tolist()
+    return [order[first:last] for first, last in pairwise([0, *ends])]
 
 
 def _class_counts(kinds: Ints, parts: Sequence[Ints], num_classes: int) -> Ints:

@@ -18,6 +18,7 @@ from pflight.errors import ConfigurationError
 from pflight.randomness import Purpose, generator, shuffled
 
 from .augmentation import Augmentation
+from .fingerprint import checksum_of
 from .loaders import (
     SPLITS,
     AugmentedSamples,
@@ -153,21 +154,55 @@ class FederatedDataModule(L.LightningDataModule):
         return self.samples(client, split)[1]
 
     def class_counts(self, split: Split = "train") -> Tensor:
-        """Count each client's samples by class, ``[num_clients, num_classes]``."""
-        return torch.stack(
-            [
-                self.labels(client, split).bincount(minlength=self.num_classes)
-                for client in range(self.num_clients)
-            ]
-        )
+        """Count each client's samples by class, ``[num_clients, num_classes]``.
+
+        Raises:
+            ConfigurationError: If a label is no class; the message names the client.
+        """
+        parts = [self.labels(client, split) for client in range(self.num_clients)]
+        owners = torch.arange(len(parts)).repeat_interleave(torch.tensor([*map(len, parts)]))
+        labels = torch.cat(parts).to(owners)
+        if (outside := (labels < 0) | (labels >= self.num_classes)).any():
+            label, client = int(labels[outside][0]), int(owners[outside][0])
+            raise ConfigurationError(
+                f"client {client}, {split}: label {label}, but num_classes is {self.num_classes}"
+            )
+        cells = owners * self.num_classes + labels
+        counts = cells.bincount(minlength=self.num_clients * self.num_classes)
+        return counts.view(self.num_clients, self.num_classes)
+
+    def fingerprint(self) -> Tensor:
+        """Return a number for each client that tells its samples from others, ``[num_clients]``.
+
+        A run goes on from a checkpoint only with the clients that it was made with: those of equal
+        sample counts and of equal fingerprints. By default these are checksums of the labels, in
+        their order; where :meth:`num_samples` is defined but :meth:`labels` is not, so that labels
+        cost as much as features, they are all 0. A data set that knows better what its clients
+        hold, such as checksums of their files, returns that.
+        """
+        own = type(self)
+        counts_alone = own.num_samples is not FederatedDataModule.num_samples
+        if counts_alone and own.labels is FederatedDataModule.labels:
+            return torch.zeros(self.num_clients, dtype=torch.long)
+        return self._from_labels[1]
+
+    @property
+    def _counts(self) -> dict[Split, Tensor]:
+        return self._from_labels[0]
 
     @cached_property
-    def _counts(self) -> dict[Split, Tensor]:
-        clients = range(self.num_clients)
-        return {
-            split: torch.tensor([len(self.labels(client, split)) for client in clients])
-            for split in SPLITS
-        }
+    def _from_labels(self) -> tuple[dict[Split, Tensor], Tensor]:
+        """What all labels tell, which may cost much to read: counts and checksums of clients."""
+        counts: dict[Split, Tensor] = {}
+        checksums = [0] * self.num_clients
+        for split in SPLITS:
+            sizes = []
+            for client, checksum in enumerate(checksums):
+                labels = self.labels(client, split)
+                sizes.append(labels.shape[0])
+                checksums[client] = checksum_of(labels, checksum)
+            counts[split] = torch.tensor(sizes)
+        return counts, torch.tensor(checksums)
 
     @cached_property
     def new_clients(self) -> Tensor:

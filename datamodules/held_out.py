@@ -11,6 +11,7 @@ from pflight.errors import ConfigurationError
 from pflight.randomness import Purpose, generator
 
 from .federated import FederatedDataModule, Split
+from .fingerprint import joined
 
 
 class HeldOut(FederatedDataModule):
@@ -59,6 +60,10 @@ class HeldOut(FederatedDataModule):
         """See :meth:`FederatedDataModule.labels`."""
         y = self.data.labels(client, "train" if split == "held_out" else split)
         return y if split in ("val", "test") else y[self._part(client, len(y), split)]
+
+    def fingerprint(self) -> Tensor:
+        """Return checksums of the wrapped data's fingerprints and of the labels that are left."""
+        return joined(self.data.fingerprint(), super().fingerprint())
 
     def _part(self, client: int, count: int, split: Split) -> Tensor:
         """Return the positions of a split among a client's ``count`` training samples."""

@@ -12,6 +12,7 @@ from pflight.errors import ConfigurationError
 from pflight.randomness import Purpose, generator
 
 from .federated import FederatedDataModule, Split
+from .fingerprint import checksum_of, joined
 
 Difference = Literal["labels", "rotation", "features"]
 
@@ -133,6 +134,14 @@ class HiddenGroups(FederatedDataModule):
         """See :meth:`FederatedDataModule.labels`."""
         y = self.data.labels(client, split)
         return self._relabelled(y, int(self.clusters[client])) if self.difference == "labels" else y
+
+    def fingerprint(self) -> Tensor:
+        """Return checksums of the wrapped data's, the clusters, how they differ and the labels."""
+        kind = get_args(Difference).index(self.difference)
+        drawn = checksum_of(torch.tensor([kind, self.shift, self.seed], dtype=torch.double))
+        differences = torch.full_like(self.clusters, drawn)
+        own = self.clusters, differences, super().fingerprint()
+        return joined(self.data.fingerprint(), *own)
 
     def _relabelled(self, y: Tensor, cluster: int) -> Tensor:
         return (y + cluster) % self.num_classes

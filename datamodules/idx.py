@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import math
 import zlib
 from collections.abc import Iterator
@@ -14,15 +15,17 @@ from numpy.typing import NDArray
 from pflight.errors import ConfigurationError
 
 from .images import ImageDataModule, LabelledImages
+from .root import is_file
 
 _UNSIGNED_BYTES = 8
+_MOST_VALUES = 1 << 30  # EMNIST's largest file has 547 million
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
     """Read an idx file of unsigned bytes.
 
     The format is two zero bytes, a type code (8), the number of dimensions, each dimension as a
-    big-endian 32-bit integer, and the values in C order.
+    big-endian 32-bit integer, and the values in C order. No more is read than the header promises.
 
     Args:
         path: A plain file, or a gzipped one if its name ends in ``.gz``.
@@ -31,25 +34,39 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
         The array that the header describes.
 
     Raises:
-        ConfigurationError: The file is truncated or not in this format.
+        ConfigurationError: The file is truncated, too long or not in this format.
     """
+    if not is_file(path):
+        raise ConfigurationError(f"{path} is not there")
     try:
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            content = gzip.decompress(content)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            shape = _shape(file, path)
+            values = file.read(math.prod(shape) + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigurationError(f"{path} is damaged: {error}") from error
-    dimensions = content[3] if len(content) > 3 else 0
-    start = 4 + 4 * dimensions
-    if content[:3] != bytes([0, 0, _UNSIGNED_BYTES]) or not dimensions or len(content) < start:
-        raise ConfigurationError(f"{path} is not an idx file of unsigned bytes")
-    shape = tuple(int(size) for size in np.frombuffer(content[4:start], dtype=">u4"))
-    if len(content) != start + math.prod(shape):
+    if len(values) != math.prod(shape):
+        found = "more" if len(values) > math.prod(shape) else len(values)
         raise ConfigurationError(
             f"{path} is damaged: its header promises {math.prod(shape)} values of shape "
-            f"{list(shape)}, it has {len(content) - start}"
+            f"{list(shape)}, it has {found}"
         )
-    return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape)
+    return np.frombuffer(values, dtype=np.uint8).reshape(shape)
+
+
+def _shape(file: io.BufferedIOBase, path: Path) -> tuple[int, ...]:
+    """Read an idx file's header, and return the shape of the values that follow."""
+    start = file.read(4)
+    dimensions = start[3] if len(start) > 3 else 0
+    sizes = file.read(4 * dimensions)
+    if start[:3] != bytes([0, 0, _UNSIGNED_BYTES]) or not dimensions or len(sizes) < 4 * dimensions:
+        raise ConfigurationError(f"{path} is not an idx file of unsigned bytes")
+    shape = tuple(int(size) for size in np.frombuffer(sizes, dtype=">u4"))
+    if math.prod(shape) > _MOST_VALUES:
+        raise ConfigurationError(
+            f"{path} is damaged: its header promises {math.prod(shape)} values of shape "
+            f"{list(shape)}, more than any data set of this family has"
+        )
+    return shape
 
 
 class IdxDataModule(ImageDataModule):
@@ -90,7 +107,7 @@ class IdxDataModule(ImageDataModule):
 
     def _find(self, name: str) -> Path | None:
         paths = [folder / file for folder in self.folders() for file in (name, f"{name}.gz")]
-        return next((path for path in paths if path.is_file()), None)
+        return next((path for path in paths if is_file(path)), None)
 
 
 def _pair(prefix: str) -> tuple[str, str]:

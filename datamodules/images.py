@@ -15,6 +15,7 @@ from pflight.errors import ConfigurationError
 
 from .partition import ClassesPerClient, Ints, Partition
 from .partitioned import PartitionedDataModule
+from .root import absence, announce_download, check_root
 from .samples import Samples
 
 
@@ -109,14 +110,17 @@ class ImageDataModule(PartitionedDataModule):
 
     def prepare_data(self) -> None:
         """Download the data set if it is not there and ``download`` allows it."""
+        check_root(self.root)
         if not self.download or self.missing() is None:
             return
+        note = absence(self.root)
+        announce_download(self.title, self.root)
         try:
             self.fetch()
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # torchvision also raises what its readers do.
             reason = " ".join(str(error).split())
             raise ConfigurationError(
-                f"could not download {self.title} to {self.root}: {reason}"
+                f"could not download {self.title} to {self.root}{note}: {reason}"
             ) from error
 
     def load(self) -> Samples:
@@ -138,9 +142,11 @@ class ImageDataModule(PartitionedDataModule):
             ConfigurationError: A file is missing or damaged, or has images of another shape or
                 labels out of range.
         """
+        check_root(self.root)
         if (missing := self.missing()) is not None:
             raise ConfigurationError(
-                f"{missing}; download=True fetches it in prepare_data(){self.elsewhere}"
+                f"{missing}{absence(self.root)}; download=True fetches it in prepare_data()"
+                f"{self.elsewhere}"
             )
         for part in self.read():
             if misfit := self._misfit(part):

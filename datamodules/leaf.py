@@ -25,9 +25,11 @@ from .leaf_json import one_line, people
 from .parquet import decode_image, parquet_files, read_parquet
 from .partition import Natural, Partition
 from .partitioned import PartitionedDataModule
+from .root import absence, announce_download, check_root, is_file
 from .samples import Samples
 
 _UNFINISHED = "hub.partial"
+_MOST_BYTES = 1 << 26  # of a picture
 
 _Part = tuple[str, NDArray[Any], Ints, bool]
 """A person's name, features ``[n, C, H, W]``, labels ``[n]``, and whether they are for testing."""
@@ -118,6 +120,7 @@ class LeafDataModule(PartitionedDataModule):
     def prepare_data(self) -> None:
         """Download the data set if it is not there and ``download`` allows it; build its cache."""
         if self.download and self._files() is None:
+            announce_download(self._title, self.root)
             self._fetch()
         self._cached()
 
@@ -146,6 +149,7 @@ class LeafDataModule(PartitionedDataModule):
 
     def _files(self) -> _Files | None:
         """Find the data set's files."""
+        check_root(self.root)
         root = Path(self.root)
         for folder in (root, root / "data"):
             train, test = (sorted(folder.glob(f"{part}/*.json")) for part in ("train", "test"))
@@ -171,7 +175,7 @@ class LeafDataModule(PartitionedDataModule):
             ) from error
         from filelock import FileLock
 
-        root = Path(self.root)
+        root, note = Path(self.root), absence(self.root)
         try:
             root.mkdir(parents=True, exist_ok=True)
             with FileLock(root / "hub.lock"):
@@ -185,14 +189,14 @@ class LeafDataModule(PartitionedDataModule):
                     (root / _UNFINISHED).rename(root / "hub")
         except Exception as error:  # The hub's client also raises what its HTTP library does.
             raise ConfigurationError(
-                f"could not download {self._repository} from Hugging Face to {self.root}: "
+                f"could not download {self._repository} from Hugging Face to {self.root}{note}: "
                 f"{one_line(error)}"
             ) from error
 
     def _not_found(self) -> str:
         return (
             f"{self._title} not found: {self.root} has neither train/*.json and test/*.json nor "
-            "all_data/*.json, directly or in data/, nor *.parquet"
+            f"all_data/*.json, directly or in data/, nor *.parquet{absence(self.root)}"
         )
 
     def _cached(self) -> CachedSamples:
@@ -205,8 +209,8 @@ class LeafDataModule(PartitionedDataModule):
         folder = Path(self.root, "cache") if self.cache_dir is None else Path(self.cache_dir)
         sources = [*files.train, *files.test, *self._image_folders(files)]
         options = {"dedupe_first": self.dedupe_first, **self._cache_options()}
-        build = partial(self._build, files)
-        return cached_samples(folder, self._title.lower(), sources, options, build)
+        build, name = partial(self._build, files), self._title.lower()
+        return cached_samples(folder, name, sources, options, build, self._num_labels)
 
     def _image_folders(self, files: _Files) -> list[Path]:
         """Return the folders with images that the files name; by default, none."""
@@ -430,12 +434,12 @@ class _Images:
     def __init__(
         self,
         mode: Literal["L", "RGB"],
-        size: tuple[int, ...] | None = None,
+        size: tuple[int, int] | None = None,
         scaled_to: int | None = None,
     ) -> None:
         self._mode = mode
-        self._size = size
-        self._sized_by = "others"
+        self._wanted = size
+        self._size: tuple[int, ...] | None = size
         self._scaled_to = scaled_to
 
     def decode(self, contents: Sequence[bytes], names: Sequence[str]) -> NDArray[np.uint8]:
@@ -456,7 +460,7 @@ class _Images:
         """Return the size that an image had, and the scaled image ``[C, H, W]``."""
         from PIL import Image
 
-        pixels = decode_image(content, name, self._mode)
+        pixels = decode_image(content, name, self._mode, self._wanted)
         size = pixels.shape[:2]
         if self._scaled_to is not None:
             scaled = Image.fromarray(pixels).resize((self._scaled_to, self._scaled_to))
@@ -478,13 +482,16 @@ def _pixels(rows: list[Any], where: str) -> NDArray[np.float32]:
 
 def _pictures(folder: Path, images: _Images, names: list[Any], where: str) -> NDArray[np.uint8]:
     """Return the pictures ``[n, 3, H, W]`` of a list of file names."""
-    if not {*map(type, names)} <= {str}:
+    if not {*map(type, names)} <= {str} or any(Path(name).name != name for name in names):
         raise ConfigurationError(f'{where}: each "x" must be the name of a picture')
     paths = [folder / name for name in names]
     contents = []
     for path in paths:
         try:
-            contents.append(path.read_bytes())
+            if not is_file(path):
+                raise FileNotFoundError("there is no such file")
+            with path.open("rb") as file:
+                contents.append(file.read(_MOST_BYTES))
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"{where}: can't read {path}: {one_line(error)}") from error
     return images.decode(contents, [str(path) for path in paths])

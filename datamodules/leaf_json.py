@@ -8,6 +8,8 @@ from typing import Any, BinaryIO
 
 from pflight.errors import ConfigurationError
 
+from .root import is_file
+
 _CHUNK = 8192  # bytes that are parsed at once
 
 
@@ -58,6 +60,8 @@ def _parsed(path: Path, parse: Callable[..., Iterator[Any]], prefix: str) -> Ite
     """Yield what a parser finds in a JSON file, without reading all of it at once."""
     import ijson
 
+    if not is_file(path):
+        raise ConfigurationError(f"{path} is not there")
     try:
         with path.open("rb") as file:
             yield from parse(_Shallow(file), prefix, use_float=True, buf_size=_CHUNK)

@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from pflight.randomness import Purpose, shuffled
 
+from .samples import Rows
+
 Batch = tuple[Tensor, Tensor]
 Split = Literal["train", "val", "test", "held_out"]
 """``held_out`` is what :class:`~pflight.datamodules.held_out.HeldOut` keeps out of training."""
@@ -62,7 +64,7 @@ def sample_order(count: int, seed: int, round: int, client: int = 0, epoch: int 
 
 
 class IndexedSamples(Dataset[Batch]):
-    """Samples whose features are rows of a larger tensor; batches are gathered at once.
+    """Samples whose features are rows of a larger tensor or file; batches are gathered at once.
 
     Args:
         x: Features ``[N, ...]``.
@@ -73,7 +75,7 @@ class IndexedSamples(Dataset[Batch]):
 
     def __init__(
         self,
-        x: Tensor,
+        x: Rows,
         y: Tensor,
         rows: Tensor | None = None,
         transform: Callable[[Tensor], Tensor] | None = None,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import re
 import zipfile
-import zlib
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -17,13 +15,20 @@ from torch import Tensor
 
 from pflight.errors import ConfigurationError
 
+from .parquet import decode_image
 from .partition import Natural, Partition
 from .partitioned import PartitionedDataModule
+from .root import absence, announce_download, check_root, is_file
 from .samples import Samples
+
+_Drawing = tuple[str, str, str]
+"""Alphabet, character and drawer."""
 
 _COMPLETE = ["images_background", "images_evaluation"]
 _ARCHIVES = [*_COMPLETE, "images_background_small1", "images_background_small2"]
-_MEMBER = re.compile(r"[^/]+/(?P<alphabet>[^/]+)/(?P<character>[^/]+)/\d+_(?P<drawer>\d+)\.png")
+_MEMBER = re.compile(r"[^/.]+/(?P<alphabet>[^/.]+)/(?P<character>[^/.]+)/\d+_(?P<drawer>\d+)\.png")
+_MOST_BYTES = 1 << 16  # of a drawing; Omniglot's have some 200
+_METHODS = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED
 
 
 class Omniglot(PartitionedDataModule):
@@ -97,13 +102,16 @@ class Omniglot(PartitionedDataModule):
         from torchvision import datasets
         from torchvision.datasets.utils import download_url
 
-        source = datasets.Omniglot
+        source, note = datasets.Omniglot, absence(self.root)
+        announce_download("Omniglot", self.root)
         for name in sorted(missing):
             url = f"{source.download_url_prefix}/{name}.zip"
             try:
                 download_url(url, self._folders()[1], f"{name}.zip", source.zips_md5.get(name))
             except (OSError, RuntimeError) as error:
-                raise ConfigurationError(f"could not download {url}: {error}") from error
+                raise ConfigurationError(
+                    f"could not download {url} to {self.root}{note}: {error}"
+                ) from error
 
     def load(self) -> Samples:
         """See :meth:`PartitionedDataModule.load`."""
@@ -126,7 +134,7 @@ class Omniglot(PartitionedDataModule):
         return x.float().div_(255)
 
     @cached_property
-    def _drawings(self) -> dict[tuple[str, str, str], tuple[Path, str]]:
+    def _drawings(self) -> dict[_Drawing, tuple[Path, str]]:
         """Archive and member of each (alphabet, character, drawer), sorted."""
         found = self._found()
         missing = [name for name in self.archives or [] if name not in found]
@@ -134,15 +142,12 @@ class Omniglot(PartitionedDataModule):
             folders = " and ".join(str(folder) for folder in self._folders())
             wanted = ", ".join(f"{name}.zip" for name in missing or _ARCHIVES)
             raise ConfigurationError(
-                f"Omniglot's {wanted} not found in {folders}; download=True fetches them in "
-                "prepare_data()"
+                f"Omniglot's {wanted} not found in {folders}{absence(self.root)}; download=True "
+                "fetches them in prepare_data()"
             )
-        drawings: dict[tuple[str, str, str], tuple[Path, str]] = {}
+        drawings: dict[_Drawing, tuple[Path, str]] = {}
         for path in found.values():
-            with _opened(path) as archive:
-                for member in filter(None, map(_MEMBER.fullmatch, archive.namelist())):
-                    drawing = member["alphabet"], member["character"], member["drawer"]
-                    drawings[drawing] = path, member.string
+            drawings |= {drawing: (path, member) for drawing, member in _members(path).items()}
         if not drawings:
             raise ConfigurationError(f"{', '.join(map(str, found.values()))}: no Omniglot images")
         return dict(sorted(drawings.items()))
@@ -154,10 +159,8 @@ class Omniglot(PartitionedDataModule):
         """Decode and scale one image, strokes white on black."""
         from PIL import Image, ImageOps
 
-        try:
-            image = Image.open(io.BytesIO(archive.read(member))).convert("L")
-        except (OSError, zipfile.BadZipFile, zlib.error) as error:
-            raise ConfigurationError(f"{archive.filename} is damaged: {member}: {error}") from error
+        content = _content(archive, member)
+        image = Image.fromarray(decode_image(content, f"{archive.filename}: {member}", "L"))
         size = self.image_size, self.image_size
         return np.asarray(ImageOps.invert(image).resize(size, Image.Resampling.BOX))
 
@@ -166,16 +169,66 @@ class Omniglot(PartitionedDataModule):
 
     def _found(self) -> dict[str, Path]:
         """Return the archives to read that are there."""
+        check_root(self.root)
         paths = [
             folder / f"{name}.zip"
             for name in self.archives or _ARCHIVES
             for folder in reversed(self._folders())
         ]
-        return {path.stem: path for path in paths if path.is_file()}
+        return {path.stem: path for path in paths if is_file(path)}
 
 
 def _opened(path: Path) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(path)
-    except (OSError, zipfile.BadZipFile) as error:
+    except Exception as error:  # zipfile raises half a dozen kinds on damaged archives.
         raise ConfigurationError(f"{path} is damaged: {error}") from error
+
+
+def _members(path: Path) -> dict[_Drawing, str]:
+    """Return the member of an archive that has each drawing."""
+    members: dict[_Drawing, str] = {}
+    with _opened(path) as archive:
+        names = archive.namelist()
+        if len(names) != _num_members(path):  # a damaged length can hide some
+            raise ConfigurationError(f"{path} is damaged: its directory lacks members")
+        for name in names:
+            if name.endswith(("/", ".DS_Store")) or name.startswith("__MACOSX/"):
+                continue
+            if not (found := _MEMBER.fullmatch(name)):
+                raise ConfigurationError(f"{path}: {name!r} is not the name of a drawing")
+            drawing = found["alphabet"], found["character"], found["drawer"]
+            if drawing in members:
+                raise ConfigurationError(
+                    f"{path}: {name} is the same drawing as {members[drawing]}"
+                )
+            members[drawing] = name
+    return members
+
+
+def _num_members(path: Path) -> int:
+    """Return how many members an archive says that it has, in the record at its end."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - (1 << 16)))
+        record = file.read().rpartition(b"PK\5\6")[2]
+    return int.from_bytes(record[6:8], "little")
+
+
+def _content(archive: zipfile.ZipFile, member: str) -> bytes:
+    """Return what is in a member of an archive, which is not trusted."""
+    info = archive.getinfo(member)
+    trouble = f"{archive.filename}: {member}"
+    if info.flag_bits & 1:
+        raise ConfigurationError(f"{trouble} is encrypted")
+    if info.compress_type not in _METHODS:
+        raise ConfigurationError(
+            f"{trouble} is compressed by method {info.compress_type}, which is not Omniglot's"
+        )
+    try:
+        with archive.open(info) as file:
+            content = file.read(_MOST_BYTES + 1)
+    except Exception as error:
+        raise ConfigurationError(f"{archive.filename} is damaged: {member}: {error}") from error
+    if max(info.file_size, len(content)) > _MOST_BYTES:
+        raise ConfigurationError(f"{trouble} is too large for a drawing: {info.file_size} bytes")
+    return content

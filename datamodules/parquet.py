@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,11 @@ from numpy.typing import NDArray
 
 from pflight.errors import ConfigurationError
 
+from .root import is_file
+
 _ROWS_AT_ONCE = 1024
+_BYTES_AT_ONCE = 1 << 28
+_MOST_PIXELS = 1 << 24
 _SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})\.parquet")
 
 
@@ -26,9 +31,12 @@ def parquet_files(folder: Path, pattern: str = "**/*.parquet") -> list[Path]:
 
     Raises:
         ConfigurationError: Files are called ``...-of-00003.parquet``, and one of the three is
-            missing.
+            missing; or what has such a name is not a file.
     """
-    files = sorted(path for path in folder.glob(pattern) if path.is_file())
+    found = sorted(folder.glob(pattern))
+    files = [
+        path for path in found if (_SHARD.match(path.name) or not path.is_dir()) and is_file(path)
+    ]
     for path in files:
         if shard := _SHARD.fullmatch(path.name):
             for number in range(int(shard["count"])):
@@ -44,10 +52,10 @@ def parquet_columns(path: Path) -> list[str]:
     Raises:
         ConfigurationError: The file is damaged, or pyarrow is not installed.
     """
-    pyarrow, parquet = _pyarrow(path)
+    parquet = _pyarrow(path)
     try:
         return list(parquet.read_schema(path).names)
-    except (OSError, pyarrow.ArrowException) as error:
+    except Exception as error:  # what the file holds, as text, may be damaged, too.
         raise _damaged(path, error) from error
 
 
@@ -63,10 +71,10 @@ def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[dict[str, list[
         ``path``) is its bytes.
 
     Raises:
-        ConfigurationError: The file is damaged, lacks a column or a value, or pyarrow is not
-            installed.
+        ConfigurationError: The file is damaged, lacks a column or a value, has rows too large for
+            images, or pyarrow is not installed.
     """
-    pyarrow, parquet = _pyarrow(path)
+    parquet = _pyarrow(path)
     present = parquet_columns(path)
     missing = [name for name in columns if name not in present]
     if missing:
@@ -75,8 +83,9 @@ def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[dict[str, list[
         )
     first_row = 0
     try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=list(columns)):
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            at_once = _rows_at_once(path, file.metadata)
+            for batch in file.iter_batches(at_once, columns=list(columns)):
                 values = {name: _plain(batch.column(name).to_pylist()) for name in columns}
                 for name in columns:
                     if None in values[name]:
@@ -84,32 +93,56 @@ def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[dict[str, list[
                         raise ConfigurationError(f"{path}: row {row} has no {name}")
                 first_row += len(batch)
                 yield values
-    except (OSError, pyarrow.ArrowException) as error:
+    except ConfigurationError:
+        raise
+    except Exception as error:  # pyarrow's own, or those of damaged text.
         raise _damaged(path, error) from error
 
 
-def decode_image(content: bytes, name: str, mode: Literal["L", "RGB"]) -> NDArray[np.uint8]:
+def _rows_at_once(path: Path, metadata: Any) -> int:
+    """Return how many rows to read at once, so that large ones don't fill the memory."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    row = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+    if row > _BYTES_AT_ONCE:
+        raise ConfigurationError(f"{path} has rows of {row >> 20} MiB, which are no images")
+    return min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // max(row, 1))
+
+
+def decode_image(
+    content: bytes, name: str, mode: Literal["L", "RGB"], size: tuple[int, int] | None = None
+) -> NDArray[np.uint8]:
     """Decode a JPEG, a PNG, or another image that Pillow reads.
 
     Args:
         content: The image file's bytes.
         name: What to call the image in an error: its file, or a file and a row.
         mode: ``"L"`` for gray, ``"RGB"`` for colours; other images are converted.
+        size: Height and width that it must have; ``None`` allows up to 16 million pixels.
 
     Returns:
         Pixels ``[H, W]`` or ``[H, W, 3]``.
 
     Raises:
-        ConfigurationError: The image can't be decoded.
+        ConfigurationError: The image is damaged, or has another size.
     """
     from PIL import Image, UnidentifiedImageError
 
     try:
-        return np.array(Image.open(io.BytesIO(content)).convert(mode))
+        image = Image.open(io.BytesIO(content))
+        if image.format == "PNG":
+            image.verify()  # its checksums, of which decoding leaves out some
+            image = Image.open(io.BytesIO(content))
+        found = image.height, image.width
+        if found == size or (size is None and math.prod(found) <= _MOST_PIXELS):
+            return np.array(image.convert(mode))
     except UnidentifiedImageError as error:
         raise ConfigurationError(f"{name} is not an image that Pillow knows") from error
     except Exception as error:  # Pillow's decoders raise a dozen kinds on damaged files.
         raise ConfigurationError(f"{name} is a damaged image: {error}") from error
+    expected = "at most 16 million" if size is None else f"{size[1]} x {size[0]}"
+    raise ConfigurationError(
+        f"{name} is an image of {found[1]} x {found[0]} pixels, expected {expected}"
+    )
 
 
 def _plain(values: list[Any]) -> list[Any]:
@@ -117,15 +150,14 @@ def _plain(values: list[Any]) -> list[Any]:
     return [value.get("bytes") if isinstance(value, dict) else value for value in values]
 
 
-def _pyarrow(path: Path) -> tuple[Any, Any]:
+def _pyarrow(path: Path) -> Any:
     try:
-        import pyarrow
         from pyarrow import parquet
     except ImportError as error:
         raise ConfigurationError(
             f'{path} is a parquet file, which needs pyarrow: pip install "pflight[hf]"'
         ) from error
-    return pyarrow, parquet
+    return parquet
 
 
 def _damaged(path: Path, error: Exception) -> ConfigurationError:

@@ -12,6 +12,7 @@ from pflight.randomness import Purpose, numpy_generator
 
 from .dealing import Ints, stratified_splits
 from .federated import SPLITS, FederatedDataModule, Split
+from .fingerprint import checksum_of
 from .loaders import IndexedSamples
 from .partition import Partition
 from .samples import Samples
@@ -117,6 +118,13 @@ class PartitionedDataModule(FederatedDataModule):
         held = self._held()
         self.check_client(client)
         return held.y[self._indices[split][client]]
+
+    def fingerprint(self) -> Tensor:
+        """Return checksums of each client's labels and of their positions in the data set."""
+        checksums = super().fingerprint().tolist()
+        for parts in self._indices.values():
+            checksums = [*map(checksum_of, parts, checksums)]
+        return torch.tensor(checksums)
 
     def dataset(self, clients: Tensor, split: Split) -> IndexedSamples:
         """See :meth:`FederatedDataModule.dataset`; nothing is copied."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,9 +12,17 @@ from torch import Tensor
 from .dealing import Bools, Ints
 
 
+class Rows(Protocol):
+    """Features of samples: a tensor, or what reads them from a file."""
+
+    def __getitem__(self, rows: Tensor, /) -> Tensor:
+        """Return the features ``[m, ...]`` of some rows ``[m]``."""
+        ...
+
+
 @dataclass(frozen=True)
 class Samples:
-    """A data set: features, which may be memory-mapped, and facts on each of its ``n`` samples.
+    """A data set: features, which may be read from a file, and facts on each of its ``n`` samples.
 
     Attributes:
         x: Features ``[N, ...]``.
@@ -29,7 +38,7 @@ class Samples:
         ([1, 1], [1, 3], True)
     """
 
-    x: Tensor
+    x: Rows
     y: Tensor
     groups: Ints | None = None
     test: Bools | None = None

@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from .errors import ConfigurationError
+from .files import full_disk, replacing
 from .memory_files import locate, named_by, sync
 
 
@@ -24,9 +25,8 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
     if not Path(path).is_file():
         raise ConfigurationError(f"there is no checkpoint {path}")
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load does not check the checksums
-            if damaged := archive.testzip():
-                raise zipfile.BadZipFile(damaged)
+        if not is_whole(path):  # torch.load does not check the checksums
+            raise zipfile.BadZipFile
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
         raise ConfigurationError(
@@ -39,21 +39,45 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
     return checkpoint
 
 
+def is_whole(path: str | os.PathLike[str]) -> bool:
+    """Return whether a checkpoint's bytes are those that were written."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except Exception:  # zipfile raises many kinds on damaged files
+        return False
+
+
+def steps_so_far(path: str | os.PathLike[str]) -> int | None:
+    """Return after how many steps a whole file was saved; ``None`` if no run can go on from it."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return int(checkpoint["global_step"]) if "loops" in checkpoint else None
+    except Exception:  # no checkpoint at all
+        return None
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes beside the target, syncs, and replaces: there is always a whole file to go on from."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write ``checkpoint`` to ``path`` so that a kill leaves the old file or the new one."""
+        """Write ``checkpoint`` to ``path`` so that a kill leaves the old file or the new one.
+
+        Raises:
+            OSError: If the disk is full, or may not be written to; the old file stays.
+        """
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.partial")
         with named_by(target, _memory(checkpoint)):
-            with partial.open("wb") as file:
-                torch.save(checkpoint, file)
-            sync(partial)
-            os.replace(partial, target)
+            with replacing(target) as partial:
+                try:
+                    with partial.open("wb") as file:
+                        torch.save(checkpoint, file)
+                except RuntimeError as error:  # what torch makes of it
+                    raise full_disk(error) or error from None
+                sync(partial)
             sync(target.parent)
 
     def load_checkpoint(

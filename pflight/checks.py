@@ -13,7 +13,10 @@ from .checkpoint import AtomicCheckpointIO
 from .datamodules import FederatedDataModule
 from .errors import ConfigurationError
 from .memory import ClientMemory, MappedMemory
-from .options import described, differing, whole
+from .models import ClientModule
+from .options import described, differing, number, whole
+
+_IGNORED = ("validation_step", "test_step", "predict_step")  # of a client's methods
 
 
 def check_options(
@@ -23,6 +26,7 @@ def check_options(
     engine: str,
     clients_at_once: int | None,
     on_client_error: str,
+    client_timeout: float | None,
     client_memory: str,
     seed: int,
 ) -> None:
@@ -43,10 +47,27 @@ def check_options(
         raise ConfigurationError(
             f"on_client_error must be 'skip' or 'raise', got {on_client_error!r}"
         )
+    if client_timeout is not None and not number(client_timeout) > 0:
+        raise ConfigurationError(f"client_timeout must be positive, got {client_timeout}")
     if client_memory not in ("ram", "disk"):
         raise ConfigurationError(f"client_memory must be 'ram' or 'disk', got {client_memory!r}")
     if not whole(seed) >= 0:
         raise ConfigurationError(f"seed must not be negative, got {seed}")
+
+
+def warn_of_ignored(client: L.LightningModule) -> None:
+    """Warn of a classifier's own steps of evaluation, which no federation calls."""
+    if not isinstance(client, ClientModule):
+        return
+    own = [
+        name for name in _IGNORED if getattr(type(client), name) is not getattr(ClientModule, name)
+    ]
+    if own:
+        rank_zero_warn(
+            f"{type(client).__name__}'s own {' and '.join(own)}, with the metrics in it, is not "
+            "used in a federation: clients are judged by accuracy, F1 and cross-entropy of what "
+            "forward() gives"
+        )
 
 
 def check_trainer(trainer: L.Trainer) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning as L
 import torch.distributed as dist
@@ -38,7 +41,9 @@ from .callbacks.tensorboard import Primitive
 from .checkpoint import read_checkpoint
 from .errors import ConfigurationError
 from .federation import Federation
+from .files import causes, full_disk
 from .runs import CONFIG, RunFolder
+from .signals import StopBetweenRounds, Stopped
 
 __all__ = ["FederationCLI", "datamodules", "main", "models", "pictures"]
 
@@ -88,9 +93,13 @@ class FederationCLI(LightningCLI):
 
     Args:
         args: Arguments in place of those of the process.
+        stop: What ends a run when a signal comes; by default signals are left to Lightning.
     """
 
-    def __init__(self, args: list[str] | None = None) -> None:
+    def __init__(
+        self, args: list[str] | None = None, stop: StopBetweenRounds | None = None
+    ) -> None:
+        self._stop = stop
         self._resumed_step: int | None = None
         settings = {"exit_on_error": False}
         commands = {name: {**settings, "epilog": _EPILOG} for name in self.subcommands()}
@@ -151,7 +160,7 @@ class FederationCLI(LightningCLI):
         self._resumed_step = int(record["global_step"])  # for a federation, the rounds so far
         if self.subcommand == "fit":
             unit = "round" if "pflight" in record else "step"
-            _say(f"continuing after {unit} {self._resumed_step} from {path}")
+            _say(f"continuing with {unit} {self._resumed_step} from {path}")
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the Trainer, with the project's monitors where the configuration has none."""
@@ -171,10 +180,15 @@ class FederationCLI(LightningCLI):
         if given.logger in (None, True) and not given.fast_dev_run:
             kwargs["logger"] = self._logger()
         callbacks += defaults
+        if self._stop is not None:
+            callbacks.insert(0, self._stop)
         for report in _of(callbacks, TensorBoardReport):
             report.config = report.config or self._dump()
             report.hparams = report.hparams or _hparams(self.config[self.subcommand], callbacks)
-        return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        if self._stop is not None:
+            self._stop.attend(trainer)
+        return trainer
 
     def fit(self, **kwargs: Any) -> None:
         """Train in the run folder; an earlier run there moves aside unless it is continued."""
@@ -183,18 +197,26 @@ class FederationCLI(LightningCLI):
         in_place = checkpoint and Path(checkpoint).resolve().is_relative_to(folder.path.resolve())
         if not in_place and not self._get(self.config, "trainer").fast_dev_run:
             _set_aside(folder)
+        if self._stop is not None:
+            self._stop.advice = partial(self._advice, bool(in_place))
         try:
             self.trainer.fit(**kwargs)
-        except ConfigurationError:
+        except (ConfigurationError, Stopped):
             folder.put_back()
             raise
-        except SystemExit:  # which Lightning makes of Ctrl-C
-            if self.trainer.interrupted and self.trainer.is_global_zero:
-                sys.stderr.write(
-                    f"pflight: interrupted in round {self.trainer.current_epoch}; --ckpt_path last "
-                    f"goes on from the last checkpoint in {folder.path}, if there is one\n"
-                )
-            raise
+
+    def _advice(self, in_place: bool) -> str:
+        """Say how far a fit has come that ends early, and how to go on."""
+        done = self.trainer.current_epoch
+        if not (done or in_place):
+            return "before the end of the first round: the same command starts again"
+        unit = "round" if isinstance(self.model, Federation) else "epoch"
+        where = f"after {done} {unit}{'s' if done != 1 else ''}"
+        if done == self.trainer.max_epochs:
+            return f"{where}, which are all"
+        if not any(self.folder.checkpoints.glob("*.ckpt")):
+            return f"{where}: there is no checkpoint in {self.folder.path} to go on from"
+        return f"{where}: --ckpt_path last goes on from {self.folder.path}"
 
     def test(self, **kwargs: Any) -> None:
         """Test; the results of an earlier test of this run are replaced."""
@@ -272,34 +294,55 @@ class SaveRunConfig(SaveConfigCallback):
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line; what the user got wrong is one line on stderr and exit status 2."""
+    """Run the command line; what the user got wrong is one line on stderr and exit status 2.
+
+    A full disk is one line and status 1, SIGTERM one line and 143, Ctrl-C one line and 130.
+    """
     _quieten()
+    stop = StopBetweenRounds()
     try:
-        FederationCLI(None if args is None else list(args))
+        with stop, _left_to_the_main_thread():
+            FederationCLI(None if args is None else list(args), stop)
     except ArgumentError as error:
         _fail(_one_line(str(error)))
     except Exception as error:
-        cause = _configuration_error(error)
+        full, cause = full_disk(error), _configuration_error(error)
+        if full is not None:
+            where = f" ({full.filename})" if full.filename else ""
+            _fail(f"{cause or f'{full.strerror}{where}'} {stop.advice()}", status=1)
         if cause is None:
             raise
-        _fail(" ".join(str(cause).split()))
+        _fail(str(cause))
     finally:
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()  # Lightning leaves gloo's threads to the interpreter's end
 
 
-def _fail(message: str) -> None:
-    sys.stderr.write(f"pflight: error: {message}\n")
-    sys.exit(2)
+@contextmanager
+def _left_to_the_main_thread() -> Iterator[None]:
+    """Don't report a full disk of a thread of TensorBoard's, which raises it again later."""
+    report = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is None or full_disk(args.exc_value) is None:
+            report(args)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = report
 
 
-def _configuration_error(error: BaseException | None) -> BaseException | None:
+def _fail(message: str, status: int = 2) -> NoReturn:
+    sys.stderr.write(f"pflight: error: {' '.join(message.split())}\n")
+    sys.exit(status)
+
+
+def _configuration_error(error: BaseException) -> BaseException | None:
     """Return the error of ours, or of Lightning's, about options that an exception stems from."""
-    while error is not None and not isinstance(
-        error, ConfigurationError | MisconfigurationException
-    ):
-        error = error.__cause__ or error.__context__
-    return error
+    kinds = (ConfigurationError, MisconfigurationException)
+    return next((cause for cause in causes(error) if isinstance(cause, kinds)), None)
 
 
 def _one_line(message: str) -> str:

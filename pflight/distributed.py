@@ -57,6 +57,14 @@ def gather_to_first(value: Any) -> list[Any]:
     return [value] if values is None else values
 
 
+def lost_rank(error: BaseException | None) -> bool:
+    """Return whether an exception says that another rank is not there any more."""
+    kinds = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+    return dist.is_available() and (
+        isinstance(error, kinds) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    )
+
+
 def _all_reduce(tensor: Tensor, op: Any) -> Tensor:
     if is_distributed():
         needs_gpu = dist.get_backend() == "nccl" and not tensor.is_cuda

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -36,6 +35,9 @@ class Evaluator:
     def __init__(self, federation: Federation, split: Literal["val", "test"]) -> None:
         self.federation = federation
         self.split = split
+        rounds = len(federation.history)
+        when = f"{split} after round {federation.history[-1].index}" if rounds else split
+        self.failures = federation.failures_of(when, "it is left out of the metrics")
         models: tuple[Judged, ...] = ("", "server/")
         if federation.finetune_epochs:
             models += ("finetuned/",)
@@ -45,28 +47,45 @@ class Evaluator:
     def judge(self, clients: Tensor) -> None:
         """Run all models of those of the clients ``[C]`` that this rank owns."""
         federation = self.federation
-        callback, engine = federation.attached_callback, federation.attached_engine
         clients = owned(clients)
         if not len(clients):
             return
+        with federation.noting(self.failures):
+            outputs = self._outputs(clients)
+        for model, evaluation in outputs.items():
+            self._add(model, evaluation)
+
+    def _outputs(self, clients: Tensor) -> dict[Judged, Evaluation | ClientValues]:
+        federation = self.federation
+        callback = federation.attached_callback
         parts = [
-            engine.evaluate(group, federation.complete(group, sent), self.split)
+            self._evaluate(group, federation.complete(group, sent))
             for group, sent in callback.broadcast_groups(clients)
         ]
-        outputs = _joined(parts)
-        self._add("server/", outputs)
+        server = _joined(parts)
+        outputs: dict[Judged, Evaluation | ClientValues] = {"server/": server, "": server}
         if callback.personalizes or federation.finetune_epochs:
             models = ClientModels.of(federation, clients)
-            outputs = engine.evaluate(clients, models.used, self.split)
+            outputs[""] = self._evaluate(clients, models.used)
             if models.finetuned is models.used:
-                self._add("finetuned/", outputs)
+                outputs["finetuned/"] = outputs[""]
             elif models.finetuned is not None:
-                tuned = engine.evaluate(clients, models.finetuned, self.split)
-                self._add("finetuned/", tuned)
-        self._add("", outputs)
+                outputs["finetuned/"] = self._evaluate(clients, models.finetuned)
+        return outputs
+
+    def _evaluate(self, clients: Tensor, states: TensorDict) -> Evaluation | ClientValues:
+        engine = self.federation.attached_engine
+        outputs, failures = engine.evaluate(clients, states, self.split)
+        self.federation.note_failures(failures)
+        return outputs
 
     def means(self) -> dict[str, float]:
-        """Return all metrics by tag, over the clients of all ranks, newcomers apart as ``new/``."""
+        """Return all metrics by tag, over the clients of all ranks, newcomers apart as ``new/``.
+
+        Raises:
+            ClientError: On all ranks, if a client of any of them failed and that stops the run.
+        """
+        self.failures.settle()
         newcomers = self.federation.attached_data.new_clients
         everyone = torch.arange(self.federation.num_clients)
         groups = {"": everyone[~torch.isin(everyone, newcomers)]}
@@ -95,14 +114,19 @@ class Evaluator:
         return LoggedMetrics(counts, self.split, getattr(client, "lower_is_better", ()))
 
     def _add(self, model: Judged, outputs: Evaluation | ClientValues) -> None:
-        metrics = self._metrics[model]
-        if isinstance(metrics, LoggedMetrics):
-            assert isinstance(outputs, ClientValues)
-            metrics.update(outputs)
-        else:
-            assert isinstance(outputs, Evaluation)
-            predictions = outputs.logits.argmax(dim=1)
-            metrics.update(outputs.clients, predictions, outputs.targets, outputs.losses)
+        """Add the outputs of all but failed clients, for all models of the same."""
+        metrics, failed = self._metrics[model], self.failures.clients
+        if isinstance(outputs, ClientValues):
+            assert isinstance(metrics, LoggedMetrics)
+            metrics.update(outputs.without(failed))
+            return
+        assert isinstance(metrics, ClientMetrics)
+        if failed:
+            left_out = torch.tensor(failed, device=outputs.clients.device)
+            sound = ~torch.isin(outputs.clients, left_out)
+            outputs = Evaluation(*(column[sound] for column in outputs))
+        predictions = outputs.logits.argmax(dim=1)
+        metrics.update(outputs.clients, predictions, outputs.targets, outputs.losses)
 
 
 def _joined(parts: list[Any]) -> Any:
@@ -154,12 +178,7 @@ def finetune(federation: Federation, clients: Tensor, states: TensorDict) -> Ten
         epochs=federation.finetune_epochs,
         purpose=Purpose.FINETUNE,
     )
-    for failure in updates.failures:
-        warnings.warn(
-            f"fine-tuning failed for client {failure.client}, which is judged without: "
-            f"{failure.reason}",
-            stacklevel=2,
-        )
+    federation.note_failures(updates.failures, "to be fine-tuned")
     if not updates.failures:
         return updates.states
     tuned = states.clone()

@@ -32,6 +32,7 @@ from .checks import (
     check_record,
     check_same_options,
     check_trainer,
+    warn_of_ignored,
     warn_of_other_options,
 )
 from .datamodules import FederatedDataModule, Split
@@ -47,19 +48,22 @@ from .engines import (
     SequentialEngine,
     build_engine,
 )
-from .errors import ClientError, ConfigurationError
+from .errors import ConfigurationError
 from .evaluation import ClientModels, Evaluator, Judged
+from .failures import Failures
 from .half import Half, layout_with
-from .history import Round, add_logs, dump_history, load_history, traffic
+from .history import Journal, Round, Traffic, add_logs, load_history
 from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
 from .models import ClientModule, is_half
 from .options import described
 from .randomness import Purpose, derive_seed, isolated, seed_everything
+from .same_data import difference, record_of
 from .server import ServerModels
-from .state import StateLayout, state_bytes, state_tensors
+from .state import StateLayout, state_bytes, state_norms, state_tensors
 
 _log = logging.getLogger("lightning.pytorch.pflight")
+_EXPLODED = 1e6  # times the norm that a client started from
 _CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
 _NAMED = 5  # clients in a message about many
 _PRIVATE = "private"  # the memory slot of entries that never travel
@@ -97,11 +101,16 @@ class Federation(L.LightningModule):
             on network, batch and device.
         clients_at_once: Clients that the vectorized engine trains at once; by default as many as
             the processor's caches or the GPU's memory hold.
-        on_client_error: ``"skip"`` leaves a client that raises or returns NaN out of its round and
-            warns; ``"raise"`` stops the run.
+        on_client_error: ``"skip"`` leaves a client that raises or returns NaN out of its round, or
+            of what is measured, and warns; ``"raise"`` stops the run.
+        client_timeout: Seconds after which a client that trains, or is evaluated, is interrupted
+            and has failed, as far as Python can interrupt it: not within a call into a library. It
+            trains clients one by one, in the main thread of a POSIX system.
         client_memory: Where clients' private entries and other states that they keep are held:
             in ``"ram"``, and whole in each checkpoint; or on ``"disk"``, in the folder ``memory``
             of ``trainer.default_root_dir``, which the run's checkpoints need.
+        allow_other_data: Whether a run may go on from a checkpoint that was made with other data of
+            as many clients, which is an error otherwise.
         seed: Keys all randomness of local training and of the server.
         f1_average: The classes over which F1 is averaged inside a client: those in its labels or
             predictions (``"union"``), in its labels (``"true"``), ``"all"``, or class 1 alone
@@ -142,7 +151,9 @@ class Federation(L.LightningModule):
         engine: EngineName = "auto",
         clients_at_once: int | None = None,
         on_client_error: Literal["skip", "raise"] = "skip",
+        client_timeout: float | None = None,
         client_memory: Literal["ram", "disk"] = "ram",
+        allow_other_data: bool = False,
         seed: int = 0,
         f1_average: F1Average = "union",
     ) -> None:
@@ -158,9 +169,11 @@ class Federation(L.LightningModule):
             engine,
             clients_at_once,
             on_client_error,
+            client_timeout,
             client_memory,
             seed,
         )
+        warn_of_ignored(client)
         self.save_hyperparameters(
             ignore=["client", "server_optimizer", "server_scheduler"],
             logger=False,  # they are handed to loggers in setup()
@@ -174,6 +187,8 @@ class Federation(L.LightningModule):
         self.engine = engine
         self.clients_at_once = clients_at_once
         self.on_client_error = on_client_error
+        self.allow_other_data = allow_other_data
+        self.client_timeout = client_timeout
         self.seed = seed
         self.f1_average = f1_average
         # In a tuple, so that the template is no submodule: its parameters are not the server's.
@@ -190,9 +205,13 @@ class Federation(L.LightningModule):
         self._callback_half: Half | None = None if isinstance(client, ClientModule) else Half()
         self._engine: SequentialEngine | None = None
         self._choice: Choice | None = None
+        self._warned: set[str] = set()
         self._data: FederatedDataModule | None = None
+        self._data_record: dict[str, Any] | None = None
         self._evaluators: dict[str, Evaluator] = {}
         self._round = Round(0, [])
+        self._journal, self._traffic = Journal(), Traffic()
+        self._failures = self.failures_of("set-up", "it is left out")
         self._silent = torch.empty(0, dtype=torch.long)
         self._logs: dict[str, tuple[Tensor, int]] = {}
 
@@ -234,7 +253,8 @@ class Federation(L.LightningModule):
             known = f"clients are 0 to {self.num_clients - 1}" if self.num_clients else "none yet"
             raise ConfigurationError(f"unknown client {client}: {known}")
         clients = torch.tensor([client], device=self.device)
-        with self._server_work():
+        failures = self.failures_of("client_state", "its model is taken as it is")
+        with self._server_work(), self.noting(failures):
             return self.layout.state_dict(ClientModels.of(self, clients).used[0])
 
     def client_module(self, client: int) -> ClientModule:
@@ -365,7 +385,7 @@ class Federation(L.LightningModule):
     ) -> ClientUpdates:
         """Train the clients ``[C]`` aside from any round: nothing is recorded or kept.
 
-        So a newcomer finds out where it belongs. Failures are warnings.
+        So a newcomer finds out where it belongs.
 
         Args:
             clients: Ids ``[C]``.
@@ -380,23 +400,22 @@ class Federation(L.LightningModule):
             epochs=epochs or self.local_epochs,
             steps=None if epochs else self.local_steps,
         )
-        for failure in updates.failures:
-            warnings.warn(
-                f"round {self._round.index}: client {failure.client} failed to find its place: "
-                f"{failure.reason}",
-                stacklevel=2,
-            )
+        self.note_failures(updates.failures, "to find its place")
         return updates
 
     def client_losses(self, clients: Tensor, sent: TensorDict, split: Split = "train") -> Tensor:
         """Return the clients' mean losses ``[C]`` on a split at what they are sent ``[C]``.
 
         Losses are the client module's own, in evaluation mode; NaN for a client without samples or
-        whose loss raises, and for all as long as there is no data.
+        that fails, and is then left out of the round, and for all as long as there is no data.
         """
         if self._engine is None:
             return torch.full((len(clients),), torch.nan, dtype=torch.double)
-        return self._engine.losses(clients, self.lay_over(clients, sent), split)
+        losses, failures = self._engine.losses(clients, self.lay_over(clients, sent), split)
+        self.note_failures(failures, "to tell its loss")
+        failed = [failure.client for failure in failures]
+        self._silent = torch.cat([self._silent, self._silent.new_tensor(failed)])
+        return losses
 
     def client_gradients(
         self,
@@ -420,6 +439,31 @@ class Federation(L.LightningModule):
             )
 
         return self._ask(clients, sent, gradients, returns)
+
+    def failures_of(self, when: str, consequence: str) -> Failures:
+        """Return an empty list of clients that fail at something; see :class:`Failures`."""
+        return Failures(when, consequence, self.on_client_error)
+
+    @contextmanager
+    def noting(self, failures: Failures) -> Iterator[None]:
+        """Note the clients that fail meanwhile among these failures."""
+        before, self._failures = self._failures, failures
+        try:
+            yield
+        finally:
+            self._failures = before
+
+    def note_failures(self, failures: Iterable[ClientFailure], doing: str = "") -> None:
+        """Leave clients out of what is going on and warn, or stop, as ``on_client_error`` says.
+
+        Args:
+            failures: Clients of this rank.
+            doing: What they did when they failed, after "failed"; by default they trained.
+
+        Raises:
+            ClientError: To stop the run.
+        """
+        self._failures.note(failures, doing)
 
     def lay_over(self, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Return full states ``[C]``: what is sent, over what was kept, over the initial model."""
@@ -501,7 +545,7 @@ class Federation(L.LightningModule):
             )
         for hint in _MEANINGLESS:
             warnings.filterwarnings("ignore", hint)
-        self._data = data
+        self._data, self._data_record = data, None
         self.num_clients = data.num_clients
         self._take_half(callback)
         self._choose_engine(self.engine, self.clients_at_once)
@@ -531,9 +575,13 @@ class Federation(L.LightningModule):
         optimizer.zero_grad()
         self._round = Round(self.current_epoch, [])
         self._logs = {}
+        self._silent = cohort[:0]
         able = self.attached_engine.has_batches(cohort).to(cohort.device)
-        with self._server_work():
+        failures = self.failures_of(f"round {self.current_epoch}", "it is left out of this round")
+        with self._server_work(), self.noting(failures):
             self.attached_callback.round(cohort[able])
+        failures.settle()
+        self._round.failed += failures.clients
         self._end_round()
         optimizer.step()
         scheduler = self.lr_schedulers()
@@ -581,6 +629,10 @@ class Federation(L.LightningModule):
         """Log the means over clients, those that were held out of training apart."""
         self._log(self._evaluators["test"].means())
 
+    def on_predict_epoch_start(self) -> None:
+        """Start to predict."""
+        self._predict_failures = self.failures_of("predict", "it is left out of the predictions")
+
     def predict_step(
         self, clients: Tensor, batch_idx: int
     ) -> Evaluation | list[tuple[int, list[Any]]]:
@@ -590,12 +642,20 @@ class Federation(L.LightningModule):
         ``predict_step`` gives for each batch.
         """
         clients = owned(clients)
-        with self._server_work():
+        with self._server_work(), self.noting(self._predict_failures):
             states = ClientModels.of(self, clients).used
-            if isinstance(self._engine, ModuleEngine) and not isinstance(self.client, ClientModule):
-                return self._engine.predict(clients, states, "test")
-            outputs = self.attached_engine.evaluate(clients, states, "test")
+            engine = self.attached_engine
+            if isinstance(engine, ModuleEngine) and not isinstance(self.client, ClientModule):
+                predictions, failures = engine.predict(clients, states, "test")
+                self.note_failures(failures)
+                return predictions
+            outputs, failures = engine.evaluate(clients, states, "test")
+            self.note_failures(failures)
         return Evaluation(*(values.cpu() for values in outputs))
+
+    def on_predict_epoch_end(self) -> None:
+        """Stop if a client failed and that is to stop the run."""
+        self._predict_failures.settle()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what a resumed run needs, as tensors and primitives."""
@@ -604,8 +664,9 @@ class Federation(L.LightningModule):
         checkpoint["pflight"] = {
             **self._record(),
             "engine": self._engine_record(),
-            "history": dump_history(self.history),
+            "history": self._journal.dump(self.history),
             "memory": self.memory.save(),
+            "data": self._record_of_data(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -615,10 +676,14 @@ class Federation(L.LightningModule):
         if state is not None:  # it may tell how many models there are
             self.attached_callback.load_state_dict(state)
         check_record(record, self._record())
+        if self._data is not None and self.trainer.state.fn == "fit":
+            self._check_same_data(record.get("data"))
         callback = self.attached_callback
         warn_of_other_options(type(callback).__name__, record.get("options", {}), callback._given)
         self._go_on_with_engine(record.get("engine"))
         self.history = load_history(record["history"])
+        self._traffic = Traffic(self.history)
+        self._round = self.history[-1] if self.history else self._round  # what messages name
         mine = owned(torch.arange(self.num_clients)).tolist()
         self.memory.load(record["memory"], clients=set(mine))
 
@@ -634,6 +699,25 @@ class Federation(L.LightningModule):
             "layout": self.layout.describe(),
         }
 
+    def _record_of_data(self) -> dict[str, Any] | None:
+        """Return what tells the clients' data from others, found out once."""
+        if self._data_record is None and self._data is not None:
+            self._data_record = record_of(self._data)
+        return self._data_record
+
+    def _check_same_data(self, saved: dict[str, Any] | None) -> None:
+        """Raise if a run would go on with other data, unless it may."""
+        here = self._record_of_data()
+        differing = difference(saved, here) if saved and here else None
+        if differing and not self.allow_other_data:
+            raise ConfigurationError(
+                f"the checkpoint was made with other data: {differing}; go on with the data that "
+                "the run began with, or, if you mean to change them, with allow_other_data=True "
+                "(--model.allow_other_data true)"
+            )
+        if differing and self.trainer.is_global_zero:
+            _log.info(f"going on with other data than the checkpoint's: {differing}")
+
     def _choose_engine(
         self, wanted: EngineName, clients_at_once: int | None, reason: str | None = None
     ) -> None:
@@ -648,6 +732,8 @@ class Federation(L.LightningModule):
             strategy.precision_plugin,
             strategy.root_device,
             self.seed,
+            self.client_timeout,
+            self._warned,
         )
         self._choice = replace(choice, reason=reason) if reason else choice
         if self.trainer.is_global_zero:
@@ -682,7 +768,7 @@ class Federation(L.LightningModule):
     def _go_on_with_engine(self, record: dict[str, Any] | None) -> None:
         """Train with what was chosen when the run began, if the rule would now choose otherwise."""
         here = self._engine_record()
-        by_rule = self.engine == "auto" and self.clients_at_once is None
+        by_rule = self.engine == "auto" and self.clients_at_once is self.client_timeout is None
         if by_rule and here is not None and record not in (None, here):
             at_once = record["clients_at_once"] if record["name"] == "vectorized" else None
             self._choose_engine(record["name"], at_once, "as in the checkpoint")
@@ -787,7 +873,9 @@ class Federation(L.LightningModule):
             current.failed += clients[silent].tolist()
             clients, starts = clients[~silent], starts[~silent]
         updates = work(clients, starts)
-        self._note_failures(updates.failures)
+        self.note_failures(updates.failures)
+        answered = torch.isin(clients, updates.clients)
+        self._warn_of_explosions(updates, starts if answered.all() else starts[answered])
         add_logs(self._logs, updates.logs)
         if updates.kept is not None:
             self.memory.write(_MEMORY, updates.clients, updates.kept)
@@ -799,19 +887,25 @@ class Federation(L.LightningModule):
         current.bytes_up += len(updates.clients) * state_bytes(updates.states)
         return updates
 
-    def _note_failures(self, failures: list[ClientFailure]) -> None:
-        for failure in failures:
-            message = f"round {self._round.index}: client {failure.client} failed: {failure.reason}"
-            if self.on_client_error == "raise" or torch.is_anomaly_enabled():
-                raise ClientError(message) from failure.error
-            warnings.warn(f"{message}; it is left out of this round", stacklevel=2)
-            self._round.failed.append(failure.client)
+    def _warn_of_explosions(self, updates: ClientUpdates, starts: TensorDict) -> None:
+        """Warn of clients whose parameters, or gradient, have grown out of all proportion."""
+        names = self.layout.parameters
+        norms = state_norms(updates.states.select(*names))
+        before = state_norms(starts.select(*names)).clamp(min=1)
+        growth = norms / before
+        for row in (growth > _EXPLODED).nonzero().flatten().tolist():
+            warnings.warn(
+                f"round {self._round.index}: client {int(updates.clients[row])} exploded: what it "
+                f"returns has {float(growth[row]):.1e} times the norm of what it started from; it "
+                "is taken as it is",
+                stacklevel=2,
+            )
 
     def _end_round(self) -> None:
         """Combine the round's record over ranks, and log it."""
         self._round.combine_ranks(self._logs)
         self.history.append(self._round)
-        self._log(self._round.metrics | traffic(self.history))
+        self._log(self._round.metrics | self._traffic.count(self._round))
 
     def _log(self, values: Mapping[str, float]) -> None:
         """Log values that are equal on all ranks, with the last round's index as the step."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .distributed import gather
 
 Logs = dict[str, tuple[Any, int]]
 """What clients logged: name to (sum over samples, number of samples)."""
-
-_NUMBERS = ("index", "bytes_down", "bytes_up")
-_LISTS = ("clients", "failed")
 
 
 @dataclass
@@ -22,7 +23,7 @@ class Round:
     """One communication round.
 
     Attributes:
-        index: The round's number, from 0; the logger's step.
+        index: The round's number, from 0, in all messages too; the loggers' step.
         clients: Ids of the clients that were sent a model, ascending.
         failed: Those of them that did not answer: dropped out, raised, or returned NaN.
         bytes_down: Bytes sent to clients.
@@ -73,55 +74,100 @@ def merge_logs(parts: Iterable[Logs]) -> Logs:
     return merged
 
 
-def traffic(history: list[Round]) -> dict[str, int]:
-    """Return the bytes of the last round and of all rounds, by tag."""
-    last = history[-1]
-    return {
-        "communication/bytes_down": last.bytes_down,
-        "communication/bytes_up": last.bytes_up,
-        "communication/total_bytes_down": sum(entry.bytes_down for entry in history),
-        "communication/total_bytes_up": sum(entry.bytes_up for entry in history),
-    }
+class Traffic:
+    """The bytes of all rounds so far.
+
+    Args:
+        history: The rounds.
+    """
+
+    def __init__(self, history: Iterable[Round] = ()) -> None:
+        self.down = self.up = 0
+        for entry in history:
+            self.count(entry)
+
+    def count(self, entry: Round) -> dict[str, int]:
+        """Count one more round; return its bytes and those of all rounds, by tag."""
+        self.down += entry.bytes_down
+        self.up += entry.bytes_up
+        return {
+            "communication/bytes_down": entry.bytes_down,
+            "communication/bytes_up": entry.bytes_up,
+            "communication/total_bytes_down": self.down,
+            "communication/total_bytes_up": self.up,
+        }
 
 
-def dump_history(history: list[Round]) -> dict[str, Any]:
-    """Return the rounds as a few long tensors, which a checkpoint holds and saves fast."""
-    metrics: dict[str, tuple[list[int], list[float]]] = {}
-    for place, entry in enumerate(history):
-        for name, value in entry.metrics.items():
-            places, values = metrics.setdefault(name, ([], []))
-            places.append(place)
-            values.append(value)
-    return {
-        **{name: torch.tensor([getattr(entry, name) for entry in history]) for name in _NUMBERS},
-        **{
-            name: {
-                "counts": torch.tensor([len(getattr(entry, name)) for entry in history]),
-                "ids": torch.tensor([i for entry in history for i in getattr(entry, name)]).long(),
-            }
-            for name in _LISTS
-        },
-        "metrics": {
-            name: {
-                "rounds": torch.tensor(places),
-                "values": torch.tensor(values, dtype=torch.double),
-            }
-            for name, (places, values) in metrics.items()
-        },
-    }
+class Journal:
+    """The history as compressed text, to which rounds are added as they come.
+
+    So a checkpoint late in a run costs hardly more than an early one. A round is added when the
+    next one has come; the last, whose metrics may not be complete, is written anew each time.
+
+    A round is a line of JSON: its index, the ids of its clients and of those that failed, each id
+    less the one before, bytes, a number, and the values of its metrics. Their names are the line of
+    that number among those that have nothing but names.
+    """
+
+    def __init__(self) -> None:
+        self._restart()
+
+    def dump(self, history: Sequence[Round]) -> Tensor:
+        """Return the rounds as bytes for :func:`load_history`.
+
+        Args:
+            history: All rounds. But for the last, those that were dumped before are taken to be as
+                they were then, unless it is another history.
+        """
+        if self._added and history[self._added - 1 : self._added] != [self._last]:
+            self._restart()
+        for entry in history[self._added : -1]:
+            self._text += self._stream.compress(_lines(entry, self._names))
+            self._added, self._last = self._added + 1, entry
+        end = self._stream.copy()
+        last = b"".join(end.compress(_lines(entry, {**self._names})) for entry in history[-1:])
+        return torch.frombuffer(self._text + last + end.flush(), dtype=torch.uint8)
+
+    def _restart(self) -> None:
+        self._stream = zlib.compressobj()
+        self._text = bytearray()
+        self._names: dict[tuple[str, ...], int] = {}
+        self._added = 0
+        self._last: Round | None = None
+
+    def __reduce__(self) -> tuple[type[Journal], tuple[()]]:
+        return Journal, ()  # a copy begins anew, since a stream can't be pickled
 
 
-def load_history(dumped: Mapping[str, Any]) -> list[Round]:
-    """Return the rounds that :func:`dump_history` dumped."""
-    columns = {name: dumped[name].tolist() for name in _NUMBERS}
-    for name in _LISTS:
-        parts = dumped[name]["ids"].split(dumped[name]["counts"].tolist())
-        columns[name] = [part.tolist() for part in parts]
-    history = [
-        Round(**dict(zip(columns, entry, strict=True)))
-        for entry in zip(*columns.values(), strict=True)
-    ]
-    for name, column in dumped["metrics"].items():
-        for place, value in zip(column["rounds"].tolist(), column["values"].tolist(), strict=True):
-            history[place].metrics[name] = value
+def load_history(dumped: Tensor) -> list[Round]:
+    """Return the rounds that :meth:`Journal.dump` dumped."""
+    history: list[Round] = []
+    names: list[list[str]] = []
+    for line in zlib.decompress(dumped.cpu().numpy()).splitlines():
+        match json.loads(line):
+            case [int(index), clients, failed, down, up, number, *values]:
+                ids = [*accumulate(clients)], [*accumulate(failed)]
+                metrics = dict(zip(names[number], values, strict=True))
+                history.append(Round(index, *ids, down, up, metrics))
+            case found:
+                names.append(found)
     return history
+
+
+def _lines(entry: Round, names: dict[tuple[str, ...], int]) -> bytes:
+    """Return a round as text, the names of its metrics before it if they are new."""
+    own = tuple(entry.metrics)
+    lines = [] if own in names else [own]
+    number = names.setdefault(own, len(names))
+    ids = [[b - a for a, b in pairwise([0, *ids])] for ids in (entry.clients, entry.failed)]
+    values = entry.metrics.values()
+    lines.append((entry.index, *ids, entry.bytes_down, entry.bytes_up, number, *values))
+    return "".join(f"{_encode(line)}\n" for line in lines).encode()
+
+
+def _number(value: Any) -> Any:
+    """Return the number in a tensor or an array of one."""
+    return value.item()
+
+
+_encode = json.JSONEncoder(default=_number, separators=(",", ":")).encode

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -32,6 +33,7 @@ MEMORY = "memory"  # the folder
 _ROWS = ".rows"  # the suffix of a file of states
 _TABLES = "tables"  # which rows each checkpoint names
 _NEXT = ".next"  # of a checkpoint that is being written
+_WRITTEN = ".json"  # of one that is written
 _ALIGNMENT = 16  # bytes, of the largest number
 _HEADER = 16  # bytes: the client and the checksum
 
@@ -246,11 +248,9 @@ def named_by(checkpoint: Path, memory: dict[str, Any]) -> Iterator[None]:
     stem = hashlib.sha256(shown.encode()).hexdigest()[:16]
     before = set(tables.glob(f"{stem}-*"))
     path = tables / f"{stem}-{secrets.token_hex(4)}{_NEXT}"
-    path.write_text(json.dumps({"checkpoint": shown, "rows": named_rows(memory)}))
-    sync(path)
-    sync(tables)
+    _write_table(path, {"checkpoint": shown, "rows": named_rows(memory)})
     yield
-    path.rename(path.with_suffix(".json"))
+    path.rename(path.with_suffix(_WRITTEN))
     gone = {path for path, table in _tables(folder) if not _is_kept(folder, table)}
     for path in before | {path for path in gone if path.suffix != _NEXT}:
         path.unlink(missing_ok=True)
@@ -345,7 +345,11 @@ def table_of(slots: Slots, folder: Path) -> dict[str, Any]:
 
 
 def kept_tables(folder: Path) -> Iterator[dict[str, list[int]]]:
-    """Yield the rows that each checkpoint names, by file, of those that are still there."""
+    """Yield the rows that each checkpoint names, by file, of those that are still there.
+
+    Raises:
+        ConfigurationError: If a table is damaged.
+    """
     for _, table in _tables(folder):
         if _is_kept(folder, table):
             yield table["rows"]
@@ -353,14 +357,34 @@ def kept_tables(folder: Path) -> Iterator[dict[str, list[int]]]:
 
 def _tables(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     for path in (folder / _TABLES).glob("*"):
-        # It was removed just now, or never completed: then neither was its checkpoint.
-        with suppress(FileNotFoundError, json.JSONDecodeError):
-            yield path, _read_table(path)
+        if path.suffix in (_NEXT, _WRITTEN):
+            with suppress(FileNotFoundError):  # it was removed just now
+                yield path, _read_table(path)
+
+
+def _write_table(path: Path, table: dict[str, Any]) -> None:
+    """Write a table and its checksum, so that a kill leaves all of it or none."""
+    content = json.dumps(table).encode()
+    partial = path.with_suffix(".partial")
+    try:
+        partial.write_bytes(content + b"\n" + xxhash.xxh3_64_hexdigest(content).encode())
+        sync(partial)
+        partial.rename(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
 
 
 @lru_cache(maxsize=32)
 def _read_table(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
+    content, _, checksum = path.read_bytes().rpartition(b"\n")
+    if checksum != xxhash.xxh3_64_hexdigest(content).encode():
+        raise ConfigurationError(
+            f"{path} is damaged, which lists the client memory that a checkpoint needs. If it is "
+            "deleted, that memory is kept only by a run that goes on from this checkpoint"
+        )
+    return json.loads(content)
 
 
 def _is_kept(folder: Path, table: Mapping[str, Any]) -> bool:
@@ -407,8 +431,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _checksum(row: NDArray[np.uint8]) -> int:
-    """Return the sum of a row's numbers of 8 bytes, far faster than a CRC; 1 for zeros alone."""
-    return int(row[_HEADER:].view(np.int64).sum(initial=1))
+    """Return the XXH3 of a row's numbers."""
+    return int.from_bytes(xxhash.xxh3_64_digest(row[_HEADER:].data), signed=True)
 
 
 def _aligned(size: int) -> int:

@@ -213,7 +213,6 @@ class ClientValues:
     def __init__(self) -> None:
         self.clients: list[int] = []
         self.values: dict[str, dict[int, float]] = {}
-        self.aliases: dict[str, str] = {}
         self.higher_is_better: dict[str, bool] = {}
 
     def add(
@@ -228,16 +227,25 @@ class ClientValues:
         for name, value in logged.items():
             short = name.removeprefix(f"{split}/").removeprefix(f"{split}_")
             self.values.setdefault(short, {})[client] = float(value)
-            self.aliases[short] = name
             if name in higher_is_better:
                 self.higher_is_better[short] = higher_is_better[name]
+
+    def without(self, clients: Collection[int]) -> ClientValues:
+        """Return the values of all but some clients."""
+        rest = ClientValues()
+        rest.clients = [client for client in self.clients if client not in clients]
+        rest.values = {
+            name: {client: value for client, value in values.items() if client not in clients}
+            for name, values in self.values.items()
+        }
+        rest.higher_is_better = self.higher_is_better
+        return rest
 
     def update(self, other: ClientValues) -> None:
         """Add those of other clients."""
         self.clients += other.clients
         for name, values in other.values.items():
             self.values.setdefault(name, {}).update(values)
-        self.aliases |= other.aliases
         self.higher_is_better |= other.higher_is_better
 
 

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from .checkpoint import is_whole, steps_so_far
 from .errors import ConfigurationError
 from .memory_files import MEMORY, clear, is_needed
 
@@ -57,6 +60,9 @@ class RunFolder:
     def resolve(self, checkpoint: str, may_start: bool = False) -> Path | None:
         """Return the file of a checkpoint: ``"last"`` and ``"best"`` are those of this folder.
 
+        In place of a ``last.ckpt`` that is missing, damaged or not the newest, ``"last"`` is the
+        newest checkpoint of the folder that is whole, which a warning says.
+
         Args:
             checkpoint: ``"last"``, ``"best"``, or the path of a file.
             may_start: Return ``None`` for ``"last"`` where the folder is empty, but for what a run
@@ -66,6 +72,8 @@ class RunFolder:
             ConfigurationError: If there is no such checkpoint.
         """
         path = self.checkpoints / f"{checkpoint}.ckpt" if checkpoint in _NAMED else Path(checkpoint)
+        if checkpoint == "last" and (newest := self._newest(path)):
+            return newest
         if path.is_file():
             return path
         if may_start and checkpoint == "last" and self._is_empty():
@@ -108,6 +116,25 @@ class RunFolder:
             _point_config(self.path, self.path)
             self._aside.rmdir()
             self._aside = None
+
+    def _newest(self, last: Path) -> Path | None:
+        """Return the newest whole checkpoint to go on from; of equally new ones it is ``last``."""
+        files = sorted(self.checkpoints.glob("*.ckpt"))
+        damaged = [path for path in files if not is_whole(path)]
+        steps = {path: steps_so_far(path) for path in files if path not in damaged}
+        steps = {path: step for path, step in steps.items() if step is not None or path == last}
+        why = [f"{path.name} is damaged" for path in damaged]
+        if not steps:
+            if why:
+                raise ConfigurationError(f"no checkpoint in {self.checkpoints}: {', '.join(why)}")
+            return None
+        newest = max(steps, key=lambda path: (steps[path] or 0, path == last))
+        if newest != last and last not in damaged:
+            why.append(f"{last.name} is older" if last in steps else f"there is no {last.name}")
+        if why:
+            which = f"{newest.name}, the newest whole checkpoint in {self.checkpoints}"
+            rank_zero_warn(f"{', '.join(why)}: taking {which}")
+        return newest
 
     def _has_checkpoint(self) -> bool:
         return any(self.checkpoints.glob("*.ckpt"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import importlib
 import math
 import struct
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -197,17 +199,57 @@ def test_table() -> None:
     results = {
         "raw loop": result([0.3, 0.2, 0.4]),
         "raw vmap": result([0.1, 0.1, 0.1]),
-        "pflight": result([0.15]),
+        "pflight": replace(result([0.15]), one_thread=True),
         "broken": Result(failure="needs | Python 3.14"),
         "lazy": result([0.05], shift=0.25, samples=40, right=0.6),
     }
     assert write_table(LOGISTIC, 2, results, {"raw loop", "raw vmap", "broken"})[2:] == [
-        "| raw loop | 0.3000 | 0.2000 to 0.4000 | 3.00 | 3 | 0.700 | yes |",
-        "| raw vmap | 0.1000 | 0.1000 to 0.1000 | 1.00 | 3 | 0.700 | yes |",
-        "| pflight | 0.1500 | 0.1500 to 0.1500 | 1.50 | 3 | 0.700 | yes |",
-        "| broken | needs / Python 3.14 | | | | | |",
-        "| lazy | 0.0500 | 0.0500 to 0.0500 | 0.50 | 3 | 0.600 | 0.5 times the samples, "
+        "| raw loop | 0.3000 | 0.2000 to 0.4000 | 3.00 | default | 3 | 0.700 | yes |",
+        "| raw vmap | 0.1000 | 0.1000 to 0.1000 | 1.00 | default | 3 | 0.700 | yes |",
+        "| pflight | 0.1500 | 0.1500 to 0.1500 | 1.50 | 1 | 3 | 0.700 | yes |",
+        "| broken | needs / Python 3.14 | | | | | | |",
+        "| lazy | 0.0500 | 0.0500 to 0.0500 | 0.50 | default | 3 | 0.600 | 0.5 times the samples, "
         "another accuracy, not 0.700, 0.50 times as far from the start |",
+    ]
+
+
+CLOCK = """
+import os, sys
+import numpy as np
+row, one_thread = sys.argv[1], os.environ.get("OMP_NUM_THREADS") == "1"
+if row == "raw.vectorized" and not one_thread:
+    sys.exit("Error: not on several")
+seconds = {"raw.loop": 0.25, "raw.foreach": 1.0}.get(row, 2.0) if one_thread else 0.5
+weights = np.zeros((10, 784)), np.zeros(10)
+np.savez(sys.argv[-1], *weights, ends=[0, seconds], samples=12000, steps=1200)
+"""
+
+
+def test_the_better_of_one_thread_and_the_default_counts(
+    compare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "peers").mkdir()
+    (tmp_path / "peers" / "__main__.py").write_text(CLOCK)
+    monkeypatch.setattr(sys.modules["peers.processes"], "BENCHMARKS", tmp_path)
+    np.save(tmp_path / "test_x.npy", np.zeros((2, 1, 28, 28), np.float32))
+    np.save(tmp_path / "test_y.npy", np.zeros(2, np.int64))
+    rows = ["raw.loop", "raw.foreach", "raw.vectorized", "raw.two_processes"]
+    options = argparse.Namespace(
+        rows=rows,
+        workloads=["W2"],
+        repeats=1,
+        rounds=2,
+        timeout=60,
+        environments=tmp_path,
+        memory=False,
+    )
+    *_, results = compare.compare(options, tmp_path)
+    found = {compare.ROWS[name].run: result for name, result in results["W2"].items()}
+    assert [(found[row].one_thread, found[row].seconds) for row in rows] == [
+        (True, 0.25),
+        (False, 0.5),
+        (True, 2.0),
+        (False, 0.5),
     ]
 
 

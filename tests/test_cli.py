@@ -219,7 +219,7 @@ class TestResume:
         pflight("fit", rounds=2)
         pflight("fit", "--ckpt_path=last", rounds=3)
         pflight("fit", "--ckpt_path=last", rounds=4)
-        assert "continuing after round 3 from run/checkpoints/last.ckpt" in capsys.readouterr().out
+        assert "continuing with round 3 from run/checkpoints/last.ckpt" in capsys.readouterr().out
         assert same(weights("run"), weights("straight"))
         events = read_events("run")
         assert all(steps == [0, 1, 2, 3] for steps in events.scalars.values()), events.scalars
@@ -270,24 +270,20 @@ class TestResume:
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("pflight: error: You restored a checkpoint with current_epoch=")
 
-    def test_an_interrupted_run_says_how_to_go_on(self, monkeypatch, capsys):
+    def test_a_keyboard_interrupt_says_how_to_go_on(self, monkeypatch, capfd):
         step = Federation.training_step
 
         def interrupted(federation: Federation, *args: Any) -> None:
             if len(federation.history) == 2:
-                raise KeyboardInterrupt
+                raise KeyboardInterrupt  # as a client's code may
             step(federation, *args)
 
         monkeypatch.setattr(Federation, "training_step", interrupted)
-        handler = signal.getsignal(signal.SIGINT)
-        try:
-            with pytest.raises(SystemExit) as exit_:
-                pflight("fit", rounds=4)
-        finally:
-            signal.signal(signal.SIGINT, handler)  # Lightning ignores further ones
-        assert exit_.value.code == 1
-        said = capsys.readouterr().err
-        assert said.startswith("pflight: interrupted in round 2; --ckpt_path last goes on from the")
+        with pytest.raises(SystemExit) as exit_:
+            pflight("fit", rounds=4)
+        assert exit_.value.code == 130
+        said = "pflight: stopped by SIGINT after 2 rounds: --ckpt_path last goes on from run"
+        assert capfd.readouterr().err.splitlines()[-1] == said
         monkeypatch.setattr(Federation, "training_step", step)
         pflight("fit", "--ckpt_path=last", rounds=4)
         assert read_events("run").scalars["train/loss"] == [0, 1, 2, 3]
@@ -546,8 +542,11 @@ class TestBadInput:
     def test_garbage_is_collected_once_all_is_imported(self, monkeypatch):
         collects: list[bool] = []
         monkeypatch.setattr("pflight.cli.main", lambda: collects.append(gc.isenabled()))
+        handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
         try:
             command()
         finally:
             gc.unfreeze()
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
         assert collects == [True]

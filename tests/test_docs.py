@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -96,3 +97,23 @@ def test_the_yaml_blocks_are_configurations(page: Path, capsys: pytest.CaptureFi
 def test_the_configurations_exist(page: Path) -> None:
     named = set(CONFIG.findall(page.read_text(encoding="utf-8")))
     assert [path for path in sorted(named) if not (ROOT / path).is_file()] == []
+
+
+def test_what_a_package_index_shows_has_no_relative_addresses() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    description = project["readme"]["text"]
+    assert re.findall(r"\]\((?!https://)[^)]*\)", description) == []
+    introduction = (ROOT / "README.md").read_text(encoding="utf-8").split("\n\n")[1]
+    assert " ".join(introduction.split()).startswith(" ".join(description.split("\n\n")[0].split()))
+
+
+def test_the_first_pages_have_the_numbers_of_the_quick_start() -> None:
+    config = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text(encoding="utf-8"))
+    rounds, data, model = config["trainer"]["max_epochs"], config["data"], config["model"]
+    pages = [ROOT / "docs" / "index.md", ROOT / "README.md"]
+    home, readme = (page.read_text(encoding="utf-8") for page in pages)
+    assert f"the same federation for {rounds} rounds" in home
+    for text in (home, readme):
+        for name in ("num_clients", "batch_size"):
+            assert f"{name}={data['init_args'][name]}" in text
+        assert f"local_epochs={model['local_epochs']}" in text

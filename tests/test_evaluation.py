@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from tensordict import TensorDict
+from torch import nn
 
 from pflight import Federation
-from pflight.callbacks import FedAvg, FeSEM
+from pflight.callbacks import FedAvg, FeSEM, Local
+from pflight.datamodules import TensorClients
 from pflight.models import ProximalClient
-from tests.runs import linear_client, run, small_data
+from tests.runs import (
+    CLASSES,
+    ENGINES,
+    FEATURES,
+    linear_client,
+    network_client,
+    run,
+    samples,
+    small_data,
+)
 
 
 @pytest.fixture
@@ -66,3 +78,27 @@ def test_what_is_logged_can_be_monitored() -> None:
         assert logged[name].item() == pytest.approx(value)
     assert "communication/total_bytes_up" in logged
     assert set(federation.trainer.progress_bar_metrics) == {"val/micro_acc", "val/macro_acc"}
+
+
+@ENGINES
+@pytest.mark.parametrize("callback", [FedAvg, Local])
+@pytest.mark.parametrize(("width", "expected"), [(8, 1), (1_000, 2)])
+def test_small_networks_are_evaluated_on_one_thread(width, expected, callback, engine) -> None:
+    class Watches(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            threads.add(torch.get_num_threads())
+            return super().forward(x)
+
+    threads: set[int] = set()
+    client = network_client(nn.Sequential(Watches(FEATURES, width), nn.Linear(width, CLASSES)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        starts = LambdaCallback(on_test_epoch_start=lambda *_: threads.clear())
+        data = TensorClients([samples(4, 0)] * 3, [samples(500, 1)] * 3, num_classes=CLASSES)
+        federation = run(client, data, callback(), 1, starts, engine=engine)
+        federation.trainer.test(federation, datamodule=data, verbose=False)
+        assert threads == {expected}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -15,6 +15,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -27,7 +28,7 @@ from pflight.callbacks import Local, Reptile
 from pflight.checkpoint import AtomicCheckpointIO, read_checkpoint
 from pflight.errors import ConfigurationError
 from pflight.memory import MappedMemory
-from pflight.memory_files import Row
+from pflight.memory_files import Row, is_needed
 from pflight.models import ElasticClient
 from pflight.runs import RunFolder
 from tests import training_script
@@ -92,8 +93,9 @@ def test_a_row_is_a_client_a_checksum_and_aligned_numbers(tmp_path: Path) -> Non
     second = np.float32(2.5).tobytes() + bytes(12) + bytes([8]) + bytes(15)
     assert raw[16:48] == first
     assert raw[64:] == second
-    assert np.frombuffer(raw, "<i8", 2).tolist() == [3, 0x3FC00000 + 7 + 1]
-    assert np.frombuffer(raw, "<i8", 2, 48).tolist() == [9, 0x40200000 + 8 + 1]
+    for start, client, state in ((0, 3, first), (48, 9, second)):
+        assert np.frombuffer(raw, "<i8", 1, start) == client
+        assert raw[start + 8 : start + 16] == xxhash.xxh3_64_digest(state)[::-1]
 
 
 @pytest.mark.parametrize(
@@ -440,6 +442,57 @@ def test_a_damaged_row_is_noticed_when_it_is_read(saved: Path) -> None:
     assert kept(memory, 7) == [2]
     with pytest.raises(ConfigurationError, match=r"client 0's memory .* overwritten or damaged"):
         kept(memory, 0)
+
+
+def test_numbers_that_changed_places_are_noticed(tmp_path: Path) -> None:
+    memory = memory_in(tmp_path)
+    numbers = torch.arange(8, dtype=torch.float64).view(1, 8)
+    memory.write("a", torch.tensor([3]), TensorDict({"w": numbers}, [1]))
+    (file,) = files(tmp_path)
+    raw = file.read_bytes()
+    file.write_bytes(raw[:16] + raw[24:32] + raw[16:24] + raw[32:])
+    with pytest.raises(ConfigurationError, match=r"client 3's memory .* overwritten or damaged"):
+        memory.read("a", torch.tensor([3]), TensorDict({"w": 0 * numbers}, [1]))
+
+
+@pytest.mark.parametrize("suffix", [".json", ".next"])
+@pytest.mark.parametrize("damage", ["no text", "another row", "cut off", "empty", "a list"])
+def test_a_table_that_is_damaged(saved: Path, damage: str, suffix: str) -> None:
+    folder = saved.parents[1]
+    (table,) = folder.glob("memory/tables/*")
+    content = {
+        "no text": b"\xff\xfe" + table.read_bytes(),
+        "another row": table.read_bytes().replace(b"[0, 1]", b"[0, 2]"),
+        "cut off": table.read_bytes()[:-1],
+        "empty": b"",
+        "a list": b"[]",
+    }[damage]
+    assert content != table.read_bytes()
+    table.unlink()
+    table = table.with_name(f"damaged{suffix}")
+    table.write_bytes(content)
+    for use in (lambda: keep(memory_in(folder), c0=3), lambda: is_needed(folder / "memory")):
+        with pytest.raises(ConfigurationError) as error:
+            use()
+        assert str(error.value).startswith(f"{table} is damaged, which lists the client memory")
+        assert "\n" not in str(error.value)
+    table.unlink()
+    memory = load(memory_in(folder), saved)
+    keep(memory, c7=3)
+    assert kept(load(MappedMemory(), saved), 0, 7) == [1, 2]
+
+
+def test_a_table_that_was_never_completed(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = load(memory_in(saved.parents[1]), saved)
+    keep(memory, c0=3)
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.rename", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            save(memory, saved)
+    memory = load(memory_in(saved.parents[1]), saved)
+    assert kept(memory, 0, 7) == [1, 2]
+    save(memory, saved)
+    assert len(list(saved.parents[1].glob("memory/tables/*"))) == 1
 
 
 def test_a_folder_that_is_gone(saved: Path) -> None:

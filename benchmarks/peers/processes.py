@@ -21,6 +21,7 @@ BENCHMARKS = Path(__file__).parents[1]
 MARK = "PFLIGHT_BENCHMARK"
 PAUSE = 0.2  # seconds between two looks at the memory
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+ONE_THREAD = {**dict.fromkeys(THREADS, "1"), "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "WANDB_MODE": "disabled"}
 
 
@@ -61,6 +62,7 @@ def run_row(
     data: Path,
     rounds: int,
     timeout: float = 1800,
+    one_thread: bool = False,
     watch: bool = False,
 ) -> Run:
     """Run a row in a process of its own, and end all processes that it leaves behind.
@@ -72,6 +74,7 @@ def run_row(
         data: Folder of the images.
         rounds: Number of rounds, two at least.
         timeout: Seconds after which the row has failed.
+        one_thread: Compute on one thread, rather than on as many as the row chooses.
         watch: Measure memory, which disturbs the timing.
 
     Raises:
@@ -80,6 +83,8 @@ def run_row(
     mark = uuid.uuid4().hex
     environ = {name: value for name, value in os.environ.items() if name not in THREADS}
     environ |= {**QUIET, "PYTHONPATH": str(BENCHMARKS), MARK: mark}
+    if one_thread:
+        environ |= ONE_THREAD
     with TemporaryDirectory() as folder:
         out, log = Path(folder, "out.npz"), Path(folder, "log.txt")
         options = ["--data", str(data), "--rounds", str(rounds), "--out", str(out)]

@@ -25,17 +25,23 @@ class Result:
         accuracy: Share of right labels on test images, of each run's model.
         peak: Bytes at most, from a run that was watched.
         failure: Why the row failed.
+        one_thread: Whether it computed on one thread, and not on as many as it chooses.
     """
 
     runs: list[Run] = field(default_factory=list)
     accuracy: list[float] = field(default_factory=list)
     peak: int | None = None
     failure: str = ""
+    one_thread: bool = False
 
     @property
     def seconds(self) -> float:
         """Seconds a round: the median of the processes' medians."""
         return statistics.median(run.median for run in self.runs)
+
+    def order(self) -> float:
+        """Return what a row's results are ordered by, the best one first and failed ones last."""
+        return math.inf if self.failure else self.seconds
 
 
 def write_table(
@@ -53,18 +59,20 @@ def write_table(
     best = min((done[name].seconds for name in raw if name in done), default=math.nan)
     reference = _Reference.of(workload, list(done.values()))
     lines = [
-        "| | s a round | min to max | ratio | MiB | accuracy | same work |",
-        "|---|---|---|---|---|---|---|",
+        "| | s a round | min to max | ratio | threads | MiB | accuracy | same work |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, result in results.items():
         if result.failure:
-            lines.append(f"| {name} | {result.failure.replace('|', '/')} | | | | | |")
+            lines.append(f"| {name} | {result.failure.replace('|', '/')} | | | | | | |")
             continue
         medians = [run.median for run in result.runs]
+        threads = "1" if result.one_thread else "default"
         peak = "" if result.peak is None else f"{result.peak / 2**20:.0f}"
         lines.append(
             f"| {name} | {result.seconds:.4f} | {min(medians):.4f} to {max(medians):.4f} "
-            f"| {result.seconds / best:.2f} | {peak} | {statistics.mean(result.accuracy):.3f} "
+            f"| {result.seconds / best:.2f} | {threads} | {peak} "
+            f"| {statistics.mean(result.accuracy):.3f} "
             f"| {reference.differences(result, rounds) or 'yes'} |"
         )
     return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +21,7 @@ from pflight.models import ClientModule
 from pflight.palette import point_style
 from pflight.randomness import Purpose, derive_seed
 
-from .picture import Picture, new_figure
+from .picture import Picture, new_figure, stacked, unstacked
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,6 +44,8 @@ class EmbeddingTrajectory(Picture):
     client and round. t-SNE needs all points at once, so the picture is drawn when the fit ends; it
     takes about a second for each thousand points. It is called ``embedding``, or
     ``embedding/first-<n>-rounds``. In fine-tuned evaluation the clients are fine-tuned once more.
+
+    The averages are part of each checkpoint, which grows with the rounds that are drawn.
 
     Args:
         rounds: Draw the first so many rounds, a picture for each number, as FedEC does for 30 and
@@ -106,7 +109,8 @@ class EmbeddingTrajectory(Picture):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Note the average features after this round."""
         super().on_train_epoch_end(trainer, pl_module)
-        if isinstance(pl_module, Federation) and (trainer.current_epoch + 1) % self.every == 0:
+        index, last = trainer.current_epoch, max(self.rounds or (math.inf,))
+        if isinstance(pl_module, Federation) and (index + 1) % self.every == 0 and index < last:
             data = pl_module.attached_data
             mine = {
                 client: mean_features(
@@ -134,12 +138,12 @@ class EmbeddingTrajectory(Picture):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the features so far, for the checkpoint."""
-        return {"clients": self._clients, "features": dict(self._features)}
+        return {"clients": self._clients, "features": stacked(self._features)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave."""
         self._clients = state_dict["clients"]
-        self._features = dict(state_dict["features"])
+        self._features = unstacked(state_dict["features"])
 
 
 def mean_features(client: ClientModule, x: Tensor, batch_size: int = 1024) -> Tensor:

@@ -14,7 +14,7 @@ from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.palette import COLORS, FAINT, line_style
 
-from .picture import RepeatedPicture, new_figure
+from .picture import RepeatedPicture, new_figure, stacked, unstacked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -126,11 +126,11 @@ class AggregationWeights(RepeatedPicture):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the client's weights so far, for the checkpoint."""
-        return {"past": dict(self._past)}
+        return {"past": stacked(self._past)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave."""
-        self._past = dict(state_dict["past"])
+        self._past = unstacked(state_dict["past"])
 
 
 def heatmap_figure(matrices: Mapping[str, Tensor], clients: Sequence[int]) -> Figure:

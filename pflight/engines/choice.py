@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from torch import Tensor
 
 from pflight.datamodules import FederatedDataModule
+from pflight.errors import ConfigurationError
 from pflight.half import Half
 from pflight.models import ClientModule
 from pflight.state import StateLayout
@@ -24,7 +25,9 @@ from pflight.state import StateLayout
 from .allocator import keep_freed_memory
 from .modules import ModuleEngine
 from .operations import count_operations
+from .samples import usual_samples
 from .sequential import SequentialEngine
+from .time_limit import check_timer
 from .vectorized import VectorizedEngine
 
 EngineName = Literal["auto", "sequential", "vectorized"]
@@ -109,8 +112,8 @@ def choose(
     limits = _limits_of(device)
     counts = data.num_samples("train")
     batch = min(data.batch_size or math.inf, int(counts[data.train_clients].max()))
-    x, _ = data.samples(int(data.train_clients[0]), "train")
-    total, thin = (batch * count for count in count_operations(client, x[:1]))
+    x, _ = usual_samples(data)
+    total, thin = (batch * count for count in count_operations(client, x[:1].clone()))
     given, chunk = chunk, chunk or _chunk_size(limits, layout, data, x, total)
     if wanted == "vectorized":
         return Choice(wanted, chunk, "as asked for")
@@ -155,6 +158,8 @@ def build_engine(
     precision: Precision,
     device: torch.device,
     seed: int,
+    client_timeout: float | None = None,
+    warned: set[str] | None = None,
 ) -> tuple[SequentialEngine, Choice]:
     """Return the engine that trains the clients, ready for use, and why it is the one.
 
@@ -171,27 +176,47 @@ def build_engine(
         precision: The precision plugin of the federation's Trainer.
         device: Where clients train.
         seed: Of all local randomness.
+        client_timeout: Seconds that each client has, one after the other, or ``None``.
+        warned: As in :class:`VectorizedEngine`.
 
     Raises:
-        ConfigurationError: As in :meth:`SequentialEngine.check_input`.
+        ConfigurationError: As in :meth:`SequentialEngine.check_input`, or where clients can't be
+            interrupted.
     """
     keep_freed_memory()
+    if client_timeout is not None:
+        check_timer()
+        if wanted == "vectorized":
+            raise ConfigurationError(
+                "client_timeout needs engine='sequential': clients that train together take their "
+                "time together"
+            )
     if half is not None:
-        modules = ModuleEngine(half, client, layout, data, precision, device, seed)
+        modules = ModuleEngine(half, client, layout, data, precision, device, seed, client_timeout)
         modules.check_input()
         return modules, Choice("sequential", 1, "any LightningModule trains by its own steps")
     assert isinstance(client, ClientModule)
-    choice = choose(wanted, chunk, client, layout, data, device)
+    if client_timeout is None:
+        choice = choose(wanted, chunk, client, layout, data, device)
+    else:
+        choice = Choice("sequential", 1, "client_timeout is for clients that train one by one")
     arguments = client, layout, data, precision, device, seed
     if choice.engine == "sequential":
-        engine = SequentialEngine(*arguments)
+        engine = SequentialEngine(*arguments, client_timeout)
         engine.check_input()
         return engine, choice
-    vectorized = VectorizedEngine(*arguments, chunk=choice.chunk)
+    vectorized = VectorizedEngine(*arguments, chunk=choice.chunk, warned=warned)
     vectorized.check_input()
+    name, asked = type(client).__name__, "engine='vectorized', but"
     if vectorized.obstacle:
-        name = type(client).__name__
         choice = Choice("sequential", 1, f"{name} can't be stacked, {vectorized.obstacle}")
+        if wanted == "vectorized":
+            vectorized.warn_once(f"{asked} clients train one by one: {choice.reason}")
+    elif wanted == "vectorized" and not vectorized.stacks_evaluation:
+        vectorized.warn_once(
+            f"{asked} {name} is evaluated one by one: its predictions can't be stacked, or depend "
+            "on the other samples of a batch"
+        )
     elif wanted == "auto" and not vectorized.fills_batches:
         rows, enough = vectorized.rows_per_call(), _limits_of(device).rows
         if rows < min(enough, choice.chunk, data.cohorts.size):

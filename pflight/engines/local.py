@@ -91,6 +91,15 @@ class Copies:
         held = state_tensors(self.module)
         return {name: held[name] for name in (*self.live, *self._frozen)}
 
+    def check_whole(self) -> None:
+        """Raise a ``RuntimeError`` if a tensor of the copy is gone, or of another form."""
+        held = state_tensors(self.module)
+        for name, tensor in self.live.items():
+            if (now := held.get(name)) is None:
+                raise RuntimeError(f"it replaced or deleted its {name}")
+            if (now.shape, now.dtype, now.device) != (tensor.shape, tensor.dtype, tensor.device):
+                raise RuntimeError(f"it changed the shape, type or device of its {name}")
+
     def mend_frozen(self) -> list[str]:
         """Put back what was frozen and has changed; return the names."""
         if not self._frozen:

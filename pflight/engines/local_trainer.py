@@ -28,6 +28,14 @@ from torchmetrics import Metric
 from pflight.errors import ConfigurationError
 from pflight.history import Logs, add_logs
 
+FOREIGN = "its configure_optimizers() gives an optimizer of parameters that are not its own"
+
+
+def steps_others(optimizer: Optimizer, client: L.LightningModule) -> bool:
+    """Return whether an optimizer has parameters that are not the client's."""
+    own = {id(parameter) for parameter in client.parameters()}
+    return any(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+
 
 class LocalTrainer:
     """The trainer of the client that is trained at the moment; one object serves them all.
@@ -71,6 +79,7 @@ class LocalTrainer:
         self.current_epoch = 0
         self.global_step = 0
         self.batches_seen = 0
+        self.without_loss = 0
         self.batch_size = 0
         self.optimizers: list[Optimizer] = []
         self.lr_scheduler_configs: list[LRSchedulerConfig] = []
@@ -145,10 +154,12 @@ class LocalTrainer:
         configured = self.lightning_module.configure_optimizers()
         if isinstance(configured, Optimizer):
             self.optimizers = [configured]
+            self._check_optimizers()
             return
         if configured is None:
             raise ConfigurationError("the client's configure_optimizers() returned None")
         self.optimizers, schedulers, monitor = _configure_optimizers(configured)  # type: ignore[arg-type]
+        self._check_optimizers()
         if self.lightning_module.automatic_optimization:
             if len(self.optimizers) > 1:
                 raise ConfigurationError(
@@ -157,6 +168,10 @@ class LocalTrainer:
             self.lr_scheduler_configs = _configure_schedulers_automatic_opt(schedulers, monitor)
         else:
             self.lr_scheduler_configs = _configure_schedulers_manual_opt(schedulers)
+
+    def _check_optimizers(self) -> None:
+        if any(steps_others(optimizer, self.lightning_module) for optimizer in self.optimizers):
+            raise RuntimeError(FOREIGN)
 
     def backward(
         self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -207,6 +222,8 @@ class LocalTrainer:
             value = value.compute() if value._forward_cache is None else value._forward_cache
         count = batch_size or self.batch_size or 1
         value = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
+        if value.numel() != 1:
+            raise ValueError(f"it logs {name!r} of shape {list(value.shape)}, and not one number")
         added = {name: (value * count, count)}
         add_logs(self.logs, added)
         self.callback_metrics[name] = value

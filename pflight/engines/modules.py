@@ -21,7 +21,7 @@ from pflight.models import ClientModule
 
 from .local import SCALARS, AloneClient, Copies, Stream, phase_of, resting
 from .sequential import GRADIENT_BATCH, ONE_THREAD, SequentialEngine
-from .updates import ClientUpdates, Evaluation
+from .updates import ClientFailure, ClientUpdates, Evaluation
 
 
 class ModuleEngine(SequentialEngine):
@@ -44,6 +44,11 @@ class ModuleEngine(SequentialEngine):
         self._drifted: set[str] = set()
         self._phases: dict[int, list[Phase] | None] = {}
         super().__init__(*args)
+
+    def _note_form(self) -> None:
+        """Take samples as they come, unless they are judged by their classes."""
+        if isinstance(self.template, ClientModule):
+            super()._note_form()
 
     def check_input(self) -> None:
         """Raise if the module lacks what the half needs, or its optimizers can't be built."""
@@ -195,7 +200,7 @@ class ModuleEngine(SequentialEngine):
 
     def evaluate(  # type: ignore[override]
         self, clients: Tensor, states: TensorDict, split: Split
-    ) -> ClientValues | Evaluation:
+    ) -> tuple[ClientValues | Evaluation, list[ClientFailure]]:
         """Run each client's model on its own samples of a split; return what it logs.
 
         Raises:
@@ -205,45 +210,54 @@ class ModuleEngine(SequentialEngine):
             return super().evaluate(clients, states, split)
         values, step = ClientValues(), "test_step" if split == "test" else "validation_step"
         if not is_overridden(step, self.template):  # as Lightning does
-            return values
+            return values, []
+        failures: list[ClientFailure] = []
         for _, client, visit, batches in self._rows(clients, states, split):
-            logged, directions = self.client.trainer.evaluate(split, visit.parts, batches)
+            logged, directions = {}, {}
+            with self._attempt(client, failures):
+                logged, directions = self.client.trainer.evaluate(split, visit.parts, batches)
+            if failures and failures[-1].client == client:
+                continue
             if not logged:
                 raise ConfigurationError(
                     f"{type(self.template).__name__}.{step} logs nothing to judge clients by: "
                     f"call self.log('{split}/...', value) in it"
                 )
             values.add(client, split, logged, directions)
-        return values
+        return values, failures
 
-    def predict(self, clients: Tensor, states: TensorDict, split: Split) -> list[Any]:
+    def predict(
+        self, clients: Tensor, states: TensorDict, split: Split
+    ) -> tuple[list[tuple[int, list[Any]]], list[ClientFailure]]:
         """Return what each client's ``predict_step`` gives for its batches of a split."""
-        return [
-            (client, self.client.trainer.predict(batches))
-            for _, client, _, batches in self._rows(clients, states, split)
-        ]
+        predictions, failures = [], list[ClientFailure]()
+        for _, client, _, batches in self._rows(clients, states, split):
+            with self._attempt(client, failures):
+                predictions.append((client, self.client.trainer.predict(batches)))
+        return predictions, failures
 
     @torch.no_grad()
-    def losses(self, clients: Tensor, states: TensorDict, split: Split) -> Tensor:
+    def losses(
+        self, clients: Tensor, states: TensorDict, split: Split
+    ) -> tuple[Tensor, list[ClientFailure]]:
         """Return the mean loss ``[C]`` of each client's model on its own samples of a split.
 
         It is that of the module's training step, in evaluation mode, without the half's penalty;
-        NaN for a client without samples, or whose step raises.
+        NaN for a client without samples, or that fails.
         """
+        failures: list[ClientFailure] = []
         means = torch.full((len(clients),), torch.nan, dtype=torch.double, device=self.device)
         for row, client, visit, batches in self._rows(clients, states, split):
             model = self.client
             model.module.eval()
             model.num_samples.fill_(int(self.data.num_samples("train")[client]))
-            total, count = torch.zeros((), dtype=torch.double, device=self.device), 0
-            try:
+            with self._attempt(client, failures):
+                total = torch.zeros((), dtype=torch.double, device=self.device)
                 for part, batch in zip(visit.parts, batches, strict=True):
                     loss = model.trainer.loss(batch, len(part), model.task_loss)
-                    total, count = total + loss.double() * len(part), count + len(part)
-            except Exception:  # training will say why
-                continue
-            means[row] = total / count
-        return means
+                    total = total + loss.double() * len(part)
+                means[row] = total / sum(map(len, visit.parts))
+        return means, failures
 
     def _rows(
         self, clients: Tensor, states: TensorDict, split: Split
@@ -321,6 +335,12 @@ class ModuleEngine(SequentialEngine):
         self.client.seen.fill_(1)
         names = self.half.remembered(self.layout)
         self.client.memory = dict(zip(names, memory, strict=True))
+
+    def _check_whole(self) -> None:
+        """Raise if a client has put something else in the place of what it was to train."""
+        for copies in (self._copies, self._personal_copies):
+            if copies is not None:
+                copies.check_whole()
 
     def _take_over_buffers(self) -> None:
         """Name what was frozen and has changed, once, and put it back."""

@@ -48,7 +48,9 @@ def count_operations(network: nn.Module, x: Tensor) -> Operations:
     try:
         with everything, thin, torch.enable_grad():  # without, transformers take other paths
             network(x.to(first.device))
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # of any kind: it is a user's network
         return Operations(math.inf, math.inf)
     return Operations(
         float(everything.get_total_flops()),

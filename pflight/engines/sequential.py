@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -19,14 +20,16 @@ from torch.optim import LBFGS
 from pflight.datamodules import FederatedDataModule, Split
 from pflight.errors import ConfigurationError
 from pflight.history import Logs, merge_logs
-from pflight.models import ClientModule
+from pflight.models import Batch, ClientModule
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
 from pflight.state import StateLayout, StateModule, entries, rows, state_tensors
 
 from .descent import Descent
 from .local_trainer import LocalTrainer
 from .operations import count_operations
-from .updates import ClientFailure, ClientUpdates, Evaluation, Kept
+from .samples import Form, check_count, check_labels, read_samples, usual_samples
+from .time_limit import time_limit
+from .updates import STOPS, ClientFailure, ClientUpdates, Evaluation, Kept
 
 _TRANSFER_HOOKS = (
     "on_before_batch_transfer",
@@ -51,7 +54,27 @@ _HOOKS = (
 )
 _LARGE_KERNEL = 2**20  # weights of a convolution from which on channels-last is slower
 GRADIENT_BATCH = 512  # samples in one pass where their number does not matter
+_FROM_SERVER = {"anchor", "memory"}  # parts that are put into a client
+_NO_LOSS = "its training_step returned no loss for any batch"
 ONE_THREAD = 20e6  # operations of a batch's forward pass from which on threads pay
+
+
+_Evaluated = TypeVar("_Evaluated")
+
+
+def _on_few_threads(evaluate: Callable[..., _Evaluated]) -> Callable[..., _Evaluated]:
+    """Let clients be evaluated on one thread where their samples are too few for several."""
+
+    @wraps(evaluate)
+    def evaluated(
+        self: SequentialEngine, clients: Tensor, states: TensorDict, split: Split
+    ) -> _Evaluated:
+        samples = int(self.data.num_samples(split)[clients.cpu()].sum())
+        few = self._operations * max(samples, 1) < ONE_THREAD
+        with _threads(1 if few else torch.get_num_threads()):
+            return evaluate(self, clients, states, split)
+
+    return evaluated
 
 
 class SequentialEngine:
@@ -69,6 +92,7 @@ class SequentialEngine:
         precision: The precision plugin of the federation's Trainer.
         device: Where clients train.
         seed: Of all local randomness, together with round and client.
+        client_timeout: Seconds after which what a client does is interrupted, or ``None``.
 
     Attributes:
         chunk: Clients that are trained at once, at most.
@@ -84,6 +108,7 @@ class SequentialEngine:
         precision: Precision,
         device: torch.device,
         seed: int,
+        client_timeout: float | None = None,
     ) -> None:
         self.template = client
         self.layout = layout
@@ -91,12 +116,24 @@ class SequentialEngine:
         self.precision = precision
         self.device = device
         self.seed = seed
+        self.client_timeout = client_timeout
         self.mean_samples = float(data.num_samples("train")[data.train_clients].double().mean())
         self.threads = torch.get_num_threads()
+        self._operations = math.inf  # of a sample's forward pass
         self._channels_last = False
+        self._copies_input = False
+        self._note_form()
         self._build()
         if self._mixes_samples and data.batch_size == 1:
             raise ConfigurationError("batch_size=1 can't train a network with BatchNorm")
+
+    def _note_form(self) -> None:
+        """Note the form that the clients' samples have in common."""
+        with time_limit(self.client_timeout):
+            x, y = self.precision.convert_input(usual_samples(self.data))
+        self._form = Form.of((x, y))
+        self._example = x[:2].to(self.device, copy=True), y[:2].to(self.device, copy=True)
+        self._batch_size = len(y[: self.data.batch_size])
 
     # Training
 
@@ -169,35 +206,31 @@ class SequentialEngine:
         with _threads(self.threads):
             for row, client in enumerate(clients.tolist()):
                 seed_everything(derive_seed(purpose, self.seed, round_index, client), self.device)
-                try:
+                with self._attempt(client, failures):
                     self._load([column[row] for column in columns], purpose is Purpose.TRAIN)
                     if kept is not None and kept.seen[row]:
                         self._recall([memory[row] for memory in memories.values()])
                     with torch.enable_grad():
                         tensors = work(client)
+                    self._check_whole()
                     self._take_over_buffers()
                     own = self.client.remember() if kept is not None else {}
-                except MisconfigurationException:  # a mistake for all, not this client's failure
-                    raise
-                except Exception as error:
-                    reason = " ".join(f"{type(error).__name__}: {error}".split())
-                    failures.append(ClientFailure(client, reason, error))
-                    self._build()
-                    continue
-                with torch.no_grad():
-                    torch._foreach_copy_([result[row] for result in results], tensors)
-                    for name, memory in zip(memories, remembered, strict=True):
-                        memory[row] = own[name]
-                logs[row] = self.trainer.logs
+                    with torch.no_grad():
+                        torch._foreach_copy_([result[row] for result in results], tensors)
+                        for name, memory in zip(memories, remembered, strict=True):
+                            _copy_whole(name, own[name], memory[row])
+                    logs[row] = self.trainer.logs
         states = TensorDict(
             dict(zip(self.layout.names, results, strict=True)), batch_size=[len(clients)]
         )
+        keep = TensorDict(dict(zip(memories, remembered, strict=True)), batch_size=[len(clients)])
         finite = finite_rows(states)
+        if memories and type(self.client).remember is not ClientModule.remember:
+            finite = list(map(all, zip(finite, finite_rows(keep), strict=True)))
         for row in [row for row in logs if not finite[row]]:
             failures.append(ClientFailure(int(clients[row]), "its result is NaN or infinite"))
             del logs[row]
         done = torch.tensor(list(logs), dtype=torch.long, device=columns[0].device)
-        keep = TensorDict(dict(zip(memories, remembered, strict=True)), batch_size=[len(clients)])
         if len(done) < len(clients):
             states, keep = states[done], keep[done]
         answered = clients[done.to(clients.device)]
@@ -210,11 +243,25 @@ class SequentialEngine:
             keep if memories else None,
         )
 
+    @contextmanager
+    def _attempt(self, client: int, failures: list[ClientFailure]) -> Iterator[None]:
+        """Note the failure of a client that raises or takes too long; the next gets a new copy."""
+        try:
+            with time_limit(self.client_timeout):
+                yield
+        except STOPS:
+            raise
+        except BaseException as error:
+            failures.append(ClientFailure.of(client, error))
+            self._build()
+
     def _train_one(self, client_id: int, round_index: int, epochs: int, steps: int | None) -> None:
         client, trainer = self.client, self.trainer
         x, y = self._samples(client_id, "train")
-        sizes = self._batch_sizes(len(y))
-        client.num_samples.fill_(len(y))
+        count = int(self.data.num_samples("train")[client_id])
+        check_count(count, y, y)
+        sizes = self._batch_sizes(count)
+        client.num_samples.fill_(count)
         trainer.start(None if steps is not None else epochs, len(sizes), steps)
         trainer.configure_optimizers()
         descent = None
@@ -225,6 +272,7 @@ class SequentialEngine:
         while sizes and not trainer.finished:
             epoch = client_id, round_index, trainer.current_epoch
             order = self.data.order(*epoch).to(self.device)
+            check_count(count, y, order)
             inputs = self.data.augment(x, *epoch)[order]
             batches = inputs.split(sizes), y[order].split(sizes)
             if descent is not None:
@@ -232,6 +280,8 @@ class SequentialEngine:
             else:
                 self._train_epoch(*batches)
         self._call("on_train_end")
+        if trainer.without_loss >= trainer.batches_seen > 0:
+            raise ValueError(_NO_LOSS)
 
     def _descend(
         self, descent: Descent, inputs: tuple[Tensor, ...], labels: tuple[Tensor, ...]
@@ -284,6 +334,7 @@ class SequentialEngine:
             with self._forward_context():
                 output = client.training_step(batch, index)
             loss = _loss_of(output)
+            self.trainer.without_loss += loss is None
             self._call("on_before_zero_grad", optimizer)
             if "optimizer_zero_grad" in self._hooks:
                 client.optimizer_zero_grad(self.trainer.current_epoch, index, optimizer)
@@ -318,6 +369,7 @@ class SequentialEngine:
     def _gradient(self, client_id: int, round_index: int, batches: int | None) -> list[Tensor]:
         client = self.client
         x, y = self._samples(client_id, "train")
+        check_count(int(self.data.num_samples("train")[client_id]), y, y)
         client.num_samples.fill_(len(y))
         self.trainer.start(1, 1)
         client.train()
@@ -329,12 +381,18 @@ class SequentialEngine:
             x, y = x[order], y[order]
         # A module that mixes the samples of a batch has to see them all at once.
         part = max(len(y), 1) if self._mixes_samples else GRADIENT_BATCH
+        if self._copies_input or self._own_loss:
+            x = x.clone()
+        losses = 0
         for batch in zip(x.split(part), y.split(part), strict=True) if sizes else ():
             self.trainer.batch_size = len(batch[1])
             with self._forward_context():
                 loss = _loss_of(client.training_step(batch, 0))
             if loss is not None:
+                losses += 1
                 (loss * (len(batch[1]) / len(y))).backward()
+        if sizes and not losses:
+            raise ValueError(_NO_LOSS)
         zero = torch.zeros((), device=self.device)
         return [
             (zero if tensor.grad is None else tensor.grad).expand_as(tensor)
@@ -355,35 +413,45 @@ class SequentialEngine:
         Raises:
             ConfigurationError: Naming the shape of the samples.
         """
-        x, y = self._samples(int(self.data.train_clients[0]), "train")
-        batch, x, y = len(x[: self.data.batch_size]), x[:2], y[:2]
+        x, y = (part.clone() for part in self._example)
         evaluated = any(self.data.num_samples(split).any() for split in ("val", "test"))
         trains_by_loss = type(self.client).training_step is ClientModule.training_step
         classifies = trains_by_loss and _classifies(self.client)
         expected = (len(x), self.client.num_classes)
         self.client.eval()
+        version, asked = x._version, evaluated or classifies
         try:
-            with torch.no_grad(), self._forward_context():
-                logits = self.client(x) if evaluated or classifies else None
-                if trains_by_loss and logits is None:
+            with time_limit(self.client_timeout), torch.no_grad(), self._forward_context():
+                logits = self.client(x) if asked else None
+                if trains_by_loss and not asked:
                     self.client.loss((x, y))
-        except Exception as error:
-            reason = str(error).strip().split("\n")[0]
+        except STOPS:
+            raise
+        except BaseException as error:
+            reason = str(error).strip().split("\n")[0] or type(error).__name__
             raise ConfigurationError(
                 f"the network can't take the data's samples of shape {tuple(x.shape[1:])} "
                 f"({str(x.dtype).removeprefix('torch.')}): {reason}"
             ) from error
-        if logits is not None and tuple(logits.shape[: None if evaluated else 2]) != expected:
+        self._copies_input = x._version != version
+        if asked and not isinstance(logits, Tensor):
+            raise ConfigurationError(
+                f"the network gives {type(logits).__name__}; it must give a tensor, the logits"
+            )
+        if asked and tuple(logits.shape[: None if evaluated else 2]) != expected:
             raise ConfigurationError(
                 f"the network gives outputs of shape {tuple(logits.shape)} for {expected[0]} "
                 f"samples of {expected[1]} classes; it must give {expected}"
             )
         try:
             ClientModule.configure_optimizers(self.client)
-        except Exception as error:
-            reason = " ".join(str(error).split())
+        except STOPS:
+            raise
+        except BaseException as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise ConfigurationError(f"the client's optimizer can't be built: {reason}") from error
-        if count_operations(self.client, x[:1]).total * batch < ONE_THREAD:
+        self._operations = count_operations(self.client, x[:1]).total
+        if self._operations * self._batch_size < ONE_THREAD:
             self.threads = 1
         if self._gains_from_channels_last():
             self._channels_last = True
@@ -421,75 +489,128 @@ class SequentialEngine:
             client.eval()
             with self._forward_context(), torch.no_grad():
                 client(batch[0])
-        except Exception:
+        except STOPS:
+            raise
+        except BaseException:
             return False
         return True
 
     @torch.no_grad()
-    def evaluate(self, clients: Tensor, states: TensorDict, split: Split) -> Evaluation:
+    @_on_few_threads
+    def evaluate(
+        self, clients: Tensor, states: TensorDict, split: Split
+    ) -> tuple[Evaluation, list[ClientFailure]]:
         """Run each client's model, a row of ``states`` ``[C]``, on its own samples of a split.
 
         Where all rows are views of one state it is loaded once and sees the clients' samples in
         common batches.
+
+        Returns:
+            The outputs of the clients that gave any, and what became of the others: their samples
+            can't be read or have labels that are no classes, the model fails on them, or its
+            outputs are not finite.
         """
         columns = [states[name] for name in self.layout.names]
-        shared = all(len(column) == 1 or column.stride(0) == 0 for column in columns)
-        samples = [self._samples(client, split) for client in clients.tolist()]
-        self.client.eval()
-        logits: list[Tensor] = []
-        if shared and samples:
-            self._load([column[0] for column in columns], anchored=False)
-            logits = self._forward(torch.cat([x for x, _ in samples]))
-        else:
-            logits = self.logits_of_each(columns, samples)
-        outputs = torch.cat(logits)
+        ids, classes = clients.tolist(), self.client.num_classes
+        failures: list[ClientFailure] = []
+        samples: dict[int, Batch] = {}  # by row
+        for row, client in enumerate(ids):
+            with self._attempt(client, failures):
+                x, y = self._samples(client, split)
+                check_labels(y, classes)
+                samples[row] = x, y.long()
+        logits = self._logits_at_once(columns, samples)
+        if logits is None:
+            logits = {}
+            for row, (x, _) in samples.items():
+                with self._attempt(ids[row], failures):
+                    self._load([column[row] for column in columns], anchored=False)
+                    logits[row] = self._logits(x)
+        nothing = torch.empty(0, device=self.device)
+        outputs = torch.cat([nothing.view(0, classes), *logits.values()])
         if outputs.dtype.itemsize < 4:  # bfloat16 loses too much of a loss
             outputs = outputs.float()
-        targets = torch.cat([y for _, y in samples])
-        counts = torch.tensor([len(y) for _, y in samples])
-        owners = clients.cpu().repeat_interleave(counts).to(self.device)
+        targets = torch.cat([nothing.long(), *(samples[row][1] for row in logits)])
+        counts = torch.tensor([len(part) for part in logits.values()], dtype=torch.long)
+        owners = clients.cpu()[list(logits)].repeat_interleave(counts).to(self.device)
         losses = F.cross_entropy(outputs, targets, reduction="none")
-        return Evaluation(owners, outputs, targets, losses)
+        evaluation = Evaluation(owners, outputs, targets, losses)
+        if not (finite := losses.isfinite()).all():
+            odd = owners[~finite].unique()
+            reason = "the outputs of its model, or their losses, are NaN or infinite"
+            failures += [ClientFailure(client, reason) for client in odd.tolist()]
+            sound = ~torch.isin(owners, odd)
+            evaluation = Evaluation(*(column[sound] for column in evaluation))
+        return evaluation, failures
 
     @torch.no_grad()
-    def losses(self, clients: Tensor, states: TensorDict, split: Split) -> Tensor:
+    def losses(
+        self, clients: Tensor, states: TensorDict, split: Split
+    ) -> tuple[Tensor, list[ClientFailure]]:
         """Return the mean loss ``[C]`` of each client's model on its own samples of a split.
 
         It is the client module's own loss, in evaluation mode and without an anchor, so that
-        penalties vanish; NaN for a client without samples, or whose loss raises.
+        penalties vanish; NaN for a client without samples, or that fails.
         """
-        self.client.eval()
         means = torch.full((len(clients),), torch.nan, dtype=torch.double, device=self.device)
+        failures: list[ClientFailure] = []
         with _threads(self.threads):
             for row, client in enumerate(clients.tolist()):
-                x, y = self._samples(client, split)
-                size = self.data.eval_batch_size or max(len(y), 1)
-                self._load([states[name][row] for name in self.layout.names], anchored=False)
-                self.client.num_samples.fill_(int(self.data.num_samples("train")[client]))
-                batches = zip(x.split(size), y.split(size), strict=True)
-                try:
+                with self._attempt(client, failures):
+                    x, y = self._samples(client, split)
+                    if not len(y):
+                        continue
+                    if self._copies_input or self._own_loss:
+                        x = x.clone()
+                    size = self.data.eval_batch_size or len(y)
+                    self._load([states[name][row] for name in self.layout.names], anchored=False)
+                    self.client.eval()
+                    self.client.num_samples.fill_(int(self.data.num_samples("train")[client]))
                     with self._forward_context():
                         sums = [
-                            self.client.loss(batch).double() * len(batch[1]) for batch in batches
+                            self.client.loss(batch).double() * len(batch[1])
+                            for batch in zip(x.split(size), y.split(size), strict=True)
                         ]
-                except Exception:  # training will say why
-                    continue
-                means[row] = torch.stack(sums).sum() / len(y)
-        return means
+                    means[row] = torch.stack(sums).sum() / len(y)
+        return means, failures
 
-    def logits_of_each(
-        self, columns: list[Tensor], samples: list[tuple[Tensor, Tensor]]
-    ) -> list[Tensor]:
-        """Return the logits of each client's model, a row of every column, on its own samples."""
-        logits = []
-        for row, (x, _) in enumerate(samples):
-            self._load([column[row] for column in columns], anchored=False)
-            logits += self._forward(x)
-        return logits
+    def _logits_at_once(
+        self, columns: list[Tensor], samples: dict[int, Batch]
+    ) -> dict[int, Tensor] | None:
+        """Return the logits of clients that have one and the same model, by row, or ``None``.
 
-    def _forward(self, x: Tensor) -> list[Tensor]:
+        Args:
+            columns: The models ``[C, ...]``.
+            samples: Of the clients, by row; some may be missing.
+        """
+        if not are_one(columns) or not samples:
+            return None
+        limit = self.client_timeout
+        try:
+            with time_limit(limit and limit * len(samples)):
+                self._load([column[0] for column in columns], anchored=False)
+                logits = self._logits(torch.cat([x for x, _ in samples.values()]))
+        except STOPS:
+            raise
+        except BaseException:  # whose it is will be seen one by one
+            self._build()
+            return None
+        return dict(zip(samples, logits.split([len(y) for _, y in samples.values()]), strict=True))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Return the logits of the model at hand, in evaluation mode."""
+        self.client.eval()
+        if self._copies_input:
+            x = x.clone()
         with self._forward_context():
-            return [self.client(part) for part in x.split(self.data.eval_batch_size or len(x) or 1)]
+            parts = x.split(self.data.eval_batch_size or len(x) or 1)
+            logits = torch.cat([self.client(part) for part in parts])
+        if logits.shape != (len(x), self.client.num_classes):
+            raise ValueError(
+                f"its model gives outputs of shape {list(logits.shape)} for {len(x)} samples of "
+                f"{self.client.num_classes} classes"
+            )
+        return logits
 
     # The copy of the client in which everybody trains
 
@@ -528,6 +649,9 @@ class SequentialEngine:
             or type(client).configure_gradient_clipping
             is not ClientModule.configure_gradient_clipping
         )
+        self._own_loss = type(
+            client
+        ).training_step is not ClientModule.training_step or not _classifies(client)
         self._plain = (
             not self._hooks
             and not self._clips
@@ -539,7 +663,19 @@ class SequentialEngine:
         )
         client.anchor = self._anchor
         self._attributes = [(vars(module), dict(vars(module))) for module in client.modules()]
+        self._parts = [
+            (path, held, {n: part for n, part in held.items() if path or n not in _FROM_SERVER})
+            for path, module in client.named_modules()
+            for held in (module._parameters, module._modules)
+        ]
+        self._registered = [
+            (held, held.copy())
+            for module in client.modules()
+            for name, held in vars(module).items()
+            if "_hooks" in name and isinstance(held, dict)
+        ]
         self._requires_grad = [(p, p.requires_grad) for p in client.parameters()]
+        self._kinds = [(t.shape, t.dtype, t.device) for t in self._tensors]
         own = set(map(id, self._tensors))
         self._buffers = [
             (module._buffers, name, buffer)
@@ -554,6 +690,14 @@ class SequentialEngine:
             attributes.update(given, training=attributes["training"])
             for name in attributes.keys() - given.keys():
                 del attributes[name]
+        for _, held, given in self._parts:
+            held.update(given)
+            for name in held.keys() - given.keys() - _FROM_SERVER:
+                del held[name]
+        for hooks, registered in self._registered:
+            if hooks != registered:
+                hooks.clear()
+                hooks.update(registered)
         for parameter, required in self._requires_grad:
             parameter.requires_grad = required
         for held, name, buffer in self._buffers:
@@ -567,13 +711,24 @@ class SequentialEngine:
         self.client.seen.zero_()
         self.client.num_steps.zero_()
 
+    def _check_whole(self) -> None:
+        """Raise if a client has put something else in the place of what it was to train."""
+        for path, held, given in self._parts:
+            for name, part in given.items():
+                if held.get(name) is not part:
+                    raise RuntimeError(f"it replaced or deleted its {f'{path}.{name}'.strip('.')}")
+        for name, tensor, kind in zip(self.layout.names, self._tensors, self._kinds, strict=True):
+            if (tensor.shape, tensor.dtype, tensor.device) != kind:
+                raise RuntimeError(f"it changed the shape, type or device of its {name}")
+
     @torch.no_grad()
     def _take_over_buffers(self) -> None:
         """Copy what stands in the place of a buffer, which a client need not change in place."""
         for held, name, buffer in self._buffers:
-            current = held[name]
-            if current is not None and current is not buffer:
-                buffer.copy_(current)
+            if (current := held.get(name)) is None:
+                raise RuntimeError(f"it deleted its buffer {name}")
+            if current is not buffer:
+                _copy_whole(name, current, buffer)
 
     def _recall(self, memory: list[Tensor]) -> None:
         assert self._memory is not None
@@ -581,8 +736,11 @@ class SequentialEngine:
         self.client.memory = self._memory
         self.client.seen.fill_(1)
 
-    def _samples(self, client_id: int, split: Split) -> tuple[Tensor, Tensor]:
-        x, y = self.precision.convert_input(self.data.samples(client_id, split))
+    def _samples(self, client_id: int, split: Split) -> Batch:
+        batch = self.precision.convert_input(read_samples(self.data, client_id, split))
+        x, y = self._form.fitted(batch)
+        if not self._own_loss and y.dim() == 1 and not y.is_floating_point():
+            check_labels(y, self.client.num_classes)
         return x.to(self.device), y.to(self.device)
 
     def has_batches(self, clients: Tensor) -> Tensor:
@@ -629,6 +787,20 @@ def _like(columns: Iterable[Tensor]) -> list[Tensor]:
     return [torch.empty_like(column, memory_format=torch.contiguous_format) for column in columns]
 
 
+def are_one(columns: Iterable[Tensor]) -> bool:
+    """Return whether all rows of a stack are views of one state."""
+    return all(len(column) == 1 or column.stride(0) == 0 for column in columns)
+
+
+def _copy_whole(name: str, value: Tensor, into: Tensor) -> None:
+    """Copy a tensor into one of its shape."""
+    if value.shape != into.shape:
+        raise RuntimeError(
+            f"its {name} is of shape {list(value.shape)}, where {list(into.shape)} is wanted"
+        )
+    into.copy_(value)
+
+
 def definers_of_loss(client: ClientModule) -> list[type]:
     """Return the classes that define a loss of the client, which may call each other's."""
     return [kind for kind in type(client).__mro__ if "loss" in vars(kind)]
@@ -641,7 +813,13 @@ def _classifies(client: ClientModule) -> bool:
 
 def _loss_of(output: Any) -> Tensor | None:
     """Return the loss in what a ``training_step`` returned."""
-    return output["loss"] if isinstance(output, dict) else output
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, Tensor | None) or (loss is None and output is not None):
+        raise TypeError(
+            "its training_step must return a tensor, a dict with one named loss, or None, "
+            f"not {type(output).__name__}"
+        )
+    return loss
 
 
 def _detached(output: Any) -> Any:

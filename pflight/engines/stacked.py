@@ -89,7 +89,7 @@ class Batches:
     Args:
         plans: The rows' plans, longest training first.
         reserve: Gets the number of samples for which a row needs room; returns where features are
-            gathered ``[rows, samples, ...]``, and labels ``[rows, samples]``.
+            gathered ``[rows, samples, ...]``, and labels likewise.
         load: Gets rows, an epoch and a number of samples; yields for each row features and labels
             of all of the client's samples, and which of them come first ``[number]``.
         filled: Whether batches may be filled up where their sizes differ. Else only those of equal
@@ -130,6 +130,12 @@ class Batches:
         room = self._room(run)
         rows = range(run.first, run.last)
         for row, (x, y, order) in zip(rows, self.load(rows, epoch, count), strict=True):
+            for part, held in ((x, self.features), (y, self.labels)):
+                if part.shape[1:] != held.shape[2:] or part.dtype != held.dtype:
+                    raise ValueError(
+                        f"samples are {part.dtype} of shape {list(part.shape[1:])}, where "
+                        f"{held.dtype} of shape {list(held.shape[2:])} are stacked"
+                    )
             if room > count:  # whatever a loss makes of them, it makes of real samples
                 order = torch.cat([order, order[:1].expand(room - count)])
             torch.index_select(x, 0, order, out=self.features[row, : len(order)])

@@ -23,6 +23,7 @@ from pflight.randomness import isolated
 from pflight.state import StateLayout, state_tensors
 
 from .joint import JointClient, Phase, Stack
+from .local_trainer import FOREIGN, steps_others
 from .sequential import definers_of_loss
 from .stacked import misfit
 
@@ -62,6 +63,8 @@ def obstacle_to(
         return f"its configure_optimizers() needs a client of its own: {reason_of(error)}"
     if reason := misfit(optimizer):
         return reason
+    if steps_others(optimizer, client):
+        return FOREIGN
     if not _same(attributes, _attributes(client)):
         return "its configure_optimizers() sets attributes of itself"
     if _options(optimizer) != _options(again):
@@ -260,7 +263,9 @@ def predicts_each_alone(joint: JointClient, layout: StateLayout, x: Tensor) -> b
     try:
         alone = joint.logits(states, twice)
         beside = joint.logits(states, filled)[:, : len(x)]
-    except Exception:  # it can't be stacked, or takes no such batch
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # it can't be stacked, or takes no such batch
         return False
     return bool(((alone - beside).abs() <= _TRACE * (1 + alone.abs())).all())
 
@@ -494,7 +499,7 @@ def _failed(what: str, error: Exception) -> str:
     return reason if reason.startswith("it ") else f"{what}: {reason}"
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """Return an error's first sentence, for users who don't know how clients are stacked."""
     line = str(error).strip().split("\n")[0].split(". ")[0] or type(error).__name__
     if "meta tensors" in line:  # as which a client's scalars are handed to what all clients share

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from textwrap import shorten
 from typing import NamedTuple
 
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.history import Logs
 
+STOPS = (KeyboardInterrupt, SIGTERMException, MisconfigurationException)
+"""What ends a run wherever it is raised: a signal, or a mistake that is not one client's. All else
+is the failure of the client that raises it, ``SystemExit`` as well."""
+_REASON = 500  # characters
+
 
 @dataclass(frozen=True)
 class ClientFailure:
-    """One client's training that gave nothing: it raised, or its result is not finite."""
+    """What a client was asked for in vain: it raised, or its result is not finite."""
 
     client: int
     reason: str
-    error: Exception | None = None
+    error: BaseException | None = None
+
+    @classmethod
+    def of(cls, client: int, error: BaseException) -> ClientFailure:
+        """Return the failure of a client that raised."""
+        said = f"{type(error).__name__}: {error}".removesuffix(": ")
+        return cls(client, shorten(said, _REASON, placeholder=" ..."), error)
 
 
 class Kept(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,11 +11,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tensordict import TensorDict
 from torch import Tensor
 
+from pflight.datamodules import Split
 from pflight.history import Logs, merge_logs
 from pflight.models import Batch, ClientModule
 from pflight.randomness import Purpose
@@ -22,10 +22,11 @@ from pflight.state import entries
 
 from .joint import JointClient, Phase, Stack
 from .mixed import StackedAutocast
-from .sequential import GRADIENT_BATCH, SequentialEngine, finite_rows
+from .samples import check_count
+from .sequential import GRADIENT_BATCH, SequentialEngine, are_one, finite_rows
 from .stacked import Batches, Group, Plan, StackedOptimizer, clip, rows_per_call
 from .trial import Dependence, dependence_of, obstacle_to, phases_of, predicts_each_alone, reason_of
-from .updates import ClientUpdates, Kept
+from .updates import STOPS, ClientFailure, ClientUpdates, Evaluation, Kept
 
 _TRIAL = 8  # samples on which a client is tried
 _SIZES, _LARGEST = 8, 64  # and the sizes of the batches that they make
@@ -106,13 +107,15 @@ class VectorizedEngine(SequentialEngine):
     Args:
         *args: As in :class:`SequentialEngine`.
         chunk: Clients that are trained at once, at most.
+        warned: What has been said of clients that are not stacked, and is not said again.
 
     Attributes:
         obstacle: Why clients are trained one by one, or ``None``; known after
             :meth:`check_input`.
+        stacks_evaluation: Whether models of their own are evaluated at once; known then, too.
     """
 
-    def __init__(self, *args: Any, chunk: int) -> None:
+    def __init__(self, *args: Any, chunk: int, warned: set[str] | None = None) -> None:
         super().__init__(*args)
         self.chunk = chunk
         self.obstacle: str | None = None
@@ -120,14 +123,21 @@ class VectorizedEngine(SequentialEngine):
         self._dependence: dict[bool, Dependence] = {}  # by whether there is an anchor
         self._known_phases: dict[tuple[int, int | None], list[Phase] | str] = {}
         self._reused: dict[str, Tensor] = {}
-        self._stacks_evaluation = True
+        self.stacks_evaluation = True
+        self._cause: BaseException | None = None  # of an evaluation that failed
+        self._warned = set() if warned is None else warned
         self._some = self._some_samples()
 
     def check_input(self) -> None:
         """See :meth:`SequentialEngine.check_input`; find out whether clients can be stacked."""
         super().check_input()
-        self.obstacle = self._find_obstacle()
-        self._stacks_evaluation = predicts_each_alone(self._joint, self.layout, self._some[0])
+        try:
+            self.obstacle = self._find_obstacle()
+        except STOPS:
+            raise
+        except BaseException as error:
+            self.obstacle = f"trying it fails: {reason_of(error)}"
+        self.stacks_evaluation = predicts_each_alone(self._joint, self.layout, self._some[0])
 
     def _find_obstacle(self) -> str | None:
         client = self._joint.client
@@ -165,8 +175,13 @@ class VectorizedEngine(SequentialEngine):
     def _some_samples(self) -> Batch:
         clients = self.data.train_clients
         largest = clients[self.data.num_samples("train")[clients].argmax()]
-        x, y = self._samples(int(largest), "train")
-        return x[:_TRIAL], y[:_TRIAL]
+        try:
+            x, y = self._samples(int(largest), "train")
+        except STOPS:
+            raise
+        except BaseException:  # training will say why
+            x, y = self._example
+        return x[:_TRIAL].clone(), y[:_TRIAL].clone()
 
     def _some_batches(self, counts: list[int]) -> list[Batch]:
         """Return batches of sizes that occur, small ones above all, where clients may differ."""
@@ -255,7 +270,7 @@ class VectorizedEngine(SequentialEngine):
             range(len(plans)), key=lambda row: (plans[row].steps, counts[row]), reverse=True
         )
         everyone = self._chunk_of_all(clients, starts, kept, plans, order, task)
-        failed: dict[int, Exception | None] = {}  # rows, as they are ordered here
+        failed: dict[int, BaseException | None] = {}  # rows, as they are ordered here
         for part in torch.arange(len(plans)).tensor_split(-(-len(plans) // self.chunk)):
             first, last = int(part[0]), int(part[-1]) + 1
             chunk = everyone[first:last]
@@ -263,9 +278,12 @@ class VectorizedEngine(SequentialEngine):
             try:
                 task.run(chunk)
                 finite = finite_rows(TensorDict(chunk.results, batch_size=[last - first]))
-            except MisconfigurationException:
+                if chunk.kept and not self._joint.remembers_its_state:
+                    keep = finite_rows(TensorDict(chunk.kept, batch_size=[last - first]))
+                    finite = list(map(all, zip(finite, keep, strict=True)))
+            except STOPS:
                 raise
-            except Exception as error:  # whose it is will be seen below
+            except BaseException as error:  # whose it is will be seen below
                 cause, finite = error, [False] * (last - first)
             for row, client in enumerate(chunk.clients):
                 if not finite[row]:
@@ -331,7 +349,7 @@ class VectorizedEngine(SequentialEngine):
         kept: Kept | None,
         done: _Chunk,
         order: list[int],
-        failed: dict[int, Exception | None],
+        failed: dict[int, BaseException | None],
         task: _Task,
     ) -> ClientUpdates:
         """Put results into the clients' own order; do what failed once more, one by one."""
@@ -355,8 +373,8 @@ class VectorizedEngine(SequentialEngine):
             )
             logs.append(again.logs)
             failures = again.failures
-            if not failures:
-                _warn_of(failed.values())
+            causes = {int(clients[order[row]]): cause for row, cause in failed.items()}
+            self._warn_of_fallbacks(causes, failures)
             answered[rows] = torch.isin(clients[rows], again.clients).cpu()
             rows = rows[answered[rows]]
             states[rows] = again.states
@@ -376,7 +394,7 @@ class VectorizedEngine(SequentialEngine):
     def _phases(self, epochs: int, steps: int | None) -> list[Phase] | str | None:
         """Return the phases of local training; ``None`` if the client's epochs are all alike.
 
-        Where so many epochs can't be stacked it is the reason, which is logged once.
+        Where so many epochs can't be stacked it is the reason, of which a warning is given once.
         """
         if self.obstacle or self._hooks.isdisjoint(_EPOCH_HOOKS):
             return None
@@ -386,9 +404,11 @@ class VectorizedEngine(SequentialEngine):
                 if steps is not None:
                     raise RuntimeError("it has hooks of epochs, and trains for some steps")
                 self._known_phases[asked] = phases_of(self._joint, epochs)
-            except Exception as error:
+            except STOPS:
+                raise
+            except BaseException as error:
                 name, reason = type(self.template).__name__, reason_of(error)
-                rank_zero_info(f"sequential engine: {name} can't be stacked, {reason}")
+                self.warn_once(f"{name} can't be stacked, {reason}: clients train one by one")
                 self._known_phases[asked] = reason
         return self._known_phases[asked]
 
@@ -492,6 +512,7 @@ class VectorizedEngine(SequentialEngine):
     def _batches(self, chunk: _Chunk, task: _Task, phase: Phase | None = None) -> Batches:
         """Prepare the batches of a chunk, or those of a phase, in memory that all chunks use."""
         plans, first = chunk.plans, 0
+        counts = self.data.num_samples("train")[chunk.clients].tolist()
         if phase is not None:
             plans = [Plan(plan.sizes, phase.epochs * len(plan.sizes)) for plan in plans]
             first = phase.first
@@ -501,20 +522,21 @@ class VectorizedEngine(SequentialEngine):
         def load(rows: range, epoch: int, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             clients = chunk.clients[rows.start : rows.stop]
             when = task.round_index, first + epoch
-            orders: Sequence[Tensor] = [torch.arange(count)] * len(rows)
+            orders: Sequence[Tensor] = [torch.arange(counts[row]) for row in rows]
             if task.shuffled:
                 orders = self.data.orders(clients, *when)
             for row, client, order in zip(rows, clients, orders, strict=True):
                 x, y = cached[row] if row in cached else self._samples(client, "train")
                 if several:
                     cached[row] = x, y
+                check_count(counts[row], y, order)
                 x = self.data.augment(x, client, *when)
                 yield x, y, order[:count].to(self.device)
 
         def reserve(count: int) -> Batch:
             (x, y), shape = self._some, (len(chunk.clients), count)
             features = self._reuse("x", (*shape, *x.shape[1:]), x.dtype)
-            return features, self._reuse("y", shape, y.dtype)
+            return features, self._reuse("y", (*shape, *y.shape[1:]), y.dtype)
 
         return Batches(plans, reserve, load, self._dependence[task.anchored].weighs_samples)
 
@@ -526,20 +548,37 @@ class VectorizedEngine(SequentialEngine):
 
     # Evaluation
 
-    def logits_of_each(
-        self, columns: list[Tensor], samples: list[tuple[Tensor, Tensor]]
-    ) -> list[Tensor]:
-        """See :meth:`SequentialEngine.logits_of_each`."""
-        if self._stacks_evaluation:
-            try:
-                logits = self._stacked_logits(columns, samples)
-                if torch.cat(logits).isfinite().all():
-                    return logits
-            except Exception as error:  # a client's own fault will be seen below
-                name, reason = type(self.template).__name__, reason_of(error)
-                rank_zero_info(f"{name} is evaluated one by one from here on: {reason}")
-                self._stacks_evaluation = False
-        return super().logits_of_each(columns, samples)
+    def evaluate(
+        self, clients: Tensor, states: TensorDict, split: Split
+    ) -> tuple[Evaluation, list[ClientFailure]]:
+        """See :meth:`SequentialEngine.evaluate`."""
+        self._cause = None
+        evaluation, failures = super().evaluate(clients, states, split)
+        if self._cause is not None and not failures:  # else it is the fault of those
+            name, reason = type(self.template).__name__, reason_of(self._cause)
+            self.warn_once(f"{name} is evaluated one by one from here on: {reason}")
+            self.stacks_evaluation = False
+        return evaluation, failures
+
+    def _logits_at_once(
+        self, columns: list[Tensor], samples: dict[int, Batch]
+    ) -> dict[int, Tensor] | None:
+        if are_one(columns) or not samples or not self.stacks_evaluation:
+            return super()._logits_at_once(columns, samples)
+        if len(samples) < len(columns[0]):
+            columns = [column[list(samples)] for column in columns]
+        try:
+            stacked = self._stacked_logits(columns, list(samples.values()))
+            logits = torch.cat(stacked)
+        except STOPS:
+            raise
+        except BaseException as error:
+            self._cause = error
+            return None
+        shape = sum(len(y) for _, y in samples.values()), self._joint.client.num_classes
+        if logits.shape != shape or logits.isnan().any():  # as one by one, perhaps
+            return None
+        return dict(zip(samples, stacked, strict=True))
 
     def _stacked_logits(
         self, columns: list[Tensor], samples: list[tuple[Tensor, Tensor]]
@@ -572,6 +611,36 @@ class VectorizedEngine(SequentialEngine):
                 yield first, row
                 first = row
 
+    def _warn_of_fallbacks(
+        self, causes: dict[int, BaseException | None], failures: list[ClientFailure]
+    ) -> None:
+        """Warn of clients that fail together, where none of them fails alone.
+
+        Args:
+            causes: Why, by client: what their chunk raised, or ``None`` for a result that is NaN.
+            failures: Those that failed alone.
+        """
+        alone = {failure.client for failure in failures}
+        for cause in set(causes.values()):
+            clients = {client for client, why in causes.items() if why is cause}
+            if cause is None:
+                clients -= alone
+            if not clients or clients & alone:
+                continue
+            reason = "a result that is NaN or infinite"
+            if cause is not None:
+                reason = f"{type(cause).__name__}: {reason_of(cause)}"
+            self.warn_once(
+                f"clients that can't be trained together, but one by one: {reason}; "
+                "engine='sequential' does so from the start"
+            )
+
+    def warn_once(self, message: str) -> None:
+        """Warn, unless it has been said."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=2)
+
     def _reuse(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return memory for a tensor, the same at every call, for it costs to get it anew."""
         size = math.prod(shape)
@@ -586,13 +655,3 @@ def _places(tensors: Sequence[Tensor], groups: Iterable[Iterable[Tensor]]) -> li
     place = {id(tensor): position for position, tensor in enumerate(tensors)}
     found = ([place[id(t)] for t in group if id(t) in place] for group in groups)
     return [places for places in found if places]
-
-
-def _warn_of(causes: Iterable[Exception | None]) -> None:
-    """Warn of exceptions that clients raised together, and none of them alone."""
-    cause = next((cause for cause in causes if cause is not None), None)
-    if cause is not None:
-        rank_zero_warn(
-            f"clients that can't be trained together, but one by one: {cause!r}; "
-            "engine='sequential' does so from the start"
-        )

@@ -29,6 +29,7 @@ from pflight.datamodules import TensorClients
 from pflight.history import Round
 from pflight.models import ClientModule
 from tests.event_files import read_events
+from tests.runs import small_data
 
 CLIENTS = 5
 
@@ -110,6 +111,7 @@ class TestProgressBar:
         assert "\x1b" not in file.getvalue()
         assert "\r" not in file.getvalue()
         assert len(lines) == 11
+        assert lines[0] == "rounds 0 to 39"
         assert lines[-1].startswith("40/40")
 
     def test_gives_the_terminal_back_after_an_error(self, data, monkeypatch):
@@ -157,6 +159,14 @@ class TestResultTable:
             assert re.findall(r"\d\.\d{4}", row) == [f"{value:.4f}" for value in values]
         down = sum(entry.bytes_down for entry in module.history)
         assert f"2 rounds; {down} B down, 0 B up" in text
+
+    def test_a_round_has_the_number_that_it_has_in_the_history(self):
+        output, file = console(terminal=False)
+        module, run = federation(), trainer(4, ResultTable(output))
+        run.fit(module, datamodule=small_data())
+        accuracies = [entry.metrics["val/macro_acc"] for entry in module.history]
+        best = module.history[accuracies.index(max(accuracies))].index
+        assert f"best in round {best} (macro acc" in " ".join(file.getvalue().split())
 
     def test_without_validation_data_it_still_tells_the_traffic(self, data):
         output, file = console(terminal=False)

@@ -163,7 +163,7 @@ def test_a_client_that_fails_to_adapt_is_judged_without() -> None:
     federation = run(
         linear_client(Failing), small_data(), PerFedAvg(), trainer={"limit_val_batches": 0}
     )
-    with pytest.warns(UserWarning, match="round 1: client 3 failed to adapt: .*out of battery"):
+    with pytest.warns(UserWarning, match="round 0: client 3 failed to adapt: .*out of battery"):
         state = federation.client_state(3)
     assert_same(state, federation.server_states()[0])
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from pflight import Federation
 from pflight.callbacks import FedAvg, PFedMe
@@ -26,6 +28,7 @@ from tests.runs import (
     linear_client,
     network,
     quadratic_client,
+    quiet_trainer,
     run,
     sgd,
     shared,
@@ -175,6 +178,27 @@ def test_newcomers_run_the_inner_loop_from_the_servers_model() -> None:
     assert not federation.memory.seen("memory", torch.tensor([new])).any()
     federation = fit(train_newcomers=False)
     assert judged(federation, new) == pytest.approx(shared(federation), abs=0)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of Lightning, as it loads
+def test_a_newcomers_failure_names_the_last_round_also_from_a_checkpoint(tmp_path: Path) -> None:
+    class Failing(PFedMeClient):
+        def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            if self.num_samples == 12:  # client 1
+                raise RuntimeError("out of battery")
+            return super().loss(batch)
+
+    data = small_data(holdout_clients=0.34)
+    assert 1 in data.new_clients
+    client = linear_client(Failing)
+    run(client, data, PFedMe(), 3, trainer={"limit_val_batches": 0}).trainer.save_checkpoint(
+        tmp_path / "run.ckpt"
+    )
+    trainer = quiet_trainer(1, PFedMe(), limit_val_batches=0)
+    with pytest.warns(UserWarning, match="round 2: client 1 failed to find its place"):
+        trainer.test(
+            Federation(client), datamodule=data, ckpt_path=tmp_path / "run.ckpt", verbose=False
+        )
 
 
 @ENGINES

@@ -479,8 +479,9 @@ class TestEmbedding:
         options = {"default_root_dir": tmp_path}
         module = run(dropout_client(), data, Local(), 2, picture, trainer=options)
         state = picture.state_dict()
-        assert list(state["features"]) == [0, 1]
-        for client, mean in zip(state["clients"].tolist(), state["features"][1], strict=True):
+        assert state["features"]["rounds"].tolist() == [0, 1]
+        last = state["features"]["values"][1]
+        for client, mean in zip(state["clients"].tolist(), last, strict=True):
             network = module.client_module(client).network
             expected = network[:3](data.samples(client, "train")[0]).mean(0)
             assert_close(mean, expected.detach())
@@ -506,9 +507,15 @@ class TestEmbedding:
         picture = EmbeddingTrajectory(rounds=[2, 3, 50], every=2, color="round")
         options = {"default_root_dir": tmp_path}
         run(linear_client(), small_data(), FedAvg(), 5, picture, trainer=options)
-        assert list(picture.state_dict()["features"]) == [1, 3]
+        assert picture.state_dict()["features"]["rounds"].tolist() == [1, 3]
         names = [f"embedding-first-{count}-rounds-0004.png" for count in (2, 3, 4)]
         assert drawn(tmp_path) == names
+
+    def test_rounds_that_are_not_drawn_are_not_kept(self, tmp_path):
+        picture = EmbeddingTrajectory(rounds=[1, 2])
+        options = {"default_root_dir": tmp_path}
+        run(linear_client(), small_data(), FedAvg(), 4, picture, trainer=options)
+        assert picture.state_dict()["features"]["rounds"].tolist() == [0, 1]
 
     @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
     def test_a_resumed_run_draws_all_rounds(self, tmp_path):
@@ -627,8 +634,8 @@ class TestAggregationWeights:
 
         whole = go("whole", ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1))
         resumed = go("resumed", ckpt_path=tmp_path / "epoch=0.ckpt")
-        assert list(whole[0]["past"]) == [0, 1]
-        assert not torch.equal(whole[0]["past"][0], whole[1]["past"][0])
+        assert whole[0]["past"]["rounds"].tolist() == [0, 1]
+        assert not torch.equal(whole[0]["past"]["values"][0], whole[1]["past"]["values"][0])
         assert_close(resumed, whole, rtol=0, atol=0)
 
     @pytest.mark.parametrize(

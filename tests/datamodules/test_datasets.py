@@ -2,15 +2,17 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from PIL import Image
@@ -118,6 +120,72 @@ def test_any_other_bytes_are_a_clear_error(tmp_path_factory, content, zipped, cu
         path.write_bytes(damaged)
         with pytest.raises(ConfigurationError, match=str(path)):
             read_idx(path)
+
+
+def header(*shape: int) -> bytes:
+    return bytes([0, 0, 8, len(shape)]) + np.array(shape, dtype=">u4").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (idx(np.zeros((5, 9))) + b"0", "promises 45 values of shape .5, 9., it has more"),
+        (header(2**31, 28, 28), "promises 1683627180032 values .* more than any data set"),
+        (header(2**20, 2**10), "promises 1073741824 values .* it has 0"),
+        (header(2**32 - 1) * 2, "more than any data set"),
+        (header(*[2**32 - 1] * 255), "more than any data set"),
+        (header(3, 3)[:-1], "not an idx file"),
+    ],
+)
+@pytest.mark.parametrize("zipped", [False, True])
+def test_headers_that_promise_too_much_or_too_little_are_named(tmp_path, content, message, zipped):
+    path = tmp_path / ("file.gz" if zipped else "file")
+    path.write_bytes(gzip.compress(content) if zipped else content)
+    with pytest.raises(ConfigurationError, match=f"{path} is .*{message}"):
+        read_idx(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content[:-1],
+        lambda content: content + b"garbage",
+        lambda content: content[:-8] + bytes(4) + content[-4:],
+        lambda content: content[:30] + bytes(8) + content[38:],
+    ],
+    ids=["cut", "garbage", "checksum", "zeros"],
+)
+def test_a_damaged_gzip_is_named(tmp_path, change):
+    path = tmp_path / "file.gz"
+    array = np.random.default_rng(0).integers(0, 256, (20, 28, 28))
+    path.write_bytes(change(gzip.compress(idx(array))))
+    with pytest.raises(ConfigurationError, match=f"{path} is damaged: "):
+        read_idx(path)
+
+
+def test_of_a_gzip_no_more_is_read_than_its_header_promises(tmp_path):
+    path = tmp_path / "file.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(idx(np.zeros((5, 9))))
+        for _ in range(64):
+            file.write(bytes(1 << 20))
+
+    tracemalloc.start()
+    with pytest.raises(ConfigurationError, match=f"{path} is damaged: .*45 values.*it has more"):
+        read_idx(path)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path.name)])
+def test_what_is_no_file_is_named(fashion, make):
+    path = fashion / "train-labels-idx1-ubyte.gz"
+    path.unlink()
+    make(path)
+    with pytest.raises(ConfigurationError, match=f"{path} is not a file"):
+        read_idx(path)
+    with pytest.raises(ConfigurationError, match=f"{path} is not a file"):
+        FashionMNIST(str(fashion)).prepare_data()
 
 
 @pytest.fixture
@@ -268,7 +336,7 @@ def test_a_failed_omniglot_download_names_the_address(tmp_path, monkeypatch):
         raise OSError("no route")
 
     monkeypatch.setattr(utils, "download_url", fail)
-    with pytest.raises(ConfigurationError, match=r"download https://.*background.zip: no route"):
+    with pytest.raises(ConfigurationError, match=r"https://.*background.zip to .*: no route"):
         Omniglot(str(tmp_path)).prepare_data()
 
 
@@ -292,9 +360,93 @@ def test_omniglot_names_a_damaged_archive(omniglot):
     with pytest.raises(ConfigurationError, match=r"small1.zip is damaged: .*_01.png"):
         Omniglot(str(omniglot)).setup()
     with zipfile.ZipFile(path, "w") as file:
-        file.writestr("readme.txt", "")
+        file.writestr("Greek/", "")
     with pytest.raises(ConfigurationError, match="no Omniglot images"):
         Omniglot(str(omniglot), archives=[path.stem]).setup()
+
+
+def rezip(path: Path, name: str | None = None, content: bytes | None = None, **facts) -> str:
+    """Write an archive again, with another name, content or header for its second member."""
+    with zipfile.ZipFile(path) as file:
+        members = {member: file.read(member) for member in file.namelist()}
+    changed = list(members)[1]
+    with zipfile.ZipFile(path, "w") as file:
+        for member, held in members.items():
+            info = zipfile.ZipInfo(name or member if member == changed else member)
+            info.compress_type = zipfile.ZIP_DEFLATED
+            if member == changed:
+                info.compress_type = facts.pop("method", zipfile.ZIP_DEFLATED)
+                held = held if content is None else content
+            file.writestr(info, held)
+            if member == changed:
+                for fact, value in facts.items():
+                    setattr(info, fact, value)
+    return name or changed
+
+
+def large_image() -> bytes:
+    file = io.BytesIO()
+    Image.new("1", (5000, 5000)).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"flag_bits": 1}, "{name} is encrypted"),
+        ({"compress_type": 99}, "{name} is compressed by method 99"),
+        ({"method": zipfile.ZIP_BZIP2}, "{name} is compressed by method 12"),
+        ({"content": bytes(1 << 20)}, "{name} is too large for a drawing: 1048576 bytes"),
+        ({"content": bytes(1 << 20), "file_size": 300}, "is damaged: {name}: Bad CRC-32"),
+        ({"file_size": 1 << 30}, "{name} is too large for a drawing: 1073741824 bytes"),
+        ({"CRC": 1}, "is damaged: {name}: Bad CRC-32"),
+        ({"content": large_image()}, "{name} is an image of 5000 x 5000 pixels"),
+        ({"content": b""}, "{name} is not an image"),
+        ({"name": "../../Greek/character01/0000_02.png"}, "'{name}' is not the name of a drawing"),
+        ({"name": "/a/Greek/character01/0000_02.png"}, "'{name}' is not the name of a drawing"),
+        ({"name": "../Greek/character01/0000_02.png"}, "'{name}' is not the name of a drawing"),
+        ({"name": "a/Greek/character01/0000_02.pnf"}, "'{name}' is not the name of a drawing"),
+        ({"name": "a/Greek/character01/0001_01.png"}, "{name} is the same drawing as .*0000_01"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_omniglot_does_not_trust_its_archives(omniglot, changes, message):
+    path = omniglot / "images_background_small1.zip"
+    name = rezip(path, **changes)
+    with pytest.raises(ConfigurationError, match=f"{path}.*{message.format(name=name)}") as caught:
+        Omniglot(str(omniglot), archives=[path.stem]).setup()
+    assert "\n" not in str(caught.value)
+
+
+def test_omniglot_leaves_out_what_an_archiver_adds(omniglot):
+    path = omniglot / "images_background_small1.zip"
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr("__MACOSX/a/._b", "")
+        file.writestr("images_background_small1/.DS_Store", "")
+    assert Omniglot(str(omniglot), archives=[path.stem]).num_classes == 3
+
+
+@given(at=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255), cut=st.booleans())
+@settings(deadline=None)
+def test_a_damaged_archive_is_read_as_it_was_or_refused(tmp_path_factory, at, byte, cut):
+    folder = tmp_path_factory.mktemp("omniglot")
+    path = folder / "images_background_small1.zip"
+    archive(path, {"Greek": ["character01"]}, drawers=2)
+    right = Omniglot(str(folder), download=False).load()
+    content = bytearray(path.read_bytes())
+    content[int(at * len(content))] = byte
+    path.write_bytes(content[: int(at * len(content))] if cut else content)
+    refusal = ""
+    try:
+        samples = Omniglot(str(folder), download=False).load()
+    except ConfigurationError as error:
+        refusal = str(error)
+    if refusal:
+        assert str(path) in refusal
+    else:
+        assert torch.equal(samples.x, right.x)
+        assert torch.equal(samples.y, right.y)
+        assert samples.groups.tolist() == right.groups.tolist()
 
 
 @pytest.mark.parametrize("options", [{"target": "drawer"}, {"image_size": 0}])

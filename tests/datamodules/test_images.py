@@ -111,6 +111,17 @@ def test_decoded_images_are_kept_in_cache_dir(rows, monkeypatch):
                        first[0].sum((1, 2, 3)).sort().values)  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["x.npy", "y.npy"])
+def test_a_damaged_cache_is_decoded_anew(rows, name):
+    first = held(CIFAR10(str(rows), cache_dir=str(rows / "cache"), **ALL))
+    (path,) = (rows / "cache").glob(f"cifar10-*/{name}")
+    path.write_bytes(path.read_bytes()[:-1] + b"\x63")
+    with pytest.warns(UserWarning, match=f"{path.parent} is damaged .*built anew"):
+        again = held(CIFAR10(str(rows), cache_dir=str(rows / "cache"), **ALL))
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+
+
 def test_a_cache_that_cant_be_written_is_named(rows):
     (rows / "cache").touch()
     with pytest.raises(ConfigurationError, match="cache_dir"):
@@ -311,7 +322,7 @@ def test_what_is_missing_is_named_with_where_it_was_looked_for(tmp_path, build, 
 def test_a_failed_download_names_data_set_and_root(tmp_path, monkeypatch, build):
     monkeypatch.setattr(getattr(datasets, build.__name__), "url", "file:///nowhere/archive.tar.gz")
     data = build(str(tmp_path / "new"))
-    with pytest.raises(ConfigurationError, match=f"download {data.title} to {tmp_path}/new: ."):
+    with pytest.raises(ConfigurationError, match=f"to {tmp_path}/new .root does not exist.: ."):
         data.prepare_data()
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -127,15 +128,23 @@ def test_setup_alone_builds_the_cache(femnist):
     assert list((femnist / "cache").glob("femnist-*"))
 
 
-def test_the_cache_may_be_elsewhere_and_is_used_again(femnist, tmp_path_factory):
+def test_the_cache_may_be_elsewhere_and_is_used_again(femnist, tmp_path_factory, monkeypatch):
     elsewhere = tmp_path_factory.mktemp("cache")
     opened(femnist, cache_dir=str(elsewhere))
     assert not (femnist / "cache").exists()
-    (x,) = elsewhere.glob("femnist-*/x.npy")
+    monkeypatch.setattr("pflight.datamodules.leaf.people", None)
+    same(opened(femnist, cache_dir=str(elsewhere), val_fraction=0), 1, TRAIN["f0001"], "train")
+
+
+def test_a_damaged_cache_is_built_anew_when_a_client_reads_it(femnist):
+    opened(femnist)
+    (x,) = (femnist / "cache").glob("femnist-*/x.npy")
     x.write_bytes(x.read_bytes()[:-4] + np.float32(7).tobytes())
-    assert samples_of(opened(femnist, cache_dir=str(elsewhere)), 0, "test")[0].max() == 1
-    held = [samples_of(opened(femnist, cache_dir=str(elsewhere)), i)[0].max() for i in range(3)]
-    assert max(held) == 7
+    data = opened(femnist, val_fraction=0)
+    with pytest.warns(UserWarning, match=f"{x.parent} is damaged .*built anew"):
+        same(data, 1, TEST["f0001"], "test")
+    for client, user in enumerate(data.users):
+        same(data, client, TRAIN[user], "train")
 
 
 def test_a_changed_file_is_read_again(femnist):
@@ -453,10 +462,13 @@ def png(pixels: np.ndarray) -> bytes:
     return file.getvalue()
 
 
+PICTURES = "data/raw/img_align_celeba"
+
+
 @pytest.fixture
 def celeba(tmp_path) -> Path:
     """Two people with three and two pictures."""
-    images = tmp_path / "data" / "raw" / "img_align_celeba"
+    images = tmp_path / PICTURES
     images.mkdir(parents=True)
     for number in range(5):
         (images / f"{number}.jpg").write_bytes(png(picture(number)))
@@ -522,7 +534,17 @@ def test_a_bad_picture_is_named_and_the_mended_one_is_read(celeba, content, mess
     assert celebrities(celeba).num_clients == 2
 
 
-@pytest.mark.parametrize("name", [3, None, "\0", "", "nowhere/1.jpg", "a" * 300])
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path.name)])
+@pytest.mark.parametrize("name", ["data/all_data/all_data.json", f"{PICTURES}/4.jpg"])
+def test_what_is_no_file_is_named(celeba, make, name):
+    path = celeba / name
+    path.unlink()
+    make(path)
+    with pytest.raises(ConfigurationError, match=f"{path}"):
+        celebrities(celeba)
+
+
+@pytest.mark.parametrize("name", [3, None, "\0", "", "nowhere/1.jpg", "../1.jpg", "/1", "a" * 300])
 def test_a_bad_name_of_a_picture_is_an_error(celeba, name):
     path = celeba / "data" / "all_data" / "all_data.json"
     dump(path, leaf({"12": {"x": [name], "y": [1]}}))
@@ -582,7 +604,10 @@ def test_celeba_of_hugging_face_pools_the_parts(tmp_path):
     [
         ({"character": [62]}, "writer_id 'f0': labels must be whole numbers of 0 to 61"),
         ({"character": ["A"]}, "writer_id 'f0': labels must be whole numbers"),
-        ({"image": [png(picture(0, (27, 28)))]}, "row 0: the image has 27 x 28 pixels"),
+        (
+            {"image": [png(picture(0, (27, 28)))]},
+            "row 0 is .* 28 x 27 pixels, expected 28 x 28",
+        ),
         ({"image": [b"nothing"]}, "row 0 is .*image"),
         ({"writer_id": [None]}, "row 0 has no writer_id"),
     ],
@@ -602,7 +627,8 @@ def test_an_unreachable_hub_is_named_and_the_next_run_works(tmp_path, monkeypatc
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     root = tmp_path / "femnist"
     with pytest.raises(
-        ConfigurationError, match=f"^could not download flwrlabs/femnist from .* to {root}: .+$"
+        ConfigurationError,
+        match=rf"^could not .* flwrlabs/femnist .* {root} \(root does not exist\): .+$",
     ):
         LeafFEMNIST(str(root)).prepare_data()
     dump(root / "all_data" / "all_data_0.json", leaf(TRAIN))

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
+import zlib
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -96,6 +99,52 @@ def test_a_truncated_file_is_named(tmp_path_factory, keep):
             read(path)
 
 
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path.name)])
+def test_what_is_no_file_is_named(tmp_path, make):
+    make(tmp_path / "train-00000-of-00001.parquet")
+    with pytest.raises(ConfigurationError, match=r"of-00001\.parquet is not a file"):
+        parquet_files(tmp_path)
+
+
+def test_a_folder_may_be_called_like_a_file(tmp_path):
+    (tmp_path / "all.parquet").mkdir()
+    (tmp_path / "all.parquet" / "part-0.parquet").touch()
+    assert parquet_files(tmp_path) == [tmp_path / "all.parquet" / "part-0.parquet"]
+
+
+def test_large_rows_are_read_a_few_at_once_and_larger_ones_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("pflight.datamodules.parquet._BYTES_AT_ONCE", 1 << 20)
+    path = tmp_path / "a.parquet"
+    large = pa.table({"image": [bytes(1 << 18)] * 4})
+    parquet.write_table(large, path, compression="zstd", use_dictionary=False)
+    assert [len(batch["image"]) for batch in read_parquet(path, ["image"])] == [3, 1]
+    larger = pa.table({"image": [bytes(3 << 20)]})
+    parquet.write_table(larger, path, compression="zstd", use_dictionary=False)
+    assert path.stat().st_size < 1 << 16
+    with pytest.raises(ConfigurationError, match=r"a\.parquet has rows of 3 MiB"):
+        next(read_parquet(path, ["image"]))
+
+
+def test_text_that_is_none_is_damage(tmp_path):
+    path = write(tmp_path / "a.parquet", label=["Grieg"] * 3)
+    path.write_bytes(path.read_bytes().replace(b"Grieg", b"\xff\xfe\xfd\xfc\xfb"))
+    with pytest.raises(ConfigurationError, match=r"a\.parquet is damaged: .*utf-8"):
+        list(read_parquet(path, ["label"]))
+
+
+def test_checksums_of_pages_are_verified(tmp_path):
+    path = tmp_path / "a.parquet"
+    table = pa.table({"label": list(range(1000))})
+    parquet.write_table(
+        table, path, write_page_checksum=True, compression="none", use_dictionary=False
+    )
+    content = bytearray(path.read_bytes())
+    content[4000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ConfigurationError, match=r"a\.parquet is damaged: .*CRC"):
+        list(read_parquet(path, ["label"]))
+
+
 def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigurationError, match=r'a\.parquet .*pip install "pflight\[hf\]"'):
@@ -127,9 +176,38 @@ def test_a_damaged_image_decodes_or_is_refused(kind, position, value):
             assert decode_image(damaged, "row 3", "RGB").dtype == np.uint8
 
 
+@given(position=st.integers(8, 900), bit=st.integers(0, 7))
+def test_a_damaged_png_is_never_another_picture(position, bit):
+    noise = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    content = bytearray(encoded(noise))
+    content[position % len(content)] ^= 1 << bit
+    with suppress(ConfigurationError):
+        assert np.array_equal(decode_image(bytes(content), "row 3", "RGB"), noise)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_images_of_another_size_or_too_many_pixels_are_not_decoded(kind, monkeypatch):
+    content = encoded(np.zeros((4100, 4100), dtype=np.uint8), kind)
+    monkeypatch.setattr(Image.Image, "convert", None)
+    for size, expected in ((None, "at most 16 million"), ((28, 30), "30 x 28")):
+        with pytest.raises(
+            ConfigurationError,
+            match=f"row 3 is an image of 4100 x 4100 pixels, expected {expected}",
+        ):
+            decode_image(content, "row 3", "L", size)
+
+
+def test_an_image_that_pillow_takes_for_a_bomb_is_named():
+    content = bytearray(encoded(np.zeros((16, 16), dtype=np.uint8)))
+    content[16:24] = (1 << 20).to_bytes(4, "big") * 2
+    content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")
+    with pytest.raises(ConfigurationError, match=r"row 3 is a damaged image: .*bomb"):
+        decode_image(bytes(content), "row 3", "L")
+
+
 def test_a_truncated_image_is_named():
     content = encoded(np.zeros((16, 16), dtype=np.uint8))
-    with pytest.raises(ConfigurationError, match=r"row 3 is a damaged image: .*truncated"):
+    with pytest.raises(ConfigurationError, match=r"row 3 is a damaged image: .*Truncated"):
         decode_image(content[:45], "row 3", "L")
 
 

@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
@@ -115,3 +116,86 @@ def test_data_survive_pickling():
     assert torch.equal(copy.cohorts.sample(1), data.cohorts.sample(1))
     assert torch.equal(copy.samples(2, "train")[0], X)
     assert len(pickle.loads(pickle.dumps(data.client(1).train_dataloader()))) == 1
+
+
+MANY = 40_000  # values of a client, of which some thirty are checked at once
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, y: (x.index_fill(0, torch.tensor(1), torch.inf), y), "features contain NaN or"),
+        (lambda x, y: (x, y + 1), "labels go from 1 to 2, but num_classes is 2"),
+        (lambda x, y: (x, y / 3), "labels must be whole numbers, got torch.float32"),
+        (lambda x, y: (x, y + 0j), "labels must be whole numbers, got torch.complex64"),
+        (lambda x, y: (x[:, 1:], y), "features are torch.float32 of shape"),
+    ],
+)
+@pytest.mark.parametrize("client", [0, 26, 27, 99])
+def test_one_bad_client_among_many_is_named(client, change, message):
+    x, y = torch.zeros(2, MANY // 2), torch.tensor([0, 1])
+    clients = [(x, y)] * 100
+    clients[client] = change(x, y)
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        TensorClients([(x, y)] * 100, val=clients, num_classes=2)
+    assert str(caught.value).startswith(f"client {client}, val: ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
+def test_features_may_be_as_large_as_their_type_holds(dtype):
+    largest = torch.full((4, 2), torch.finfo(dtype).max, dtype=dtype)
+    data = TensorClients([(largest, torch.zeros(4))] * 3, num_classes=2)
+    assert data.num_samples().tolist() == [4, 4, 4]
+    with pytest.raises(ConfigurationError, match="client 1, train: features contain NaN"):
+        TensorClients([(largest, Y[:4]), (largest * 2, Y[:4])], num_classes=2)
+
+
+def test_labels_are_checked_where_there_are_no_features():
+    with pytest.raises(ConfigurationError, match="client 1, train: labels go from 0 to 2"):
+        TensorClients([(torch.zeros(3, 0), torch.arange(3) % n) for n in (2, 3)], num_classes=2)
+
+
+def test_labels_of_several_types_are_checked_together():
+    y = torch.tensor([0, 1, 1])
+    kinds = torch.uint8, torch.int64, torch.float64, torch.bool
+    data = TensorClients([(torch.zeros(3, 2), y.to(kind)) for kind in kinds], num_classes=2)
+    assert all(torch.equal(data.labels(client, "train"), y) for client in range(4))
+
+
+def test_what_is_checked_of_many_clients_is_checked_at_once():
+    class Operations(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += function is not torch.ops.aten.detach.default
+            return function(*args, **(kwargs or {}))
+
+    def operations(clients):
+        with Operations() as counted:
+            TensorClients([GOOD] * clients, num_classes=2)
+        return counted.count
+
+    assert operations(2000) <= operations(20)
+
+
+def test_classes_are_counted_together():
+    counts = [4, 0, 7, 1]
+    clients = [pair(n, num_classes=3) if n else (X[:0], Y[:0]) for n in counts]
+    data = TensorClients(clients, num_classes=3)
+    expected = [labels.bincount(minlength=3).tolist() for _, labels in clients]
+    assert data.class_counts().tolist() == expected
+    assert data.class_counts("val").tolist() == [[0, 0, 0]] * 4
+
+
+@pytest.mark.parametrize("label", [-1, 2])
+def test_a_label_that_is_no_class_is_not_counted_as_another(label):
+    class Mislabelled(TensorClients):
+        def labels(self, client, split):
+            y = super().labels(client, split)
+            return torch.where(y > 0, label, y) if client == 1 else y
+
+    data = Mislabelled([GOOD] * 3, num_classes=2)
+    with pytest.raises(ConfigurationError, match=f"client 1, train: label {label}, but num_class"):
+        data.class_counts()

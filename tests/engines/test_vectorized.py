@@ -55,6 +55,11 @@ def obstacle(federation: Federation) -> str | None:
     return federation.attached_engine.obstacle
 
 
+def said_of(what: str, warned: pytest.WarningsRecorder) -> list[str]:
+    texts = [str(warning.message) for warning in warned]
+    return [text for text in texts if what in text]
+
+
 def assert_close(one: Federation, other: Federation, tolerance: float = 1e-10) -> None:
     for left, right in zip(bits(one), bits(other), strict=True):
         torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
@@ -491,7 +496,7 @@ class Recurrent(nn.Module):
         (lambda: linear_client(Logging), "stacked, it logs"),
         (lambda: linear_client(Watchful), "stacked, it asks for trainer.current_epoch"),
         (lambda: linear_client(optimizer=partial(Adagrad, lr=0.1)), "gives Adagrad"),
-        (lambda: network_client(Recurrent()), "vmap can't do mkldnn_rnn_layer, of recurrent"),
+        (lambda: network_client(Recurrent()), "vmap can't do lstm, of recurrent"),
         (
             lambda: network_client(nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.RReLU())),
             "vmap can't do rrelu_with_noise$",
@@ -499,15 +504,14 @@ class Recurrent(nn.Module):
     ],
 )
 def test_what_can_not_be_stacked_runs_one_by_one(
-    make: Callable[[], ClientModule], reason: str, caplog: pytest.LogCaptureFixture
+    make: Callable[[], ClientModule], reason: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     data = small_data(cohort_size=4)
-    with caplog.at_level("INFO"):
-        stacked = run(make(), data, rounds=2, engine="vectorized")
+    stacked = run(make(), data, rounds=2, engine="vectorized")
     assert obstacle(stacked) is not None
-    said = [text for text in caplog.messages if "can't be stacked" in text]
-    assert len(said) == 1
-    assert re.search(reason, said[0])
+    (said,) = said_of("can't be stacked", recwarn)
+    assert said.startswith("engine='vectorized', but clients train one by one: ")
+    assert re.search(reason, said)
     alone = run(make(), data, rounds=2, engine="sequential")
     for left, right in zip(bits(alone), bits(stacked), strict=True):
         assert_same(left, right)
@@ -689,17 +693,18 @@ class LooksAtItsSamples(ClientModule):
     ],
 )
 def test_hooks_that_can_not_be_shared(
-    kind: type[ClientModule], reason: str, caplog: pytest.LogCaptureFixture
+    kind: type[ClientModule], reason: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     fit = partial(run, linear_client(kind).double(), double_data(), rounds=2, local_epochs=2)
-    with caplog.at_level("INFO"):
-        stacked = fit(engine="vectorized")
-    assert sum(f"can't be stacked, {reason}" in text for text in caplog.messages) == 1
+    stacked = fit(engine="vectorized")
+    assert len(said_of(f"can't be stacked, {reason}", recwarn)) == 1
     assert_close(fit(engine="sequential"), stacked)
 
 
 @pytest.mark.parametrize("others", [[], [nn.Dropout(0.5)]], ids=["stacked", "one by one"])
-def test_evaluation_that_mixes_samples_is_not_filled_up(others: list[nn.Module]) -> None:
+def test_evaluation_that_mixes_samples_is_not_filled_up(
+    others: list[nn.Module], recwarn: pytest.WarningsRecorder
+) -> None:
     norm = nn.BatchNorm1d(FEATURES, track_running_stats=False)
     client = network_client(nn.Sequential(norm, *others, nn.Linear(FEATURES, CLASSES))).double()
     counts = [2, 9, 3, 4, 4, 2]
@@ -714,6 +719,8 @@ def test_evaluation_that_mixes_samples_is_not_filled_up(others: list[nn.Module])
         trainer.test(federation, datamodule=data, verbose=False)
         losses.append(federation.client_metrics()["loss"])
     torch.testing.assert_close(*losses)
+    (said,) = said_of("engine='vectorized', but", recwarn)
+    assert ("is evaluated one by one" in said) == (not others)
 
 
 class Rigid(nn.Module):
@@ -730,7 +737,7 @@ class Rigid(nn.Module):
         return self.linear(x) + self.empty.sum()
 
 
-def test_evaluation_that_fails_when_filled_up_is_not() -> None:
+def test_evaluation_that_fails_when_filled_up_is_not(recwarn: pytest.WarningsRecorder) -> None:
     data = [samples(8, seed) for seed in range(6)]
     client = network_client(Rigid())
     sizes = {"batch_size": 4, "eval_batch_size": 8}
@@ -742,3 +749,4 @@ def test_evaluation_that_fails_when_filled_up_is_not() -> None:
         losses.append(federation.client_metrics()["loss"])
     assert obstacle(federation) is None
     torch.testing.assert_close(*losses)
+    assert len(said_of("is evaluated one by one", recwarn)) == 1

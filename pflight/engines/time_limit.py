@@ -1,0 +1,67 @@
+"""A limit of time for what a client does, as far as Python can interrupt it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from pflight.errors import ConfigurationError
+
+_AGAIN = 1.0  # seconds until the next try, where a client has caught the exception
+
+
+class ClientTimeout(BaseException):
+    """A client took too long; it passes through ``except Exception`` of the client's own."""
+
+
+def check_timer() -> None:
+    """Raise unless code can be interrupted here.
+
+    Raises:
+        ConfigurationError: Outside of the main thread, or without the timers of POSIX.
+    """
+    if not hasattr(signal, "setitimer"):
+        raise ConfigurationError(
+            "client_timeout needs the timers of POSIX, which this system lacks"
+        )
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigurationError(
+            "client_timeout needs the main thread, in which alone Python handles signals"
+        )
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise :class:`ClientTimeout` in what takes longer; a timer that runs already goes on after.
+
+    Python code is interrupted, and calls that wait, such as ``time.sleep`` or reading a socket; a
+    call into a library of C ends first.
+
+    Args:
+        seconds: The limit, or ``None`` for no limit.
+    """
+    if seconds is None:
+        yield
+        return
+
+    def interrupt(*_: Any) -> NoReturn:
+        raise ClientTimeout(f"took longer than client_timeout, {seconds:g} s")
+
+    began, (left, interval) = time.monotonic(), signal.getitimer(signal.ITIMER_REAL)
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN)
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:  # which is reached also when it goes off in the line above
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if left:
+            left = max(left - (time.monotonic() - began), 1e-3)
+            signal.setitimer(signal.ITIMER_REAL, left, interval)

@@ -1,0 +1,73 @@
+"""What becomes of clients that fail, on all ranks alike."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from itertools import chain
+
+import torch
+
+from .distributed import gather, is_distributed
+from .engines import ClientFailure
+from .errors import ClientError
+
+
+class Failures:
+    """The clients that failed at something: left out of it with a warning, or the end of the run.
+
+    With several ranks the run ends when all of them :meth:`settle`, so that none waits for another.
+
+    Args:
+        when: What they failed at, such as ``"round 3"``.
+        consequence: What becomes of them, where the run goes on.
+        on_client_error: ``"skip"`` or ``"raise"``.
+
+    Attributes:
+        clients: Their ids, each once.
+    """
+
+    def __init__(self, when: str, consequence: str, on_client_error: str) -> None:
+        self.when = when
+        self.consequence = consequence
+        self.stop = on_client_error == "raise" or torch.is_anomaly_enabled()
+        self.clients: list[int] = []
+        self._errors: list[ClientError] = []
+
+    def note(self, failures: Iterable[ClientFailure], doing: str = "") -> None:
+        """Warn of clients that failed, of each for its first failure, or stop the run.
+
+        Args:
+            failures: Clients of this rank.
+            doing: What they did when they failed, after "failed".
+
+        Raises:
+            ClientError: To stop the run, if there is one rank.
+        """
+        for failure in failures:
+            if failure.client in self.clients:
+                continue
+            self.clients.append(failure.client)
+            doing = f" {doing}" if doing else ""
+            message = f"{self.when}: client {failure.client} failed{doing}: {failure.reason}"
+            if not self.stop:
+                warnings.warn(f"{message}; {self.consequence}", stacklevel=2)
+                continue
+            error = ClientError(message)
+            error.__cause__ = failure.error
+            if not is_distributed():
+                raise error
+            self._errors.append(error)
+
+    def settle(self) -> None:
+        """Stop all ranks where a client of any of them failed; each rank has to call it.
+
+        Raises:
+            ClientError: The same on every rank.
+        """
+        if not self.stop:
+            return
+        said = chain.from_iterable(gather([str(error) for error in self._errors]))
+        if (first := next(said, None)) is not None:
+            own = (error for error in self._errors if str(error) == first)
+            raise next(own, ClientError(first))

@@ -1,0 +1,80 @@
+"""What a checkpoint says of the clients' data, so that a run goes on with the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .datamodules import FederatedDataModule, Split
+from .errors import ConfigurationError
+
+_WORDS: dict[Split, str] = {"train": "training", "val": "validation", "test": "test"}
+_NAMED = 5  # clients
+
+
+def record_of(data: FederatedDataModule) -> dict[str, Any]:
+    """Return what tells these data from others, in some ten bytes for each client.
+
+    Raises:
+        ConfigurationError: If the data's fingerprint is not a whole number for each client.
+    """
+    fingerprint = data.fingerprint().cpu()
+    if fingerprint.shape != (data.num_clients,) or fingerprint.is_floating_point():
+        raise ConfigurationError(
+            f"{type(data).__name__}.fingerprint() must return a whole number for each of the "
+            f"{data.num_clients} clients, got {fingerprint.dtype} of shape "
+            f"{list(fingerprint.shape)}"
+        )
+    return {
+        "num_samples": {split: _small(data.num_samples(split)) for split in _WORDS},
+        "fingerprint": fingerprint,
+        "new_clients": _small(data.new_clients),
+    }
+
+
+def difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """Say how the data of a checkpoint differ from those at hand, if they do.
+
+    Args:
+        saved: The :func:`record_of` the checkpoint's data.
+        here: That of the data at hand, of as many clients.
+    """
+    counts = [
+        torch.stack([record["num_samples"][split].long() for split in _WORDS])
+        for record in (saved, here)
+    ]
+    if len(others := (counts[0] != counts[1]).any(dim=0).nonzero().flatten()):
+        client = int(others[0])
+        split = int((counts[0] != counts[1])[:, client].nonzero()[0])
+        before, now = (int(table[split, client]) for table in counts)
+        more = f"; {len(others) - 1:,} other clients differ as well" if len(others) > 1 else ""
+        word = list(_WORDS.values())[split]
+        return f"client {client} has {now} {word} samples, {before} in the checkpoint{more}"
+    if len(others := (saved["fingerprint"] != here["fingerprint"]).nonzero().flatten()):
+        return f"the labels, or which samples they are, differ for {_named(others)}"
+    if len(others := _in_one_only(saved["new_clients"], here["new_clients"])):
+        return f"only here or only in the checkpoint {_named(others)} never train"
+    return None
+
+
+def _small(numbers: Tensor) -> Tensor:
+    """Return whole numbers of at least 0 in the smallest type that holds them."""
+    most = int(numbers.max()) if len(numbers) else 0
+    kinds = (torch.uint8, torch.int16, torch.int32)
+    kind = next((kind for kind in kinds if most <= torch.iinfo(kind).max), torch.long)
+    return numbers.to("cpu", kind)
+
+
+def _in_one_only(one: Tensor, other: Tensor) -> Tensor:
+    ids, times = torch.cat([one.long(), other.long()]).unique(return_counts=True)
+    return ids[times == 1]
+
+
+def _named(clients: Tensor) -> str:
+    """Name some clients."""
+    names = ", ".join(map(str, clients[:_NAMED].tolist()))
+    more = f" and {len(clients) - _NAMED:,} more" if len(clients) > _NAMED else ""
+    return f"client{'s' if len(clients) > 1 else ''} {names}{more}"

@@ -1,0 +1,224 @@
+"""What SIGTERM and Ctrl-C do: a run ends between two rounds, on all ranks together."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from subprocess import Popen, TimeoutExpired
+from types import FrameType
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from .distributed import all_max, lost_rank
+from .files import causes
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_END = 0  # the byte that ends the thread; the others are numbers of signals
+_SAME = 0.2  # seconds; who starts a process may pass on what the terminal has sent to it already
+_LOOK = 1.0  # seconds from one look at the other ranks to the next
+_GRACE = 5.0  # seconds that a rank has to end by itself when another one has
+
+
+class Stopped(BaseException):
+    """A signal has ended the work inside of :class:`StopBetweenRounds`."""
+
+
+class StopBetweenRounds(L.Callback):
+    """Ends a fit after the round in which SIGTERM or Ctrl-C came, and anything else at once.
+
+    It is a callback of the Trainer, and a context in the main thread around what the Trainer does.
+    Inside, a signal is noted. Before each round the ranks compare notes: if one of them has one,
+    all stop, with all that the round before has saved. Outside of rounds, in the set-up or a test,
+    a signal stops at once; so does a second Ctrl-C anywhere. The context then ends with
+    ``SystemExit``: status 143 for SIGTERM, 130 for Ctrl-C, and a line on standard error.
+
+    Processes that Lightning started for the other ranks end with this one; if one of them dies,
+    this one ends too. Signals that the process ignored, and all other ones, are left alone.
+
+    Args:
+        advice: Says how to go on, for that line.
+
+    Example:
+        >>> import signal, lightning as L
+        >>> with StopBetweenRounds() as stop:  # doctest: +SKIP
+        ...     L.Trainer(max_epochs=100, callbacks=[stop]).fit(federation, datamodule=data)
+    """
+
+    def __init__(self, advice: Callable[[], str] = str) -> None:
+        self.advice = advice
+        self.signum = 0
+        self._in_rounds = False
+        self._agreed = False
+        self._trainer: L.Trainer | None = None
+        self._ranks: list[Popen[bytes]] = []
+        self._before: dict[int, Any] = {}
+        self._wakeup = -1
+        self._ear: tuple[int, int] | None = None
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+
+    def __getstate__(self) -> dict[str, Any]:  # nothing that a process of its own could use
+        return {"advice": str, "signum": 0, "_in_rounds": False, "_agreed": False}
+
+    def __enter__(self) -> StopBetweenRounds:
+        """Begin to note signals; only the main thread can."""
+        if threading.current_thread() is threading.main_thread():
+            for signum in _SIGNALS:
+                if signal.getsignal(signum) not in (signal.SIG_IGN, None):
+                    self._before[signum] = signal.signal(signum, self._note)
+            # The main thread may wait for another rank; this tells a thread that does not.
+            self._ear = os.pipe()
+            os.set_blocking(self._ear[1], False)
+            self._wakeup = signal.set_wakeup_fd(self._ear[1], warn_on_full_buffer=False)
+            _open.append(self)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Give the signals back, and end the process if one has come."""
+        if self._ear is not None:
+            _open.remove(self)
+            self.let_go()
+            os.write(self._ear[1], bytes([_END]))
+            self._thread.join()
+            for end in self._ear:
+                os.close(end)
+        ending = error is not None or self.signum
+        dead = self._end_ranks(_GRACE if self._agreed else _LOOK) if ending else {}
+        if any(isinstance(cause, KeyboardInterrupt) for cause in causes(error)):
+            self.signum = self.signum or signal.SIGINT  # by hand, not by a signal
+        if lost_rank(error) or (self.signum and not isinstance(error, Exception)):
+            raise SystemExit(self._last_words(dead)) from None
+
+    def let_go(self) -> None:
+        """Give the signals back to whom they were before."""
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+        signal.set_wakeup_fd(self._wakeup)
+
+    def attend(self, trainer: L.Trainer) -> None:
+        """Look after a Trainer's ranks, also while they are set up."""
+        self._trainer = trainer
+        # Lightning's own would broadcast from wherever a rank is at the time.
+        connector = trainer._signal_connector
+        connector._sigterm_notifier_fn = lambda *_: None  # type: ignore[method-assign]
+
+    # What Lightning calls
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Look after the Trainer."""
+        self.attend(trainer)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let signals wait for the end of a round."""
+        self._in_rounds = True
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stop if there is a rank that is to stop.
+
+        Raises:
+            Stopped: On all ranks together.
+        """
+        if self._compare_notes():
+            raise Stopped
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let all ranks end alike if a signal came in the last round."""
+        self._compare_notes()
+        self._in_rounds = False
+
+    def _compare_notes(self) -> bool:
+        signum = int(all_max(torch.tensor(self.signum)))
+        if signum:  # one that comes meanwhile is not overwritten
+            self.signum, self._agreed = signum, True
+        return self._agreed
+
+    # What signals and the other ranks do
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        first, self.signum = not self.signum, self.signum or signum
+        if first and not self._in_rounds:
+            raise Stopped
+
+    def _listen(self) -> None:
+        """Hear signals and look at the ranks, whatever the main thread waits for."""
+        assert self._ear is not None
+        before, patience = 0.0, _GRACE
+        while True:
+            ready, _, _ = select.select([self._ear[0]], [], [], _LOOK)
+            for signum in os.read(self._ear[0], 64) if ready else b"":
+                if signum == _END:
+                    return
+                if signum not in _SIGNALS:
+                    continue
+                now = time.monotonic()
+                if not before and self._in_rounds:
+                    more = "; a second Ctrl-C stops at once" if signum == signal.SIGINT else ""
+                    _write(1, f"pflight: stopping after this round{more}")
+                elif before and signum == signal.SIGINT and now - before > _SAME:
+                    self.signum = self.signum or signum
+                    self._end_now()
+                before = now
+            patience = patience - _LOOK if self._dead() and not self._agreed else _GRACE
+            if patience <= 0:
+                self._end_now()
+
+    def _dead(self) -> dict[int, int]:
+        """Return the status of each rank, of those that Lightning started, that ended badly."""
+        launcher = self._trainer.strategy.launcher if self._trainer else None
+        if isinstance(launcher, _SubprocessScriptLauncher):
+            while launcher.procs:  # if they stayed there, Lightning would kill this process
+                self._ranks.append(launcher.procs.pop(0))
+        return {rank: code for rank, p in enumerate(self._ranks, 1) if (code := p.poll())}
+
+    def _end_ranks(self, patience: float) -> dict[int, int]:
+        """End all ranks, and return the status of those that ended badly by themselves."""
+        self._dead()
+        with suppress(TimeoutExpired):
+            for process in self._ranks:
+                process.wait(patience)
+        dead = self._dead()
+        for process in self._ranks:
+            process.kill()
+        return dead
+
+    def _end_now(self) -> None:
+        os._exit(self._last_words(self._end_ranks(0)))
+
+    def _last_words(self, dead: dict[int, int]) -> int:
+        """Say why the process ends, and return its exit status."""
+        for code in dead.values():
+            if -code in _SIGNALS or code - 128 in _SIGNALS:
+                self.signum = self.signum or abs(code) % 128
+        if self.signum:
+            why = f"stopped by {signal.Signals(self.signum).name}"
+        else:
+            lost = [f"rank {rank} ended with status {code}" for rank, code in dead.items()]
+            why = f"error: {', '.join(lost) or 'another rank ended'}"
+        _write(2, f"pflight: {why} {self.advice()}".rstrip())
+        return 128 + self.signum if self.signum else 1
+
+
+_open: list[StopBetweenRounds] = []
+
+
+def _let_go_in_child() -> None:
+    for stop in _open:
+        stop.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)  # such as a worker of a DataLoader
+
+
+@rank_zero_only
+def _write(descriptor: int, line: str) -> None:
+    with suppress(OSError):
+        os.write(descriptor, f"{line}\n".encode())

@@ -1,0 +1,263 @@
+"""SIGTERM and Ctrl-C end a run between two rounds, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from pflight import Federation
+from pflight.callbacks import FedAvg
+from pflight.checkpoint import AtomicCheckpointIO
+from pflight.cli import main
+from pflight.signals import StopBetweenRounds
+from tests.event_files import read_events
+from tests.runs import ENGINES, linear_client, quiet_trainer, small_data
+
+STATUS = {signal.SIGTERM: 143, signal.SIGINT: 130}
+SIGNALS = pytest.mark.parametrize("signum", STATUS)
+QUICKSTART = ["--config=configs/quickstart.yaml", "--data.num_clients=6", "--model.local_epochs=1"]
+
+
+class RaisesSignal(L.Callback):
+    """Raises a signal on one rank when its second round begins, and again if that is to be long."""
+
+    def __init__(self, signum: int, rank: int = 0, again: float | None = None) -> None:
+        self.signum = signum
+        self.rank = rank
+        self.again = again
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if (trainer.current_epoch, trainer.global_rank) == (1, self.rank):
+            os.kill(os.getpid(), self.signum)
+            if self.again is not None:
+                threading.Timer(self.again, os.kill, (os.getpid(), self.signum)).start()
+                threading.Event().wait()  # as in a collective call
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def pflight(command: str, *args: str, rounds: int = 5, root: str = "run") -> None:
+    options = [f"--trainer.default_root_dir={root}", f"--trainer.max_epochs={rounds}"]
+    main([command, *QUICKSTART, *options, *args])
+
+
+def stopped(command: str, *args: str, **options: Any) -> Any:
+    """Return the exit status of a command that ends early, once handlers are as they were."""
+    handlers = [signal.getsignal(signum) for signum in STATUS]
+    with pytest.raises(SystemExit) as exit_:
+        pflight(command, *args, **options)
+    assert [signal.getsignal(signum) for signum in STATUS] == handlers
+    assert signal.set_wakeup_fd(-1) == -1
+    return exit_.value.code
+
+
+def raising(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, signum: int, call: int = 1
+) -> None:
+    """Raise a signal in the given call of a method."""
+    original: Callable[..., Any] = getattr(owner, method)
+    calls = 0
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            signal.raise_signal(signum)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, method, wrapped)
+
+
+def error_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what is on standard error besides the choice of the engine."""
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "engine, " not in line]
+    return line
+
+
+def last(root: str = "run") -> dict[str, Any]:
+    return torch.load(f"{root}/checkpoints/last.ckpt", weights_only=True)
+
+
+class TestFit:
+    @ENGINES
+    @SIGNALS
+    def test_the_round_is_finished_and_saved_and_the_run_goes_on_from_there(
+        self, signum, engine, monkeypatch, capfd
+    ):
+        with monkeypatch.context() as patch:
+            raising(patch, Federation, "train_clients", signum, call=3)
+            assert stopped("fit", f"--model.engine={engine}") == STATUS[signum]
+        name = signal.Signals(signum).name
+        assert error_line(capfd) == (
+            f"pflight: stopped by {name} after 3 rounds: --ckpt_path last goes on from run"
+        )
+        assert last()["global_step"] == 3
+        pflight("fit", f"--model.engine={engine}", "--ckpt_path=last")
+        pflight("fit", f"--model.engine={engine}", root="straight")
+        for one, other in zip(
+            last()["state_dict"].values(), last("straight")["state_dict"].values(), strict=True
+        ):
+            assert torch.equal(one, other)
+        assert read_events("run").scalars["train/loss"] == [0, 1, 2, 3, 4]
+        assert read_events("run").values == read_events("straight").values
+
+    @pytest.mark.parametrize(
+        ("owner", "method"),
+        [(Federation, "validation_step"), (AtomicCheckpointIO, "save_checkpoint")],
+    )
+    def test_what_follows_the_round_is_part_of_it(self, owner, method, monkeypatch):
+        raising(monkeypatch, owner, method, signal.SIGTERM)
+        assert stopped("fit") == 143
+        assert last()["global_step"] == 1
+        assert Path("run/checkpoints/best.ckpt").is_file()
+
+    def test_min_epochs_do_not_hold_it_up(self, monkeypatch):
+        raising(monkeypatch, Federation, "training_step", signal.SIGTERM, call=2)
+        assert stopped("fit", "--trainer.min_epochs=4") == 143
+        assert last()["global_step"] == 2
+
+    def test_in_the_last_round_the_run_is_complete(self, monkeypatch, capfd):
+        raising(monkeypatch, Federation, "training_step", signal.SIGTERM, call=2)
+        assert stopped("fit", rounds=2) == 143
+        captured = capfd.readouterr()
+        assert "used by the clients" in captured.out
+        assert "stopped by SIGTERM after 2 rounds, which are all" in captured.err
+
+    def test_the_set_up_ends_at_once_and_an_earlier_run_stays(self, monkeypatch, capfd):
+        pflight("fit", rounds=1)
+        before = last()["state_dict"]
+        capfd.readouterr()
+        raising(monkeypatch, Federation, "configure_optimizers", signal.SIGTERM)
+        assert stopped("fit", "--model.seed=1") == 143
+        assert "the same command starts again" in error_line(capfd)
+        assert not Path("run.1").exists()
+        assert all(torch.equal(last()["state_dict"][name], before[name]) for name in before)
+
+    def test_a_signal_that_was_ignored_stays_so(self, monkeypatch):
+        raising(monkeypatch, Federation, "training_step", signal.SIGINT)
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            pflight("fit", rounds=2)
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        assert last()["global_step"] == 2
+
+    def test_an_error_is_not_hidden_by_a_signal(self, monkeypatch):
+        def broken(*_: object) -> None:
+            signal.raise_signal(signal.SIGTERM)
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(Federation, "training_step", broken)
+        with pytest.raises(RuntimeError, match="a bug"):
+            pflight("fit")
+
+    def test_a_module_that_is_no_federation_stops_after_its_epoch(self, monkeypatch, capfd):
+        from pflight.models import ClientModule
+
+        raising(monkeypatch, ClientModule, "training_step", signal.SIGTERM)
+        config = ["--config=configs/centralized.yaml", "--trainer.default_root_dir=run"]
+        with pytest.raises(SystemExit) as exit_:
+            main(["fit", *config])
+        assert exit_.value.code == 143
+        assert last()["epoch"] == 0
+        assert "after 1 epoch: --ckpt_path last goes on" in capfd.readouterr().err
+
+
+class TestEvaluation:
+    @SIGNALS
+    @pytest.mark.parametrize(
+        ("command", "method"),
+        [("validate", "validation_step"), ("test", "test_step"), ("predict", "predict_step")],
+    )
+    def test_it_ends_at_once(self, command, method, signum, monkeypatch, capfd):
+        pflight("fit", rounds=1)
+        pflight("predict", "--ckpt_path=last")
+        before = Path("run/predictions.csv").read_bytes()
+        capfd.readouterr()
+        raising(monkeypatch, Federation, method, signum)
+        assert stopped(command, "--ckpt_path=last") == STATUS[signum]
+        assert error_line(capfd) == f"pflight: stopped by {signal.Signals(signum).name}"
+        assert Path("run/predictions.csv").read_bytes() == before
+        assert not list(Path("run").rglob("*partial*"))
+
+
+def test_a_stock_trainer_inside_of_the_context():
+    federation, stop = Federation(linear_client()), StopBetweenRounds()
+    trainer = quiet_trainer(5, FedAvg(), RaisesSignal(signal.SIGTERM, rank=0), stop)
+    with pytest.raises(SystemExit) as exit_, stop:
+        trainer.fit(federation, datamodule=small_data())
+    assert exit_.value.code == 143
+    assert len(federation.history) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_signals_of_a_forked_process_are_its_own():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopBetweenRounds() as stop:
+        stop.on_train_start(None, None)
+        if (child := os.fork()) == 0:
+            kept = signal.getsignal(signal.SIGTERM) == before and signal.set_wakeup_fd(-1) == -1
+            os._exit(0 if kept else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    assert not stop.signum
+
+
+class TestProcesses:
+    def start(self, signum: int, *args: str, **raised: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "pflight", "fit", *QUICKSTART]
+        callback = f"--trainer.callbacks+={RaisesSignal.__module__}.{RaisesSignal.__name__}"
+        options = {"signum": int(signum), **raised}
+        command += [callback, *(f"--trainer.callbacks.{k}={v}" for k, v in options.items())]
+        return subprocess.Popen(
+            [*command, "--trainer.default_root_dir=run", "--trainer.max_epochs=1000", *args],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+            start_new_session=True,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def two_ranks(self, signum: int, rank: int) -> subprocess.Popen[str]:
+        return self.start(signum, "--trainer.strategy=ddp", "--trainer.devices=2", rank=rank)
+
+    def test_a_second_ctrl_c_ends_at_once(self):
+        with self.start(signal.SIGINT, again=0.5) as process:
+            output, errors = process.communicate(timeout=120)
+        assert process.returncode == 130, errors
+        assert "stopping after this round; a second Ctrl-C stops at once" in output
+        said = "pflight: stopped by SIGINT after 1 round: --ckpt_path last goes on from run"
+        assert errors.splitlines()[-1] == said
+
+    def test_two_ranks_stop_together_when_one_gets_the_signal(self):
+        with self.two_ranks(signal.SIGTERM, rank=1) as process:
+            _, errors = process.communicate(timeout=120)
+        assert process.returncode == 143, errors
+        said = "pflight: stopped by SIGTERM after 2 rounds: --ckpt_path last goes on from run"
+        assert errors.splitlines()[-1] == said
+        assert last()["global_step"] == 2
+        self.assert_all_are_gone(process)
+
+    def test_a_rank_that_is_killed_ends_the_others(self):
+        with self.two_ranks(signal.SIGKILL, rank=1) as process:
+            _, errors = process.communicate(timeout=120)
+        assert process.returncode == 1, errors
+        assert errors.splitlines()[-1].startswith("pflight: error: rank 1 ended with status -9")
+        assert last()["global_step"] == 1
+        self.assert_all_are_gone(process)
+
+    def assert_all_are_gone(self, process: subprocess.Popen[str]) -> None:
+        with pytest.raises(ProcessLookupError):  # the group of all ranks
+            os.killpg(process.pid, 0)
