@@ -89,12 +89,16 @@ class DatasetClients(FederatedDataModule):
         self.num_workers = num_workers
         self.collate_fn = collate_fn
         self.pin_memory = pin_memory
-        self._counts = {
+        self._sizes = {
             split: torch.tensor([len(dataset) for dataset in datasets])  # type: ignore[arg-type]
             for split, datasets in self.datasets.items()
         }
         self._loaders: dict[Split, _Loader] = {}
         self.setup()
+
+    def num_samples(self, split: Split = "train") -> Tensor:
+        """Return each client's number of samples, ``[num_clients]``."""
+        return self._sizes[split]
 
     def batches(self, split: Split, visits: Sequence[Visit]) -> Iterator[Any]:
         """Yield the batches of some visits to clients, as ``collate_fn`` makes them."""

@@ -40,6 +40,7 @@ class ModuleEngine(SequentialEngine):
 
     def __init__(self, half: Half, *args: Any) -> None:
         self.half = half
+        self._own_loss = False
         self._stream: Stream | None = None
         self._drifted: set[str] = set()
         self._phases: dict[int, list[Phase] | None] = {}

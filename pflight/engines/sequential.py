@@ -417,7 +417,7 @@ class SequentialEngine:
         evaluated = any(self.data.num_samples(split).any() for split in ("val", "test"))
         trains_by_loss = type(self.client).training_step is ClientModule.training_step
         classifies = trains_by_loss and _classifies(self.client)
-        expected = (len(x), self.client.num_classes)
+        expected = (len(x), self.template.num_classes)
         self.client.eval()
         version, asked = x._version, evaluated or classifies
         try:
@@ -511,7 +511,7 @@ class SequentialEngine:
             outputs are not finite.
         """
         columns = [states[name] for name in self.layout.names]
-        ids, classes = clients.tolist(), self.client.num_classes
+        ids, classes = clients.tolist(), self.template.num_classes
         failures: list[ClientFailure] = []
         samples: dict[int, Batch] = {}  # by row
         for row, client in enumerate(ids):
@@ -605,10 +605,10 @@ class SequentialEngine:
         with self._forward_context():
             parts = x.split(self.data.eval_batch_size or len(x) or 1)
             logits = torch.cat([self.client(part) for part in parts])
-        if logits.shape != (len(x), self.client.num_classes):
+        if logits.shape != (len(x), self.template.num_classes):
             raise ValueError(
                 f"its model gives outputs of shape {list(logits.shape)} for {len(x)} samples of "
-                f"{self.client.num_classes} classes"
+                f"{self.template.num_classes} classes"
             )
         return logits
 
@@ -740,7 +740,7 @@ class SequentialEngine:
         batch = self.precision.convert_input(read_samples(self.data, client_id, split))
         x, y = self._form.fitted(batch)
         if not self._own_loss and y.dim() == 1 and not y.is_floating_point():
-            check_labels(y, self.client.num_classes)
+            check_labels(y, self.template.num_classes)
         return x.to(self.device), y.to(self.device)
 
     def has_batches(self, clients: Tensor) -> Tensor:
