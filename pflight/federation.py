@@ -16,6 +16,7 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -49,6 +50,7 @@ from .engines import (
 from .errors import ClientError, ConfigurationError
 from .evaluation import ClientModels, Evaluator, Judged
 from .history import Round, add_logs, dump_history, load_history, traffic
+from .host import check_fits, readable
 from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
 from .models import ClientModule
@@ -98,8 +100,8 @@ class Federation(L.LightningModule):
         on_client_error: ``"skip"`` leaves a client that raises or returns NaN out of its round and
             warns; ``"raise"`` stops the run.
         client_memory: Where clients' private entries and other states that they keep are held:
-            in ``"ram"``, and whole in each checkpoint; or on ``"disk"``, in the folder ``memory``
-            of ``trainer.default_root_dir``, which the run's checkpoints need.
+            in ``"ram"``, if all of them fit, and whole in each checkpoint; or on ``"disk"``, in the
+            folder ``memory`` of ``trainer.default_root_dir``, which the run's checkpoints need.
         seed: Keys all randomness of local training and of the server.
         f1_average: The classes over which F1 is averaged inside a client: those in its labels or
             predictions (``"union"``), in its labels (``"true"``), ``"all"``, or class 1 alone
@@ -303,6 +305,28 @@ class Federation(L.LightningModule):
         return able if len(able) else clients  # where nobody learns anything, nothing moves
 
     @property
+    def cohort_size(self) -> int:
+        """Clients in a round, at most; 0 if there is no data."""
+        return 0 if self._data is None else self._data.cohorts.size
+
+    def check_memory(self, callback: ServerCallback, parts: Mapping[str, int]) -> None:
+        """Say what a server callback is about to take of the memory for all clients.
+
+        Args:
+            callback: The server callback.
+            parts: Bytes by what takes them.
+
+        Raises:
+            ConfigurationError: If there is not so much left, with all numbers.
+        """
+        whose = f"{type(callback).__name__} with num_clients={self.num_clients}"
+        device = self.device if self._engine is None else self._engine.device
+        for place in {torch.device("cpu"), device}:  # where it is made, and where it is then
+            check_fits(place, whose, parts, "take fewer clients, or a smaller network")
+        words = ", ".join(f"{readable(size)} for {part}" for part, size in parts.items())
+        rank_zero_info(f"{whose} takes {words}")
+
+    @property
     def num_samples(self) -> Tensor:
         """Number of training samples of every client ``[num_clients]``."""
         return self.attached_data.num_samples("train")
@@ -498,6 +522,8 @@ class Federation(L.LightningModule):
             strategy.checkpoint_io = AtomicCheckpointIO()
         check_memory(self.memory, strategy.checkpoint_io)
         self.memory.open(self.trainer.default_root_dir)
+        if stage == "fit":
+            self._check_client_memory()
         self._tell_loggers()
 
     def configure_optimizers(self) -> Any:
@@ -628,6 +654,21 @@ class Federation(L.LightningModule):
         self._choice = replace(choice, reason=reason) if reason else choice
         if self.trainer.is_global_zero:
             _log.info(str(self._choice))
+
+    def _check_client_memory(self) -> None:
+        """Raise if what the clients of all rounds are going to keep does not fit into RAM."""
+        rounds = self.trainer.max_epochs
+        asked = len(self.trainable_clients)
+        if rounds is not None and rounds >= 0:
+            asked = min(asked, rounds * self.cohort_size)
+        if not isinstance(self.memory, MappedMemory) and asked:
+            size = self.attached_callback.bytes_kept
+            check_fits(
+                torch.device("cpu"),
+                "client_memory='ram'",
+                {f"{asked} clients that keep {readable(size)} each": asked * size},
+                "use client_memory='disk', or fewer clients",
+            )
 
     def _tell_loggers(self) -> None:
         """Hand the hyper-parameters to the loggers, which write them beside their logs."""
