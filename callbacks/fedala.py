@@ -96,6 +96,12 @@ class FedALA(FedAvg):
             )
         self.mixed = [name for names in layers[-self.layers :] for name in names]
 
+    @property
+    def bytes_kept(self) -> int:
+        """Bytes that a client keeps: the layers that it mixes, and a weight for each number."""
+        template = self.federation.layout.template
+        return super().bytes_kept + 2 * sum(template[name].nbytes for name in self.mixed)
+
     def prepare(self) -> None:
         """Get ready to learn weights as clients train, by an engine for them alone."""
         engine = self.federation.attached_engine

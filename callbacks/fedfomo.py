@@ -102,6 +102,10 @@ class FedFomo(StoredModels):
         self.received = torch.zeros(count, dtype=torch.bool)
         self.affinity = torch.zeros(count, count, dtype=torch.double)
 
+    def more_memory(self, federation: Federation) -> dict[str, int]:
+        """Return the bytes of all scores, those of a round apart."""
+        return {"scores": 3 * federation.num_clients**2 * torch.double.itemsize}
+
     def round(self, cohort: Tensor) -> None:
         """Run one round; no stored model changes before all clients have trained."""
         self.begin()

@@ -80,6 +80,12 @@ class L2GD(FedAvg):
                 f"alpha={self.alpha}, lam={self.lam}, N={clients}, p={self.p}"
             )
 
+    @property
+    def bytes_kept(self) -> int:
+        """Bytes that a client keeps: its model, and the one that it has sent."""
+        template = self.federation.layout.template
+        return super().bytes_kept + sum(template[name].nbytes for name in self.sent_names)
+
     def tosses(self, round_index: int) -> int:
         """Return how many steps to the mean the coin shows before a round's local training."""
         random = generator(Purpose.SERVER, self.federation.seed, round_index)

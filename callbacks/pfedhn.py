@@ -123,6 +123,7 @@ class PFedHN(ServerCallback):
         self.private = tuple(n for n in layout.names if n in {*kept, *layout.buffers})
         initial = [layout.template[name] for name in self.generated]
         dim = self.embedding_dim or 1 + count // 4
+        self._check_memory(dim, sum(value.numel() for value in initial))
         with isolated(federation.device):
             seed_everything(derive_seed(Purpose.SERVER, federation.seed), federation.device)
             self.embeddings = nn.ParameterList(torch.randn(dim) for _ in range(count))
@@ -130,6 +131,22 @@ class PFedHN(ServerCallback):
         for name, module in (("embeddings", self.embeddings), ("hypernetwork", self.network)):
             module.to(torch.promote_types(initial[0].dtype, torch.float))
             federation.add_module(name, module)
+
+    def _check_memory(self, dim: int, size: int) -> None:
+        """Raise unless there is memory for embeddings of a size, and a network from there."""
+        try:
+            with isolated(self.federation.device), torch.device("meta"):
+                network = self.hypernetwork(dim, size)
+        except Exception:  # a user's own, which can't be had without its numbers
+            return
+        count = self.federation.num_clients
+        parts = {
+            "embeddings": 4 * dim * count,
+            "the hypernetwork": sum(p.nbytes for p in network.parameters()),
+        }
+        if self.federation.server_optimizer is None:  # SGD with momentum, which steps all of these
+            parts["gradients and momentum"] = 2 * sum(parts.values())
+        self.federation.check_memory(self, parts)
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return SGD with the steps of the hypernetwork and of the embeddings."""

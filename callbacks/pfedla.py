@@ -128,13 +128,25 @@ class PFedLA(StoredModels):
             )
         with isolated(federation.device):
             seed_everything(derive_seed(Purpose.SERVER, federation.seed), federation.device)
-            networks = [self.hypernetwork(len(self.layers), count) for _ in range(count)]
-        mixed = torch.isin(torch.arange(count), federation.trainable_clients.cpu())
-        self.hypernetworks = HyperNetworks(networks, self.weights, mixed)
+            networks = (self.hypernetwork(len(self.layers), count) for _ in range(count))
+            mixed = torch.isin(torch.arange(count), federation.trainable_clients.cpu())
+            self.hypernetworks = HyperNetworks(networks, self.weights, mixed)
         dtype = next(iter(stored.values())).dtype
         self.hypernetworks.to(torch.promote_types(dtype, torch.float))
         federation.add_module("hypernetworks", self.hypernetworks)
         self.seen = torch.zeros(count, dtype=torch.bool)
+
+    def more_memory(self, federation: Federation) -> dict[str, int]:
+        """Return the bytes of all hypernetworks, and of the gradients of a round's."""
+        count, layout = federation.num_clients, federation.layout
+        layers = sum(not {*layout.parameters}.isdisjoint(own) for own in layout.layers.values())
+        try:
+            with isolated(federation.device), torch.device("meta"):
+                network = self.hypernetwork(layers, count)
+        except Exception:  # a user's own, which can't be had without its numbers
+            return {}
+        one, cohort = sum(p.nbytes for p in network.parameters()), federation.cohort_size
+        return {"hypernetworks": count * one, "gradients of a round's hypernetworks": cohort * one}
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return SGD with the step of the hypernetworks."""

@@ -15,6 +15,7 @@ from pflight.distributed import gather_to_first
 from pflight.engines import Evaluation
 from pflight.federation import Federation
 from pflight.files import replacing
+from pflight.host import readable
 
 _COLUMNS = {
     "micro_acc": "micro acc",
@@ -151,7 +152,7 @@ def _caption(federation: Federation, stage: str) -> str:
     parts = [f"{len(history)} round{'s' if len(history) != 1 else ''}"]
     if history:
         down, up = (sum(getattr(r, f"bytes_{way}") for r in history) for way in ("down", "up"))
-        parts.append(f"{_bytes(down)} down, {_bytes(up)} up")
+        parts.append(f"{readable(down)} down, {readable(up)} up")
     if failed := sum(len(r.failed) for r in history):
         parts.append(f"{failed} of {sum(len(r.clients) for r in history)} trainings failed")
     judged = [r for r in history if "val/macro_acc" in r.metrics]
@@ -159,12 +160,3 @@ def _caption(federation: Federation, stage: str) -> str:
         best = max(judged, key=lambda r: r.metrics["val/macro_acc"])
         parts.append(f"best in round {best.index} (macro acc {best.metrics['val/macro_acc']:.4f})")
     return "; ".join(parts)
-
-
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

@@ -84,6 +84,13 @@ class ServerCallback(L.Callback):
         if self.buffers == "local":
             self.private = federation.layout.buffers
 
+    @property
+    def bytes_kept(self) -> int:
+        """Bytes that each client keeps from the first round on in which it takes part."""
+        template, client = self.federation.layout.template, self.federation.client
+        kept = list(client.remember().values()) if client.keeps_memory else []
+        return sum(tensor.nbytes for tensor in [*kept, *(template[n] for n in self.private)])
+
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return the server optimizer: SGD with step 1, which sets a model to the aggregate."""
         return torch.optim.SGD(parameters, lr=1.0)

@@ -16,6 +16,7 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -51,6 +52,7 @@ from .errors import ConfigurationError
 from .evaluation import ClientModels, Evaluator, Judged
 from .failures import Failures
 from .history import Journal, Round, Traffic, add_logs, load_history
+from .host import check_fits, readable
 from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
 from .models import ClientModule
@@ -105,8 +107,8 @@ class Federation(L.LightningModule):
             and has failed, as far as Python can interrupt it: not within a call into a library. It
             trains clients one by one, in the main thread of a POSIX system.
         client_memory: Where clients' private entries and other states that they keep are held:
-            in ``"ram"``, and whole in each checkpoint; or on ``"disk"``, in the folder ``memory``
-            of ``trainer.default_root_dir``, which the run's checkpoints need.
+            in ``"ram"``, if all of them fit, and whole in each checkpoint; or on ``"disk"``, in the
+            folder ``memory`` of ``trainer.default_root_dir``, which the run's checkpoints need.
         allow_other_data: Whether a run may go on from a checkpoint that was made with other data of
             as many clients, which is an error otherwise.
         seed: Keys all randomness of local training and of the server.
@@ -321,6 +323,28 @@ class Federation(L.LightningModule):
         clients = self._data.train_clients
         able = clients if self._engine is None else clients[self._engine.has_batches(clients)]
         return able if len(able) else clients  # where nobody learns anything, nothing moves
+
+    @property
+    def cohort_size(self) -> int:
+        """Clients in a round, at most; 0 if there is no data."""
+        return 0 if self._data is None else self._data.cohorts.size
+
+    def check_memory(self, callback: ServerCallback, parts: Mapping[str, int]) -> None:
+        """Say what a server callback is about to take of the memory for all clients.
+
+        Args:
+            callback: The server callback.
+            parts: Bytes by what takes them.
+
+        Raises:
+            ConfigurationError: If there is not so much left, with all numbers.
+        """
+        whose = f"{type(callback).__name__} with num_clients={self.num_clients}"
+        device = self.device if self._engine is None else self._engine.device
+        for place in {torch.device("cpu"), device}:  # where it is made, and where it is then
+            check_fits(place, whose, parts, "take fewer clients, or a smaller network")
+        words = ", ".join(f"{readable(size)} for {part}" for part, size in parts.items())
+        rank_zero_info(f"{whose} takes {words}")
 
     @property
     def num_samples(self) -> Tensor:
@@ -542,6 +566,8 @@ class Federation(L.LightningModule):
             strategy.checkpoint_io = AtomicCheckpointIO()
         check_memory(self.memory, strategy.checkpoint_io)
         self.memory.open(self.trainer.default_root_dir)
+        if stage == "fit":
+            self._check_client_memory()
         self._tell_loggers()
 
     def configure_optimizers(self) -> Any:
@@ -710,6 +736,21 @@ class Federation(L.LightningModule):
         self._choice = replace(choice, reason=reason) if reason else choice
         if self.trainer.is_global_zero:
             _log.info(str(self._choice))
+
+    def _check_client_memory(self) -> None:
+        """Raise if what the clients of all rounds are going to keep does not fit into RAM."""
+        rounds = self.trainer.max_epochs
+        asked = len(self.trainable_clients)
+        if rounds is not None and rounds >= 0:
+            asked = min(asked, rounds * self.cohort_size)
+        if not isinstance(self.memory, MappedMemory) and asked:
+            size = self.attached_callback.bytes_kept
+            check_fits(
+                torch.device("cpu"),
+                "client_memory='ram'",
+                {f"{asked} clients that keep {readable(size)} each": asked * size},
+                "use client_memory='disk', or fewer clients",
+            )
 
     def _tell_loggers(self) -> None:
         """Hand the hyper-parameters to the loggers, which write them beside their logs."""
