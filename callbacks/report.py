@@ -14,6 +14,7 @@ from rich.table import Table
 from pflight.distributed import gather_to_first
 from pflight.engines import Evaluation
 from pflight.federation import Federation
+from pflight.options import checked
 
 _COLUMNS = {
     "micro_acc": "micro acc",
@@ -31,6 +32,7 @@ _ROWS = {
 }
 
 
+@checked
 class ResultTable(L.Callback):
     """Prints a small table when ``fit``, ``validate`` or ``test`` ends.
 
@@ -81,6 +83,7 @@ class ResultTable(L.Callback):
         console.print(table if table.row_count else _caption(federation, stage))
 
 
+@checked
 class PredictionWriter(L.Callback):
     """Writes each client's predictions on its test samples to one file when ``predict`` ends.
 

@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from pflight.datamodules import FederatedDataModule
 from pflight.federation import Federation
+from pflight.options import checked
 
 Primitive = bool | int | float | str
 
@@ -27,6 +28,7 @@ _COMPARED = (
 _HPARAMS = ".hparams"
 
 
+@checked
 class TensorBoardReport(L.Callback):
     """Adds to TensorBoard what a run was: config, partition, and hyper-parameters with results.
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pflight.errors import ConfigurationError
+from pflight.options import checked
 
 from .cache import SampleWriter, cached_samples
 from .images import ImageDataModule, LabelledImages
@@ -19,6 +20,7 @@ from .parquet import decode_image, parquet_columns, parquet_files, read_parquet
 from .samples import Samples
 
 
+@checked
 class CIFARDataModule(ImageDataModule):
     """What CIFAR-10 and CIFAR-100 have in common: where their 60,000 images come from.
 

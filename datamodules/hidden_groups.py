@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
+from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator
 
 from .federated import FederatedDataModule, Split
@@ -16,6 +17,7 @@ from .federated import FederatedDataModule, Split
 Difference = Literal["labels", "rotation", "features"]
 
 
+@checked
 class HiddenGroups(FederatedDataModule):
     """Other data whose clients fall into clusters that see them differently.
 
@@ -69,14 +71,8 @@ class HiddenGroups(FederatedDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(num_classes=None, **kwargs)
-        if num_clusters < 1:
-            raise ConfigurationError(f"num_clusters must be at least 1, got {num_clusters}")
-        if difference not in get_args(Difference):
-            raise ConfigurationError(
-                f"difference must be labels, rotation or features, got {difference!r}"
-            )
-        if not shift > 0:
-            raise ConfigurationError(f"shift must be over 0, got {shift}")
+        check_range(self, "[1, inf)", num_clusters=num_clusters)
+        check_range(self, "(0, inf)", shift=shift)
         self.data = data
         self.num_clusters = num_clusters
         self.difference = difference

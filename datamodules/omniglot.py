@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
+from pflight.options import check_range, checked
 
 from .partition import Natural, Partition
 from .partitioned import PartitionedDataModule
@@ -23,9 +24,11 @@ from .samples import Samples
 
 _COMPLETE = ["images_background", "images_evaluation"]
 _ARCHIVES = [*_COMPLETE, "images_background_small1", "images_background_small2"]
+
 _MEMBER = re.compile(r"[^/]+/(?P<alphabet>[^/]+)/(?P<character>[^/]+)/\d+_(?P<drawer>\d+)\.png")
 
 
+@checked
 class Omniglot(PartitionedDataModule):
     """Handwritten characters of up to 50 alphabets, each drawn by 20 people (Lake et al., 2015).
 
@@ -72,10 +75,7 @@ class Omniglot(PartitionedDataModule):
             test_fraction=test_fraction,
             **kwargs,
         )
-        if target not in ("character", "alphabet"):
-            raise ConfigurationError(f"target must be character or alphabet, got {target!r}")
-        if image_size < 1:
-            raise ConfigurationError(f"image_size must be at least 1, got {image_size}")
+        check_range(self, "[1, inf)", image_size=image_size)
         self.root = root
         self.download = download
         self.archives = archives

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
+from pflight.options import checked
 
 from .federated import SPLITS, FederatedDataModule, Split
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 
 
+@checked
 class TensorClients(FederatedDataModule):
     """Clients given as pairs of tensors, which are kept as they are and never copied.
 
@@ -62,14 +64,17 @@ class TensorClients(FederatedDataModule):
         )
         self.num_clients = len(train)
         if self.num_clients == 0:
-            raise ConfigurationError("train is empty: a federation needs at least one client")
+            raise ConfigurationError(
+                f"{type(self).__name__}: train is empty: a federation needs at least one client"
+            )
         nothing = torch.empty(0), torch.empty(0, dtype=torch.long)
         self._pairs: dict[Split, Pairs] = {}
         for split, pairs in zip(SPLITS, (train, val, test), strict=True):
             pairs = [nothing] * self.num_clients if pairs is None else pairs
             if len(pairs) != self.num_clients:
                 raise ConfigurationError(
-                    f"{split} has {len(pairs)} clients, but train has {self.num_clients}"
+                    f"{type(self).__name__}: {split} has {len(pairs)} clients, but train has "
+                    f"{self.num_clients}"
                 )
             self._pairs[split] = [
                 _checked_pair(pair, f"client {client}, {split}", num_classes)

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .callbacks import FedAvg, ServerCallback
 from .checkpoint import AtomicCheckpointIO, read_checkpoint
-from .checks import check_data, check_memory, check_options, check_record, check_trainer
+from .checks import check_data, check_memory, check_record, check_trainer
 from .datamodules import FederatedDataModule, Split
 from .distributed import owned
 from .engines import (
@@ -42,6 +42,7 @@ from .history import Round, add_logs, dump_history, load_history, traffic
 from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
 from .models import ClientModule
+from .options import check_optimizer, check_range, check_types
 from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .server import ServerModels
 from .state import StateLayout, state_bytes, state_tensors
@@ -132,21 +133,12 @@ class Federation(L.LightningModule):
         seed: int = 0,
         f1_average: F1Average = "union",
     ) -> None:
+        # Not by a decorator: save_hyperparameters() looks for a subclass's in the frame that calls.
+        check_types(Federation.__init__, self, locals())
         super().__init__()
-        if not isinstance(client, ClientModule):
-            raise ConfigurationError(
-                f"client must be a pflight.models.ClientModule, got {type(client).__name__}"
-            )
-        check_options(
-            local_epochs,
-            local_steps,
-            finetune_epochs,
-            engine,
-            clients_at_once,
-            on_client_error,
-            client_memory,
-            seed,
-        )
+        counts = {"local_steps": local_steps, "clients_at_once": clients_at_once}
+        check_range(self, "[1, inf)", local_epochs=local_epochs, **counts)
+        check_range(self, "[0, inf)", finetune_epochs=finetune_epochs, seed=seed)
         self.save_hyperparameters(
             ignore=["client", "server_optimizer", "server_scheduler"],
             logger=False,  # which would add an empty hp_metric
@@ -473,8 +465,14 @@ class Federation(L.LightningModule):
         """Return the server optimizer, with its scheduler if there is one."""
         self.attached_callback.prepare()
         build = self.server_optimizer or self.attached_callback.configure_optimizer
-        optimizer = build(list(self.parameters()))
-        scheduler = (self.server_scheduler or self.attached_callback.configure_scheduler)(optimizer)
+        schedule = self.server_scheduler or self.attached_callback.configure_scheduler
+        try:
+            optimizer = build(list(self.parameters()))
+            check_optimizer(optimizer)
+            scheduler = schedule(optimizer)
+        except (TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigurationError(f"the server's optimizer can't be built: {reason}") from error
         return optimizer if scheduler is None else ([optimizer], [scheduler])
 
     def training_step(self, cohort: Tensor, batch_idx: int) -> None:
