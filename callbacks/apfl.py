@@ -9,10 +9,12 @@ from torch import Tensor
 
 from pflight.models import APFLClient
 from pflight.models.personal import PersonalClient
+from pflight.options import checked
 
 from .personal import PersonalFedAvg
 
 
+@checked
 class APFL(PersonalFedAvg):
     r"""Adaptive personalized federated learning (Deng et al. 2020, algorithm 1).
 

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.models import DaneClient
+from pflight.options import checked
 from pflight.randomness import Purpose, derive_seed
 from pflight.state import WeightedMean, entries
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pflight.federation import Federation
 
 
+@checked
 class FedDANE(FedAvg):
     r"""Federated Newton-type method (Li et al. 2019, algorithm 2).
 

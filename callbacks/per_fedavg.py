@@ -8,9 +8,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.errors import ConfigurationError
 from pflight.models import PerFedAvgClient
-from pflight.options import whole
+from pflight.options import check_range, checked
 from pflight.randomness import Purpose
 
 from .fedavg import FedAvg
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from pflight.federation import Federation
 
 
+@checked
 class PerFedAvg(FedAvg):
     r"""Personalized FedAvg (Fallah et al. 2020, algorithm 1): model-agnostic meta-learning.
 
@@ -49,8 +49,7 @@ class PerFedAvg(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        if not whole(steps) >= 0:
-            raise ConfigurationError(f"PerFedAvg: steps must not be negative, got {steps}")
+        check_range(self, "[0, inf)", steps=steps)
         self.steps = steps
 
     def setup_server(self, federation: Federation) -> None:

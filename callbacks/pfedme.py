@@ -10,9 +10,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pflight.errors import ConfigurationError
 from pflight.models import PFedMeClient
-from pflight.options import number
+from pflight.options import check_range, checked
 
 from .fedavg import FedAvg
 from .personal import check_kind, mirrored
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from pflight.federation import Federation
 
 
+@checked
 class PFedMe(FedAvg):
     r"""Federated learning with Moreau envelopes (T. Dinh et al. 2020, algorithm 1).
 
@@ -60,8 +60,7 @@ class PFedMe(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        if not number(beta) > 0:
-            raise ConfigurationError(f"PFedMe: beta must be over 0, got {beta}")
+        check_range(self, "(0, inf)", beta=beta)
         self.beta = beta
         self.train_newcomers = train_newcomers
         self.train_all = train_all

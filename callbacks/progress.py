@@ -19,12 +19,14 @@ from rich.progress import (
 )
 
 from pflight.federation import Federation
+from pflight.options import checked
 
 _SHOWN = {"val/micro_acc": "micro acc", "val/macro_acc": "macro acc", "val/acc": "acc"}
 _MIN_INTERVAL = 0.1  # seconds between two drawings
 _PLAIN_LINES = 10  # lines in all where there is no terminal
 
 
+@checked
 class FederationProgressBar(ProgressBar):
     """Shows rounds, the clients of the current round, and the micro and macro accuracy so far.
 

@@ -16,6 +16,7 @@ from pflight.engines import Evaluation
 from pflight.federation import Federation
 from pflight.files import replacing
 from pflight.host import readable
+from pflight.options import checked
 
 _COLUMNS = {
     "micro_acc": "micro acc",
@@ -33,6 +34,7 @@ _ROWS = {
 }
 
 
+@checked
 class ResultTable(L.Callback):
     """Prints a small table when ``fit``, ``validate`` or ``test`` ends.
 
@@ -83,6 +85,7 @@ class ResultTable(L.Callback):
         console.print(table if table.row_count else _caption(federation, stage))
 
 
+@checked
 class PredictionWriter(L.Callback):
     """Writes each client's predictions on its test samples to one file when ``predict`` ends.
 

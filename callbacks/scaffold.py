@@ -10,9 +10,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pflight.errors import ConfigurationError
 from pflight.models import ScaffoldClient
-from pflight.options import number
+from pflight.options import check_range, checked
 from pflight.state import entries
 
 from .fedavg import FedAvg
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from pflight.federation import Federation
 
 
+@checked
 class SCAFFOLD(FedAvg):
     r"""Stochastic controlled averaging (Karimireddy et al. 2020, algorithm 1).
 
@@ -48,8 +48,7 @@ class SCAFFOLD(FedAvg):
 
     def __init__(self, lr: float = 1.0) -> None:
         super().__init__("uniform")
-        if not number(lr) > 0:
-            raise ConfigurationError(f"SCAFFOLD: lr must be over 0, got {lr}")
+        check_range(self, "(0, inf)", lr=lr)
         self.lr = lr
 
     def setup_server(self, federation: Federation) -> None:

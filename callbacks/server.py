@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pflight.engines import ClientUpdates
-from pflight.errors import ConfigurationError
-from pflight.options import arguments
+from pflight.options import arguments, checked
 from pflight.state import state_bytes
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from pflight.federation import Federation
 
 
+@checked
 class ServerCallback(L.Callback):
     """The server half of an algorithm: what is sent, how updates are aggregated, who gets what.
 
@@ -59,11 +59,6 @@ class ServerCallback(L.Callback):
         return callback
 
     def __init__(self, buffers: Literal["shared", "local", "reset"] = "shared") -> None:
-        if buffers not in ("shared", "local", "reset"):
-            raise ConfigurationError(
-                f"{type(self).__name__}: buffers must be 'shared', 'local' or 'reset', "
-                f"got {buffers!r}"
-            )
         self.buffers = buffers
         self.private: tuple[str, ...] = ()
 

@@ -9,6 +9,7 @@ import lightning as L
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
 from pflight.models import FedRepClient
+from pflight.options import checked
 
 from .fedavg import FedAvg
 from .gradients import check_client
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pflight.federation import Federation
 
 
+@checked
 class SharedPart(FedAvg):
     r"""FedAvg over a part of the network, while the other part stays with each client.
 
@@ -128,6 +130,7 @@ class SharedPart(FedAvg):
         return {layer: "private" if layer in private else "shared" for layer in layers}
 
 
+@checked
 class FedRep(SharedPart):
     r"""FedRep (Collins et al. 2021, algorithm 1): a shared body, and a head for each client.
 

@@ -29,7 +29,6 @@ from .checks import (
     check_data,
     check_given,
     check_memory,
-    check_options,
     check_record,
     check_same_options,
     check_trainer,
@@ -56,7 +55,7 @@ from .host import check_fits, readable
 from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
 from .models import ClientModule
-from .options import described
+from .options import check_optimizer, check_range, check_types, described
 from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .same_data import difference, record_of
 from .server import ServerModels
@@ -157,22 +156,13 @@ class Federation(L.LightningModule):
         seed: int = 0,
         f1_average: F1Average = "union",
     ) -> None:
+        # Not by a decorator: save_hyperparameters() looks for a subclass's in the frame that calls.
+        check_types(Federation.__init__, self, locals())
         super().__init__()
-        if not isinstance(client, ClientModule):
-            raise ConfigurationError(
-                f"client must be a pflight.models.ClientModule, got {type(client).__name__}"
-            )
-        check_options(
-            local_epochs,
-            local_steps,
-            finetune_epochs,
-            engine,
-            clients_at_once,
-            on_client_error,
-            client_timeout,
-            client_memory,
-            seed,
-        )
+        counts = {"local_steps": local_steps, "clients_at_once": clients_at_once}
+        check_range(self, "[1, inf)", local_epochs=local_epochs, **counts)
+        check_range(self, "[0, inf)", finetune_epochs=finetune_epochs, seed=seed)
+        check_range(self, "(0, inf)", client_timeout=client_timeout)
         warn_of_ignored(client)
         self.save_hyperparameters(
             ignore=["client", "server_optimizer", "server_scheduler"],
@@ -574,8 +564,14 @@ class Federation(L.LightningModule):
         """Return the server optimizer, with its scheduler if there is one."""
         self.attached_callback.prepare()
         build = self.server_optimizer or self.attached_callback.configure_optimizer
-        optimizer = build(list(self.parameters()))
-        scheduler = (self.server_scheduler or self.attached_callback.configure_scheduler)(optimizer)
+        schedule = self.server_scheduler or self.attached_callback.configure_scheduler
+        try:
+            optimizer = build(list(self.parameters()))
+            check_optimizer(optimizer)
+            scheduler = schedule(optimizer)
+        except (TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigurationError(f"the server's optimizer can't be built: {reason}") from error
         return optimizer if scheduler is None else ([optimizer], [scheduler])
 
     def training_step(self, cohort: Tensor, batch_idx: int) -> None:

@@ -21,6 +21,7 @@ from pflight.datamodules import FederatedDataModule, Split
 from pflight.errors import ConfigurationError
 from pflight.history import Logs, merge_logs
 from pflight.models import Batch, ClientModule
+from pflight.options import check_optimizer
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
 from pflight.state import StateLayout, StateModule, entries, rows, state_tensors
 
@@ -440,7 +441,7 @@ class SequentialEngine:
                 f"samples of {expected[1]} classes; it must give {expected}"
             )
         try:
-            ClientModule.configure_optimizers(self.client)
+            check_optimizer(ClientModule.configure_optimizers(self.client))
         except STOPS:
             raise
         except BaseException as error:
