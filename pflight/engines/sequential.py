@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -442,7 +443,7 @@ class SequentialEngine:
             )
         try:
             check_optimizer(ClientModule.configure_optimizers(self.client))
-        except STOPS:
+        except (KeyboardInterrupt, SIGTERMException):
             raise
         except BaseException as error:
             reason = " ".join(str(error).split()) or type(error).__name__
