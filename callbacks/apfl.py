@@ -11,12 +11,14 @@ from pflight.half import Half
 from pflight.models import APFLClient
 from pflight.models.halves import Mixed, Personal
 from pflight.models.personal import PersonalClient
+from pflight.options import checked
 
 from .personal import PersonalFedAvg
 
 _ALPHA = 0.5
 
 
+@checked
 class APFL(PersonalFedAvg):
     r"""Adaptive personalized federated learning (Deng et al. 2020, algorithm 1).
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,7 @@ from torch import Tensor
 from pflight.clustering import Linkage, bipartition, parameter_vectors
 from pflight.distributed import gather
 from pflight.engines import ClientUpdates
-from pflight.errors import ConfigurationError
-from pflight.options import check_at_least, number, whole
+from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed
 from pflight.state import expand_state, stack_states
 
@@ -38,6 +37,7 @@ class Split(NamedTuple):
     """Mean of the members' updates, each of length 1, of either half ``[2, d]``."""
 
 
+@checked
 class FedCluster(MultiCenter):
     r"""Clustered federated learning (Sattler et al. 2021); FedCluster, CFL.
 
@@ -106,14 +106,8 @@ class FedCluster(MultiCenter):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(1, buffers=buffers, weighting=weighting)
-        check_at_least(0, number, "FedCluster", eps1=eps1, eps2=eps2, gamma=gamma)
-        check_at_least(0, whole, "FedCluster", warmup=warmup)
-        check_at_least(1, whole, "FedCluster", min_size=min_size)
-        if linkage not in get_args(Linkage):
-            raise ConfigurationError(
-                f"FedCluster: linkage must be one of {', '.join(get_args(Linkage))}, "
-                f"got {linkage!r}"
-            )
+        check_range(self, "[0, inf)", eps1=eps1, eps2=eps2, gamma=gamma, warmup=warmup)
+        check_range(self, "[1, inf)", min_size=min_size)
         self.eps1, self.eps2, self.gamma = eps1, eps2, gamma
         self.linkage, self.min_size, self.warmup = linkage, min_size, warmup
         self.splits: list[Split] = []

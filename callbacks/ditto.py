@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pflight.errors import ConfigurationError
 from pflight.half import Half
 from pflight.models import DittoClient
 from pflight.models.halves import Personal, Proximal
 from pflight.models.personal import PersonalClient
-from pflight.options import number
+from pflight.options import check_range, checked
 
 from .personal import PersonalFedAvg
 
 _LAM = 0.1
 
 
+@checked
 class Ditto(PersonalFedAvg):
     r"""Ditto (Li et al. 2021, algorithm 1): FedAvg whose clients keep personal models.
 
@@ -51,8 +51,7 @@ class Ditto(PersonalFedAvg):
         lam: float | None = None,
     ) -> None:
         super().__init__(weighting, buffers)
-        if lam is not None and not number(lam) >= 0:
-            raise ConfigurationError(f"Ditto: lam must not be negative, got {lam}")
+        check_range(self, "[0, inf)", lam=lam)
         self.lam = lam
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 from pflight.engines import ClientUpdates, SequentialEngine
 from pflight.errors import ConfigurationError
 from pflight.models.fedala import MixingClient
-from pflight.options import check_at_least, number, whole
+from pflight.options import check_range, checked
 from pflight.randomness import Purpose
 from pflight.state import StateLayout, entries
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _SLOT = "fedala"
 
 
+@checked
 class FedALA(FedAvg):
     r"""Federated learning with adaptive local aggregation (Zhang et al. 2023, algorithm 1).
 
@@ -73,10 +74,9 @@ class FedALA(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        check_at_least(1, whole, "FedALA", layers=layers, start_epochs=start_epochs)
-        check_at_least(0, number, "FedALA", lr=lr)
-        if not 0 < number(share) <= 1:
-            raise ConfigurationError(f"FedALA: share must be in (0, 1], got {share}")
+        check_range(self, "[1, inf)", layers=layers, start_epochs=start_epochs)
+        check_range(self, "[0, inf)", lr=lr)
+        check_range(self, "(0, 1]", share=share)
         self.layers = layers
         self.lr = lr
         self.share = share
@@ -95,6 +95,12 @@ class FedALA(FedAvg):
                 f"FedALA: layers={self.layers} exceeds the number of layers ({len(layers)})"
             )
         self.mixed = [name for names in layers[-self.layers :] for name in names]
+
+    @property
+    def bytes_kept(self) -> int:
+        """Bytes that a client keeps: the layers that it mixes, and a weight for each number."""
+        template = self.federation.layout.template
+        return super().bytes_kept + 2 * sum(template[name].nbytes for name in self.mixed)
 
     def prepare(self) -> None:
         """Get ready to learn weights as clients train, by an engine for them alone."""

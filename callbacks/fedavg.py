@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Literal
 
 from pflight.engines import ClientUpdates
-from pflight.errors import ConfigurationError
+from pflight.options import checked
 from pflight.state import WeightedMean
 
 from .server import ServerCallback
 
 
+@checked
 class FedAvg(ServerCallback):
     r"""Federated averaging (McMahan et al. 2017, algorithm 1); FedProx with a proximal client.
 
@@ -33,11 +34,6 @@ class FedAvg(ServerCallback):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(buffers)
-        if weighting not in ("samples", "uniform"):
-            raise ConfigurationError(
-                f"{type(self).__name__}: weighting must be 'samples' or 'uniform', "
-                f"got {weighting!r}"
-            )
         self.weighting = weighting
 
     def begin(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from pflight.half import Half
 from pflight.models import DaneClient
 from pflight.models.halves import Dane
+from pflight.options import checked
 from pflight.randomness import Purpose, derive_seed
 from pflight.state import WeightedMean, entries
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _MU = 0.1
 
 
+@checked
 class FedDANE(FedAvg):
     r"""Federated Newton-type method (Li et al. 2019, algorithm 2).
 

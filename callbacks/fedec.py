@@ -6,10 +6,12 @@ from typing import Literal
 
 from pflight.half import Half
 from pflight.models.halves import Elastic
+from pflight.options import checked
 
 from .reptile import Reptile
 
 
+@checked
 class FedEC(Reptile):
     r"""FedEC (Lan et al. 2023, algorithm 1): an elastically constrained meta-learner.
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from pflight.datamodules.held_out import HeldOut
 from pflight.distributed import all_max, share_owned
 from pflight.engines import ClientUpdates
-from pflight.errors import ConfigurationError
-from pflight.options import check_at_least, number, whole
+from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator
 from pflight.state import entries, rows, state_bytes
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from pflight.federation import Federation
 
 
+@checked
 class FedFomo(StoredModels):
     r"""Federated first-order model optimization (Zhang et al. 2021, section 3).
 
@@ -80,12 +80,9 @@ class FedFomo(StoredModels):
         decay: float = 0.05,
     ) -> None:
         super().__init__()
-        check_at_least(0, whole, "FedFomo", num_models=num_models)
-        check_at_least(0, number, "FedFomo", decay=decay)
-        if not 0 < number(held_out) < 1:
-            raise ConfigurationError(f"FedFomo: held_out must be in (0, 1), got {held_out}")
-        if not 0 <= number(epsilon) <= 1:
-            raise ConfigurationError(f"FedFomo: epsilon must be in [0, 1], got {epsilon}")
+        check_range(self, "[0, inf)", num_models=num_models, decay=decay)
+        check_range(self, "(0, 1)", held_out=held_out)
+        check_range(self, "[0, 1]", epsilon=epsilon)
         self.num_models = num_models
         self.held_out = held_out
         self.epsilon = epsilon
@@ -101,6 +98,10 @@ class FedFomo(StoredModels):
         count = federation.num_clients
         self.received = torch.zeros(count, dtype=torch.bool)
         self.affinity = torch.zeros(count, count, dtype=torch.double)
+
+    def more_memory(self, federation: Federation) -> dict[str, int]:
+        """Return the bytes of all scores, those of a round apart."""
+        return {"scores": 3 * federation.num_clients**2 * torch.double.itemsize}
 
     def round(self, cohort: Tensor) -> None:
         """Run one round; no stored model changes before all clients have trained."""

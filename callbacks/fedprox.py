@@ -6,10 +6,12 @@ from typing import Literal
 
 from pflight.half import Half
 from pflight.models.halves import Proximal
+from pflight.options import checked
 
 from .fedavg import FedAvg
 
 
+@checked
 class FedProx(FedAvg):
     r"""FedProx (Li et al. 2020, algorithm 2): FedAvg of clients with a proximal penalty.
 

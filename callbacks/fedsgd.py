@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pflight.errors import ConfigurationError
-from pflight.options import check_at_least, number, whole
+from pflight.options import check_range, checked
 
 from .fedavg import FedAvg
 from .gradients import clipped
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pflight.federation import Federation
 
 
+@checked
 class FedSGD(FedAvg):
     r"""Federated SGD (McMahan et al. 2017): :math:`\theta \leftarrow \theta - \eta \sum_i w_i g_i`.
 
@@ -41,10 +42,8 @@ class FedSGD(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        if not number(lr) > 0:
-            raise ConfigurationError(f"FedSGD: lr must be positive, got {lr}")
-        if batches is not None:
-            check_at_least(1, whole, "FedSGD", batches=batches)
+        check_range(self, "(0, inf)", lr=lr)
+        check_range(self, "[1, inf)", batches=batches)
         self.lr = lr
         self.batches = batches
 

@@ -18,7 +18,7 @@ from pflight.errors import ConfigurationError
 from pflight.half import Half
 from pflight.matching import BBPMAP
 from pflight.models.halves import Proximal
-from pflight.options import whole
+from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed
 from pflight.state import squared_distance
 
@@ -36,6 +36,7 @@ Distance = Callable[[TensorDict, Mapping[str, Tensor]], Tensor]
 """Distances ``[C]`` of a stack ``[C]`` of states to a center, over the names of the center."""
 
 
+@checked
 class FeSEM(MultiCenter):
     r"""Multi-center federated learning by stochastic EM (Long et al. 2022, algorithm 1).
 
@@ -107,14 +108,10 @@ class FeSEM(MultiCenter):
         scaling: Literal["plain", "eq7"] = "eq7",
     ) -> None:
         check_candidates(candidates, criterion)
-        counts = {"num_restarts": num_restarts, "init_clients": init_clients}
-        if num_clusters != "auto":
-            counts["num_clusters"] = num_clusters
-        for name, value in counts.items():
-            if not whole(value) >= 1:
-                raise ConfigurationError(
-                    f"FeSEM: {name} must be a whole number of 1 or more, got {value!r}"
-                )
+        counts = {} if num_clusters == "auto" else {"num_clusters": num_clusters}
+        check_range(
+            self, "[1, inf)", num_restarts=num_restarts, init_clients=init_clients, **counts
+        )
         most = max(candidates) if num_clusters == "auto" else num_clusters
         if init_clients < most:
             raise ConfigurationError(
@@ -124,10 +121,6 @@ class FeSEM(MultiCenter):
             raise ConfigurationError(
                 f"FeSEM: {len(centers)} centers were given for num_clusters=auto"
             )
-        if not (matching in (None, "bbp_map") or isinstance(matching, BBPMAP)):
-            raise ConfigurationError(f"FeSEM: unknown matching {matching!r}; choose 'bbp_map'")
-        if not (distance == "l2" or callable(distance)):
-            raise ConfigurationError(f"FeSEM: unknown distance {distance!r}; choose 'l2'")
         super().__init__(
             0 if num_clusters == "auto" else num_clusters,
             BBPMAP() if matching == "bbp_map" else matching,

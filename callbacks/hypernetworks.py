@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -76,7 +76,7 @@ class HyperNetworks(nn.Module):
 
     Args:
         networks: Modules of one kind, without inputs, that give logits ``[num_layers, N]``, in
-            client order.
+            client order; each is asked for when the one before is not needed any more.
         weights: ``"softmax"``, or ``"relu_norm"``: positive parts divided by their sum, and all
             weight on the client itself where nothing is positive.
         mixed: Whose models are mixed ``[N]``; those of the other clients weigh nothing.
@@ -86,23 +86,25 @@ class HyperNetworks(nn.Module):
 
     def __init__(
         self,
-        networks: Sequence[nn.Module],
+        networks: Iterable[nn.Module],
         weights: Literal["softmax", "relu_norm"] = "softmax",
         mixed: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.weights = weights
-        everyone = torch.ones(len(networks), dtype=torch.bool)
+        self.vectors = nn.ParameterList()
+        for network in networks:
+            if not len(self.vectors):
+                self._shapes = {name: p.shape for name, p in network.named_parameters()}
+                self._sizes = [shape.numel() for shape in self._shapes.values()]
+                # In a tuple, so that it is no submodule: it lends its forward pass to all vectors.
+                self._network = (copy.deepcopy(network).to("meta"),)
+            # Stacked rows are aligned alike, so that a client's weights are the same to the last
+            # bit whoever else is asked.
+            padding = -sum(self._sizes) % _ALIGNED
+            self.vectors.append(F.pad(parameters_to_vector(network.parameters()), (0, padding)))
+        everyone = torch.ones(len(self), dtype=torch.bool)
         self.register_buffer("mixed", everyone if mixed is None else mixed)
-        self._shapes = {name: p.shape for name, p in networks[0].named_parameters()}
-        self._sizes = [shape.numel() for shape in self._shapes.values()]
-        # Stacked rows are aligned alike, so that a client's weights are the same to the last bit
-        # whoever else is asked.
-        padding = -sum(self._sizes) % _ALIGNED
-        vectors = (parameters_to_vector(network.parameters()) for network in networks)
-        self.vectors = nn.ParameterList(F.pad(vector, (0, padding)) for vector in vectors)
-        # In a tuple, so that it is no submodule: it lends its forward pass to all vectors.
-        self._network = (copy.deepcopy(networks[0]).to("meta"),)
 
     def __len__(self) -> int:
         return len(self.vectors)

@@ -13,7 +13,7 @@ from torch import Tensor
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
-from pflight.options import check_at_least, whole
+from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator
 from pflight.state import WeightedMean
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _NONE = Layers()
 
 
+@checked
 class HypoCluster(MultiCenter):
     r"""Hypothesis-based clustering (Mansour et al. 2020), the same as IFCA (Ghosh et al. 2020).
 
@@ -83,15 +84,8 @@ class HypoCluster(MultiCenter):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(num_clusters, buffers=buffers, centers=centers, weighting=weighting)
-        check_at_least(1, whole, "HypoCluster", num_clusters=num_clusters)
-        if not whole(group_rounds) >= 0:
-            raise ConfigurationError(
-                f"HypoCluster: group_rounds must not be negative, got {group_rounds}"
-            )
-        if divide_by not in ("cluster", "cohort"):
-            raise ConfigurationError(
-                f"HypoCluster: divide_by must be 'cluster' or 'cohort', got {divide_by!r}"
-            )
+        check_range(self, "[1, inf)", num_clusters=num_clusters)
+        check_range(self, "[0, inf)", group_rounds=group_rounds)
         self.group_rounds = 0 if centers else group_rounds
         self.shared = shared
         self.divide_by = divide_by

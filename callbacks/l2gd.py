@@ -12,7 +12,7 @@ from torch import Tensor
 from pflight.distributed import all_sum, owned
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
-from pflight.options import number
+from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator
 
 from .fedavg import FedAvg
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _SENT = "l2gd"  # the memory slot of the models that clients have sent
 
 
+@checked
 class L2GD(FedAvg):
     r"""Loopless local gradient descent (Hanzely and Richtárik 2020, algorithm 1).
 
@@ -58,12 +59,9 @@ class L2GD(FedAvg):
 
     def __init__(self, alpha: float = 1.0, lam: float = 0.5, p: float = 0.9) -> None:
         super().__init__("uniform", buffers="local")
-        if not number(alpha) > 0:
-            raise ConfigurationError(f"L2GD: alpha must be over 0, got {alpha}")
-        if not number(lam) >= 0:
-            raise ConfigurationError(f"L2GD: lam must not be negative, got {lam}")
-        if not 0 < number(p) < 1:
-            raise ConfigurationError(f"L2GD: p must be in (0, 1), got {p}")
+        check_range(self, "(0, inf)", alpha=alpha)
+        check_range(self, "[0, inf)", lam=lam)
+        check_range(self, "(0, 1)", p=p)
         self.alpha = alpha
         self.lam = lam
         self.p = p
@@ -79,6 +77,12 @@ class L2GD(FedAvg):
                 f"L2GD: c = alpha lam / (N p) must not be over 1, got {self.c:.4g} with "
                 f"alpha={self.alpha}, lam={self.lam}, N={clients}, p={self.p}"
             )
+
+    @property
+    def bytes_kept(self) -> int:
+        """Bytes that a client keeps: its model, and the one that it has sent."""
+        template = self.federation.layout.template
+        return super().bytes_kept + sum(template[name].nbytes for name in self.sent_names)
 
     def tosses(self, round_index: int) -> int:
         """Return how many steps to the mean the coin shows before a round's local training."""

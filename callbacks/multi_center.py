@@ -15,6 +15,7 @@ from pflight.distributed import all_max
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.matching import BBPMAP, MatchedMean, State, align
+from pflight.options import checked
 from pflight.state import WeightedMean, entries, expand_state, stack_states
 
 from .server import ServerCallback
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from pflight.federation import Federation
 
 
+@checked
 class MultiCenter(ServerCallback):
     """The server half of clustered methods: K models, the centers, and a center for each client.
 
@@ -64,11 +66,6 @@ class MultiCenter(ServerCallback):
             raise ConfigurationError(
                 f"{type(self).__name__}: {len(centers)} centers were given for "
                 f"num_clusters={num_clusters}"
-            )
-        if weighting not in ("uniform", "samples"):
-            raise ConfigurationError(
-                f"{type(self).__name__}: weighting must be 'uniform' or 'samples', "
-                f"got {weighting!r}"
             )
         if matching is not None and matching.grow:
             raise ConfigurationError(

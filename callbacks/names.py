@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from pflight.half import Half
-from pflight.layers import Layers
 from pflight.models import ElasticClient, ProximalClient
 from pflight.optim import Yogi
 
@@ -69,13 +68,17 @@ def _reptile(federation: Federation, callback: Any) -> str:
 
 
 def _shared_part(federation: Federation, callback: Any) -> str:
-    private, shared = callback.private_layers, callback.shared_layers
-    if shared is None and private == Layers(last=private.last):
+    private, shared = (
+        [] if layers is None else [by for by, value in vars(layers).items() if value]
+        for layers in (callback.private_layers, callback.shared_layers)
+    )
+    if (private, shared) == (["last"], []):
         return "FedPer"
-    if private is None and shared == Layers(last=shared.last):
+    if (private, shared) == ([], ["last"]):
         return "LG-FedAvg"
-    if shared is None and private == Layers(types=private.types):
-        kinds = private.types if isinstance(private.types, list | tuple) else [private.types]
+    if (private, shared) == (["types"], []):
+        types = callback.private_layers.types
+        kinds = types if isinstance(types, list | tuple) else [types]
         if all(issubclass(kind, nn.modules.batchnorm._BatchNorm) for kind in kinds):
             return "FedBN"
     return "SharedPart"

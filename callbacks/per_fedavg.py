@@ -8,11 +8,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.errors import ConfigurationError
 from pflight.half import Half
 from pflight.models import PerFedAvgClient
 from pflight.models.halves import Adapted
-from pflight.options import whole
+from pflight.options import check_range, checked
 from pflight.randomness import Purpose
 
 from .fedavg import FedAvg
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 _ALPHA = 0.01
 
 
+@checked
 class PerFedAvg(FedAvg):
     r"""Personalized FedAvg (Fallah et al. 2020, algorithm 1): model-agnostic meta-learning.
 
@@ -62,8 +62,7 @@ class PerFedAvg(FedAvg):
         self.alpha = alpha
         self.hessian = hessian
         self._half = Adapted(_ALPHA if alpha is None else alpha, bool(hessian))
-        if not whole(steps) >= 0:
-            raise ConfigurationError(f"PerFedAvg: steps must not be negative, got {steps}")
+        check_range(self, "[0, inf)", steps=steps)
         self.steps = steps
 
     @property

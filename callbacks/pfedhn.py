@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from pflight.distributed import gather
 from pflight.errors import ConfigurationError
-from pflight.options import check_at_least, number, whole
+from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
 from pflight.state import stack_states
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pflight.federation import Federation
 
 
+@checked
 class PFedHN(ServerCallback):
     r"""Personalized federated learning by hypernetworks (Shamsian et al. 2021, algorithm 1).
 
@@ -91,12 +92,10 @@ class PFedHN(ServerCallback):
     ) -> None:
         super().__init__(buffers="local")
         counts = {"private_layers": private_layers, "hidden_layers": hidden_layers}
-        sizes = {"embedding_dim": 1 if embedding_dim is None else embedding_dim}
-        check_at_least(0, whole, "PFedHN", newcomer_steps=newcomer_steps, **counts)
-        check_at_least(1, whole, "PFedHN", hidden_dim=hidden_dim, **sizes)
-        check_at_least(0, number, "PFedHN", lr=lr, embedding_lr=embedding_lr or lr)
-        if clip is not None and not number(clip) > 0:
-            raise ConfigurationError(f"PFedHN: clip must be over 0, got {clip}")
+        check_range(self, "[0, inf)", newcomer_steps=newcomer_steps, **counts)
+        check_range(self, "[1, inf)", hidden_dim=hidden_dim, embedding_dim=embedding_dim)
+        check_range(self, "[0, inf)", lr=lr, embedding_lr=embedding_lr)
+        check_range(self, "(0, inf)", clip=clip)
         self.private_layers = private_layers
         self.embedding_dim = embedding_dim
         self.lr = lr
@@ -123,6 +122,7 @@ class PFedHN(ServerCallback):
         self.private = tuple(n for n in layout.names if n in {*kept, *layout.buffers})
         initial = [layout.template[name] for name in self.generated]
         dim = self.embedding_dim or 1 + count // 4
+        self._check_memory(dim, sum(value.numel() for value in initial))
         with isolated(federation.device):
             seed_everything(derive_seed(Purpose.SERVER, federation.seed), federation.device)
             self.embeddings = nn.ParameterList(torch.randn(dim) for _ in range(count))
@@ -130,6 +130,22 @@ class PFedHN(ServerCallback):
         for name, module in (("embeddings", self.embeddings), ("hypernetwork", self.network)):
             module.to(torch.promote_types(initial[0].dtype, torch.float))
             federation.add_module(name, module)
+
+    def _check_memory(self, dim: int, size: int) -> None:
+        """Raise unless there is memory for embeddings of a size, and a network from there."""
+        try:
+            with isolated(self.federation.device), torch.device("meta"):
+                network = self.hypernetwork(dim, size)
+        except Exception:  # a user's own, which can't be had without its numbers
+            return
+        count = self.federation.num_clients
+        parts = {
+            "embeddings": 4 * dim * count,
+            "the hypernetwork": sum(p.nbytes for p in network.parameters()),
+        }
+        if self.federation.server_optimizer is None:  # SGD with momentum, which steps all of these
+            parts["gradients and momentum"] = 2 * sum(parts.values())
+        self.federation.check_memory(self, parts)
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return SGD with the steps of the hypernetwork and of the embeddings."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from pflight.distributed import all_max, all_sum, share_owned
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
-from pflight.options import check_at_least, number, whole
+from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
 from pflight.state import rows
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pflight.federation import Federation
 
 
+@checked
 class PFedLA(StoredModels):
     r"""Layer-wised model aggregation (Ma et al. 2022, algorithms 1 and 2).
 
@@ -96,13 +97,8 @@ class PFedLA(StoredModels):
         lr: float = 0.5,
     ) -> None:
         super().__init__()
-        check_at_least(0, whole, "PFedLA", retain=retain)
-        check_at_least(1, whole, "PFedLA", embedding_dim=embedding_dim, hidden_dim=hidden_dim)
-        check_at_least(0, number, "PFedLA", lr=lr)
-        if weights not in ("softmax", "relu_norm"):
-            raise ConfigurationError(
-                f"PFedLA: weights must be 'softmax' or 'relu_norm', got {weights!r}"
-            )
+        check_range(self, "[0, inf)", retain=retain, lr=lr)
+        check_range(self, "[1, inf)", embedding_dim=embedding_dim, hidden_dim=hidden_dim)
         self.retain = retain
         self.weights = weights
         self.lr = lr
@@ -128,13 +124,25 @@ class PFedLA(StoredModels):
             )
         with isolated(federation.device):
             seed_everything(derive_seed(Purpose.SERVER, federation.seed), federation.device)
-            networks = [self.hypernetwork(len(self.layers), count) for _ in range(count)]
-        mixed = torch.isin(torch.arange(count), federation.trainable_clients.cpu())
-        self.hypernetworks = HyperNetworks(networks, self.weights, mixed)
+            networks = (self.hypernetwork(len(self.layers), count) for _ in range(count))
+            mixed = torch.isin(torch.arange(count), federation.trainable_clients.cpu())
+            self.hypernetworks = HyperNetworks(networks, self.weights, mixed)
         dtype = next(iter(stored.values())).dtype
         self.hypernetworks.to(torch.promote_types(dtype, torch.float))
         federation.add_module("hypernetworks", self.hypernetworks)
         self.seen = torch.zeros(count, dtype=torch.bool)
+
+    def more_memory(self, federation: Federation) -> dict[str, int]:
+        """Return the bytes of all hypernetworks, and of the gradients of a round's."""
+        count, layout = federation.num_clients, federation.layout
+        layers = sum(not {*layout.parameters}.isdisjoint(own) for own in layout.layers.values())
+        try:
+            with isolated(federation.device), torch.device("meta"):
+                network = self.hypernetwork(layers, count)
+        except Exception:  # a user's own, which can't be had without its numbers
+            return {}
+        one, cohort = sum(p.nbytes for p in network.parameters()), federation.cohort_size
+        return {"hypernetworks": count * one, "gradients of a round's hypernetworks": cohort * one}
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return SGD with the step of the hypernetworks."""

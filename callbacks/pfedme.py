@@ -10,11 +10,10 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pflight.errors import ConfigurationError
 from pflight.half import OWN, Half
 from pflight.models import PFedMeClient
 from pflight.models.halves import MoreauEnvelope
-from pflight.options import number
+from pflight.options import check_range, checked
 
 from .fedavg import FedAvg
 from .personal import check_kind, mirrored
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from pflight.federation import Federation
 
 
+@checked
 class PFedMe(FedAvg):
     r"""Federated learning with Moreau envelopes (T. Dinh et al. 2020, algorithm 1).
 
@@ -72,8 +72,7 @@ class PFedMe(FedAvg):
         mu: float | None = None,
     ) -> None:
         super().__init__(weighting, buffers)
-        if not number(beta) > 0:
-            raise ConfigurationError(f"PFedMe: beta must be over 0, got {beta}")
+        check_range(self, "(0, inf)", beta=beta)
         self.beta = beta
         self.train_newcomers = train_newcomers
         self.train_all = train_all

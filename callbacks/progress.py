@@ -19,6 +19,7 @@ from rich.progress import (
 )
 
 from pflight.federation import Federation
+from pflight.options import checked
 
 from .quality import columns
 
@@ -27,6 +28,7 @@ _MIN_INTERVAL = 0.1  # seconds between two drawings
 _PLAIN_LINES = 10  # lines in all where there is no terminal
 
 
+@checked
 class FederationProgressBar(ProgressBar):
     """Shows rounds, the clients of the current round, and the micro and macro accuracy so far.
 

@@ -15,6 +15,8 @@ from pflight.distributed import gather_to_first
 from pflight.engines import Evaluation
 from pflight.federation import Federation
 from pflight.files import replacing
+from pflight.host import readable
+from pflight.options import checked
 
 from .quality import columns, judged_by
 
@@ -28,6 +30,7 @@ _ROWS = {
 }
 
 
+@checked
 class ResultTable(L.Callback):
     """Prints a small table when ``fit``, ``validate`` or ``test`` ends.
 
@@ -79,6 +82,7 @@ class ResultTable(L.Callback):
         console.print(table if table.row_count else caption)
 
 
+@checked
 class PredictionWriter(L.Callback):
     """Writes each client's predictions on its test samples to one file when ``predict`` ends.
 
@@ -148,7 +152,7 @@ def _caption(trainer: L.Trainer, federation: Federation, stage: str) -> str:
     parts = [f"{len(history)} round{'s' if len(history) != 1 else ''}"]
     if history:
         down, up = (sum(getattr(r, f"bytes_{way}") for r in history) for way in ("down", "up"))
-        parts.append(f"{_bytes(down)} down, {_bytes(up)} up")
+        parts.append(f"{readable(down)} down, {readable(up)} up")
     if failed := sum(len(r.failed) for r in history):
         parts.append(f"{failed} of {sum(len(r.clients) for r in history)} trainings failed")
     monitor, higher = judged_by(trainer)
@@ -158,12 +162,3 @@ def _caption(trainer: L.Trainer, federation: Federation, stage: str) -> str:
         name = monitor.removeprefix("val/").replace("_", " ", 1)
         parts.append(f"best in round {best.index} ({name} {best.metrics[monitor]:.4f})")
     return "; ".join(parts)
-
-
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

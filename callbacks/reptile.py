@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from pflight.errors import ConfigurationError
-from pflight.options import number
+from pflight.options import check_range, checked
 
 from .fedavg import FedAvg
 
 
+@checked
 class Reptile(FedAvg):
     r"""Reptile across clients; with the elastic client it is FedEC.
 
@@ -57,10 +58,7 @@ class Reptile(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        if not number(lr) > 0:
-            raise ConfigurationError(f"Reptile: lr must be over 0, got {lr}")
-        if decay not in ("linear", None):
-            raise ConfigurationError(f"Reptile: decay must be 'linear' or null, got {decay!r}")
+        check_range(self, "(0, inf)", lr=lr)
         self.lr = lr
         self.decay = decay
 

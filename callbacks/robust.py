@@ -16,8 +16,7 @@ from pflight.clustering import (
     trimmed_kmeans,
 )
 from pflight.engines import ClientUpdates
-from pflight.errors import ConfigurationError
-from pflight.options import check_at_least, number, whole
+from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed
 from pflight.state import entries, expand_state
 
@@ -25,6 +24,7 @@ from .multi_center import MultiCenter
 from .server import ServerCallback
 
 
+@checked
 class Robust(MultiCenter):
     r"""Robust federated learning by trimmed k-means (Ghosh et al. 2019), which outliers don't move.
 
@@ -86,18 +86,11 @@ class Robust(MultiCenter):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(num_clusters, buffers=buffers)
-        check_at_least(1, whole, "Robust", num_clusters=num_clusters, init_epochs=init_epochs)
         iterations = {"num_restarts": num_restarts, "num_iterations": num_iterations}
-        check_at_least(1, whole, "Robust", **iterations)
-        for name, share in (("beta", beta), ("cluster_beta", cluster_beta)):
-            if not 0 <= number(share) < 0.5:
-                raise ConfigurationError(f"Robust: {name} must be in [0, 0.5), got {share}")
-        if trim not in ("coordinate", "radius"):
-            raise ConfigurationError(f"Robust: trim must be 'coordinate' or 'radius', got {trim!r}")
-        if estimate not in ("mean", "median"):
-            raise ConfigurationError(
-                f"Robust: estimate must be 'mean' or 'median', got {estimate!r}"
-            )
+        check_range(
+            self, "[1, inf)", num_clusters=num_clusters, init_epochs=init_epochs, **iterations
+        )
+        check_range(self, "[0, 0.5)", beta=beta, cluster_beta=cluster_beta)
         self.beta = beta
         self.init_epochs = init_epochs
         self.num_restarts = num_restarts

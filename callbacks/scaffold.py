@@ -10,11 +10,10 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pflight.errors import ConfigurationError
 from pflight.half import Half
 from pflight.models import ScaffoldClient
 from pflight.models.halves import Controlled
-from pflight.options import number
+from pflight.options import check_range, checked
 from pflight.state import entries
 
 from .fedavg import FedAvg
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from pflight.federation import Federation
 
 
+@checked
 class SCAFFOLD(FedAvg):
     r"""Stochastic controlled averaging (Karimireddy et al. 2020, algorithm 1).
 
@@ -52,8 +52,7 @@ class SCAFFOLD(FedAvg):
 
     def __init__(self, lr: float = 1.0, option: Literal["I", "II"] | None = None) -> None:
         super().__init__("uniform")
-        if not number(lr) > 0:
-            raise ConfigurationError(f"SCAFFOLD: lr must be over 0, got {lr}")
+        check_range(self, "(0, inf)", lr=lr)
         self.lr = lr
         self.option = option
         self._half = Controlled("II" if option is None else option)

@@ -23,7 +23,7 @@ from pflight.distributed import all_sum, gather
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.models import ClientModule
-from pflight.options import check_at_least, whole
+from pflight.options import whole
 from pflight.randomness import Purpose, generator, isolated
 from pflight.state import stack_states
 
@@ -126,7 +126,8 @@ def select_num_clusters(
     from .fesem import FeSEM
 
     check_candidates(candidates, criterion)
-    check_at_least(2, whole, "select_num_clusters", rounds=rounds)
+    if not whole(rounds) >= 2:
+        raise ConfigurationError(f"select_num_clusters: rounds must be at least 2, got {rounds}")
     callback = FeSEM(1) if callback is None else callback
     data.prepare_data()
     data.setup("fit")
@@ -183,10 +184,12 @@ def check_candidates(candidates: Sequence[int], criterion: str) -> None:
     """Raise unless there is something to choose from, and a known way to do it."""
     if not candidates or not all(whole(count) >= 1 for count in candidates):
         raise ConfigurationError(
-            f"candidates must be numbers of clusters, 1 or more, got {candidates!r}"
+            f"FeSEM: candidates must be numbers of clusters, 1 or more, got {candidates!r}"
         )
     if criterion not in ("accuracy", "distance"):
-        raise ConfigurationError(f"criterion must be 'accuracy' or 'distance', got {criterion!r}")
+        raise ConfigurationError(
+            f"FeSEM: criterion must be 'accuracy' or 'distance', got {criterion!r}"
+        )
 
 
 class SampledClients(FederatedDataModule):

@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pflight.engines import ClientUpdates
-from pflight.errors import ConfigurationError
 from pflight.half import OWN, Half
-from pflight.options import arguments
+from pflight.options import arguments, checked
 from pflight.state import state_bytes
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from pflight.federation import Federation
 
 
+@checked
 class ServerCallback(L.Callback):
     """The server half of an algorithm: what is sent, how updates are aggregated, who gets what.
 
@@ -60,11 +60,6 @@ class ServerCallback(L.Callback):
         return callback
 
     def __init__(self, buffers: Literal["shared", "local", "reset"] = "shared") -> None:
-        if buffers not in ("shared", "local", "reset"):
-            raise ConfigurationError(
-                f"{type(self).__name__}: buffers must be 'shared', 'local' or 'reset', "
-                f"got {buffers!r}"
-            )
         self.buffers = buffers
         self.private: tuple[str, ...] = ()
 
@@ -99,6 +94,13 @@ class ServerCallback(L.Callback):
         federation.server.add(1)
         if self.buffers == "local":
             self.private = federation.layout.buffers
+
+    @property
+    def bytes_kept(self) -> int:
+        """Bytes that each client keeps from the first round on in which it takes part."""
+        template, client = self.federation.layout.template, self.federation.client
+        kept = list(client.remember().values()) if client.keeps_memory else []
+        return sum(tensor.nbytes for tensor in [*kept, *(template[n] for n in self.private)])
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return the server optimizer: SGD with step 1, which sets a model to the aggregate."""

@@ -12,6 +12,7 @@ from pflight.layers import Layers
 from pflight.models import FedRepClient
 from pflight.models.halves import HeadFirst
 from pflight.models.halves.fedrep import LAST_LAYER
+from pflight.options import checked
 
 from .fedavg import FedAvg
 from .gradients import check_client
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pflight.federation import Federation
 
 
+@checked
 class SharedPart(FedAvg):
     r"""FedAvg over a part of the network, while the other part stays with each client.
 
@@ -131,6 +133,7 @@ class SharedPart(FedAvg):
         return {layer: "private" if layer in private else "shared" for layer in layers}
 
 
+@checked
 class FedRep(SharedPart):
     r"""FedRep (Collins et al. 2021, algorithm 1): a shared body, and a head for each client.
 

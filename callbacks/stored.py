@@ -30,11 +30,17 @@ class StoredModels(ServerCallback):
         super().__init__(buffers="local")
 
     def setup_server(self, federation: Federation) -> None:
-        """Store the initial model for every client."""
+        """Store the initial model for every client, if there is memory for that."""
         super().setup_server(federation)
         initial = {name: federation.layout.template[name] for name in federation.layout.parameters}
+        models = federation.num_clients * sum(value.nbytes for value in initial.values())
+        federation.check_memory(self, {"models": models, **self.more_memory(federation)})
         self.stored = StateModule(dict(entries(expand_state(initial, federation.num_clients))))
         federation.add_module("stored", self.stored)
+
+    def more_memory(self, federation: Federation) -> dict[str, int]:
+        """Return the bytes that the server takes beside the models, by what takes them."""
+        return {}
 
     def server_states(self) -> list[dict[str, Tensor]]:
         """Return the stored model of every client, with the initial buffers."""

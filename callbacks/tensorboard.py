@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from pflight.datamodules import FederatedDataModule
 from pflight.federation import Federation
 from pflight.history import Round
+from pflight.options import checked
 
 from .quality import columns
 
@@ -31,6 +32,7 @@ _BEST = "best/"
 _HPARAMS = ".hparams"
 
 
+@checked
 class TensorBoardReport(L.Callback):
     """Adds to TensorBoard what a run was: config, partition, and hyper-parameters with results.
 

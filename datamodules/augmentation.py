@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pflight.errors import ConfigurationError
+from pflight.options import check_range, checked
 
 
 class Augmentation(ABC):
@@ -36,6 +36,7 @@ class Augmentation(ABC):
         """
 
 
+@checked
 @dataclass(frozen=True)
 class CropAndFlip(Augmentation):
     """Shift each image by up to ``padding`` pixels, and mirror every second one.
@@ -68,8 +69,7 @@ class CropAndFlip(Augmentation):
     num_draws: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
-        if self.padding < 0:
-            raise ConfigurationError(f"padding must not be negative, got {self.padding}")
+        check_range(self, "[0, inf)", padding=self.padding)
 
     def __call__(self, x: Tensor, noise: Tensor, fill: Tensor) -> Tensor:
         """See :meth:`Augmentation.__call__`; the draws are for the row, the column, the flip."""

@@ -112,7 +112,8 @@ class SampleWriter:
             "names.json": json.dumps(names).encode(),
         }
         columns = {column: [len(content), crc32(content)] for column, content in contents.items()}
-        checksums = {"cache": cache, "columns": columns, "features": features}
+        written = {"cache": cache, "columns": columns, "features": features}
+        checksums = {"checksum": _checksum(written), "written": written}
         return contents | {_CHECKSUMS: json.dumps(checksums).encode()}
 
     def _features(self) -> dict[str, Any]:
@@ -305,7 +306,10 @@ class _Cache:
         """Return the sizes and checksums that were written with the cache."""
         path = self.path / _CHECKSUMS
         _check_size(path)
-        written: dict[str, Any] = json.loads(path.read_bytes())
+        checksums = json.loads(path.read_bytes())
+        written: dict[str, Any] = checksums["written"]
+        if checksums["checksum"] != _checksum(written):
+            raise ValueError(f"{_CHECKSUMS} is not what was written")
         if written["cache"] != self.path.name:
             raise ValueError(f"it holds the files of {written['cache']}")
         return written
@@ -425,6 +429,10 @@ def _check_size(path: Path, size: int | None = None) -> None:
 def _check(content: bytes | memoryview, checksum: int, name: str) -> None:
     if crc32(content) != checksum:
         raise _DamagedError(f"{name} is not what was written")
+
+
+def _checksum(written: dict[str, Any]) -> int:
+    return crc32(json.dumps(written).encode())
 
 
 def _reason(error: Exception) -> str:

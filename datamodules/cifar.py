@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pflight.errors import ConfigurationError
+from pflight.options import checked
 
 from .cache import SampleWriter, cached_samples
 from .images import ImageDataModule, LabelledImages
@@ -18,6 +19,7 @@ from .parquet import decode_image, parquet_columns, parquet_files, read_parquet
 from .samples import Samples
 
 
+@checked
 class CIFARDataModule(ImageDataModule):
     """What CIFAR-10 and CIFAR-100 have in common: where their 60,000 images come from.
 

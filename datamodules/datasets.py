@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler
 
 from pflight.errors import ConfigurationError
+from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
 
 from .federated import FederatedDataModule
@@ -23,6 +24,7 @@ Key = tuple[int, int, int]
 """A sample's position among the datasets, its index, and its seed."""
 
 
+@checked
 class DatasetClients(FederatedDataModule):
     """A federation with one map-style torch ``Dataset`` for each client.
 
@@ -86,6 +88,7 @@ class DatasetClients(FederatedDataModule):
                         "Dataset, which has a length and is asked for samples by their index"
                     )
             self.datasets[split] = datasets
+        check_range(self, "[0, inf)", num_workers=num_workers)
         self.num_workers = num_workers
         self.collate_fn = collate_fn
         self.pin_memory = pin_memory

@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
+from pflight.options import checked
+
 from .partition import ClassesPerClient, Partition
 from .partitioned import PartitionedDataModule
 from .samples import Samples
 
 
+@checked
 class Digits(PartitionedDataModule):
     """1,797 handwritten digits of 8 x 8 pixels from scikit-learn; needs no download.
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pflight.errors import ConfigurationError
+from pflight.options import checked
 
 from .idx import IdxDataModule
 from .images import LabelledImages
@@ -19,6 +19,7 @@ _NUM_CLASSES = {
 }  # fmt: skip
 
 
+@checked
 class EMNIST(IdxDataModule):
     """Handwritten digits and letters of 28 x 28 pixels, in six versions (Cohen et al., 2017).
 
@@ -56,10 +57,6 @@ class EMNIST(IdxDataModule):
     usual_std = (0.3248,)
 
     def __init__(self, root: str = "data", split: EMNISTSplit = "balanced", **kwargs: Any) -> None:
-        if split not in _NUM_CLASSES:
-            raise ConfigurationError(
-                f"split must be one of {', '.join(_NUM_CLASSES)}, got {split!r}"
-            )
         super().__init__(root, **kwargs)
         self.split = split
         self.num_classes = _NUM_CLASSES[split]

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from pflight.cohort import CohortLoader, CohortSampler, check_cohort_options
 from pflight.errors import ConfigurationError
+from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator, shuffled
 
 from .augmentation import Augmentation
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+@checked
 class FederatedDataModule(L.LightningDataModule):
     """The data of a federation's clients, and the cohorts that train on them.
 
@@ -89,16 +91,11 @@ class FederatedDataModule(L.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        check_cohort_options(cohort_size, participation, cohort_sampling, availability, dropout)
+        check_cohort_options(self, cohort_size, participation, availability, dropout)
         sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size}
-        sizes |= {"num_classes": num_classes, "eval_chunk": eval_chunk}
-        for name, value in sizes.items():
-            if value is not None and value < 1:
-                raise ConfigurationError(f"{name} must be at least 1, got {value}")
-        if not 0 <= holdout_clients < 1:
-            raise ConfigurationError(f"holdout_clients must be in [0, 1), got {holdout_clients}")
-        if seed < 0:
-            raise ConfigurationError(f"seed must not be negative, got {seed}")
+        check_range(self, "[1, inf)", num_classes=num_classes, eval_chunk=eval_chunk, **sizes)
+        check_range(self, "[0, 1)", holdout_clients=holdout_clients)
+        check_range(self, "[0, inf)", seed=seed)
         if num_classes is not None:
             self.num_classes = num_classes
         self.cohort_size = cohort_size

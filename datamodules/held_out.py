@@ -7,13 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from pflight.errors import ConfigurationError
+from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator
 
 from .federated import FederatedDataModule, Split
 from .fingerprint import joined
 
 
+@checked
 class HeldOut(FederatedDataModule):
     """Other data of which each client holds out some of its training samples.
 
@@ -37,8 +38,7 @@ class HeldOut(FederatedDataModule):
     """
 
     def __init__(self, data: FederatedDataModule, share: float) -> None:
-        if not 0 < share < 1:
-            raise ConfigurationError(f"the share to hold out must be in (0, 1), got {share}")
+        check_range(self, "(0, 1)", share=share)
         options = FederatedDataModule.__init__.__kwdefaults__ or {}
         super().__init__(
             num_classes=data.num_classes, **{name: getattr(data, name) for name in options}

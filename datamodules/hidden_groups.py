@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
+from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator
 
 from .federated import FederatedDataModule, Split
@@ -17,6 +18,7 @@ from .fingerprint import checksum_of, joined
 Difference = Literal["labels", "rotation", "features"]
 
 
+@checked
 class HiddenGroups(FederatedDataModule):
     """Other data whose clients fall into clusters that see them differently.
 
@@ -70,14 +72,8 @@ class HiddenGroups(FederatedDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(num_classes=None, **kwargs)
-        if num_clusters < 1:
-            raise ConfigurationError(f"num_clusters must be at least 1, got {num_clusters}")
-        if difference not in get_args(Difference):
-            raise ConfigurationError(
-                f"difference must be labels, rotation or features, got {difference!r}"
-            )
-        if not shift > 0:
-            raise ConfigurationError(f"shift must be over 0, got {shift}")
+        check_range(self, "[1, inf)", num_clusters=num_clusters)
+        check_range(self, "(0, inf)", shift=shift)
         self.data = data
         self.num_clusters = num_clusters
         self.difference = difference

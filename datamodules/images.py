@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
+from pflight.options import checked
 
 from .partition import ClassesPerClient, Ints, Partition
 from .partitioned import PartitionedDataModule
@@ -36,6 +37,7 @@ class LabelledImages:
     test: bool
 
 
+@checked
 class ImageDataModule(PartitionedDataModule):
     """Images of one size, kept in memory as bytes and normalised when they are read.
 
@@ -87,7 +89,7 @@ class ImageDataModule(PartitionedDataModule):
         means = self._per_channel("mean", self.usual_mean if mean is None else mean)
         deviations = self._per_channel("std", self.usual_std if std is None else std)
         if not bool((deviations > 0).all()):
-            raise ConfigurationError(f"std must be positive, got {std}")
+            raise ConfigurationError(f"{type(self).__name__}: std must be over 0, got {std}")
         self._scale = 1 / (255 * deviations)
         self._shift = means / deviations
         self.fill = -self._shift
@@ -174,6 +176,7 @@ class ImageDataModule(PartitionedDataModule):
         channels = self.shape[0]
         if len(values) != channels:
             raise ConfigurationError(
-                f"{name} must have one value for each channel, {channels}, got {list(values)}"
+                f"{type(self).__name__}: {name} must have one value for each channel, {channels}, "
+                f"got {list(values)}"
             )
         return torch.tensor(values).view(-1, 1, 1)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
+from pflight.options import check_range, checked
 from pflight.randomness import Purpose, numpy_generator
 
 from .cache import CachedSamples, SampleWriter, cached_samples
@@ -35,6 +36,7 @@ _Part = tuple[str, NDArray[Any], Ints, bool]
 """A person's name, features ``[n, C, H, W]``, labels ``[n]``, and whether they are for testing."""
 
 
+@checked
 class LeafDataModule(PartitionedDataModule):
     """Samples of many people, as LEAF (Caldas et al., 2018) or Hugging Face stores them.
 
@@ -93,8 +95,7 @@ class LeafDataModule(PartitionedDataModule):
             official_test=bool(official_test),
             **kwargs,
         )
-        if min_samples < 1:
-            raise ConfigurationError(f"min_samples must be at least 1, got {min_samples}")
+        check_range(self, "[1, inf)", min_samples=min_samples)
         self.root = root
         self.download = download
         self.cache_dir = cache_dir
@@ -276,6 +277,7 @@ class LeafDataModule(PartitionedDataModule):
                     yield name, x[chosen], labels, False
 
 
+@checked
 class LeafFEMNIST(LeafDataModule):
     """LEAF's FEMNIST: 805,263 handwritten digits and letters of 3,550 writers.
 
@@ -310,11 +312,10 @@ class LeafFEMNIST(LeafDataModule):
         known = range(self._num_labels)
         kept = list(known) if classes is None else classes
         if not kept or len(set(kept)) < len(kept) or not set(kept) <= set(known):
-            raise ConfigurationError(f"classes must be distinct labels of 0 to 61, got {classes}")
-        if samples_per_class is not None and samples_per_class < 1:
             raise ConfigurationError(
-                f"samples_per_class must be at least 1, got {samples_per_class}"
+                f"LeafFEMNIST: classes must be distinct labels of 0 to 61, got {classes}"
             )
+        check_range(self, "[1, inf)", samples_per_class=samples_per_class)
         super().__init__(root=root, num_classes=len(kept), **kwargs)
         self.classes = kept
         self.samples_per_class = samples_per_class
@@ -342,6 +343,7 @@ class LeafFEMNIST(LeafDataModule):
         return _pixels
 
 
+@checked
 class LeafCelebA(LeafDataModule):
     """LEAF's CelebA: is a celebrity smiling? 200,288 pictures of 9,343 people (Liu et al., 2015).
 
@@ -376,8 +378,7 @@ class LeafCelebA(LeafDataModule):
         scale: bool = True,
         **kwargs: Any,
     ) -> None:
-        if image_size < 1:
-            raise ConfigurationError(f"image_size must be at least 1, got {image_size}")
+        check_range(self, "[1, inf)", image_size=image_size)
         super().__init__(root=root, num_classes=2, **kwargs)
         self.image_size = image_size
         self.image_dir = image_dir

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
+from pflight.options import check_range, checked
 
 from .parquet import decode_image
 from .partition import Natural, Partition
@@ -31,6 +32,7 @@ _MOST_BYTES = 1 << 16  # of a drawing; Omniglot's have some 200
 _METHODS = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED
 
 
+@checked
 class Omniglot(PartitionedDataModule):
     """Handwritten characters of up to 50 alphabets, each drawn by 20 people (Lake et al., 2015).
 
@@ -77,10 +79,7 @@ class Omniglot(PartitionedDataModule):
             test_fraction=test_fraction,
             **kwargs,
         )
-        if target not in ("character", "alphabet"):
-            raise ConfigurationError(f"target must be character or alphabet, got {target!r}")
-        if image_size < 1:
-            raise ConfigurationError(f"image_size must be at least 1, got {image_size}")
+        check_range(self, "[1, inf)", image_size=image_size)
         self.root = root
         self.download = download
         self.archives = archives

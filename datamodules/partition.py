@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from pflight.errors import ConfigurationError
+from pflight.options import check_range, checked
 from pflight.randomness import Purpose, numpy_generator
 
 from .dealing import (
@@ -102,6 +103,7 @@ class IID(Partition):
         return [np.sort(part) for part in np.array_split(order, num_clients)]
 
 
+@checked
 @dataclass(frozen=True)
 class Dirichlet(Partition):
     """Label skew: each class is cut at shares drawn from a symmetric Dirichlet distribution.
@@ -132,23 +134,13 @@ class Dirichlet(Partition):
     samples_per_client: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.alpha > 0:
-            raise ConfigurationError(f"Dirichlet alpha must be over 0, got {self.alpha}")
-        if self.min_samples < 1:
-            raise ConfigurationError(
-                f"Dirichlet min_samples must be at least 1, got {self.min_samples}"
-            )
+        check_range(self, "(0, inf)", alpha=self.alpha)
+        check_range(self, "[1, inf)", min_samples=self.min_samples, max_draws=self.max_draws)
         if self.samples_per_client is not None and self.samples_per_client < self.min_samples:
             raise ConfigurationError(
-                f"samples_per_client must be at least min_samples = {self.min_samples}, got "
-                f"{self.samples_per_client}"
+                f"Dirichlet: samples_per_client must be at least min_samples = {self.min_samples}, "
+                f"got {self.samples_per_client}"
             )
-        if self.too_few not in ("error", "move"):
-            raise ConfigurationError(
-                f"Dirichlet too_few must be error or move, got {self.too_few!r}"
-            )
-        if self.max_draws < 1:
-            raise ConfigurationError(f"Dirichlet max_draws must be at least 1: {self.max_draws}")
 
     def split(
         self, labels: Ints, num_clients: int | None, seed: int, groups: Ints | None = None
@@ -202,6 +194,7 @@ class Dirichlet(Partition):
                 sizes[[giver, client]] += [-1, 1]
 
 
+@checked
 @dataclass(frozen=True)
 class ClassesPerClient(Partition):
     """Each client has samples of ``k`` distinct classes.
@@ -227,7 +220,7 @@ class ClassesPerClient(Partition):
     samples_per_client: int | None = None
 
     def __post_init__(self) -> None:
-        _check_k_and_size(self.k, self.samples_per_client)
+        _check_k_and_size(self, self.k, self.samples_per_client)
 
     def split(
         self, labels: Ints, num_clients: int | None, seed: int, groups: Ints | None = None
@@ -247,6 +240,7 @@ class ClassesPerClient(Partition):
         return deal(kinds, counts, random)
 
 
+@checked
 @dataclass(frozen=True)
 class DominantClasses(Partition):
     """Each client has all classes, of which ``k`` dominant ones hold ``share`` of its samples.
@@ -272,9 +266,8 @@ class DominantClasses(Partition):
     samples_per_client: int | None = None
 
     def __post_init__(self) -> None:
-        _check_k_and_size(self.k, self.samples_per_client)
-        if not 0 < self.share <= 1:
-            raise ConfigurationError(f"DominantClasses share must be in (0, 1], got {self.share}")
+        _check_k_and_size(self, self.k, self.samples_per_client)
+        check_range(self, "(0, 1]", share=self.share)
 
     def split(
         self, labels: Ints, num_clients: int | None, seed: int, groups: Ints | None = None
@@ -308,6 +301,7 @@ class DominantClasses(Partition):
         return int((supply[needed] / demand[needed]).min()) + 1
 
 
+@checked
 @dataclass(frozen=True)
 class ClassShards(Partition):
     """Each class is cut into equal shards, and each client gets ``k`` shards, dealt as cards.
@@ -335,12 +329,7 @@ class ClassShards(Partition):
     max_samples: int | None = 500
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ConfigurationError(f"k, the shards per client, must be at least 1, got {self.k}")
-        if self.max_samples is not None and self.max_samples < 1:
-            raise ConfigurationError(
-                f"ClassShards max_samples must be at least 1, got {self.max_samples}"
-            )
+        check_range(self, "[1, inf)", k=self.k, max_samples=self.max_samples)
 
     def split(
         self, labels: Ints, num_clients: int | None, seed: int, groups: Ints | None = None
@@ -362,6 +351,7 @@ class ClassShards(Partition):
         return deal(kinds, counts, random)
 
 
+@checked
 @dataclass(frozen=True)
 class ConsecutiveClasses(Partition):
     """Client ``u`` has the classes ``u, u + 1, ..., u + k - 1``, and sizes have a long tail.
@@ -395,16 +385,12 @@ class ConsecutiveClasses(Partition):
     log_std: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ConfigurationError(f"k, the classes per client, must be at least 1, got {self.k}")
+        check_range(self, "[1, inf)", k=self.k)
         if self.minimum < self.k:
             raise ConfigurationError(
-                f"ConsecutiveClasses minimum must be at least k = {self.k}, got {self.minimum}"
+                f"ConsecutiveClasses: minimum must be at least k = {self.k}, got {self.minimum}"
             )
-        if self.log_std < 0:
-            raise ConfigurationError(
-                f"ConsecutiveClasses log_std must be at least 0, got {self.log_std}"
-            )
+        check_range(self, "[0, inf)", log_std=self.log_std)
 
     def split(
         self, labels: Ints, num_clients: int | None, seed: int, groups: Ints | None = None
@@ -503,12 +489,12 @@ def _smallest(counts: Ints) -> int:
     return int(counts.sum(axis=0).min())
 
 
-def _check_k_and_size(k: int, samples_per_client: int | None) -> None:
-    if k < 1:
-        raise ConfigurationError(f"k, the classes per client, must be at least 1, got {k}")
+def _check_k_and_size(partition: Partition, k: int, samples_per_client: int | None) -> None:
+    check_range(partition, "[1, inf)", k=k)
     if samples_per_client is not None and samples_per_client < k:
         raise ConfigurationError(
-            f"samples_per_client must be at least k = {k}, got {samples_per_client}"
+            f"{type(partition).__name__}: samples_per_client must be at least k = {k}, got "
+            f"{samples_per_client}"
         )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
+from pflight.options import check_range, checked
 from pflight.randomness import Purpose, numpy_generator
 
 from .dealing import Ints, stratified_splits
@@ -18,6 +19,7 @@ from .partition import Partition
 from .samples import Samples
 
 
+@checked
 class PartitionedDataModule(FederatedDataModule):
     """One data set in memory, dealt to clients as lists of positions in it.
 
@@ -51,17 +53,14 @@ class PartitionedDataModule(FederatedDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        for name, share in {"val_fraction": val_fraction, "test_fraction": test_fraction}.items():
-            if not 0 <= share < 1:
-                raise ConfigurationError(f"{name} must be in [0, 1), got {share}")
+        check_range(self, "[0, 1)", val_fraction=val_fraction, test_fraction=test_fraction)
         if val_fraction + test_fraction >= 1:
             raise ConfigurationError(
-                f"val_fraction {val_fraction} and test_fraction {test_fraction} leave no training "
-                "data"
+                f"{type(self).__name__}: val_fraction {val_fraction} and test_fraction "
+                f"{test_fraction} leave no training data"
             )
+        check_range(self, "[1, inf)", num_clients=num_clients)
         if num_clients is not None:
-            if num_clients < 1:
-                raise ConfigurationError(f"num_clients must be at least 1, got {num_clients}")
             self.num_clients = num_clients
         self.partition = partition
         self.val_fraction = val_fraction
@@ -81,7 +80,12 @@ class PartitionedDataModule(FederatedDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Load and deal the data; doing it again changes nothing."""
         if self._samples is None:
-            samples = self.load()
+            try:
+                samples = self.load()
+            except MemoryError as error:
+                raise ConfigurationError(
+                    f"the data set does not fit into memory: {error}"
+                ) from error
             self._indices = {
                 split: [torch.from_numpy(part) for part in parts]
                 for split, parts in zip(SPLITS, self._deal(samples), strict=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from pflight.errors import ConfigurationError
+from pflight.options import check_range, checked
 from pflight.randomness import Purpose, numpy_generator
 
 from .hidden_groups import Difference, HiddenGroups
@@ -19,21 +22,50 @@ from .samples import Samples
 Floats = NDArray[np.float64]
 Features = NDArray[np.float32]
 
+_ENDLESS = 2.0**60  # samples, where a log-normal number overflows
+
 
 class _Generated(PartitionedDataModule):
     """Clients who draw their own samples, whoever else there is."""
+
+    num_features: int
+    least: int
+    """Samples that every client has."""
+
+    def size(self, client: int) -> int:
+        """Return how many samples a client has."""
+        return self.least
 
     def draw(self, client: int) -> tuple[Features, Ints]:
         """Return a client's features ``[n, num_features]`` and labels ``[n]``."""
         raise NotImplementedError
 
     def load(self) -> Samples:
-        """See :meth:`PartitionedDataModule.load`."""
+        """See :meth:`PartitionedDataModule.load`.
+
+        Raises:
+            ConfigurationError: The samples take more than the machine's memory.
+        """
+        memory, total = _memory(), 0
+        for client in range(self.num_clients):
+            size = self.size(client)
+            total += size
+            samples = total + self.least * (self.num_clients - client - 1)
+            drawn = size * (self.num_features + self.num_classes)  # in 64 bits, as is the model
+            model = self.num_features * self.num_classes
+            needed = 8 * (samples * (self.num_features + 1) + drawn + model)
+            if needed > memory:
+                raise ConfigurationError(
+                    f"{samples:,} or more samples of {self.num_clients:,} clients take "
+                    f"{needed / 2**30:,.0f} GiB, but this machine has {memory / 2**30:,.0f}: "
+                    "make fewer or smaller ones"
+                )
         features, labels = zip(*map(self.draw, range(self.num_clients)), strict=True)
         x, y = (torch.from_numpy(np.concatenate(parts)) for parts in (features, labels))
         return Samples(x, y, np.repeat(np.arange(self.num_clients), [len(part) for part in labels]))
 
 
+@checked
 class Synthetic(_Generated):
     """The synthetic(α, β) data of FedProx: each client labels its own features by its own model.
 
@@ -102,21 +134,18 @@ class Synthetic(_Generated):
             test_fraction=test_fraction,
             **kwargs,
         )
-        for name, value in {"alpha": alpha, "beta": beta, "log_std": log_std}.items():
-            if not 0 <= value < np.inf:
-                raise ConfigurationError(f"{name} must be finite and not negative, got {value}")
-        for name, value in {"num_features": num_features, "min_samples": min_samples}.items():
-            if value < 1:
-                raise ConfigurationError(f"{name} must be at least 1, got {value}")
+        check_range(self, "[0, inf)", alpha=alpha, beta=beta, log_std=log_std)
+        check_range(self, "[1, inf)", num_features=num_features, min_samples=min_samples)
         if max_samples is not None and max_samples < min_samples:
             raise ConfigurationError(
-                f"max_samples must be at least min_samples = {min_samples}, got {max_samples}"
+                f"Synthetic: max_samples must be at least min_samples = {min_samples}, got "
+                f"{max_samples}"
             )
         self.alpha = alpha
         self.beta = beta
         self.iid = iid
         self.num_features = num_features
-        self.min_samples = min_samples
+        self.min_samples = self.least = min_samples
         self.max_samples = max_samples
         self.log_mean = log_mean
         self.log_std = log_std
@@ -135,11 +164,19 @@ class Synthetic(_Generated):
         weights = random.normal(mean, 1, (self.num_classes, self.num_features))
         return weights, random.normal(mean, 1, self.num_classes)
 
+    def size(self, client: int) -> int:
+        """Return how many samples a client has."""
+        return self._count(numpy_generator(Purpose.DATA, self.seed, 2, client))
+
+    def _count(self, random: np.random.Generator) -> int:
+        further = min(random.lognormal(self.log_mean, self.log_std), _ENDLESS)
+        count = int(further) + self.min_samples
+        return min(count, self.max_samples or count)
+
     def draw(self, client: int) -> tuple[Features, Ints]:
         """Return a client's features ``[n, num_features]`` and labels ``[n]``."""
         random = numpy_generator(Purpose.DATA, self.seed, 2, client)
-        count = int(random.lognormal(self.log_mean, self.log_std)) + self.min_samples
-        count = min(count, self.max_samples or count)
+        count = self._count(random)
         mean = np.zeros(self.num_features)
         if not self.iid:
             mean += random.normal(random.normal(0, self.beta), 1, self.num_features)
@@ -156,13 +193,7 @@ class _Blobs(_Generated):
         self, samples_per_client: int, num_features: int, spread: float, **kwargs: Any
     ) -> None:
         super().__init__(partition=Natural(), **kwargs)
-        sizes = {"samples_per_client": samples_per_client, "num_features": num_features}
-        for name, value in sizes.items():
-            if value < 1:
-                raise ConfigurationError(f"{name} must be at least 1, got {value}")
-        if not spread >= 0:
-            raise ConfigurationError(f"spread must not be negative, got {spread}")
-        self.samples_per_client = samples_per_client
+        self.samples_per_client = self.least = samples_per_client
         self.num_features = num_features
         self.spread = spread
 
@@ -175,6 +206,7 @@ class _Blobs(_Generated):
         return random.normal(points[labels], self.spread).astype(np.float32), labels
 
 
+@checked
 class ClusteredSynthetic(HiddenGroups):
     """Clients of known clusters, whose data differ in one chosen way.
 
@@ -223,6 +255,11 @@ class ClusteredSynthetic(HiddenGroups):
         seed: int = 0,
         **kwargs: Any,
     ) -> None:
+        shares = {"val_fraction": val_fraction, "test_fraction": test_fraction}
+        sizes = {"samples_per_client": samples_per_client, "num_features": num_features}
+        check_range(self, "[1, inf)", num_clients=num_clients, num_classes=num_classes, **sizes)
+        check_range(self, "[0, inf)", spread=spread, seed=seed)
+        check_range(self, "[0, 1)", **shares)
         blobs = _Blobs(
             samples_per_client,
             num_features,
@@ -234,3 +271,10 @@ class ClusteredSynthetic(HiddenGroups):
             seed=seed,
         )
         super().__init__(blobs, num_clusters, difference, shift, seed=seed, **kwargs)
+
+
+def _memory() -> float:
+    """Return the bytes of the machine's memory, infinitely many where it does not say."""
+    if not hasattr(os, "sysconf"):
+        return math.inf
+    return float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")

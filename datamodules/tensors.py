@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
+from pflight.options import checked
 
 from .federated import SPLITS, FederatedDataModule, Split
 
@@ -18,6 +19,7 @@ Pairs = Sequence[Pair]
 _AT_ONCE = 2**20  # values that are checked together
 
 
+@checked
 class TensorClients(FederatedDataModule):
     """Clients given as pairs of tensors, which are kept as they are and never copied.
 
@@ -65,13 +67,16 @@ class TensorClients(FederatedDataModule):
         )
         self.num_clients = len(train)
         if self.num_clients == 0:
-            raise ConfigurationError("train is empty: a federation needs at least one client")
+            raise ConfigurationError(
+                f"{type(self).__name__}: train is empty: a federation needs at least one client"
+            )
         self._pairs: dict[Split, list[Pair]] = {}
         for split, pairs in zip(SPLITS, (train, val, test), strict=True):
             given = [] if pairs is None else list(pairs)
             if pairs is not None and len(given) != self.num_clients:
                 raise ConfigurationError(
-                    f"{split} has {len(given)} clients, but train has {self.num_clients}"
+                    f"{type(self).__name__}: {split} has {len(given)} clients, but train has "
+                    f"{self.num_clients}"
                 )
             for client, pair in enumerate(given):
                 _check_form(pair, f"client {client}, {split}")

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
-from pflight.errors import ConfigurationError
-from pflight.options import number
+from pflight.options import check_range, checked
 
 from .client import Batch
 from .personal import PersonalClient
 
 
+@checked
 class APFLClient(PersonalClient):
     r"""A client whose personal model is a mixture of its own and the shared one.
 
@@ -66,10 +66,8 @@ class APFLClient(PersonalClient):
         self, *args: Any, alpha: float = 0.5, alpha_lr: float | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        if not 0 <= number(alpha) <= 1:
-            raise ConfigurationError(f"APFLClient: alpha must be in [0, 1], got {alpha}")
-        if alpha_lr is not None and not number(alpha_lr) > 0:
-            raise ConfigurationError(f"APFLClient: alpha_lr must be over 0, got {alpha_lr}")
+        check_range(self, "[0, 1]", alpha=alpha)
+        check_range(self, "(0, inf)", alpha_lr=alpha_lr)
         self.alpha_lr = alpha_lr
         dtype = next(self.network.parameters()).dtype
         self.register_buffer("alpha", torch.tensor(alpha, dtype=dtype))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import lightning as L
 import torch
@@ -13,13 +13,13 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 from torchmetrics.functional.classification import multiclass_accuracy
 
-from pflight.errors import ConfigurationError
-from pflight.options import number
+from pflight.options import check_range, checked
 from pflight.state import StateModule, state_tensors
 
 Batch = tuple[Tensor, Tensor]
 
 
+@checked
 class ClientModule(L.LightningModule):
     """One client's model, loss and optimizer; trains alone under a stock Trainer too.
 
@@ -86,16 +86,11 @@ class ClientModule(L.LightningModule):
             p, lr=0.01
         ),
         gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str = "norm",
+        gradient_clip_algorithm: Literal["norm", "value"] = "norm",
     ) -> None:
         super().__init__()
-        if gradient_clip_val is not None and not number(gradient_clip_val) > 0:
-            raise ConfigurationError(f"gradient_clip_val must be positive, got {gradient_clip_val}")
-        if gradient_clip_algorithm not in ("norm", "value"):
-            raise ConfigurationError(
-                "gradient_clip_algorithm must be 'norm' or 'value', "
-                f"got {gradient_clip_algorithm!r}"
-            )
+        check_range(self, "[1, inf)", num_classes=num_classes)
+        check_range(self, "(0, inf)", gradient_clip_val=gradient_clip_val)
         self.network = network
         self.num_classes = num_classes
         self.optimizer = optimizer

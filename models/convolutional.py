@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pflight.errors import ConfigurationError
+from pflight.options import check_range, checked
 
 
+@checked
 class McMahanCNN(nn.Module):
     """The convolutional network with which federated averaging was introduced.
 
@@ -52,7 +53,9 @@ class McMahanCNN(nn.Module):
         hidden: int = 512,
     ) -> None:
         super().__init__()
-        _check_image_size(self, image_size, least=4)
+        check_range(self, "[4, inf)", image_size=image_size)
+        sizes = {"num_classes": num_classes, "in_channels": in_channels, "hidden": hidden}
+        check_range(self, "[1, inf)", **sizes)
         self.conv1 = nn.Conv2d(in_channels, 32, kernel_size=5, padding=2)
         self.conv2 = nn.Conv2d(32, 64, kernel_size=5, padding=2)
         self.hidden = nn.Linear(64 * (image_size // 4) ** 2, hidden)
@@ -66,6 +69,7 @@ class McMahanCNN(nn.Module):
         return self.output(x)
 
 
+@checked
 class FEMNISTCNN(McMahanCNN):
     """LEAF's network for FEMNIST: :class:`McMahanCNN` with 2048 hidden units.
 
@@ -104,6 +108,7 @@ class FEMNISTCNN(McMahanCNN):
         super().__init__(num_classes, in_channels, image_size, hidden)
 
 
+@checked
 class CelebACNN(nn.Module):
     """LEAF's network for CelebA.
 
@@ -132,6 +137,8 @@ class CelebACNN(nn.Module):
 
     def __init__(self, num_classes: int = 2, in_channels: int = 3, image_size: int = 84) -> None:
         super().__init__()
+        sizes = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
+        check_range(self, "[1, inf)", **sizes)
         self.conv1 = nn.Conv2d(in_channels, 32, kernel_size=3, padding=1)
         self.norm1 = nn.BatchNorm2d(32)
         self.conv2 = nn.Conv2d(32, 32, kernel_size=3, padding=1)
@@ -166,7 +173,8 @@ class _LeNet(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        _check_image_size(self, image_size, least=16)
+        check_range(self, "[16, inf)", image_size=image_size)
+        check_range(self, "[1, inf)", num_classes=num_classes, in_channels=in_channels)
         side = ((image_size - 4) // 2 - 4) // 2
         self.conv1 = nn.Conv2d(in_channels, channels[0], kernel_size=5)
         self.norm1 = nn.BatchNorm2d(channels[0]) if batch_norm else nn.Identity()
@@ -186,6 +194,7 @@ class _LeNet(nn.Module):
         return self.output(self.dropout(x))
 
 
+@checked
 class FedRepCNN(_LeNet):
     """The network of FedRep and FedEC for CIFAR.
 
@@ -230,11 +239,15 @@ class FedRepCNN(_LeNet):
         hidden: tuple[int, int] = (120, 64),
         dropout: float = 0.0,
     ) -> None:
-        if not 0 <= dropout <= 1:
-            raise ConfigurationError(f"FedRepCNN: dropout must be from 0 to 1, got {dropout}")
+        for width in channels:
+            check_range(self, "[1, inf)", channels=width)
+        for width in hidden:
+            check_range(self, "[1, inf)", hidden=width)
+        check_range(self, "[0, 1]", dropout=dropout)
         super().__init__(num_classes, in_channels, image_size, channels, hidden, dropout=dropout)
 
 
+@checked
 class PFedHNCNN(_LeNet):
     """The network of pFedHN and pFedLA.
 
@@ -283,6 +296,7 @@ class PFedHNCNN(_LeNet):
         super().__init__(num_classes, in_channels, image_size, (16, 32), (120, 84), batch_norm)
 
 
+@checked
 class FedFomoCNN(nn.Module):
     """FedFomo's network for CIFAR.
 
@@ -320,7 +334,8 @@ class FedFomoCNN(nn.Module):
         batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        _check_image_size(self, image_size, least=18)
+        check_range(self, "[18, inf)", image_size=image_size)
+        check_range(self, "[1, inf)", num_classes=num_classes, in_channels=in_channels)
         side = ((image_size - 2) // 2 - 2) // 2 - 2
         self.conv1 = nn.Conv2d(in_channels, 32, kernel_size=3)
         self.norm1 = nn.BatchNorm2d(32) if batch_norm else nn.Identity()
@@ -340,6 +355,7 @@ class FedFomoCNN(nn.Module):
         return self.output(x)
 
 
+@checked
 class FedBNCNN(nn.Module):
     """FedBN's network for digits.
 
@@ -377,7 +393,8 @@ class FedBNCNN(nn.Module):
         batch_norm: bool = True,
     ) -> None:
         super().__init__()
-        _check_image_size(self, image_size, least=4)
+        check_range(self, "[4, inf)", image_size=image_size)
+        check_range(self, "[1, inf)", num_classes=num_classes, in_channels=in_channels)
         self.conv1 = nn.Conv2d(in_channels, 64, kernel_size=5, padding=2)
         self.norm1 = nn.BatchNorm2d(64) if batch_norm else nn.Identity()
         self.conv2 = nn.Conv2d(64, 64, kernel_size=5, padding=2)
@@ -398,10 +415,3 @@ class FedBNCNN(nn.Module):
         x = F.relu(self.norm4(self.hidden1(x.flatten(1))))
         x = F.relu(self.norm5(self.hidden2(x)))
         return self.output(x)
-
-
-def _check_image_size(network: nn.Module, image_size: int, least: int) -> None:
-    if image_size < least:
-        raise ConfigurationError(
-            f"{type(network).__name__}: image_size must be at least {least}, got {image_size}"
-        )

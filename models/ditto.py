@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pflight.errors import ConfigurationError
-from pflight.options import number
+from pflight.options import check_range, checked
 
 from .client import Batch
 from .personal import PersonalClient
 
 
+@checked
 class DittoClient(PersonalClient):
     r"""A client whose personal model is pulled towards what the server sent.
 
@@ -49,8 +49,7 @@ class DittoClient(PersonalClient):
 
     def __init__(self, *args: Any, lam: float = 0.1, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if not number(lam) >= 0:
-            raise ConfigurationError(f"DittoClient: lam must not be negative, got {lam}")
+        check_range(self, "[0, inf)", lam=lam)
         self.lam = lam
 
     def loss(self, batch: Batch) -> Tensor:

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pflight.errors import ConfigurationError
-from pflight.options import number
+from pflight.options import check_range, checked
 from pflight.state import call_with
 
 from .client import Batch, ClientModule
 
 
+@checked
 class ElasticClient(ClientModule):
     r"""A client that is held to the model it had after its last participation.
 
@@ -63,12 +63,7 @@ class ElasticClient(ClientModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if not number(alpha) >= 0:
-            raise ConfigurationError(f"ElasticClient: alpha must not be negative, got {alpha}")
-        if constraint not in ("kl", "l2", None):
-            raise ConfigurationError(
-                f"ElasticClient: constraint must be 'kl', 'l2' or null, got {constraint!r}"
-            )
+        check_range(self, "[0, inf)", alpha=alpha)
         self.alpha = alpha
         self.constraint = constraint
 

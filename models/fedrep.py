@@ -8,7 +8,7 @@ from torch import nn
 
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
-from pflight.options import whole
+from pflight.options import check_range, checked
 from pflight.state import StateLayout
 
 from .client import ClientModule
@@ -16,6 +16,7 @@ from .client import ClientModule
 LAST_LAYER = Layers(last=1)
 
 
+@checked
 class FedRepClient(ClientModule):
     r"""A client that trains its head first and its body afterwards.
 
@@ -48,10 +49,7 @@ class FedRepClient(ClientModule):
         self, *args: Any, head: Layers = LAST_LAYER, head_epochs: int = 1, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        if not whole(head_epochs) >= 0:
-            raise ConfigurationError(
-                f"FedRepClient: head_epochs must not be negative, got {head_epochs}"
-            )
+        check_range(self, "[0, inf)", head_epochs=head_epochs)
         self.head = head
         self.head_epochs = head_epochs
         layers, chosen = StateLayout.of(self).layers, head.of(self)

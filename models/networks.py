@@ -12,9 +12,10 @@ from itertools import pairwise
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pflight.errors import ConfigurationError
+from pflight.options import check_range, checked
 
 
+@checked
 class LogisticRegression(nn.Module):
     """Multinomial logistic regression.
 
@@ -35,6 +36,7 @@ class LogisticRegression(nn.Module):
 
     def __init__(self, in_features: int, num_classes: int) -> None:
         super().__init__()
+        check_range(self, "[1, inf)", in_features=in_features, num_classes=num_classes)
         self.output = nn.Linear(in_features, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,6 +44,7 @@ class LogisticRegression(nn.Module):
         return self.output(x.flatten(1))
 
 
+@checked
 class MLP(nn.Module):
     """Fully connected layers with ReLU between them.
 
@@ -69,9 +72,10 @@ class MLP(nn.Module):
 
     def __init__(self, in_features: int, hidden: Sequence[int], num_classes: int) -> None:
         super().__init__()
+        check_range(self, "[1, inf)", in_features=in_features, num_classes=num_classes)
+        for width in hidden:
+            check_range(self, "[1, inf)", hidden=width)
         widths = [in_features, *hidden]
-        if min(widths) < 1:
-            raise ConfigurationError(f"MLP: widths must be at least 1, got {widths}")
         self.hidden = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
         self.output = nn.Linear(widths[-1], num_classes)
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.func import grad
 from torch.optim import Optimizer
 
-from pflight.errors import ConfigurationError
-from pflight.options import number
+from pflight.options import check_range, checked
 
 from .client import Batch
 from .personal import RelocatedClient
 
 
+@checked
 class PerFedAvgClient(RelocatedClient):
     r"""A client that trains for how well its model does after one step of adaptation.
 
@@ -59,8 +59,7 @@ class PerFedAvgClient(RelocatedClient):
         self, *args: Any, alpha: float = 0.01, hessian: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        if not number(alpha) >= 0:
-            raise ConfigurationError(f"PerFedAvgClient: alpha must not be negative, got {alpha}")
+        check_range(self, "[0, inf)", alpha=alpha)
         self.alpha = alpha
         self.hessian = hessian
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
-from pflight.errors import ConfigurationError
-from pflight.options import check_at_least, number, whole
+from pflight.options import check_range, checked
 from pflight.state import StateModule
 
 from .client import Batch
 from .personal import RelocatedClient
 
 
+@checked
 class PFedMeClient(RelocatedClient):
     r"""A client that descends the Moreau envelope of its loss.
 
@@ -72,13 +72,9 @@ class PFedMeClient(RelocatedClient):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if not (number(lam) > 0 and number(personal_lr) > 0):
-            raise ConfigurationError(
-                f"PFedMeClient: lam and personal_lr must be over 0, got {lam} and {personal_lr}"
-            )
-        check_at_least(1, whole, "PFedMeClient", personal_steps=personal_steps)
-        if not number(mu) >= 0:
-            raise ConfigurationError(f"PFedMeClient: mu must not be negative, got {mu}")
+        check_range(self, "(0, inf)", lam=lam, personal_lr=personal_lr)
+        check_range(self, "[1, inf)", personal_steps=personal_steps)
+        check_range(self, "[0, inf)", mu=mu)
         self.lam = lam
         self.personal_lr = personal_lr
         self.personal_steps = personal_steps

@@ -7,12 +7,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from pflight.errors import ConfigurationError
-from pflight.options import number
+from pflight.options import check_range, checked
 
 from .client import Batch, ClientModule
 
 
+@checked
 class ProximalClient(ClientModule):
     r"""A client whose parameters are pulled towards what the server sent.
 
@@ -47,12 +47,7 @@ class ProximalClient(ClientModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if not number(mu) >= 0:
-            raise ConfigurationError(f"ProximalClient: mu must not be negative, got {mu}")
-        if scaling not in ("plain", "eq7"):
-            raise ConfigurationError(
-                f"ProximalClient: scaling must be 'plain' or 'eq7', got {scaling!r}"
-            )
+        check_range(self, "[0, inf)", mu=mu)
         self.mu = mu
         self.scaling = scaling
 

@@ -9,8 +9,10 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from pflight.errors import ConfigurationError
+from pflight.options import check_range, checked
 
 
+@checked
 class ResNet18(ResNet):
     """torchvision's ResNet-18 with GroupNorm or BatchNorm, for small images or large ones.
 
@@ -57,8 +59,7 @@ class ResNet18(ResNet):
         num_groups: int = 32,
         small_images: bool = True,
     ) -> None:
-        if norm not in ("group", "batch"):
-            raise ConfigurationError(f"ResNet18: norm must be 'group' or 'batch', got {norm!r}")
+        check_range(self, "[1, inf)", num_classes=num_classes, in_channels=in_channels)
         if num_groups < 1 or 64 % num_groups:
             raise ConfigurationError(f"ResNet18: num_groups must divide 64, got {num_groups}")
         normalisation = nn.BatchNorm2d if norm == "batch" else partial(nn.GroupNorm, num_groups)

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
+from pflight.options import checked
 
 from .client import ClientModule
 from .corrected import CorrectedClient
 
 
+@checked
 class ScaffoldClient(CorrectedClient):
     r"""A client that corrects its drift by control variates.
 
@@ -51,8 +53,6 @@ class ScaffoldClient(CorrectedClient):
 
     def __init__(self, *args: Any, option: Literal["I", "II"] = "II", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if option not in ("I", "II"):
-            raise ConfigurationError(f"ScaffoldClient: option must be 'I' or 'II', got {option!r}")
         self.option = option
         self.control = self._zeros()  # c as it comes, the change of c_i as it goes
         if option == "I":

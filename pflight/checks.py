@@ -14,45 +14,9 @@ from .datamodules import FederatedDataModule
 from .errors import ConfigurationError
 from .memory import ClientMemory, MappedMemory
 from .models import ClientModule
-from .options import described, differing, number, whole
+from .options import described, differing, whole
 
 _IGNORED = ("validation_step", "test_step", "predict_step")  # of a client's methods
-
-
-def check_options(
-    local_epochs: int,
-    local_steps: int | None,
-    finetune_epochs: int,
-    engine: str,
-    clients_at_once: int | None,
-    on_client_error: str,
-    client_timeout: float | None,
-    client_memory: str,
-    seed: int,
-) -> None:
-    """Raise unless the options of a federation are in range."""
-    if not whole(local_epochs) >= 1:
-        raise ConfigurationError(f"local_epochs must be at least 1, got {local_epochs}")
-    if local_steps is not None and not whole(local_steps) >= 1:
-        raise ConfigurationError(f"local_steps must be at least 1, got {local_steps}")
-    if not whole(finetune_epochs) >= 0:
-        raise ConfigurationError(f"finetune_epochs must not be negative, got {finetune_epochs}")
-    if engine not in ("auto", "sequential", "vectorized"):
-        raise ConfigurationError(
-            f"engine must be 'auto', 'sequential' or 'vectorized', got {engine!r}"
-        )
-    if clients_at_once is not None and not whole(clients_at_once) >= 1:
-        raise ConfigurationError(f"clients_at_once must be at least 1, got {clients_at_once}")
-    if on_client_error not in ("skip", "raise"):
-        raise ConfigurationError(
-            f"on_client_error must be 'skip' or 'raise', got {on_client_error!r}"
-        )
-    if client_timeout is not None and not number(client_timeout) > 0:
-        raise ConfigurationError(f"client_timeout must be positive, got {client_timeout}")
-    if client_memory not in ("ram", "disk"):
-        raise ConfigurationError(f"client_memory must be 'ram' or 'disk', got {client_memory!r}")
-    if not whole(seed) >= 0:
-        raise ConfigurationError(f"seed must not be negative, got {seed}")
 
 
 def warn_of_ignored(client: L.LightningModule) -> None:
@@ -90,10 +54,24 @@ def check_trainer(trainer: L.Trainer) -> None:
             f"precision {trainer.precision} scales gradients, which the server's pseudo-gradients "
             "can't bear: use bf16-mixed"
         )
-    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+    check_strategy(trainer.strategy)
+    _check_validation(trainer.check_val_every_n_epoch, trainer.val_check_interval)
+    if trainer.log_every_n_steps < 0:  # type: ignore[attr-defined]
         raise ConfigurationError(
-            "a federation runs on one device or with strategy ddp, not with "
-            f"{type(trainer.strategy).__name__}"
+            f"log_every_n_steps must be at least 0, got {trainer.log_every_n_steps}"  # type: ignore[attr-defined]
+        )
+
+
+def check_strategy(strategy: object) -> None:
+    """Raise unless a federation can run by a Trainer's strategy, or one of that name."""
+    if isinstance(strategy, str):
+        fits = strategy == "auto" or strategy.startswith("ddp")
+    else:
+        fits = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
+    if not fits:
+        name = strategy if isinstance(strategy, str) else type(strategy).__name__
+        raise ConfigurationError(
+            f"a federation runs on one device or with strategy ddp, not with {name}"
         )
 
 
@@ -206,6 +184,19 @@ def _check_equal(name: str, saved: object, here: object) -> None:
         raise ConfigurationError(
             f"the checkpoint does not fit: its {name} is {saved}, here it is {here}"
         )
+
+
+def _check_validation(every: int | None, interval: object) -> None:
+    """Raise unless validation is due after some whole number of rounds."""
+    name, rounds = "check_val_every_n_epoch", every
+    if every is None and isinstance(interval, int | float):
+        name, rounds = "val_check_interval", interval
+    elif isinstance(interval, int | float) and interval != 1:
+        raise ConfigurationError(
+            f"val_check_interval={interval} is within a round: set check_val_every_n_epoch"
+        )
+    if rounds is not None and not whole(rounds) >= 1:
+        raise ConfigurationError(f"{name} must be a whole number of at least 1, got {rounds}")
 
 
 def _check_limit(name: str, limit: float) -> None:

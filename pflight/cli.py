@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -16,11 +15,10 @@ from typing import Any, NoReturn
 
 import lightning as L
 import torch.distributed as dist
-from jsonargparse import ArgumentError, Namespace
+from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import (
     ArgsType,
-    LightningArgumentParser,
     LightningCLI,
     SaveConfigCallback,
 )
@@ -39,9 +37,11 @@ from .callbacks import (
 )
 from .callbacks.tensorboard import Primitive
 from .checkpoint import read_checkpoint
+from .checks import check_strategy
 from .errors import ConfigurationError
 from .federation import Federation
 from .files import causes, full_disk
+from .parser import FederationParser, refusal
 from .runs import CONFIG, RunFolder
 from .signals import StopBetweenRounds, Stopped
 
@@ -66,22 +66,6 @@ _FEDERATION = {
 }
 
 
-class FederationParser(LightningArgumentParser):
-    """Takes ``None`` for ``null``, which jsonargparse makes of it on the way to a part of a part.
-
-    It reads the value of ``--model.client.constraint null`` and hands it on to the parser of the
-    client's options as Python writes it.
-    """
-
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, *more: Any, **options: Any
-    ) -> Namespace:
-        """Parse arguments as usual."""
-        if args is not None:
-            args = [re.sub("(^|=)None$", r"\1null", arg) for arg in args]
-        return super().parse_args(args, *more, **options)
-
-
 class FederationCLI(LightningCLI):
     """LightningCLI for federations, with one run in one folder.
 
@@ -101,7 +85,7 @@ class FederationCLI(LightningCLI):
     ) -> None:
         self._stop = stop
         self._resumed_step: int | None = None
-        settings = {"exit_on_error": False}
+        settings = {"exit_on_error": False, "allow_abbrev": False}
         commands = {name: {**settings, "epilog": _EPILOG} for name in self.subcommands()}
         super().__init__(
             L.LightningModule,
@@ -132,7 +116,18 @@ class FederationCLI(LightningCLI):
     def parse_arguments(self, parser: Any, args: ArgsType) -> None:
         """Parse, with the shipped configs behind the files at hand."""
         given = args if isinstance(args, list) else sys.argv[1:]
-        self.config = parser.parse_args(_with_shipped_configs(given))
+        commands = {name: self._parser(name) for name in self.subcommands()}
+        self.config = parser.parse_run(_with_shipped_configs(given), commands)
+        self._check_options(self.config[self.config.subcommand])
+
+    def _check_options(self, config: Namespace) -> None:
+        """Raise on what Lightning would answer with a traceback."""
+        if not isinstance(config.trainer, Namespace):
+            raise ConfigurationError(f"trainer: expected a mapping, got {config.trainer}")
+        if not 0 <= int(config.seed_everything or 0) < 2**32:
+            raise ConfigurationError(
+                f"seed_everything must be from 0 to 2**32 - 1, got {config.seed_everything}"
+            )
 
     def _parse_ckpt_path(self) -> None:
         """Take nothing from the checkpoint: what was configured holds."""
@@ -162,9 +157,24 @@ class FederationCLI(LightningCLI):
             unit = "round" if "pflight" in record else "step"
             _say(f"continuing with {unit} {self._resumed_step} from {path}")
 
+    def instantiate_classes(self) -> None:
+        """Make the model, the data and the Trainer.
+
+        Raises:
+            ConfigurationError: A class refuses its options.
+        """
+        try:
+            super().instantiate_classes()
+        except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+            if reason := refusal(error):
+                raise ConfigurationError(reason) from error
+            raise
+
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the Trainer, with the project's monitors where the configuration has none."""
         given = self._get(self.config_init, "trainer")
+        if isinstance(self.model, Federation):
+            check_strategy(given.strategy)
         callbacks = list(_as_list(given.callbacks))
         defaults: list[L.Callback] = []
         if not _any_of(callbacks, TensorBoardReport):
@@ -303,8 +313,6 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         with stop, _left_to_the_main_thread():
             FederationCLI(None if args is None else list(args), stop)
-    except ArgumentError as error:
-        _fail(_one_line(str(error)))
     except Exception as error:
         full, cause = full_disk(error), _configuration_error(error)
         if full is not None:
@@ -345,29 +353,6 @@ def _configuration_error(error: BaseException) -> BaseException | None:
     return next((cause for cause in causes(error) if isinstance(cause, kinds)), None)
 
 
-def _one_line(message: str) -> str:
-    """Return jsonargparse's report on an argument as ``key: what is wrong with it``."""
-    keys: list[str] = []
-    said: list[str] = []
-    noise = (
-        "Does not validate",
-        "Subtypes:",
-        "Errors:",
-        "Given value",
-        "Problem with given",
-        "Expected a path but",
-    )
-    for line in (line.strip(" -") for line in message.splitlines()):
-        if found := re.fullmatch(r'Parser key "([^"]+)":(.*)', line):
-            keys.append(found[1])
-            line = found[2].strip()
-        if line and not line.startswith(noise) and "<class 'NoneType'>" not in line:
-            line = re.sub(r"<class '([^']+)'>", r"\1", line)
-            said.append(re.sub(r"Expected a dot import path string: ", "unknown class ", line))
-    where = [f"{'.'.join(keys)}:"] if keys else []
-    return " ".join([*where, "; ".join(dict.fromkeys(said)) or " ".join(message.split())])
-
-
 @rank_zero_only
 def _say(line: str) -> None:
     print(f"pflight: {line}", flush=True)
@@ -400,12 +385,13 @@ def _with_shipped_configs(args: Sequence[str]) -> list[str]:
 
 
 def _config_file(path: str) -> str:
-    if Path(path).exists():
-        return path
     shipped = files("pflight.configs").joinpath(path.removeprefix("configs/"))
-    if not shipped.is_file():
-        raise ConfigurationError(f"there is no config file {path}, nor does pflight ship one")
-    return str(shipped)
+    with suppress(OSError):  # of a name that is too long for a file
+        if Path(path).exists():
+            return path
+        if shipped.is_file():
+            return str(shipped)
+    raise ConfigurationError(f"there is no config file {path}, nor does pflight ship one")
 
 
 def _dumped(parser: Any, config: Namespace) -> str:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
+from pflight.options import check_range
 from pflight.randomness import Purpose, generator
 
 
 def check_cohort_options(
+    owner: object,
     size: int | None = None,
     participation: float | None = None,
-    sampling: str = "uniform",
     availability: float = 1.0,
     dropout: float = 0.0,
 ) -> None:
@@ -27,18 +28,12 @@ def check_cohort_options(
     """
     if size is not None and participation is not None:
         raise ConfigurationError(
-            f"give cohort_size or participation, not both: got {size} and {participation}"
+            f"{type(owner).__name__}: give cohort_size or participation, not both: got {size} and "
+            f"{participation}"
         )
-    if size is not None and size < 1:
-        raise ConfigurationError(f"cohort_size must be at least 1, got {size}")
-    if participation is not None and not 0 < participation <= 1:
-        raise ConfigurationError(f"participation must be in (0, 1], got {participation}")
-    if sampling not in ("uniform", "samples"):
-        raise ConfigurationError(f"cohort_sampling must be uniform or samples, got {sampling!r}")
-    if not 0 < availability <= 1:
-        raise ConfigurationError(f"availability must be in (0, 1], got {availability}")
-    if not 0 <= dropout < 1:
-        raise ConfigurationError(f"dropout must be in [0, 1), got {dropout}")
+    check_range(owner, "[1, inf)", cohort_size=size)
+    check_range(owner, "[1e-06, 1]", participation=participation, availability=availability)
+    check_range(owner, "[0, 1)", dropout=dropout)
 
 
 def sample_clients(clients: Tensor, size: int, seed: int) -> Tensor:
@@ -88,7 +83,7 @@ class CohortSampler:
         dropout: float = 0.0,
         seed: int = 0,
     ) -> None:
-        check_cohort_options(size, participation, sampling, availability, dropout)
+        check_cohort_options(self, size, participation, availability, dropout)
         if len(clients) == 0:
             raise ConfigurationError(
                 "no client can train: all are held out or without training samples"

@@ -16,6 +16,7 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,7 +29,6 @@ from .checks import (
     check_data,
     check_given,
     check_memory,
-    check_options,
     check_record,
     check_same_options,
     check_trainer,
@@ -53,10 +53,11 @@ from .evaluation import ClientModels, Evaluator, Judged
 from .failures import Failures
 from .half import Half, layout_with
 from .history import Journal, Round, Traffic, add_logs, load_history
+from .host import check_fits, readable
 from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
 from .models import ClientModule, is_half
-from .options import described
+from .options import check_optimizer, check_range, check_types, described
 from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .same_data import difference, record_of
 from .server import ServerModels
@@ -107,8 +108,8 @@ class Federation(L.LightningModule):
             and has failed, as far as Python can interrupt it: not within a call into a library. It
             trains clients one by one, in the main thread of a POSIX system.
         client_memory: Where clients' private entries and other states that they keep are held:
-            in ``"ram"``, and whole in each checkpoint; or on ``"disk"``, in the folder ``memory``
-            of ``trainer.default_root_dir``, which the run's checkpoints need.
+            in ``"ram"``, if all of them fit, and whole in each checkpoint; or on ``"disk"``, in the
+            folder ``memory`` of ``trainer.default_root_dir``, which the run's checkpoints need.
         allow_other_data: Whether a run may go on from a checkpoint that was made with other data of
             as many clients, which is an error otherwise.
         seed: Keys all randomness of local training and of the server.
@@ -157,22 +158,13 @@ class Federation(L.LightningModule):
         seed: int = 0,
         f1_average: F1Average = "union",
     ) -> None:
+        # Not by a decorator: save_hyperparameters() looks for a subclass's in the frame that calls.
+        check_types(Federation.__init__, self, locals())
         super().__init__()
-        if not isinstance(client, L.LightningModule):
-            raise ConfigurationError(
-                f"client must be a LightningModule, got {type(client).__name__}"
-            )
-        check_options(
-            local_epochs,
-            local_steps,
-            finetune_epochs,
-            engine,
-            clients_at_once,
-            on_client_error,
-            client_timeout,
-            client_memory,
-            seed,
-        )
+        counts = {"local_steps": local_steps, "clients_at_once": clients_at_once}
+        check_range(self, "[1, inf)", local_epochs=local_epochs, **counts)
+        check_range(self, "[0, inf)", finetune_epochs=finetune_epochs, seed=seed)
+        check_range(self, "(0, inf)", client_timeout=client_timeout)
         warn_of_ignored(client)
         self.save_hyperparameters(
             ignore=["client", "server_optimizer", "server_scheduler"],
@@ -335,6 +327,28 @@ class Federation(L.LightningModule):
         clients = self._data.train_clients
         able = clients if self._engine is None else clients[self._engine.has_batches(clients)]
         return able if len(able) else clients  # where nobody learns anything, nothing moves
+
+    @property
+    def cohort_size(self) -> int:
+        """Clients in a round, at most; 0 if there is no data."""
+        return 0 if self._data is None else self._data.cohorts.size
+
+    def check_memory(self, callback: ServerCallback, parts: Mapping[str, int]) -> None:
+        """Say what a server callback is about to take of the memory for all clients.
+
+        Args:
+            callback: The server callback.
+            parts: Bytes by what takes them.
+
+        Raises:
+            ConfigurationError: If there is not so much left, with all numbers.
+        """
+        whose = f"{type(callback).__name__} with num_clients={self.num_clients}"
+        device = self.device if self._engine is None else self._engine.device
+        for place in {torch.device("cpu"), device}:  # where it is made, and where it is then
+            check_fits(place, whose, parts, "take fewer clients, or a smaller network")
+        words = ", ".join(f"{readable(size)} for {part}" for part, size in parts.items())
+        rank_zero_info(f"{whose} takes {words}")
 
     @property
     def num_samples(self) -> Tensor:
@@ -558,14 +572,22 @@ class Federation(L.LightningModule):
             strategy.checkpoint_io = AtomicCheckpointIO()
         check_memory(self.memory, strategy.checkpoint_io)
         self.memory.open(self.trainer.default_root_dir)
+        if stage == "fit":
+            self._check_client_memory()
         self._tell_loggers()
 
     def configure_optimizers(self) -> Any:
         """Return the server optimizer, with its scheduler if there is one."""
         self.attached_callback.prepare()
         build = self.server_optimizer or self.attached_callback.configure_optimizer
-        optimizer = build(list(self.parameters()))
-        scheduler = (self.server_scheduler or self.attached_callback.configure_scheduler)(optimizer)
+        schedule = self.server_scheduler or self.attached_callback.configure_scheduler
+        try:
+            optimizer = build(list(self.parameters()))
+            check_optimizer(optimizer)
+            scheduler = schedule(optimizer)
+        except (TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigurationError(f"the server's optimizer can't be built: {reason}") from error
         return optimizer if scheduler is None else ([optimizer], [scheduler])
 
     def training_step(self, cohort: Tensor, batch_idx: int) -> None:
@@ -738,6 +760,21 @@ class Federation(L.LightningModule):
         self._choice = replace(choice, reason=reason) if reason else choice
         if self.trainer.is_global_zero:
             _log.info(str(self._choice))
+
+    def _check_client_memory(self) -> None:
+        """Raise if what the clients of all rounds are going to keep does not fit into RAM."""
+        rounds = self.trainer.max_epochs
+        asked = len(self.trainable_clients)
+        if rounds is not None and rounds >= 0:
+            asked = min(asked, rounds * self.cohort_size)
+        if not isinstance(self.memory, MappedMemory) and asked:
+            size = self.attached_callback.bytes_kept
+            check_fits(
+                torch.device("cpu"),
+                "client_memory='ram'",
+                {f"{asked} clients that keep {readable(size)} each": asked * size},
+                "use client_memory='disk', or fewer clients",
+            )
 
     def _tell_loggers(self) -> None:
         """Hand the hyper-parameters to the loggers, which write them beside their logs."""

@@ -110,7 +110,11 @@ class Journal:
     """
 
     def __init__(self) -> None:
-        self._restart()
+        self._stream = zlib.compressobj()
+        self._text = bytearray()
+        self._names: dict[tuple[str, ...], int] = {}
+        self._added = 0
+        self._last: Round | None = None
 
     def dump(self, history: Sequence[Round]) -> Tensor:
         """Return the rounds as bytes for :func:`load_history`.
@@ -120,20 +124,13 @@ class Journal:
                 they were then, unless it is another history.
         """
         if self._added and history[self._added - 1 : self._added] != [self._last]:
-            self._restart()
+            vars(self).update(vars(Journal()))
         for entry in history[self._added : -1]:
             self._text += self._stream.compress(_lines(entry, self._names))
             self._added, self._last = self._added + 1, entry
         end = self._stream.copy()
         last = b"".join(end.compress(_lines(entry, {**self._names})) for entry in history[-1:])
         return torch.frombuffer(self._text + last + end.flush(), dtype=torch.uint8)
-
-    def _restart(self) -> None:
-        self._stream = zlib.compressobj()
-        self._text = bytearray()
-        self._names: dict[tuple[str, ...], int] = {}
-        self._added = 0
-        self._last: Round | None = None
 
     def __reduce__(self) -> tuple[type[Journal], tuple[()]]:
         return Journal, ()  # a copy begins anew, since a stream can't be pickled
@@ -143,7 +140,7 @@ def load_history(dumped: Tensor) -> list[Round]:
     """Return the rounds that :meth:`Journal.dump` dumped."""
     history: list[Round] = []
     names: list[list[str]] = []
-    for line in zlib.decompress(dumped.cpu().numpy()).splitlines():
+    for line in zlib.decompress(dumped.cpu().numpy().tobytes()).splitlines():
         match json.loads(line):
             case [int(index), clients, failed, down, up, number, *values]:
                 ids = [*accumulate(clients)], [*accumulate(failed)]
@@ -157,12 +154,14 @@ def load_history(dumped: Tensor) -> list[Round]:
 def _lines(entry: Round, names: dict[tuple[str, ...], int]) -> bytes:
     """Return a round as text, the names of its metrics before it if they are new."""
     own = tuple(entry.metrics)
-    lines = [] if own in names else [own]
-    number = names.setdefault(own, len(names))
+    number = names.get(own, len(names))
     ids = [[b - a for a, b in pairwise([0, *ids])] for ids in (entry.clients, entry.failed)]
-    values = entry.metrics.values()
-    lines.append((entry.index, *ids, entry.bytes_down, entry.bytes_up, number, *values))
-    return "".join(f"{_encode(line)}\n" for line in lines).encode()
+    traffic, values = (entry.bytes_down, entry.bytes_up), entry.metrics.values()
+    text = f"{_encode((entry.index, *ids, *traffic, number, *values))}\n"
+    if own not in names:
+        names[own] = number
+        text = f"{_encode(own)}\n{text}"
+    return text.encode()
 
 
 def _number(value: Any) -> Any:

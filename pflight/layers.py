@@ -9,9 +9,11 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from .errors import ConfigurationError
+from .options import check_range, checked
 from .state import StateLayout
 
 
+@checked
 @dataclass(frozen=True)
 class Layers:
     """Some of a client's layers: by name, by position or by kind, or all that any of these gives.
@@ -46,9 +48,7 @@ class Layers:
     types: type[nn.Module] | Sequence[type[nn.Module]] = ()
 
     def __post_init__(self) -> None:
-        for option, count in (("first", self.first), ("last", self.last)):
-            if count < 0:
-                raise ConfigurationError(f"Layers: {option} must not be negative, got {count}")
+        check_range(self, "[0, inf)", first=self.first, last=self.last)
 
     def of(self, client: nn.Module) -> tuple[str, ...]:
         """Return the names of these layers of a client, in its order.

@@ -30,11 +30,13 @@ from torch import Tensor
 from .chains import Chain
 from .distributed import gather
 from .errors import ConfigurationError
+from .options import check_range, checked
 from .randomness import Purpose, generator
 
 State = Mapping[str, Tensor]
 
 
+@checked
 @dataclass(frozen=True)
 class BBPMAP:
     r"""Options of the matching.
@@ -75,17 +77,8 @@ class BBPMAP:
     compat_ibm: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("gamma", "sigma", "sigma0"):
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(
-                    f"BBPMAP: {name} must be positive, got {getattr(self, name)}"
-                )
-        if self.passes < 0:
-            raise ConfigurationError(f"BBPMAP: passes must not be negative, got {self.passes}")
-        if self.estimate not in ("mean", "map"):
-            raise ConfigurationError(
-                f"BBPMAP: estimate must be 'mean' or 'map', got {self.estimate!r}"
-            )
+        check_range(self, "(0, inf)", gamma=self.gamma, sigma=self.sigma, sigma0=self.sigma0)
+        check_range(self, "[0, inf)", passes=self.passes)
 
 
 # Moving and matching neurons

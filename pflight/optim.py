@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .errors import ConfigurationError
+from .options import check_range, checked
 
 
+@checked
 class Yogi(Optimizer):
     r"""Yogi (Zaheer et al. 2018), as the server of FedYogi (Reddi et al. 2021, algorithm 2).
 
@@ -51,12 +52,9 @@ class Yogi(Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-3,
     ) -> None:
-        if not lr > 0:
-            raise ConfigurationError(f"Yogi: lr must be over 0, got {lr}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ConfigurationError(f"Yogi: betas must be in [0, 1), got {tuple(betas)}")
-        if not eps > 0:
-            raise ConfigurationError(f"Yogi: eps must be over 0, got {eps}")
+        check_range(self, "(0, inf)", lr=lr, eps=eps)
+        for beta in betas:
+            check_range(self, "[0, 1)", betas=beta)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
 
     @torch.no_grad()

@@ -1,19 +1,142 @@
-"""Options that have to be numbers."""
+"""Options: a constructor takes what its annotations say and what its ranges allow, and no more."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from numbers import Integral, Real
-from typing import Any
+from os import PathLike
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .errors import ConfigurationError
+
+_MOST = 2**32  # no whole number reaches it, so that sums and products of some stay in 64 bits
+_SCALARS = (bool, int, float, str)
+_NAMED = {
+    NoneType: "null",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a finite number",
+    str: "text",
+}
+_RANGES = {  # of what optimizers call their options
+    "lr": "[0, inf)",
+    "momentum": "[0, 1)",
+    "dampening": "[0, 1]",
+    "weight_decay": "[0, inf)",
+    "betas": "[0, 1)",
+    "eps": "[0, inf)",
+}
+
+C = TypeVar("C", bound=type)
+
+
+def checked(kind: C) -> C:
+    """Make a class check the arguments of its constructor against their annotations.
+
+    Before the constructor runs, each argument that is given must be what the annotation says:
+    numbers are finite, whole numbers are neither fractions nor ``True`` and below 2**32, and of a
+    ``Literal`` it is one of the values. Ranges are the constructor's own affair:
+    :func:`check_range`.
+
+    Raises:
+        ConfigurationError: From the constructor, naming the class and the option.
+
+    Example:
+        >>> @checked
+        ... class Server:
+        ...     def __init__(self, lr: float = 1.0, decay: Literal["linear"] | None = None) -> None:
+        ...         self.lr = lr
+        >>> Server("fast")
+        Traceback (most recent call last):
+        ...
+        pflight.errors.ConfigurationError: Server: lr must be a finite number, got 'fast'
+    """
+    init = kind.__init__  # type: ignore[misc]
+    places = [
+        name
+        for name, parameter in inspect.signature(init).parameters.items()
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+
+    @functools.wraps(init)
+    def checks(self: Any, *args: Any, **kwargs: Any) -> None:
+        check_types(init, self, dict(zip(places, (self, *args), strict=False)) | kwargs)
+        init(self, *args, **kwargs)
+
+    kind.__init__ = checks  # type: ignore[misc]
+    return kind
+
+
+def check_types(function: Callable[..., Any], owner: object, given: Mapping[str, Any]) -> None:
+    """Raise unless arguments are what a function's annotations say; others are passed over.
+
+    Raises:
+        ConfigurationError: Naming the class of ``owner`` and the option.
+    """
+    hints = _hints(function)
+    for name, value in given.items():
+        if name in hints and not _fits(value, hints[name]):
+            raise _misfit(owner, name, _described(hints[name], value), value)
+
+
+def check_range(owner: object, interval: str, **options: Any) -> None:
+    """Raise unless options are numbers in an interval; ``None`` is passed over.
+
+    Args:
+        owner: Whose options they are: an object of the class that the message names.
+        interval: As mathematics writes it, such as ``"(0, 1]"`` or ``"[1, inf)"``.
+        **options: The options.
+
+    Raises:
+        ConfigurationError: Naming the option.
+
+    Example:
+        >>> check_range(object(), "[1, inf)", rounds=0)
+        Traceback (most recent call last):
+        ...
+        pflight.errors.ConfigurationError: object: rounds must be at least 1, got 0
+    """
+    start, end = interval[1:-1].split(", ")
+    low, high = float(start), float(end)
+    for name, value in options.items():
+        exact = number(value)
+        above = exact >= low if interval[0] == "[" else exact > low
+        below = exact <= high if interval[-1] == "]" else exact < high
+        if value is not None and not (above and below):
+            expected = f"in {interval}"
+            if high == math.inf:
+                expected = f"{'at least' if interval[0] == '[' else 'over'} {start}"
+            raise _misfit(owner, name, expected, value)
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise if an optimizer has options that torch lets pass, but that no training survives.
+
+    Raises:
+        ConfigurationError: Naming the option.
+    """
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            for part in value if isinstance(value, tuple) else (value,):
+                if isinstance(part, Tensor) and part.numel() == 1:
+                    part = part.item()
+                if name != "params" and isinstance(part, float | int):
+                    if not isinstance(part, bool) and not math.isfinite(part):
+                        raise _misfit(optimizer, name, _NAMED[float], part)
+                    if name in _RANGES:
+                        check_range(optimizer, _RANGES[name], **{name: part})
 
 
 def number(value: Any) -> float:
@@ -23,19 +146,23 @@ def number(value: Any) -> float:
         >>> number(0.5) > 0, number(None) > 0, number(float("inf")) > 0
         (True, False, False)
     """
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
-    return float(value)
+    try:
+        exact = float(value)
+    except OverflowError:
+        return math.nan
+    return exact if math.isfinite(exact) else math.nan
 
 
 def whole(value: Any) -> float:
-    """Return a whole number as it is, and NaN for all else, which no comparison lets pass.
+    """Return a whole number below 2**32 as it is, and NaN for all else.
 
     Example:
         >>> whole(2) >= 1, whole(2.5) >= 1, whole(True) >= 1, whole(None) >= 1
         (True, False, False, False)
     """
-    return number(value) if isinstance(value, Integral) else math.nan
+    return number(value) if isinstance(value, Integral) and abs(value) < _MOST else math.nan
 
 
 def arguments(function: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Any]:
@@ -109,18 +236,58 @@ def described(value: Any) -> str:
     return repr(value)
 
 
-def check_at_least(least: float, kind: Callable[[Any], float], owner: str, **options: Any) -> None:
-    """Raise unless all options of ``owner`` are numbers of a kind, and not below ``least``.
+@functools.cache
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    return get_type_hints(function)
 
-    Args:
-        least: The smallest value that is allowed.
-        kind: :func:`number` or :func:`whole`.
-        owner: Whose options they are.
-        **options: The options.
 
-    Raises:
-        ConfigurationError: Naming the option.
-    """
-    for name, value in options.items():
-        if not kind(value) >= least:
-            raise ConfigurationError(f"{owner}: {name} must be at least {least}, got {value}")
+def _fits(value: Any, hint: Any) -> bool:
+    """Say whether a value is what an annotation says; of containers, how far it costs nothing."""
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if kind is Literal:
+        return any(value == part and type(value) is type(part) for part in parts)
+    if kind in (int, float):
+        return not math.isnan(whole(value) if kind is int else number(value))
+    if kind is bool:
+        return isinstance(value, bool | np.bool_)
+    if kind is str:
+        return isinstance(value, str | PathLike)
+    if isinstance(kind, type) and issubclass(kind, Sequence) and kind is not str:
+        if isinstance(value, str | Mapping) or not isinstance(value, Collection):
+            return False
+        if kind is tuple and Ellipsis not in parts and len(value) != len(parts):
+            return False
+        scalars = [part for part in parts if part in _SCALARS]
+        items = value.tolist() if isinstance(value, Tensor) else value
+        return all(_fits(item, scalars[0]) for item in items) if scalars else True
+    return isinstance(value, kind) if isinstance(kind, type) else True
+
+
+def _described(hint: Any, value: Any) -> str:
+    """Return what an annotation asks for, in words."""
+    *others, last = dict.fromkeys(_words(hint, value))
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _words(hint: Any, value: Any) -> list[str]:
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        return [words for part in parts for words in _words(part, value)]
+    if kind is Literal:
+        return [repr(part) for part in parts]
+    if kind is int and isinstance(value, Integral) and not isinstance(value, bool):
+        return ["below 2**32"]
+    if kind in _NAMED:
+        return [_NAMED[kind]]
+    if kind is Callable or not isinstance(kind, type):
+        return ["a function"]
+    if issubclass(kind, Sequence):
+        return [f"a list of {parts[0].__name__}" if parts and parts[0] in _SCALARS else "a list"]
+    return [f"a {kind.__name__}"]
+
+
+def _misfit(owner: object, name: str, expected: str, value: Any) -> ConfigurationError:
+    got = "null" if value is None else reprlib.repr(value)
+    return ConfigurationError(f"{type(owner).__name__}: {name} must be {expected}, got {got}")

@@ -81,7 +81,7 @@ def test_what_there_is_not(options: dict[str, Any], message: str) -> None:
 
 
 def test_what_makes_no_sense() -> None:
-    with pytest.raises(ConfigurationError, match="Layers: last must not be negative, got -1"):
+    with pytest.raises(ConfigurationError, match="Layers: last must be at least 0, got -1"):
         Layers(last=-1)
 
 

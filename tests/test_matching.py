@@ -590,10 +590,10 @@ def test_a_chain_of_one_layer_has_nothing_to_match() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gamma": 0.0}, "gamma must be positive, got 0.0"),
-        ({"sigma": -1.0}, "sigma must be positive"),
-        ({"sigma0": 0.0}, "sigma0 must be positive"),
-        ({"passes": -1}, "passes must not be negative, got -1"),
+        ({"gamma": 0.0}, "gamma must be over 0, got 0.0"),
+        ({"sigma": -1.0}, "sigma must be over 0"),
+        ({"sigma0": 0.0}, "sigma0 must be over 0"),
+        ({"passes": -1}, "passes must be at least 0, got -1"),
         ({"estimate": "median"}, "estimate must be 'mean' or 'map', got 'median'"),
     ],
 )

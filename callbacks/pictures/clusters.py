@@ -16,8 +16,8 @@ from torch import Tensor
 from pflight.cohort import sample_clients
 from pflight.distributed import gather
 from pflight.engines import ClientUpdates
-from pflight.errors import ConfigurationError
 from pflight.federation import Federation
+from pflight.options import check_range, checked
 from pflight.palette import COLORS, FAINT, point_style
 from pflight.randomness import Purpose, generator
 from pflight.state import rows
@@ -32,6 +32,7 @@ _POINTS: dict[str, Any] = {"s": 36, "alpha": 0.7, "linewidths": 0}
 _CROSSES: dict[str, Any] = {"s": 200, "color": "black", "marker": "+", "linewidths": 1.0}
 
 
+@checked
 class ClusterPlot(RepeatedPicture):
     """Draws the models that clients returned in the plane of their first two principal components.
 
@@ -58,10 +59,7 @@ class ClusterPlot(RepeatedPicture):
 
     def __init__(self, max_clients: int = 400, every: int | None = None) -> None:
         super().__init__(every)
-        if max_clients < 2:
-            raise ConfigurationError(
-                f"ClusterPlot: max_clients must be at least 2, got {max_clients}"
-            )
+        check_range(self, "[2, inf)", max_clients=max_clients)
         self.max_clients = max_clients
         self._sample = torch.empty(0, dtype=torch.long)
         self._names: tuple[str, ...] = ()

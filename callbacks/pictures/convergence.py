@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.history import Round
+from pflight.options import checked
 from pflight.palette import line_style
 
 from .picture import Picture, new_figure
@@ -25,6 +26,7 @@ _METRICS = ("val/micro_acc", "val/macro_acc")
 _WORDS = {"val": "validation", "acc": "accuracy", "f1": "F1"}
 
 
+@checked
 class ConvergencePlot(Picture):
     """Draws metrics over rounds when a fit ends, together with those of earlier runs.
 

@@ -18,6 +18,7 @@ from pflight.distributed import gather, owned
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.models import ClientModule
+from pflight.options import check_range, checked
 from pflight.palette import point_style
 from pflight.randomness import Purpose, derive_seed
 
@@ -36,6 +37,7 @@ _ID: dict[str, Any] = {"fontsize": 6, "xytext": (2, 2), "textcoords": "offset po
 _PATHS: dict[str, Any] = {"linewidth": 0.6, "zorder": 1}
 
 
+@checked
 class EmbeddingTrajectory(Picture):
     """Draws the clients' average features, round by round, in two dimensions by t-SNE.
 
@@ -73,15 +75,9 @@ class EmbeddingTrajectory(Picture):
         color: Color = "client",
     ) -> None:
         super().__init__()
-        for name, value in (
-            ("max_clients", max_clients),
-            ("every", every),
-            *(("rounds", count) for count in rounds or ()),
-        ):
-            if value < 1:
-                raise ConfigurationError(
-                    f"EmbeddingTrajectory: {name} must be at least 1, got {value}"
-                )
+        check_range(self, "[1, inf)", max_clients=max_clients, every=every)
+        for count in rounds or ():
+            check_range(self, "[1, inf)", rounds=count)
         self.rounds = rounds
         self.max_clients = max_clients
         self.every = every

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pflight.cohort import sample_clients
 from pflight.datamodules import FederatedDataModule
-from pflight.errors import ConfigurationError
 from pflight.federation import Federation
+from pflight.options import check_range, checked
 
 from .picture import RepeatedPicture, new_figure
 
@@ -25,6 +25,7 @@ _INCHES = 0.4  # of one image
 _MOST_CLUSTERS = 12
 
 
+@checked
 class ClusterExamples(RepeatedPicture):
     """Shows training images of some clients of each cluster side by side.
 
@@ -45,9 +46,7 @@ class ClusterExamples(RepeatedPicture):
 
     def __init__(self, per_cluster: int = 4, images: int = 8, every: int | None = None) -> None:
         super().__init__(every)
-        for name, value in (("per_cluster", per_cluster), ("images", images)):
-            if value < 1:
-                raise ConfigurationError(f"ClusterExamples: {name} must be at least 1, got {value}")
+        check_range(self, "[1, inf)", per_cluster=per_cluster, images=images)
         self.per_cluster = per_cluster
         self.images = images
         self._has_images = False

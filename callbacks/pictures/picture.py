@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.files import replacing
+from pflight.options import check_range, checked
 from pflight.runs import PICTURES
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class Picture(L.Callback):
                 _write(trainer, name, federation.history[-1].index, figure)
 
 
+@checked
 class RepeatedPicture(Picture):
     """Draws again and again while a federation is trained, and after its last round.
 
@@ -82,10 +83,7 @@ class RepeatedPicture(Picture):
 
     def __init__(self, every: int | None = None) -> None:
         super().__init__()
-        if every is not None and every < 1:
-            raise ConfigurationError(
-                f"{type(self).__name__}: every must be at least 1, got {every}"
-            )
+        check_range(self, "[1, inf)", every=every)
         self.every = every
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

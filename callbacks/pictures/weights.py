@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
+from pflight.options import check_range, checked
 from pflight.palette import COLORS, FAINT, line_style
 
 from .picture import RepeatedPicture, new_figure, stacked, unstacked
@@ -27,6 +28,7 @@ _HATCHES = ("", "//", "..", "\\\\", "xx", "--", "")  # of the bars, from below
 _PREFIX = "network."  # of the layers of a client's network, which pictures leave out
 
 
+@checked
 class AggregationWeights(RepeatedPicture):
     """Draws the weights with which a server mixes clients' layers, as pFedLA does.
 
@@ -61,6 +63,8 @@ class AggregationWeights(RepeatedPicture):
         every: int | None = None,
     ) -> None:
         super().__init__(every)
+        for shown in (client, *(clients or ())):
+            check_range(self, "[0, inf)", client=shown)
         self.layers = layers
         self.client = client
         self.clients = clients

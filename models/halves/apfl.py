@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
-from pflight.errors import ConfigurationError
 from pflight.half import Half, LocalClient
-from pflight.options import number
+from pflight.options import check_range, checked
 
 
+@checked
 class Mixed(Half):
     r"""Trains a personal model that is a mixture of its own and the shared one.
 
@@ -44,10 +44,8 @@ class Mixed(Half):
     """
 
     def __init__(self, alpha: float = 0.5, alpha_lr: float | None = None) -> None:
-        if not 0 <= number(alpha) <= 1:
-            raise ConfigurationError(f"APFL: alpha must be in [0, 1], got {alpha}")
-        if alpha_lr is not None and not number(alpha_lr) > 0:
-            raise ConfigurationError(f"APFL: alpha_lr must be over 0, got {alpha_lr}")
+        check_range(self, "[0, 1]", alpha=alpha)
+        check_range(self, "(0, inf)", alpha_lr=alpha_lr)
         self.alpha = alpha
         self.alpha_lr = alpha_lr
 

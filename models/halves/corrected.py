@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from pflight.errors import ConfigurationError
 from pflight.half import OWN, Half, LocalClient
-from pflight.options import number
+from pflight.options import checked, number
 from pflight.state import StateLayout
 
 from .proximal import Proximal
@@ -41,6 +41,7 @@ class Corrected(Half):
         return total
 
 
+@checked
 class Dane(Corrected):
     r"""FedDANE's second phase: a proximal client, corrected to the mean gradient of several.
 
@@ -77,6 +78,7 @@ class Dane(Corrected):
         return None if pull is None or linear is None else pull + linear
 
 
+@checked
 class Controlled(Corrected):
     r"""SCAFFOLD's client: corrects its drift by control variates.
 
@@ -105,8 +107,6 @@ class Controlled(Corrected):
     keeps_memory = True
 
     def __init__(self, option: Literal["I", "II"] = "II") -> None:
-        if option not in ("I", "II"):
-            raise ConfigurationError(f"SCAFFOLD: option must be 'I' or 'II', got {option!r}")
         self.option = option
         self.lr = 0.0
 

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from pflight.errors import ConfigurationError
 from pflight.half import Half, LocalClient
-from pflight.options import number
+from pflight.options import check_range, checked
 
 from .proximal import squared_distance
 
 
+@checked
 class Elastic(Half):
     r"""Holds a client to the model that it had after its last participation.
 
@@ -46,12 +47,7 @@ class Elastic(Half):
     judged_by_memory = True
 
     def __init__(self, alpha: float = 1.0, constraint: Literal["kl", "l2"] | None = "kl") -> None:
-        if not number(alpha) >= 0:
-            raise ConfigurationError(f"Elastic: alpha must not be negative, got {alpha}")
-        if constraint not in ("kl", "l2", None):
-            raise ConfigurationError(
-                f"Elastic: constraint must be 'kl', 'l2' or null, got {constraint!r}"
-            )
+        check_range(self, "[0, inf)", alpha=alpha)
         self.alpha = alpha
         self.constraint = constraint
 

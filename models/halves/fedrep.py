@@ -7,12 +7,13 @@ from lightning import LightningModule
 from pflight.errors import ConfigurationError
 from pflight.half import Half, Phase
 from pflight.layers import Layers
-from pflight.options import whole
+from pflight.options import check_range, checked
 from pflight.state import StateLayout
 
 LAST_LAYER = Layers(last=1)
 
 
+@checked
 class HeadFirst(Half):
     r"""Trains a client's head first and its body afterwards.
 
@@ -35,8 +36,7 @@ class HeadFirst(Half):
     """
 
     def __init__(self, head: Layers = LAST_LAYER, head_epochs: int = 1) -> None:
-        if not whole(head_epochs) >= 0:
-            raise ConfigurationError(f"FedRep: head_epochs must not be negative, got {head_epochs}")
+        check_range(self, "[0, inf)", head_epochs=head_epochs)
         self.head = head
         self.head_epochs = head_epochs
 

@@ -11,11 +11,11 @@ from torch.func import grad
 from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pflight.errors import ConfigurationError
 from pflight.half import Half, LocalClient
-from pflight.options import number
+from pflight.options import check_range, checked
 
 
+@checked
 class Adapted(Half):
     r"""Trains a client for how well its model does after one step of adaptation.
 
@@ -49,8 +49,7 @@ class Adapted(Half):
     averages_samples = False
 
     def __init__(self, alpha: float = 0.01, hessian: bool = False) -> None:
-        if not number(alpha) >= 0:
-            raise ConfigurationError(f"PerFedAvg: alpha must not be negative, got {alpha}")
+        check_range(self, "[0, inf)", alpha=alpha)
         self.alpha = alpha
         self.hessian = hessian
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from lightning import LightningModule
 
 from pflight.half import Half
+from pflight.options import checked
 
 
+@checked
 class Personal(Half):
     """Trains a personal copy of each client's module beside the shared one, on the same batches.
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
-from pflight.errors import ConfigurationError
 from pflight.half import Half, LocalClient
-from pflight.options import check_at_least, number, whole
+from pflight.options import check_range, checked
 
 
+@checked
 class MoreauEnvelope(Half):
     r"""Has a client descend the Moreau envelope of its loss.
 
@@ -57,13 +57,9 @@ class MoreauEnvelope(Half):
         personal_steps: int = 5,
         mu: float = 0.0,
     ) -> None:
-        if not (number(lam) > 0 and number(personal_lr) > 0):
-            raise ConfigurationError(
-                f"PFedMe: lam and personal_lr must be over 0, got {lam} and {personal_lr}"
-            )
-        check_at_least(1, whole, "PFedMe", personal_steps=personal_steps)
-        if not number(mu) >= 0:
-            raise ConfigurationError(f"PFedMe: mu must not be negative, got {mu}")
+        check_range(self, "(0, inf)", lam=lam, personal_lr=personal_lr)
+        check_range(self, "[1, inf)", personal_steps=personal_steps)
+        check_range(self, "[0, inf)", mu=mu)
         self.lam = lam
         self.personal_lr = personal_lr
         self.personal_steps = personal_steps

@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pflight.errors import ConfigurationError
 from pflight.half import Half, LocalClient
-from pflight.options import number
+from pflight.options import check_range, checked
 
 
+@checked
 class Proximal(Half):
     r"""Pulls a client's parameters towards what the server sent.
 
@@ -32,10 +32,7 @@ class Proximal(Half):
     """
 
     def __init__(self, mu: float = 0.1, scaling: Literal["plain", "eq7"] = "plain") -> None:
-        if not number(mu) >= 0:
-            raise ConfigurationError(f"Proximal: mu must not be negative, got {mu}")
-        if scaling not in ("plain", "eq7"):
-            raise ConfigurationError(f"Proximal: scaling must be 'plain' or 'eq7', got {scaling!r}")
+        check_range(self, "[0, inf)", mu=mu)
         self.mu = mu
         self.scaling = scaling
 

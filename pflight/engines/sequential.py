@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from pflight.datamodules import FederatedDataModule, Split
 from pflight.errors import ConfigurationError
 from pflight.history import Logs, merge_logs
 from pflight.models import Batch, ClientModule
+from pflight.options import check_optimizer
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
 from pflight.state import StateLayout, StateModule, entries, rows, state_tensors
 
@@ -444,8 +446,8 @@ class SequentialEngine:
                 f"samples of {expected[1]} classes; it must give {expected}"
             )
         try:
-            ClientModule.configure_optimizers(self.client)
-        except STOPS:
+            check_optimizer(ClientModule.configure_optimizers(self.client))
+        except (KeyboardInterrupt, SIGTERMException):
             raise
         except BaseException as error:
             reason = " ".join(str(error).split()) or type(error).__name__

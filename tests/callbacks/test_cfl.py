@@ -303,11 +303,11 @@ class TestBipartition:
     ("options", "message"),
     [
         ({"eps1": -1}, "eps1 must be at least 0, got -1"),
-        ({"eps2": float("nan")}, "eps2 must be at least 0, got nan"),
+        ({"eps2": float("nan")}, "eps2 must be a finite number, got nan"),
         ({"gamma": -0.1}, "gamma must be at least 0"),
         ({"warmup": -1}, "warmup must be at least 0"),
         ({"min_size": 0}, "min_size must be at least 1, got 0"),
-        ({"linkage": "ward"}, "linkage must be one of single, .*, got 'ward'"),
+        ({"linkage": "ward"}, "linkage must be 'single', .*, got 'ward'"),
         ({"weighting": "equal"}, "FedCluster: weighting must be"),
     ],
 )

@@ -104,7 +104,7 @@ def test_a_stronger_pull_keeps_them_closer() -> None:
 
 
 def test_options_and_clients_that_do_not_fit() -> None:
-    with pytest.raises(ConfigurationError, match="DittoClient: lam must not be negative, got -1"):
+    with pytest.raises(ConfigurationError, match="DittoClient: lam must be at least 0, got -1"):
         linear_client(DittoClient, lam=-1)
     with pytest.raises(ConfigurationError, match="Ditto needs DittoClient as its client, got Q"):
         run(quadratic_client(), world_q(), Ditto())

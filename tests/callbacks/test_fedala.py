@@ -266,7 +266,7 @@ def test_the_federations_own_client_is_untouched() -> None:
         ({"layers": 0}, "layers must be at least 1, got 0"),
         ({"start_epochs": 0}, "start_epochs must be at least 1, got 0"),
         ({"lr": -1.0}, r"lr must be at least 0, got -1\.0"),
-        ({"lr": float("nan")}, "lr must be at least 0, got nan"),
+        ({"lr": float("nan")}, "lr must be a finite number, got nan"),
         ({"share": 0.0}, r"share must be in \(0, 1\], got 0\.0"),
         ({"share": 1.1}, r"share must be in \(0, 1\], got 1\.1"),
         ({"weighting": "mine"}, "weighting must be"),

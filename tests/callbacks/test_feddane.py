@@ -275,5 +275,5 @@ def test_what_does_not_fit_is_refused_before_training() -> None:
         run(linear_client(Manual), small_data(), FedDANE())
     with pytest.raises(ConfigurationError, match="FedDANE: weighting must be"):
         FedDANE(weighting="size")
-    with pytest.raises(ConfigurationError, match="mu must not be negative"):
+    with pytest.raises(ConfigurationError, match="mu must be at least 0"):
         linear_client(DaneClient, mu=-1.0)

@@ -292,7 +292,7 @@ def test_alone_under_a_trainer_it_is_an_ordinary_module() -> None:
 
 
 def test_options_out_of_range() -> None:
-    with pytest.raises(ConfigurationError, match="alpha must not be negative, got -1"):
+    with pytest.raises(ConfigurationError, match="alpha must be at least 0, got -1"):
         ElasticClient(nn.Linear(1, 2), 2, alpha=-1)
     with pytest.raises(ConfigurationError, match="must be 'kl', 'l2' or null, got 'cos'"):
         ElasticClient(nn.Linear(1, 2), 2, constraint="cos")

@@ -155,7 +155,7 @@ def test_the_coin_shows_1_with_probability_p() -> None:
     ("options", "message"),
     [
         ({"alpha": 0.0}, "alpha must be over 0, got 0.0"),
-        ({"lam": -1.0}, "lam must not be negative, got -1.0"),
+        ({"lam": -1.0}, "lam must be at least 0, got -1.0"),
         ({"p": 1.0}, r"p must be in \(0, 1\), got 1.0"),
     ],
 )

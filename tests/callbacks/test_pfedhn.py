@@ -283,7 +283,7 @@ def test_the_default_hypernetwork_is_as_published() -> None:
         ({"hidden_dim": 0}, "hidden_dim must be at least 1, got 0"),
         ({"hidden_layers": -1}, "hidden_layers must be at least 0, got -1"),
         ({"lr": -0.1}, r"lr must be at least 0, got -0\.1"),
-        ({"embedding_lr": torch.nan}, "embedding_lr must be at least 0, got nan"),
+        ({"embedding_lr": torch.nan}, "embedding_lr must be a finite number or null, got nan"),
         ({"clip": 0.0}, r"clip must be over 0, got 0\.0"),
         ({"newcomer_steps": -1}, "newcomer_steps must be at least 0, got -1"),
     ],

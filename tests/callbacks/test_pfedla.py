@@ -592,7 +592,7 @@ class TestWeights:
         ({"embedding_dim": 0}, "embedding_dim must be at least 1, got 0"),
         ({"hidden_dim": 0}, "hidden_dim must be at least 1, got 0"),
         ({"lr": -0.1}, "lr must be at least 0, got -0.1"),
-        ({"lr": math.nan}, "lr must be at least 0, got nan"),
+        ({"lr": math.nan}, "lr must be a finite number, got nan"),
     ],
 )
 def test_bad_options(options: dict, message: str) -> None:

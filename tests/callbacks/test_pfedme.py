@@ -234,10 +234,10 @@ def test_buffers_are_those_of_the_inner_passes_and_go_with_both() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lam": 0.0}, "lam and personal_lr must be over 0, got 0.0 and 0.09"),
-        ({"personal_lr": -1.0}, "lam and personal_lr must be over 0, got 15.0 and -1.0"),
+        ({"lam": 0.0}, "lam must be over 0, got 0.0"),
+        ({"personal_lr": -1.0}, "personal_lr must be over 0, got -1.0"),
         ({"personal_steps": 0}, "personal_steps must be at least 1, got 0"),
-        ({"mu": -0.1}, "mu must not be negative, got -0.1"),
+        ({"mu": -0.1}, "mu must be at least 0, got -0.1"),
     ],
 )
 def test_options_out_of_range(options: dict[str, float], message: str) -> None:

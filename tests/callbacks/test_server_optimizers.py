@@ -181,7 +181,7 @@ class TestYogi:
         ("options", "message"),
         [
             ({"lr": 0.0}, "lr must be over 0, got 0.0"),
-            ({"betas": (0.9, 1.0)}, r"betas must be in \[0, 1\), got \(0.9, 1.0\)"),
+            ({"betas": (0.9, 1.0)}, r"betas must be in \[0, 1\), got 1.0"),
             ({"eps": 0.0}, "eps must be over 0, got 0.0"),
         ],
     )

@@ -311,6 +311,17 @@ def test_only_blocks_that_are_read_are_verified(tmp_path):
         _ = samples.x[torch.tensor([999, 0])]
 
 
+def test_each_number_of_the_checksums_is_verified_too(tmp_path):
+    opened(tmp_path, write_large)
+    path = caches(tmp_path)[0] / "checksums.json"
+    content = path.read_text()
+    for number in re.finditer(r"\d+", content):
+        path.write_text(content[: number.end() - 1] + content[number.end() :])
+        with pytest.warns(UserWarning, match="is damaged .*built anew"):
+            opened(tmp_path, write_large)
+        assert path.read_text() == content
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_files_of_another_cache_are_damage(tmp_path, whole):
     opened(tmp_path, write)
@@ -339,7 +350,9 @@ def test_files_with_checksums_that_do_not_fit_are_damage(tmp_path, name, values,
     np.save(path / name, values)
     checksums = json.loads((path / "checksums.json").read_bytes())
     content = (path / name).read_bytes()
-    checksums["columns"][name] = [len(content), zlib.crc32(content)]
+    written = checksums["written"]
+    written["columns"][name] = [len(content), zlib.crc32(content)]
+    checksums["checksum"] = zlib.crc32(json.dumps(written).encode())
     (path / "checksums.json").write_text(json.dumps(checksums))
     with pytest.warns(UserWarning, match=message):
         check(opened(tmp_path, write))

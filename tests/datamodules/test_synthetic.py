@@ -116,9 +116,9 @@ class TestSynthetic:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"alpha": -1.0}, "alpha must be finite and not negative, got -1"),
-            ({"beta": float("nan")}, "beta must be finite and not negative, got nan"),
-            ({"log_std": -0.1}, "log_std must be finite and not negative, got -0.1"),
+            ({"alpha": -1.0}, "alpha must be at least 0, got -1"),
+            ({"beta": float("nan")}, "beta must be a finite number, got nan"),
+            ({"log_std": -0.1}, "log_std must be at least 0, got -0.1"),
             ({"num_features": 0}, "num_features must be at least 1, got 0"),
             ({"min_samples": 0}, "min_samples must be at least 1, got 0"),
             ({"max_samples": 49}, "max_samples must be at least min_samples = 50, got 49"),

@@ -222,7 +222,7 @@ def test_every_image_size_will_do_from_the_least_on(network: Any, least: int) ->
 
 
 def test_dropout_out_of_range() -> None:
-    with pytest.raises(ConfigurationError, match="FedRepCNN: dropout must be from 0 to 1, got 6"):
+    with pytest.raises(ConfigurationError, match=r"FedRepCNN: dropout must be in \[0, 1\], got 6"):
         FedRepCNN(dropout=6)
 
 

@@ -1,0 +1,336 @@
+"""Reads the command line, and says in one line what is wrong with it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import yaml
+from jsonargparse import ArgumentError, Namespace
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from .datamodules import Augmentation, Partition
+from .errors import ConfigurationError
+
+__all__ = ["FederationParser", "refusal"]
+
+_KINDS = (  # of which a configuration names classes
+    L.Callback,
+    L.LightningDataModule,
+    nn.Module,
+    Optimizer,
+    LRScheduler,
+    Logger,
+    Partition,
+    Augmentation,
+)
+_WORDS = {
+    "NoneType": "null",
+    "bool": "true/false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "list": "a list",
+    "tuple": "a list",
+    "Sequence": "a list",
+    "Iterable": "a list",
+    "dict": "a mapping",
+    "Mapping": "a mapping",
+}
+_NOISE = (
+    "Does not validate",
+    "Subtypes:",
+    "Errors:",
+    "Given value type",
+    "Expected a path but",
+    "Subclass types expect",
+    "a class path (str)",
+    "a dict with",
+)
+_KEY = re.compile(r'Parser key "(?P<name>[^"]+)"[^:]*:\s*(?P<rest>.*)')
+_CLASS = re.compile(r"Problem with given class_path '(?P<name>[^']+)':\s*(?P<rest>.*)")
+_UNKNOWN_OPTIONS = (
+    re.compile(r"Option '(?P<name>[^']+)' is not accepted.*"),
+    re.compile(r"(?:Subcommand|Group) '[^']+' does not accept option '(?P<name>[^']+)'.*"),
+    re.compile(r"unrecognized arguments: --(?P<name>[^\s=]+).*"),
+)
+_UNKNOWN_CLASSES = (
+    re.compile(r"Expected a dot import path string: (?P<name>.*)"),
+    re.compile(r"module '(?P<module>[^']+)' has no attribute '(?P<name>[^']+)'.*"),
+)
+
+
+class FederationParser(LightningArgumentParser):
+    """Says in one line what is wrong with an argument, and which option may have been meant.
+
+    It takes ``None`` for ``null``, which jsonargparse makes of it on the way to a part of a part:
+    it reads the value of ``--model.client.constraint null`` and hands it on to the parser of the
+    client's options as Python writes it.
+    """
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, *more: Any, **options: Any
+    ) -> Namespace:
+        """Parse arguments as usual."""
+        if args is not None:
+            args = [re.sub("(^|=)None$", r"\1null", arg) for arg in args]
+        return super().parse_args(args, *more, **options)
+
+    def parse_run(
+        self, args: Sequence[str], commands: Mapping[str, LightningArgumentParser]
+    ) -> Namespace:
+        """Parse the arguments of a run.
+
+        Args:
+            args: The arguments.
+            commands: The parser of each command.
+
+        Raises:
+            ConfigurationError: An argument is wrong.
+        """
+        try:
+            return self.parse_args(args)
+        except ArgumentError as error:
+            complaint = _complaint(str(error))
+            reason = complaint.in_words()
+            if option := complaint.unknown_option:
+                known = [*complaint.siblings, *self._options(args, option, commands)]
+                meant = _meant(option, known)
+                reason = f"there is no option {option}{_question(meant)}"
+            raise ConfigurationError(reason) from error
+
+    def _options(
+        self, args: Sequence[str], option: str, commands: Mapping[str, LightningArgumentParser]
+    ) -> list[str]:
+        """Return the names of a run's options, as they are without what there is no option for."""
+        args = [arg for arg in args if not re.match(r"--(print_config|help|.*\.help)|-h$", arg)]
+        unknown = [option]
+        while option:
+            try:
+                config = self.parse_args(_without(unknown, args))
+            except ArgumentError as error:
+                found = _complaint(str(error)).unknown_option
+                option = "" if found is None or found in unknown else found
+                unknown.append(option)
+            else:
+                return [*_names(config[config.subcommand])]
+        command = next((arg for arg in args if arg in commands), None)
+        return [*_names(commands[command].get_defaults())] if command else []
+
+
+class _Complaint(NamedTuple):
+    """What jsonargparse says of one key, a line for each type that it could have."""
+
+    key: str
+    kind: str | None
+    lines: list[str]
+    value: str | None
+
+    @property
+    def siblings(self) -> list[str]:
+        """The full names of the options of the class that the key has."""
+        if self.kind is None:
+            return []
+        module, _, name = self.kind.rpartition(".")
+        parser = LightningArgumentParser()
+        parser.add_class_arguments(getattr(import_module(module), name))
+        return [f"{self.key}.{option}" for option in vars(parser.get_defaults())]
+
+    @property
+    def unknown_option(self) -> str | None:
+        """The full name of an option that there is not, if that is what is said."""
+        found = _first(_UNKNOWN_OPTIONS, self.lines)
+        name = found and ".".join(filter(None, (self.key, found["name"])))
+        return name and name.replace(".init_args", "")
+
+    def in_words(self) -> str:
+        """Say it in one line."""
+        expected = [words for line in self.lines if (words := _expected(line))]
+        unknown = _first(_UNKNOWN_CLASSES, self.lines)
+        if unknown and (not {*expected} - {"null"} or not unknown["name"].islower()):
+            name = ".".join(filter(None, (unknown.groupdict().get("module"), unknown["name"])))
+            said = _no_class(name)
+        elif expected:
+            if unknown and "a number" not in expected:  # which could be a tensor's class, too
+                expected.append("a class")
+            *others, last = sorted(dict.fromkeys(expected), key="null".__eq__)
+            said = f"expected {', '.join(others)}{' or ' if others else ''}{last}"
+            said += "" if self.value is None else f", got {self.value}"
+        else:
+            said = re.sub(r"(required: )\w+\.", r"\1", "; ".join(dict.fromkeys(self.lines)))
+        return f"{self.key}: {said}" if self.key else said
+
+
+def refusal(error: BaseException) -> str | None:
+    """Say in one line why a class refuses its options; ``None`` for a fault in the class.
+
+    What jsonargparse says itself is about all types that a value could have; why the first of them
+    refused is its cause.
+    """
+    root, name = error, None
+    while root.__cause__ is not None:
+        made = re.search(r"Given value: Namespace\(class_path='([^']+)'", str(root))
+        root, name = root.__cause__, made[1] if made else name
+    if isinstance(root, MisconfigurationException):
+        return None  # which says what is wrong by itself
+    if name and not isinstance(root, ImportError | OSError | RuntimeError | ValueError):
+        return None
+    return f"{name or 'trainer'}: {' '.join(str(root).split())}"
+
+
+def _complaint(message: str) -> _Complaint:
+    """Return the complaint that goes deepest into a tree of alternatives, told by indentation."""
+    places: list[tuple[int, str, bool]] = []  # column, name, and whether it is a key or a class
+    found: dict[tuple[tuple[int, str, bool], ...], _Complaint] = {}
+    for line in filter(None, message.splitlines()):
+        text = line.lstrip(" -")
+        column = len(line) - len(text)
+        text = re.sub(r"Type .* expects a function or a callable class: ", "", text)
+        places = [place for place in places if place[0] < column]
+        for pattern in (_KEY, _CLASS):
+            if match := pattern.match(text):
+                places.append((column, match["name"], pattern is _KEY))
+                text = match["rest"]
+        text, *values = text.split(". Got value: ")
+        value = values[0] if values else ""
+        if text.startswith("Given value: "):
+            text, value = "", text.removeprefix("Given value: ")
+        if value or (text and not text.startswith(_NOISE)):
+            key = ".".join(dict.fromkeys(name for _, name, is_key in places if is_key))
+            kind = next((name for _, name, is_key in reversed(places) if not is_key), None)
+            said = found.get(tuple(places), _Complaint(key, kind, [], None))
+            if value and not value.startswith(("NestedArg", "Namespace")):
+                said = said._replace(value=value)
+            found[tuple(places)] = said._replace(lines=[*said.lines, *filter(None, [text])])
+    depths = {places: len(places) for places, said in found.items() if said.lines}
+    if not depths:
+        return _Complaint("", None, [" ".join(message.split())], None)
+    return found[max(depths, key=depths.__getitem__)]
+
+
+def _first(patterns: Sequence[re.Pattern[str]], lines: Sequence[str]) -> re.Match[str] | None:
+    matches = (pattern.fullmatch(line) for pattern in patterns for line in lines)
+    return next(filter(None, matches), None)
+
+
+def _expected(line: str) -> str | None:
+    """Return in words what a line says was expected."""
+    if match := re.fullmatch(r"Not a valid subclass of (\w+).*", line):
+        return f"a {match[1]}"
+    if line.startswith("Expected a dot import path") or not line.startswith("Expected a"):
+        return None
+    if match := re.search(r"Literal\[(.*)\]", line):
+        return match[1]
+    if match := re.search(r"<class '([^']+)'>", line):
+        name = match[1].rpartition(".")[2]
+        return _WORDS.get(name, f"a {name}")
+    return line.removeprefix("Expected ")
+
+
+def _question(meant: Sequence[str]) -> str:
+    return f": did you mean {' or '.join(meant)}?" if meant else ""
+
+
+def _meant(option: str, known: Sequence[str]) -> list[str]:
+    """Return the options that may have been meant: of that name elsewhere, or of a close one."""
+    *parents, name = option.split(".")
+    places: dict[str, list[list[str]]] = {}
+    for other in dict.fromkeys(known):
+        *path, last = other.split(".")
+        places.setdefault(last, []).append(path)
+    siblings = [last for last, paths in places.items() if parents in paths]
+    close = [name] if name in places else []
+    close = close or get_close_matches(name, siblings, n=1)
+    close = close or get_close_matches(name, places, n=1, cutoff=0.75)
+    if not close:
+        return []
+    shared = {".".join([*path, close[0]]): _shared(path, parents) for path in places[close[0]]}
+    return [other for other, count in shared.items() if count == max(shared.values())][:3]
+
+
+def _shared(path: Sequence[str], other: Sequence[str]) -> int:
+    """Count the parts that two paths begin with."""
+    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(path, other, strict=False))])
+
+
+def _no_class(name: str) -> str:
+    """Say that there is no class of a name, and which one may have been meant."""
+    module, _, last = name.rpartition(".")
+    try:
+        there = vars(import_module(module))
+        known = {n: f"{module}.{n}" for n, value in there.items() if isinstance(value, type)}
+    except (ImportError, ValueError):
+        known = {kind.__name__: kind.__name__ for kind in _kinds(_KINDS)}
+    if last in known:
+        return f"{name} is not of the kind that goes here"
+    meant = [known[close] for close in get_close_matches(last, known, n=1)]
+    return f"unknown class {name}{_question(meant)}"
+
+
+def _kinds(kinds: Iterable[type]) -> Iterator[type]:
+    """Yield classes and all their subclasses, but for the many networks of other packages."""
+    for kind in kinds:
+        if not kind.__module__.startswith(("torch.nn.", "torchvision.", "torchmetrics.")):
+            yield kind
+        yield from _kinds(kind.__subclasses__())
+
+
+def _names(value: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the names of all options in a configuration, without ``init_args``."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _names(item, prefix)
+    elif isinstance(value, Namespace | dict):
+        for name, part in (value if isinstance(value, dict) else vars(value)).items():
+            if name in ("init_args", "dict_kwargs"):
+                yield from _names(part, prefix)
+            elif name != "class_path":
+                key = f"{prefix}.{name}" if prefix else name
+                yield key
+                yield from _names(part, key)
+
+
+def _without(options: Sequence[str], args: Sequence[str]) -> list[str]:
+    """Return arguments without all that sets options or a part of them, also in config files."""
+    left, rest = [], list(args)
+    while rest:
+        name, equals, value = rest.pop(0).partition("=")
+        if name.startswith("-") and not equals and rest and not rest[0].startswith("--"):
+            equals, value = "=", rest.pop(0)
+        if name in ("--config", "-c") and os.path.isfile(value):
+            config = yaml.safe_load(Path(value).read_text())
+            value = yaml.safe_dump(functools.reduce(_pruned, options, config))
+        key = name.removeprefix("--").removesuffix("+").replace(".init_args", "")
+        if not f"{key}.".startswith(tuple(f"{option}." for option in options)):
+            left.append(f"{name}{equals}{value}")
+    return left
+
+
+def _pruned(config: Any, option: str) -> Any:
+    """Return a configuration without an option, wherever ``init_args`` and lists have it."""
+    if isinstance(config, list):
+        return [_pruned(item, option) for item in config]
+    if not isinstance(config, dict):
+        return config
+    left = {}
+    for name, value in config.items():
+        key = str(name).removesuffix("+")
+        if key == "init_args":
+            left[name] = _pruned(value, option)
+        elif option != key:
+            inside = option.startswith(f"{key}.")
+            left[name] = _pruned(value, option.removeprefix(f"{key}.")) if inside else value
+    return left

@@ -1,0 +1,216 @@
+"""What is wrong on the command line or in a config file is one line, and exit status 2."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import yaml
+
+from pflight.cli import main
+
+QUICKSTART = "configs/quickstart.yaml"
+HUGE = 10**30
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """Return the one line that a fit of the quickstart with further arguments ends with."""
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", "--config", QUICKSTART, "--trainer.max_epochs=1", *args])
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2, error
+    assert error.startswith("pflight: error: ")
+    assert error.count("\n") == 1
+    assert len(error) < 300
+    assert not list(Path().glob("runs/*/checkpoints/*")), "it was trained"
+    return error.removeprefix("pflight: error: ").strip()
+
+
+def nested(option: str, value: Any) -> dict[str, Any]:
+    """Return a configuration in which one option is set."""
+    *parents, name = option.split(".")
+    config = {name: value}
+    for parent in reversed(parents):
+        config = {parent: config}
+    return config
+
+
+def written(value: Any) -> str:
+    """Return a value as one types it."""
+    return "null" if value is None else str(value)
+
+
+CASES: list[tuple[str, Any, str]] = [
+    # of another type
+    ("seed_everything", "abc", "seed_everything: expected true/false or a whole number, got abc"),
+    ("data.batch_size", "ten", "data.batch_size: expected a whole number or null, got ten"),
+    ("model.client.mu", "much", "model.client.mu: expected a number, got much"),
+    (
+        "model.client.optimizer.lr",
+        "abc",
+        "model.client.optimizer.lr: expected a number, got abc",
+    ),
+    ("model.client.network.hidden", "ten", "model.client.network.hidden: expected a list, got ten"),
+    ("model.engine", "warp", "model.engine: expected 'auto', 'sequential', 'vectorized', got warp"),
+    ("trainer.logger", "abc", "trainer.logger: expected a list, true/false, a class or null"),
+    ("data.dropout", None, "Digits: dropout must be a finite number, got null"),
+    ("data.partition", None, "Digits: partition must be a Partition, got null"),
+    ("model.client.optimizer", None, "ProximalClient: optimizer must be a function, got null"),
+    ("model.seed", None, "Federation: seed must be a whole number, got null"),
+    ("data", None, "the following arguments are required: data"),
+    # out of range
+    ("seed_everything", -3, "seed_everything must be from 0 to 2**32 - 1, got -3"),
+    ("seed_everything", HUGE, f"seed_everything must be from 0 to 2**32 - 1, got {HUGE}"),
+    ("data.seed", HUGE, f"Digits: seed must be below 2**32, got {HUGE}"),
+    ("model.local_epochs", HUGE, f"Federation: local_epochs must be below 2**32, got {HUGE}"),
+    ("data.partition.samples_per_client", HUGE, "ClassesPerClient: samples_per_client must be bel"),
+    ("data.num_clients", 10**9, "1797 samples are too few for 1000000000 clients"),
+    ("data.availability", 1e-300, "Digits: availability must be in [1e-06, 1], got 1e-300"),
+    (
+        "model.client.optimizer.momentum",
+        1.5,
+        "be built: SGD: momentum must be in [0, 1), got 1.5",
+    ),
+    (
+        "model.client.optimizer.dampening",
+        -0.5,
+        "SGD: dampening must be in [0, 1], got -0.5",
+    ),
+    ("model.client.optimizer.lr", -1, "the client's optimizer can't be built: Invalid learning r"),
+    ("model.client.network.hidden", [-1], "MLP: hidden must be at least 1, got -1"),
+    ("trainer.check_val_every_n_epoch", 0, "check_val_every_n_epoch must be a whole number of at"),
+    ("trainer.val_check_interval", 3, "val_check_interval=3 is within a round"),
+    ("trainer.log_every_n_steps", -1, "log_every_n_steps must be at least 0, got -1"),
+    # what Lightning says
+    (
+        "trainer.strategy",
+        "fsdp",
+        "one device or with strategy ddp, not with fsdp",
+    ),
+    ("trainer.strategy", "nonsense", "one device or with strategy ddp, not with nonsense"),
+    ("trainer.accelerator", "abacus", "trainer: You selected an invalid accelerator name"),
+    ("trainer.devices", "many", "trainer: `devices` selected with `CPUAccelerator` should be"),
+    ("trainer.num_nodes", 0, "trainer: `num_nodes` must be a positive integer, but got 0."),
+    # options that there are not
+    (
+        "trainer.max_epoch",
+        3,
+        "option trainer.max_epoch: did you mean trainer.max_epochs?",
+    ),
+    ("data.num_client", 3, "there is no option data.num_client: did you mean data.num_clients?"),
+    (
+        "data.samples_per_client",
+        3,
+        "no option data.samples_per_client: did you mean data.partition.samples_per_client?",
+    ),
+    ("max_epochs", 3, "there is no option max_epochs: did you mean trainer.max_epochs?"),
+    ("model.lr", 3, "there is no option model.lr: did you mean model.client.optimizer.lr?"),
+    ("model.hidden", [3], "option model.hidden: did you mean model.client.network.hidden?"),
+    (
+        "model.num_class",
+        3,
+        "did you mean model.client.network.num_classes or model.client.num_classes?",
+    ),
+    ("trainer.num_cluster", 3, "did you mean trainer.callbacks.num_clusters?"),
+    ("trainer.seed", 3, "no option trainer.seed: did you mean model.seed or data.seed?"),
+    ("model.client.optimizer.lrr", 3, "lrr: did you mean model.client.optimizer.lr?"),
+    ("model.xyzzy", 3, "there is no option model.xyzzy"),
+    # classes that there are not
+    ("data", "Digit", "data: unknown class Digit: did you mean Digits?"),
+    (
+        "model.client",
+        "ProximalClien",
+        "class ProximalClien: did you mean ProximalClient?",
+    ),
+    ("model.client", "FedAvg", "model.client: FedAvg is not of the kind that goes here"),
+    (
+        "model.client.optimizer",
+        "torch.optim.SGG",
+        "torch.optim.SGG: did you mean torch.optim.SGD?",
+    ),
+    ("model.client.optimizer", "SDG", "unknown class SDG: did you mean SGD?"),
+    (
+        "data.partition",
+        "Diriclet",
+        "unknown class Diriclet: did you mean Dirichlet?",
+    ),
+    ("data", "nowhere.Data", "data: No module named 'nowhere'"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "message"), CASES)
+def test_one_line(
+    option: str, value: Any, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, f"--{option}={written(value)}")
+    assert message in said
+    Path("own.yaml").write_text(yaml.safe_dump(nested(option, value)))
+    said = refused(capsys, "--config", "own.yaml")
+    assert message in said
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("trainer: null", "trainer: expected a mapping, got None"),
+        ("trainer: [1]", "trainer: expected a mapping, got [1]"),
+        ("fit: {trainer: {max_epochs: 3}}", "option fit.trainer.max_epochs: did you mean trainer."),
+        (
+            "model: {client: {init_args: {optimizer: {init_args: {lr: .nan}}}}}",
+            "SGD: lr must be a",
+        ),
+        (
+            "data: {init_args: {participation: .inf}}",
+            "participation must be a finite number",
+        ),
+        (
+            "trainer: {callbacks+: [{class_path: FeSEM, init_args: {num_cluster: 3}}]}",
+            "option trainer.callbacks.num_cluster: did you mean trainer.callbacks.num_clusters?",
+        ),
+        (
+            "trainer: {callbacks+: [{class_path: FeSEMM}]}",
+            "trainer.callbacks: unknown class FeSEMM: did you mean FeSEM?",
+        ),
+        ("a: [", "Problems parsing config"),
+    ],
+)
+def test_one_line_on_a_file(config: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("own.yaml").write_text(config)
+    assert message in refused(capsys, "--config", "own.yaml")
+
+
+def test_several_mistakes_hide_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    mistakes = ["--data.num_client=3", "--model.mu=3", "--trainer.max_epoch=3", "--help"]
+    assert "did you mean data.num_clients?" in refused(capsys, *mistakes)
+    needed = ["--data=LeafFEMNIST", "--data.rooot=data", "--data.partition.nonsense=3"]
+    assert "did you mean data.root?" in refused(capsys, *needed)
+
+
+class Refuses(L.LightningDataModule):
+    """Somebody's own data, which explain what they can't be."""
+
+    def __init__(self, size: int = 1) -> None:
+        super().__init__()
+        if size < 1:
+            raise ValueError(f"size is {size},\nwhich is too small")
+        if size > 9:
+            raise KeyError("a bug")
+
+
+def test_own_classes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "own_data", sys.modules[__name__])
+    monkeypatch.setattr(Refuses, "__module__", "own_data")
+    said = refused(capsys, "--data=own_data.Refuses", "--data.init_args.size=0")
+    assert said == "own_data.Refuses: size is 0, which is too small"
+    said = refused(capsys, "--data=own_data.Refuses", "--data.sise=0")
+    assert said == "there is no option data.sise: did you mean data.size?"
+    with pytest.raises(ValueError, match="Union"):
+        main(["fit", "--config", QUICKSTART, "--data=own_data.Refuses", "--data.size=10"])
