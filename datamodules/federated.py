@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -120,7 +121,8 @@ class FederatedDataModule(L.LightningDataModule):
             split: ``"train"``, ``"val"`` or ``"test"``.
 
         Returns:
-            Features ``[n, ...]`` and labels ``[n]`` (int64); ``n`` may be 0.
+            Features ``[n, ...]`` and labels ``[n]`` (int64); ``n`` may be 0. Shape and type of a
+            sample are those of other clients' samples: a client with others fails.
         """
         raise NotImplementedError(f"{type(self).__name__} must define samples(client, split)")
 
@@ -158,10 +160,20 @@ class FederatedDataModule(L.LightningDataModule):
 
     @cached_property
     def _counts(self) -> dict[Split, Tensor]:
+        def count(client: int, split: Split) -> int:
+            try:
+                return len(self.labels(client, split))
+            except (KeyboardInterrupt, NotImplementedError, MisconfigurationException):
+                raise
+            except BaseException as error:  # a client's samples are anybody's code
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                raise ConfigurationError(
+                    f"the {split} samples of client {client} can't be counted: {reason}"
+                ) from error
+
         clients = range(self.num_clients)
         return {
-            split: torch.tensor([len(self.labels(client, split)) for client in clients])
-            for split in SPLITS
+            split: torch.tensor([count(client, split) for client in clients]) for split in SPLITS
         }
 
     @cached_property

@@ -63,7 +63,7 @@ def obstacle_to(
         return f"its configure_optimizers() needs a client of its own: {reason_of(error)}"
     if reason := misfit(optimizer):
         return reason
-    if steps_others(optimizer, client):
+    if steps_others(optimizer, set(map(id, client.parameters()))):
         return FOREIGN
     if not _same(attributes, _attributes(client)):
         return "its configure_optimizers() sets attributes of itself"
