@@ -261,7 +261,7 @@ def predicts_each_alone(joint: JointClient, layout: StateLayout, x: Tensor) -> b
     twice = x.expand(2, *x.shape)
     filled = torch.cat([twice, torch.zeros_like(twice)], dim=1)
     try:
-        alone = joint.logits(states, twice)
+        alone = joint.logits(states, twice.clone())
         beside = joint.logits(states, filled)[:, : len(x)]
     except KeyboardInterrupt:
         raise

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pflight import Federation
-from pflight.callbacks import FedAvg, FedSGD, Local, ServerCallback
+from pflight.callbacks import FedAvg, FedSGD, HypoCluster, Local, PerFedAvg, ServerCallback
 from pflight.datamodules import FederatedDataModule
-from pflight.errors import ConfigurationError
-from pflight.models import ClientModule
+from pflight.errors import ClientError, ConfigurationError
+from pflight.models import ClientModule, PerFedAvgClient
 from tests.runs import (
     CLASSES,
     ENGINES,
@@ -386,3 +390,197 @@ def test_what_a_client_does(
             federation.client_state(client), sound["sequential"].client_state(client)
         )
     assert_same(federation.client_state(BAD), dict(linear_client().state_dict()))
+
+
+@ENGINES
+def test_a_network_that_changes_its_input_leaves_the_samples_as_they_are(engine: str) -> None:
+    data = OwnData(lambda *pair: pair)
+    before = {split: [x.clone() for x, _ in pairs] for split, pairs in data.pairs.items()}
+    client = network_client(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(FEATURES, CLASSES)))
+    for callback in (Local, FedSGD):
+        values_of(fitted(data, engine, callback, client), data)
+    for split, pairs in data.pairs.items():
+        torch.testing.assert_close(before[split], [x for x, _ in pairs], rtol=0, atol=0)
+
+
+@ENGINES
+def test_a_model_that_lets_itself_train_is_judged_in_evaluation_mode(engine: str) -> None:
+    class Switching(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            result = super().forward(x)
+            self.train()
+            return result
+
+    layers = nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Linear(8, CLASSES)
+    data = OwnData(lambda *pair: pair)
+    values = [
+        values_of(fitted(data, engine, Local, network_client(kind(*layers)), local_epochs=2), data)
+        for kind in (nn.Sequential, Switching)
+    ]
+    torch.testing.assert_close(*values)
+
+
+@ENGINES
+@pytest.mark.parametrize("callback", [FedAvg, FedSGD])
+def test_weights_that_explode_are_a_warning(
+    callback: Callable[[], ServerCallback], engine: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    data = OwnData(lambda x, y: (1e14 * x, y))
+    federation = fitted(data, engine, callback)
+    (text,) = said("round 0: client ", recwarn)
+    assert re.match(r"3 exploded: what it returns has \d\.\de\+1\d times the norm", text)
+    assert federation.history[0].failed == []
+
+
+# What is evaluated beside the model
+
+
+class Stuck(ClientModule):
+    """Can't be trained without an anchor, as when it is fine-tuned, nor tell its loss then."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        if self.anchor is None and bool((self.num_samples == 9).all()):
+            raise RuntimeError("it is stuck")
+        return super().loss(batch)
+
+
+class StuckPerFedAvg(Stuck, PerFedAvgClient):
+    pass
+
+
+@ENGINES
+@pytest.mark.parametrize(
+    ("callback", "client", "options", "doing"),
+    [
+        (FedAvg, Stuck, {"finetune_epochs": 1}, "to be fine-tuned"),
+        (PerFedAvg, StuckPerFedAvg, {}, "to adapt"),
+        (partial(HypoCluster, 2), Stuck, {}, "to tell its loss"),
+    ],
+)
+def test_what_comes_before_evaluation(
+    callback: Any,
+    client: type[ClientModule],
+    options: dict[str, Any],
+    doing: str,
+    engine: str,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """A client that fails at it is left out of the metrics of all models, or stops the run."""
+    data = OwnData(lambda *pair: pair)
+    federation = fitted(data, engine, callback, linear_client(client), **options)
+    values = values_of(federation, data)
+    texts = said(f"test after round 0: client 3 failed {doing}: ", recwarn)
+    assert texts == ["RuntimeError: it is stuck; it is left out of the metrics"]
+    for model in ("", "server/"):
+        counts = federation.client_metrics("test", model)["num_samples"]
+        assert counts.tolist() == [6, 6, 6, 0, 6, 6]
+    assert values["acc"].isnan().tolist() == [False, False, False, True, False, False]
+    federation.on_client_error = "raise"
+    with pytest.raises(ClientError, match=f"test .*: client 3 failed {doing}: RuntimeError"):
+        values_of(federation, data)
+
+
+@ENGINES
+def test_a_client_that_can_not_tell_its_loss_is_left_out_of_the_round(
+    engine: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    data = OwnData(lambda *pair: pair)
+    callback = partial(HypoCluster, 2, group_rounds=0)
+    federation = fitted(data, engine, callback, linear_client(Stuck))
+    assert federation.history[0].failed == [BAD]
+    texts = said("round 0: client 3 failed to tell its loss: ", recwarn)
+    assert texts == ["RuntimeError: it is stuck; it is left out of this round"]
+    assert len(said("round 0: client 3", recwarn)) == 1
+
+
+@ENGINES
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_a_failure_in_evaluation_may_stop_the_run(stage: str, engine: str) -> None:
+    federation = Federation(linear_client(), engine=engine, on_client_error="raise")
+    data = OwnData(raising(SystemExit(1)), "val" if stage == "validate" else "test")
+    with pytest.raises(ClientError, match="client 3 failed: SystemExit: 1") as error:
+        getattr(quiet_trainer(), stage)(federation, datamodule=data)
+    assert isinstance(error.value.__cause__, SystemExit)
+
+
+# Clients that never end
+
+
+def sleep(client: ClientModule) -> Any:
+    time.sleep(600)
+
+
+def persist(client: ClientModule) -> Any:
+    while True:
+        try:
+            time.sleep(600)
+        except Exception:
+            continue
+
+
+@pytest.mark.parametrize("hangs", [sleep, persist])
+@pytest.mark.parametrize("method", ["loss", "on_train_end", "configure_optimizers"])
+def test_a_client_that_hangs_is_left_out(
+    hangs: Any, method: str, sound: dict[str, Federation], recwarn: pytest.WarningsRecorder
+) -> None:
+    client = linear_client(kind(method, hangs))
+    data = OwnData(lambda *pair: pair)
+    federation = fitted(data, "auto", Local, client, client_timeout=0.3)
+    (text,) = said("round 0: client 3 failed: ", recwarn)
+    assert text.startswith("ClientTimeout: took longer than client_timeout, 0.3 s")
+    assert federation.history[0].failed == [BAD]
+    for other in (0, 1, 2, 4, 5):
+        torch.testing.assert_close(
+            federation.client_state(other), sound["sequential"].client_state(other)
+        )
+
+
+@pytest.mark.parametrize("callback", [FedAvg, Local])
+def test_a_client_whose_evaluation_hangs_is_left_out(
+    callback: Callable[[], ServerCallback], recwarn: pytest.WarningsRecorder
+) -> None:
+    data = OwnData(lambda *_: time.sleep(600), "test")
+    federation = fitted(data, "sequential", callback, client_timeout=0.1)
+    assert values_of(federation, data)["num_samples"].tolist() == [6, 6, 6, 0, 6, 6]
+    (text,) = said("test after round 0: client 3 failed: ", recwarn)
+    assert text.startswith("ClientTimeout: ")
+
+
+def test_a_timer_that_runs_already_goes_on(recwarn: pytest.WarningsRecorder) -> None:
+    rang = threading.Event()
+    handler = signal.signal(signal.SIGALRM, lambda *_: rang.set())
+    before = signal.setitimer(signal.ITIMER_REAL, 600)
+    try:
+        fitted(OwnData(lambda *_: time.sleep(600)), "sequential", client_timeout=0.1)
+        left, _ = signal.getitimer(signal.ITIMER_REAL)
+        assert 0 < left < 600
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        assert rang.wait(60)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def test_a_time_limit_is_for_clients_one_by_one_in_the_main_thread() -> None:
+    data = OwnData(lambda *pair: pair)
+    with pytest.raises(ConfigurationError, match="client_timeout needs engine='sequential'"):
+        fitted(data, "vectorized", client_timeout=1.0)
+    errors: list[BaseException] = []
+
+    def fit() -> None:
+        try:
+            fitted(data, "sequential", client_timeout=1.0)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=fit)
+    thread.start()
+    thread.join()
+    (error,) = errors
+    assert "client_timeout needs the main thread" in str(error)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), True])
+def test_a_time_limit_that_is_no_time(seconds: Any) -> None:
+    with pytest.raises(ConfigurationError, match="client_timeout must be positive"):
+        Federation(linear_client(), client_timeout=seconds)
