@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -118,7 +119,8 @@ class FederatedDataModule(L.LightningDataModule):
             split: ``"train"``, ``"val"`` or ``"test"``.
 
         Returns:
-            Features ``[n, ...]`` and labels ``[n]`` (int64); ``n`` may be 0.
+            Features ``[n, ...]`` and labels ``[n]`` (int64); ``n`` may be 0. Shape and type of a
+            sample are those of other clients' samples: a client with others fails.
         """
         raise NotImplementedError(f"{type(self).__name__} must define samples(client, split)")
 
@@ -190,9 +192,17 @@ class FederatedDataModule(L.LightningDataModule):
         for split in SPLITS:
             sizes = []
             for client, checksum in enumerate(checksums):
-                labels = self.labels(client, split)
-                sizes.append(labels.shape[0])
-                checksums[client] = checksum_of(labels, checksum)
+                try:
+                    labels = self.labels(client, split)
+                    sizes.append(labels.shape[0])
+                    checksums[client] = checksum_of(labels, checksum)
+                except (KeyboardInterrupt, NotImplementedError, MisconfigurationException):
+                    raise
+                except BaseException as error:  # a client's samples are anybody's code
+                    reason = " ".join(f"{type(error).__name__}: {error}".split())
+                    raise ConfigurationError(
+                        f"the {split} samples of client {client} can't be counted: {reason}"
+                    ) from error
             counts[split] = torch.tensor(sizes)
         return counts, torch.tensor(checksums)
 

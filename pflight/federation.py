@@ -199,7 +199,7 @@ class Federation(L.LightningModule):
         self._evaluators: dict[str, Evaluator] = {}
         self._round = Round(0, [])
         self._journal, self._traffic = Journal(), Traffic()
-        self._failures = self.failures_of("set-up", "it is left out")
+        self._failures = self._predict_failures = self.failures_of("set-up", "it is left out")
         self._silent = torch.empty(0, dtype=torch.long)
         self._logs: dict[str, tuple[Tensor, int]] = {}
 
@@ -233,7 +233,9 @@ class Federation(L.LightningModule):
             known = f"clients are 0 to {self.num_clients - 1}" if self.num_clients else "none yet"
             raise ConfigurationError(f"unknown client {client}: {known}")
         clients = torch.tensor([client], device=self.device)
-        failures = self.failures_of("client_state", "its model is taken as it is")
+        failures = Failures(
+            "client_state", "its model is taken as it is", self.on_client_error, together=False
+        )
         with self._server_work(), self.noting(failures):
             return self.layout.state_dict(ClientModels.of(self, clients).used[0])
 
@@ -867,8 +869,9 @@ class Federation(L.LightningModule):
             clients, starts = clients[~silent], starts[~silent]
         updates = work(clients, starts)
         self.note_failures(updates.failures)
-        answered = torch.isin(clients, updates.clients)
-        self._warn_of_explosions(updates, starts if answered.all() else starts[answered])
+        if len(updates.clients) < len(clients):
+            starts = starts[torch.isin(clients, updates.clients)]
+        self._warn_of_explosions(updates, starts)
         add_logs(self._logs, updates.logs)
         if updates.kept is not None:
             self.memory.write(_MEMORY, updates.clients, updates.kept)
@@ -883,9 +886,7 @@ class Federation(L.LightningModule):
     def _warn_of_explosions(self, updates: ClientUpdates, starts: TensorDict) -> None:
         """Warn of clients whose parameters, or gradient, have grown out of all proportion."""
         names = self.layout.parameters
-        norms = state_norms(updates.states.select(*names))
-        before = state_norms(starts.select(*names)).clamp(min=1)
-        growth = norms / before
+        growth = state_norms(updates.states, names) / state_norms(starts, names).clamp(min=1)
         for row in (growth > _EXPLODED).nonzero().flatten().tolist():
             warnings.warn(
                 f"round {self._round.index}: client {int(updates.clients[row])} exploded: what it "

@@ -308,6 +308,24 @@ class TestResume:
         assert events.histograms["fesem/assignments"] == expected
 
 
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--model.client.optimizer=torch.optim.Adagrad", "but clients train one by one: .*Adagrad"),
+        ("--model.client=tests.test_cli.Judging", "Judging's own validation_step, .* not used"),
+    ],
+)
+def test_what_is_done_otherwise_than_asked_for_is_a_warning(option: str, said: str) -> None:
+    with pytest.warns(UserWarning, match=said):
+        pflight("fit", "--model.engine=vectorized", option, rounds=1)
+
+
+class Judging(ProximalClient):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
 class TestEvaluation:
     @pytest.fixture(autouse=True)
     def _fitted(self, _in_folder: None, capsys: pytest.CaptureFixture[str]) -> None:
