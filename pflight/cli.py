@@ -25,6 +25,7 @@ from lightning.pytorch.cli import (
     SaveConfigCallback,
 )
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -149,6 +150,8 @@ class FederationCLI(LightningCLI):
             options = part.get("init_args")
             if options is not None and options.get("seed") == 0:
                 options.seed = int(config.seed_everything)
+        if config.get("ckpt_path") is None and self.subcommand == "fit" and self._is_requeued():
+            config.ckpt_path = "last"
         if config.get("ckpt_path") is None:
             return
         path = self.folder.resolve(config.ckpt_path, may_start=self.subcommand == "fit")
@@ -161,6 +164,9 @@ class FederationCLI(LightningCLI):
         if self.subcommand == "fit":
             unit = "round" if "pflight" in record else "step"
             _say(f"continuing after {unit} {self._resumed_step} from {path}")
+
+    def _is_requeued(self) -> bool:
+        return SLURMEnvironment.detect() and bool(self.folder.requeued())
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the Trainer, with the project's monitors where the configuration has none."""

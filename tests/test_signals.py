@@ -261,3 +261,34 @@ class TestProcesses:
     def assert_all_are_gone(self, process: subprocess.Popen[str]) -> None:
         with pytest.raises(ProcessLookupError):  # the group of all ranks
             os.killpg(process.pid, 0)
+
+
+class TestSlurm:
+    """Its environment has Lightning save and requeue the job when the end of its time is near."""
+
+    @pytest.fixture(autouse=True)
+    def _job(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        job = {"NTASKS": 1, "JOB_ID": 7, "JOB_NAME": "federation", "PROCID": 0, "LOCALID": 0}
+        for name, value in (job | {"NODEID": 0, "NNODES": 1}).items():
+            monkeypatch.setenv(f"SLURM_{name}", str(value))
+        scontrol = Path("bin", "scontrol")
+        scontrol.parent.mkdir()
+        scontrol.write_text('#!/bin/sh\necho "$@" > requeued\n')
+        scontrol.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{scontrol.parent.resolve()}:{os.environ['PATH']}")
+
+    @pytest.mark.parametrize("memory", [[], ["--model.client_memory=disk"]], ids=["ram", "disk"])
+    def test_the_job_is_requeued_and_goes_on(self, memory, monkeypatch):
+        handler = signal.getsignal(signal.SIGUSR1)
+        with monkeypatch.context() as patch:
+            raising(patch, Federation, "on_train_epoch_end", signal.SIGUSR1, call=2)
+            raising(patch, Federation, "train_clients", signal.SIGTERM, call=4)
+            assert stopped("fit", *memory) == 143
+        assert signal.getsignal(signal.SIGUSR1) == handler
+        assert Path("requeued").read_text() == "requeue 7\n"
+        assert Path("run/hpc_ckpt_1.ckpt").is_file()
+        assert last()["global_step"] == 4
+        pflight("fit", *memory)  # as SLURM starts it again
+        pflight("fit", root="straight")
+        assert read_events("run").values == read_events("straight").values
+        assert not Path("run.1").exists()
