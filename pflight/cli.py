@@ -44,7 +44,7 @@ from .errors import ConfigurationError
 from .federation import Federation
 from .files import causes, full_disk
 from .runs import CONFIG, RunFolder
-from .signals import StopBetweenRounds, Stopped
+from .signals import SaveWhenStopped, StopBetweenRounds, Stopped
 
 __all__ = ["FederationCLI", "datamodules", "main", "models", "pictures"]
 
@@ -181,8 +181,12 @@ class FederationCLI(LightningCLI):
             defaults.append(ResultTable())
         if self.subcommand == "predict" and not _any_of(callbacks, PredictionWriter):
             defaults.append(PredictionWriter())
-        if given.enable_checkpointing is not False and not _any_of(callbacks, ModelCheckpoint):
-            defaults += self._checkpoints()
+        if given.enable_checkpointing is not False and not given.fast_dev_run:
+            if not _any_of(callbacks, ModelCheckpoint):
+                defaults += self._checkpoints()
+            elif self._stop is not None:
+                last = self.folder.checkpoints / "last.ckpt"
+                defaults.append(SaveWhenStopped(self._stop, last))
         if given.logger in (None, True) and not given.fast_dev_run:
             kwargs["logger"] = self._logger()
         callbacks += defaults

@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 from types import FrameType
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -63,6 +65,7 @@ class StopBetweenRounds(L.Callback):
     def __init__(self, advice: Callable[[], str] = str) -> None:
         self.advice = advice
         self.signum = 0
+        self.saved_apart = False  # by SaveWhenStopped, which alone decides then
         self._in_rounds = False
         self._agreed = False
         self._trainer: L.Trainer | None = None
@@ -74,7 +77,13 @@ class StopBetweenRounds(L.Callback):
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
 
     def __getstate__(self) -> dict[str, Any]:  # nothing that a process of its own could use
-        return {"advice": str, "signum": 0, "_in_rounds": False, "_agreed": False}
+        return {
+            "advice": str,
+            "checkpoint": None,
+            "signum": 0,
+            "_in_rounds": False,
+            "_agreed": False,
+        }
 
     def __enter__(self) -> StopBetweenRounds:
         """Begin to note signals; only the main thread can."""
@@ -87,7 +96,8 @@ class StopBetweenRounds(L.Callback):
             os.set_blocking(self._ear[1], False)
             self._wakeup = signal.set_wakeup_fd(self._ear[1], warn_on_full_buffer=False)
             _open.append(self)
-            self._parent = int(os.environ.get(_LAUNCHER, 0)) if "LOCAL_RANK" in os.environ else 0
+            if os.environ.get("LOCAL_RANK", "0") != "0":
+                self._parent = int(os.environ.get(_LAUNCHER, 0))
             os.environ[_LAUNCHER] = str(os.getpid())
             self._thread.start()
         return self
@@ -118,9 +128,10 @@ class StopBetweenRounds(L.Callback):
     def attend(self, trainer: L.Trainer) -> None:
         """Look after a Trainer's ranks, also while they are set up."""
         self._trainer = trainer
-        # Lightning's own would broadcast from wherever a rank is at the time.
-        connector = trainer._signal_connector
-        connector._sigterm_notifier_fn = lambda *_: None  # type: ignore[method-assign]
+        if signal.SIGTERM in self._before:
+            # Lightning's own would broadcast from wherever a rank is at the time.
+            connector = trainer._signal_connector
+            connector._sigterm_notifier_fn = lambda *_: None  # type: ignore[method-assign]
 
     # What Lightning calls
 
@@ -138,15 +149,16 @@ class StopBetweenRounds(L.Callback):
         Raises:
             Stopped: On all ranks together.
         """
-        if self._compare_notes():
+        if self._agreed or (not self.saved_apart and self.is_over()):
             raise Stopped
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let all ranks end alike if a signal came in the last round."""
-        self._compare_notes()
+        self.is_over()
         self._in_rounds = False
 
-    def _compare_notes(self) -> bool:
+    def is_over(self) -> bool:
+        """Return whether a signal has come to any rank; all of them have to ask."""
         signum = int(all_max(torch.tensor(self.signum)))
         if signum:  # one that comes meanwhile is not overwritten
             self.signum, self._agreed = signum, True
@@ -221,6 +233,25 @@ class StopBetweenRounds(L.Callback):
             why = f"error: {', '.join(lost) or 'another rank ended'}"
         _write(2, f"pflight: {why} {self.advice()}".rstrip())
         return 128 + self.signum if self.signum else 1
+
+
+class SaveWhenStopped(Checkpoint):
+    """Saves the round after which a run is stopped, where other callbacks do not save each.
+
+    Args:
+        stop: What stops the run.
+        path: The file.
+    """
+
+    def __init__(self, stop: StopBetweenRounds, path: Path) -> None:
+        self._stop = stop
+        self._path = path
+        stop.saved_apart = True
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save if this is the last round."""
+        if self._stop.is_over():
+            trainer.save_checkpoint(self._path)
 
 
 _open: list[StopBetweenRounds] = []

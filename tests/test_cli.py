@@ -314,7 +314,7 @@ class TestResume:
         assert exit_.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert (
-            "there is no whole checkpoint in run/checkpoints: best.ckpt is damaged, copy.ckpt is"
+            "there is no whole checkpoint in run/checkpoints: best.ckpt is damaged, last.ckpt is"
             in line
         )
 
