@@ -23,6 +23,7 @@ from lightning.pytorch.cli import (
     SaveConfigCallback,
 )
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -43,7 +44,7 @@ from .federation import Federation
 from .files import causes, full_disk
 from .parser import FederationParser, refusal
 from .runs import CONFIG, RunFolder
-from .signals import StopBetweenRounds, Stopped
+from .signals import SaveWhenStopped, StopBetweenRounds, Stopped
 
 __all__ = ["FederationCLI", "datamodules", "main", "models", "pictures"]
 
@@ -144,6 +145,8 @@ class FederationCLI(LightningCLI):
             options = part.get("init_args")
             if options is not None and options.get("seed") == 0:
                 options.seed = int(config.seed_everything)
+        if config.get("ckpt_path") is None and self.subcommand == "fit" and self._is_requeued():
+            config.ckpt_path = "last"
         if config.get("ckpt_path") is None:
             return
         path = self.folder.resolve(config.ckpt_path, may_start=self.subcommand == "fit")
@@ -170,6 +173,9 @@ class FederationCLI(LightningCLI):
                 raise ConfigurationError(reason) from error
             raise
 
+    def _is_requeued(self) -> bool:
+        return SLURMEnvironment.detect() and bool(self.folder.requeued())
+
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the Trainer, with the project's monitors where the configuration has none."""
         given = self._get(self.config_init, "trainer")
@@ -185,8 +191,12 @@ class FederationCLI(LightningCLI):
             defaults.append(ResultTable())
         if self.subcommand == "predict" and not _any_of(callbacks, PredictionWriter):
             defaults.append(PredictionWriter())
-        if given.enable_checkpointing is not False and not _any_of(callbacks, ModelCheckpoint):
-            defaults += self._checkpoints()
+        if given.enable_checkpointing is not False and not given.fast_dev_run:
+            if not _any_of(callbacks, ModelCheckpoint):
+                defaults += self._checkpoints()
+            elif self._stop is not None:
+                last = self.folder.checkpoints / "last.ckpt"
+                defaults.append(SaveWhenStopped(self._stop, last))
         if given.logger in (None, True) and not given.fast_dev_run:
             kwargs["logger"] = self._logger()
         callbacks += defaults

@@ -45,6 +45,10 @@ class RunFolder:
         """Return the event files in the folder whose names end in ``suffix``."""
         return sorted(self.path.glob(_EVENTS + suffix))
 
+    def requeued(self) -> list[Path]:
+        """Return the checkpoints that Lightning saved when it had SLURM requeue the job."""
+        return sorted(self.path.glob("hpc_ckpt_*.ckpt"))
+
     def has_run(self) -> bool:
         """Return whether a round has left a trace here, a checkpoint or a logged scalar.
 
@@ -119,20 +123,22 @@ class RunFolder:
 
     def _newest(self, last: Path) -> Path | None:
         """Return the newest whole checkpoint to go on from; of equally new ones it is ``last``."""
-        files = sorted(self.checkpoints.glob("*.ckpt"))
+        files = [*sorted(self.checkpoints.glob("*.ckpt")), *self.requeued()]
         damaged = [path for path in files if not is_whole(path)]
         steps = {path: steps_so_far(path) for path in files if path not in damaged}
         steps = {path: step for path, step in steps.items() if step is not None or path == last}
         why = [f"{path.name} is damaged" for path in damaged]
         if not steps:
             if why:
-                raise ConfigurationError(f"no checkpoint in {self.checkpoints}: {', '.join(why)}")
+                raise ConfigurationError(
+                    f"there is no whole checkpoint in {self.checkpoints}: {', '.join(why)}"
+                )
             return None
         newest = max(steps, key=lambda path: (steps[path] or 0, path == last))
         if newest != last and last not in damaged:
             why.append(f"{last.name} is older" if last in steps else f"there is no {last.name}")
         if why:
-            which = f"{newest.name}, the newest whole checkpoint in {self.checkpoints}"
+            which = f"{newest.name}, the newest whole checkpoint in {newest.parent}"
             rank_zero_warn(f"{', '.join(why)}: taking {which}")
         return newest
 
@@ -148,7 +154,8 @@ class RunFolder:
 
     def _own(self) -> list[Path]:
         names = (CHECKPOINTS, CONFIG, MEMORY, PREDICTIONS, "hparams.yaml")
-        return [p for name in names if (p := self.path / name).exists()] + self.events()
+        own = [p for name in names if (p := self.path / name).exists()]
+        return own + self.events() + self.requeued()
 
     def _clear(self) -> None:
         for path in [*self.events(), self.path / "hparams.yaml"]:

@@ -21,6 +21,7 @@ import yaml
 from pflight import Federation
 from pflight.__main__ import main as command
 from pflight.callbacks import FeSEM
+from pflight.checkpoint import AtomicCheckpointIO
 from pflight.cli import main
 from pflight.models import MLP, ProximalClient
 from pflight.runs import RunFolder
@@ -269,6 +270,53 @@ class TestResume:
         assert exit_.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("pflight: error: You restored a checkpoint with current_epoch=")
+
+    def test_a_run_that_ended_before_its_first_last_checkpoint_goes_on_from_its_best(
+        self, monkeypatch, capsys
+    ):
+        save = AtomicCheckpointIO.save_checkpoint
+
+        def ends(io: AtomicCheckpointIO, checkpoint: dict, path: Any, **options: Any) -> None:
+            if Path(path).name == "last.ckpt":
+                raise RuntimeError("killed")
+            save(io, checkpoint, path, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(AtomicCheckpointIO, "save_checkpoint", ends)
+            with pytest.raises(RuntimeError, match="killed"):
+                pflight("fit", rounds=3)
+        with pytest.warns(UserWarning, match=r"^there is no last.ckpt: taking best.ckpt, the new"):
+            pflight("fit", "--ckpt_path=last", rounds=3)
+        assert "continuing after round 1 from run/checkpoints/best.ckpt" in capsys.readouterr().out
+        pflight("fit", rounds=3, root="straight")
+        assert same(weights("run"), weights("straight"))
+        assert read_events("run").values == read_events("straight").values
+
+    def test_a_damaged_last_checkpoint_is_named_and_the_newest_whole_one_taken(self, capsys):
+        pflight("fit", "--trainer.check_val_every_n_epoch=2", rounds=3)
+        folder = Path("run", "checkpoints")
+        last, best = folder / "last.ckpt", folder / "best.ckpt"
+        trained = weights("run")
+        last.write_bytes(last.read_bytes()[:-1000])
+        options = ["--ckpt_path=last", "--trainer.check_val_every_n_epoch=2"]
+        for subcommand in ("test", "fit"):
+            with pytest.warns(UserWarning, match=r"^last.ckpt is damaged: taking best.ckpt, the"):
+                pflight(subcommand, *options, rounds=3)
+        assert same(weights("run"), trained)
+        best.write_bytes(b"PK")
+        with pytest.warns(UserWarning, match=r"^best.ckpt is damaged: taking last.ckpt, the"):
+            pflight("validate", *options)
+        capsys.readouterr()
+        for path in folder.iterdir():
+            path.write_bytes(path.read_bytes()[:100])
+        with pytest.raises(SystemExit) as exit_:
+            pflight("fit", *options)
+        assert exit_.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert (
+            "there is no whole checkpoint in run/checkpoints: best.ckpt is damaged, last.ckpt is"
+            in line
+        )
 
     def test_a_keyboard_interrupt_says_how_to_go_on(self, monkeypatch, capfd):
         step = Federation.training_step
