@@ -672,12 +672,12 @@ class Federation(L.LightningModule):
 
     def _tell_loggers(self) -> None:
         """Hand the hyper-parameters to the loggers, which write them beside their logs."""
-        given: dict[str, Any] = {"algorithm": self.algorithm, "client": type(self.client).__name__}
+        names = {"algorithm": self.algorithm, "client": type(self.client).__name__}
         for logger in self.loggers:
             if isinstance(logger, TensorBoardLogger):  # would log an empty hp_metric as well
-                logger.hparams.update(given | self.hparams | logger.hparams)
+                logger.hparams.update({**names, **self.hparams, **logger.hparams})
             else:
-                logger.log_hyperparams(given | self.hparams)
+                logger.log_hyperparams({**names, **self.hparams})
 
     def _name_idle_clients(self) -> None:
         """Say which clients never take part, as the network can't train on all that they have."""
