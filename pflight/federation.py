@@ -16,7 +16,7 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_only
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -324,7 +324,7 @@ class Federation(L.LightningModule):
         for place in {torch.device("cpu"), device}:  # where it is made, and where it is then
             check_fits(place, whose, parts, "take fewer clients, or a smaller network")
         words = ", ".join(f"{readable(size)} for {part}" for part, size in parts.items())
-        rank_zero_info(f"{whose} takes {words}")
+        rank_zero_only(_log.info)(f"{whose} takes {words}")
 
     @property
     def num_samples(self) -> Tensor:
