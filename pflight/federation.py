@@ -16,7 +16,7 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_only
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -336,7 +336,7 @@ class Federation(L.LightningModule):
         for place in {torch.device("cpu"), device}:  # where it is made, and where it is then
             check_fits(place, whose, parts, "take fewer clients, or a smaller network")
         words = ", ".join(f"{readable(size)} for {part}" for part, size in parts.items())
-        rank_zero_info(f"{whose} takes {words}")
+        rank_zero_only(_log.info)(f"{whose} takes {words}")
 
     @property
     def num_samples(self) -> Tensor:
@@ -752,12 +752,12 @@ class Federation(L.LightningModule):
 
     def _tell_loggers(self) -> None:
         """Hand the hyper-parameters to the loggers, which write them beside their logs."""
-        given: dict[str, Any] = {"algorithm": self.algorithm, "client": type(self.client).__name__}
+        names = {"algorithm": self.algorithm, "client": type(self.client).__name__}
         for logger in self.loggers:
             if isinstance(logger, TensorBoardLogger):  # would log an empty hp_metric as well
-                logger.hparams.update(given | self.hparams | logger.hparams)
+                logger.hparams.update({**names, **self.hparams, **logger.hparams})
             else:
-                logger.log_hyperparams(given | self.hparams)
+                logger.log_hyperparams({**names, **self.hparams})
 
     def _name_idle_clients(self) -> None:
         """Say which clients never take part, as the network can't train on all that they have."""
