@@ -16,6 +16,7 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -42,6 +43,7 @@ from .history import Round, add_logs, dump_history, load_history, traffic
 from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
 from .models import ClientModule
+from .monitors import check_monitor, check_monitors
 from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .server import ServerModels
 from .state import StateLayout, state_bytes, state_tensors
@@ -459,6 +461,8 @@ class Federation(L.LightningModule):
             warnings.filterwarnings("ignore", hint)
         self._data = data
         self.num_clients = data.num_clients
+        if stage == "fit":
+            check_monitors(self)
         self._choose_engine(self.engine, self.clients_at_once)
         self._set_up(callback)
         strategy = self.trainer.strategy
@@ -475,6 +479,8 @@ class Federation(L.LightningModule):
         build = self.server_optimizer or self.attached_callback.configure_optimizer
         optimizer = build(list(self.parameters()))
         scheduler = (self.server_scheduler or self.attached_callback.configure_scheduler)(optimizer)
+        if isinstance(scheduler, ReduceLROnPlateau):
+            check_monitor(self, "the server's ReduceLROnPlateau", _monitor(scheduler))
         return optimizer if scheduler is None else ([optimizer], [scheduler])
 
     def training_step(self, cohort: Tensor, batch_idx: int) -> None:
@@ -496,9 +502,20 @@ class Federation(L.LightningModule):
         """Step the server's scheduler if it waits for a metric, which only now is known."""
         scheduler = self.lr_schedulers()
         if isinstance(scheduler, ReduceLROnPlateau):
-            monitor = getattr(scheduler, "monitor", "val/macro_acc")
+            monitor = _monitor(scheduler)
             if monitor in self.history[-1].metrics:
                 scheduler.step(self.history[-1].metrics[monitor])
+
+    def on_train_end(self) -> None:
+        """Warn if the server's scheduler has never seen its metric."""
+        scheduler = self.lr_schedulers()
+        if isinstance(scheduler, ReduceLROnPlateau) and self.history:
+            monitor = _monitor(scheduler)
+            if not any(monitor in entry.metrics for entry in self.history):
+                rank_zero_warn(
+                    f"no round had {monitor!r}, which the server's ReduceLROnPlateau watches: the "
+                    "step size was never reduced"
+                )
 
     def on_fit_end(self) -> None:
         """Give every rank the whole client memory, so that any of them can be asked."""
@@ -738,6 +755,10 @@ class Federation(L.LightningModule):
     def _as_tensors(self, values: Mapping[str, float]) -> dict[str, Tensor]:
         tensors = torch.tensor(list(values.values()), device=self.device).unbind()
         return dict(zip(values, tensors, strict=True))
+
+
+def _monitor(scheduler: ReduceLROnPlateau) -> str:
+    return getattr(scheduler, "monitor", "val/macro_acc")
 
 
 def _server_callbacks(trainer: L.Trainer) -> list[ServerCallback]:
