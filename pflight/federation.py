@@ -16,7 +16,7 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -55,6 +55,7 @@ from .host import check_fits, readable
 from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
 from .models import ClientModule
+from .monitors import check_monitor, check_monitors
 from .options import check_optimizer, check_range, check_types, described
 from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .same_data import difference, record_of
@@ -548,6 +549,8 @@ class Federation(L.LightningModule):
             warnings.filterwarnings("ignore", hint)
         self._data, self._data_record = data, None
         self.num_clients = data.num_clients
+        if stage == "fit":
+            check_monitors(self)
         self._choose_engine(self.engine, self.clients_at_once)
         self._name_idle_clients()
         self._set_up(callback)
@@ -574,6 +577,8 @@ class Federation(L.LightningModule):
         except (TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ConfigurationError(f"the server's optimizer can't be built: {reason}") from error
+        if isinstance(scheduler, ReduceLROnPlateau):
+            check_monitor(self, "the server's ReduceLROnPlateau", _monitor(scheduler))
         return optimizer if scheduler is None else ([optimizer], [scheduler])
 
     def training_step(self, cohort: Tensor, batch_idx: int) -> None:
@@ -600,9 +605,20 @@ class Federation(L.LightningModule):
         """Step the server's scheduler if it waits for a metric, which only now is known."""
         scheduler = self.lr_schedulers()
         if isinstance(scheduler, ReduceLROnPlateau):
-            monitor = getattr(scheduler, "monitor", "val/macro_acc")
+            monitor = _monitor(scheduler)
             if monitor in self.history[-1].metrics:
                 scheduler.step(self.history[-1].metrics[monitor])
+
+    def on_train_end(self) -> None:
+        """Warn if the server's scheduler has never seen its metric."""
+        scheduler = self.lr_schedulers()
+        if isinstance(scheduler, ReduceLROnPlateau) and self.history:
+            monitor = _monitor(scheduler)
+            if not any(monitor in entry.metrics for entry in self.history):
+                rank_zero_warn(
+                    f"no round had {monitor!r}, which the server's ReduceLROnPlateau watches: the "
+                    "step size was never reduced"
+                )
 
     def on_fit_end(self) -> None:
         """Give every rank the whole client memory, so that any of them can be asked."""
@@ -923,6 +939,10 @@ class Federation(L.LightningModule):
     def _as_tensors(self, values: Mapping[str, float]) -> dict[str, Tensor]:
         tensors = torch.tensor(list(values.values()), device=self.device).unbind()
         return dict(zip(values, tensors, strict=True))
+
+
+def _monitor(scheduler: ReduceLROnPlateau) -> str:
+    return getattr(scheduler, "monitor", "val/macro_acc")
 
 
 def _server_callbacks(trainer: L.Trainer) -> list[ServerCallback]:
