@@ -20,6 +20,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import (
     ArgsType,
+    LightningArgumentParser,
     LightningCLI,
     SaveConfigCallback,
 )
