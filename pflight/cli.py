@@ -77,7 +77,8 @@ class FederationCLI(LightningCLI):
     :class:`~pflight.models.ClientModule`. The run folder is ``trainer.default_root_dir``: it gets
     ``config.yaml``, TensorBoard's events and ``checkpoints/`` with ``last.ckpt`` of every round and
     ``best.ckpt`` by ``val/macro_acc``, unless the configuration brings a logger or a
-    ``ModelCheckpoint`` of its own. ``--ckpt_path last`` and ``best`` are those of this folder.
+    ``ModelCheckpoint`` of its own. ``--ckpt_path last`` and ``best`` are those of this folder; all
+    but ``fit`` take ``best`` where none is named. One ``fit`` at a time writes there.
 
     Args:
         args: Arguments in place of those of the process.
@@ -124,7 +125,10 @@ class FederationCLI(LightningCLI):
         """Parse, with the shipped configs behind the files at hand."""
         given = args if isinstance(args, list) else sys.argv[1:]
         commands = {name: self._parser(name) for name in self.subcommands()}
-        self.config = parser.parse_run(_with_shipped_configs(given), commands)
+        try:
+            self.config = parser.parse_run(_with_shipped_configs(given), commands)
+        except UnicodeDecodeError as error:  # in the file of an option, such as --trainer
+            raise ConfigurationError(f"a file among the options is not text: {error}") from error
         self._check_options(self.config[self.config.subcommand])
 
     def _check_options(self, config: Namespace) -> None:

@@ -822,6 +822,7 @@ class TestBadInput:
                 ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/macro_ac"],
                 "EarlyStopping watches 'val/macro_ac', which no round will have: did you mean val/",
             ),
+            (["--trainer=latin1.yaml"], "a file among the options is not text: 'utf-8' codec"),
             (["--trainer.default_root_dir=corrupt.ckpt"], "the run folder corrupt.ckpt is a file"),
             (["--trainer.default_root_dir=corrupt.ckpt/run"], "can't be written: Not a directory"),
             (["--trainer.default_root_dir=/sys/run"], "the run folder /sys/run can't be written"),
@@ -832,6 +833,7 @@ class TestBadInput:
     )
     def test_is_one_line(self, args, message, capsys):
         Path("corrupt.ckpt").write_text("no checkpoint")
+        Path("latin1.yaml").write_bytes(b"logger: \xe9\n")
         with pytest.raises(SystemExit) as exit_:
             pflight("fit", *args)
         error = capsys.readouterr().err
@@ -839,7 +841,7 @@ class TestBadInput:
         assert error.startswith("pflight: error: ")
         assert error.count("\n") == 1
         assert message in error
-        assert [path.name for path in Path().iterdir()] == ["corrupt.ckpt"]
+        assert {path.name for path in Path().iterdir()} == {"corrupt.ckpt", "latin1.yaml"}
         assert Path("corrupt.ckpt").read_text() == "no checkpoint"
 
     def test_a_folder_that_is_read_only(self, read_only, capsys):
