@@ -27,6 +27,7 @@ from pflight.callbacks import FeSEM
 from pflight.checkpoint import AtomicCheckpointIO
 from pflight.cli import main
 from pflight.errors import ConfigurationError
+from pflight.history import load_history
 from pflight.models import MLP, ProximalClient
 from pflight.runs import RunFolder
 from tests.event_files import read_events
@@ -195,8 +196,8 @@ class TestRunFolder:
         pflight("fit", "--trainer.check_val_every_n_epoch=3", rounds=4)
         last = torch.load("run/checkpoints/last.ckpt", weights_only=True)
         best = torch.load("run/checkpoints/best.ckpt", weights_only=True)
-        assert len(last["pflight"]["history"]["index"]) == 4
-        assert len(best["pflight"]["history"]["index"]) == 3
+        assert len(load_history(last["pflight"]["history"])) == 4
+        assert len(load_history(best["pflight"]["history"])) == 3
 
     def test_a_fresh_fit_moves_the_earlier_run_aside(self, capsys):
         pflight("fit", rounds=1)
@@ -556,7 +557,7 @@ class TestResume:
         time.sleep(0.3)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        done = len(torch.load(last, weights_only=True)["pflight"]["history"]["index"])
+        done = len(load_history(torch.load(last, weights_only=True)["pflight"]["history"]))
         rounds = ["--trainer.max_epochs", str(done + 3), "--ckpt_path", "last"]
         main([*command[3:], *rounds])
         events = read_events("run")
