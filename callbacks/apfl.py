@@ -57,7 +57,8 @@ class APFL(PersonalFedAvg):
         super().__init__(weighting, buffers)
         self.alpha = alpha
         self.alpha_lr = alpha_lr
-        self._half = Personal(Mixed(_ALPHA if alpha is None else alpha, alpha_lr))
+        alpha = _ALPHA if alpha is None else alpha
+        self._half = Personal(self.make_half(Mixed, alpha=alpha, alpha_lr=alpha_lr))
 
     @property
     def half(self) -> Half:

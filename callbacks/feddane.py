@@ -61,7 +61,7 @@ class FedDANE(FedAvg):
         super().__init__(weighting)
         self.same_set = same_set
         self.mu = mu
-        self._half = Dane(_MU if mu is None else mu)
+        self._half = self.make_half(Dane, mu=_MU if mu is None else mu)
 
     @property
     def half(self) -> Half:

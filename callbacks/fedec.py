@@ -49,7 +49,7 @@ class FedEC(Reptile):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, lr, decay, buffers)
-        self._half = Elastic(alpha, constraint)
+        self._half = self.make_half(Elastic, alpha=alpha, constraint=constraint)
 
     @property
     def half(self) -> Half:

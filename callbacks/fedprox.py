@@ -44,7 +44,7 @@ class FedProx(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        self._half = Proximal(mu, scaling)
+        self._half = self.make_half(Proximal, mu=mu, scaling=scaling)
 
     @property
     def half(self) -> Half:

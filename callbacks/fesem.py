@@ -135,7 +135,7 @@ class FeSEM(MultiCenter):
         self.initialized = centers is not None
         self.selection: ClusterSelection | None = None
         self.mu = mu
-        self._half = Half() if mu is None else Proximal(mu, scaling)
+        self._half = Half() if mu is None else self.make_half(Proximal, mu=mu, scaling=scaling)
 
     @property
     def half(self) -> Half:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def own_gradients(federation: Federation, clients: Tensor, sent: TensorDict) -> TensorDict:
     """Return the gradient of each client's loss over all its samples, at what it is sent.
 
-    Nothing travels, and no buffer changes. A client whose pass fails gets NaN, with which its
-    training fails as well.
+    Nothing travels, and no buffer changes. A client whose pass fails is left out and gets NaN,
+    with which its training fails as well.
 
     Args:
         federation: Whose clients they are.
@@ -37,6 +37,7 @@ def own_gradients(federation: Federation, clients: Tensor, sent: TensorDict) -> 
         clients, federation.complete(clients, sent), round_index=federation.current_epoch
     )
     gradients = updates.states.select(*federation.layout.parameters)
+    federation.note_failures(updates.failures, "to take its gradient")
     if not updates.failures:
         return gradients
     nans = {name: torch.full_like(sent[name], torch.nan) for name in federation.layout.parameters}

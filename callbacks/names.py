@@ -49,7 +49,8 @@ def _fedavg(federation: Federation, callback: Any) -> str:
     if federation.server_optimizer is not None:
         optimizer = federation.server_optimizer(list(federation.server.parameters()))
         names += [_STEPPED[type(optimizer)]] if type(optimizer) in _STEPPED else []
-        names += ["FedAvgM"] if optimizer.defaults.get("momentum") else []
+        sgd = type(optimizer) is torch.optim.SGD
+        names += ["FedAvgM"] if sgd and optimizer.defaults["momentum"] else []
     return " + ".join(names) or "FedAvg"
 
 

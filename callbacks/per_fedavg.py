@@ -61,7 +61,8 @@ class PerFedAvg(FedAvg):
         super().__init__(weighting, buffers)
         self.alpha = alpha
         self.hessian = hessian
-        self._half = Adapted(_ALPHA if alpha is None else alpha, bool(hessian))
+        alpha = _ALPHA if alpha is None else alpha
+        self._half = self.make_half(Adapted, alpha=alpha, hessian=bool(hessian))
         check_range(self, "[0, inf)", steps=steps)
         self.steps = steps
 

@@ -83,7 +83,7 @@ class PFedMe(FedAvg):
             "mu": mu,
         }
         self.options = {name: value for name, value in options.items() if value is not None}
-        self._half = MoreauEnvelope(**self.options)  # type: ignore[arg-type]
+        self._half = self.make_half(MoreauEnvelope, **self.options)
 
     @property
     def half(self) -> Half:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import lightning as L
@@ -13,10 +14,12 @@ from rich.table import Table
 
 from pflight.distributed import gather_to_first
 from pflight.engines import Evaluation
+from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.files import replacing
 from pflight.host import readable
 from pflight.options import checked
+from pflight.runs import PREDICTIONS
 
 from .quality import columns, judged_by
 
@@ -90,12 +93,31 @@ class PredictionWriter(L.Callback):
     samples), label, prediction, and the predicted class's probability.
 
     Args:
-        path: The file; by default ``predictions.csv`` in ``trainer.default_root_dir``.
+        path: The file; by default ``predictions.csv`` in ``trainer.default_root_dir``. An earlier
+            one stays until the new one is complete.
+
+    Raises:
+        ConfigurationError: If no file can be written there, before anything is predicted.
     """
 
     def __init__(self, path: str | None = None) -> None:
         self.path = path
         self._outputs: list[Evaluation] = []
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Make sure that a file can be written in the end."""
+        if stage != "predict" or not trainer.is_global_zero:
+            return
+        path = self._file(trainer)
+        if path.is_dir():
+            raise ConfigurationError(f"the predictions can't be written to {path}: it is a folder")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            raise ConfigurationError(
+                f"the predictions can't be written to {path}: {error.strerror}"
+            ) from error
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start with nothing."""
@@ -121,11 +143,13 @@ class PredictionWriter(L.Callback):
         ranks = gather_to_first(self._outputs)
         self._outputs = []
         if trainer.is_global_zero:
-            path = Path(self.path or Path(trainer.default_root_dir, "predictions.csv"))
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path = self._file(trainer)
             with replacing(path) as partial:
                 rows = _write(partial, [chunk for chunks in ranks for chunk in chunks])
             Console().print(f"{rows:,} predictions in {path}", highlight=False, soft_wrap=True)
+
+    def _file(self, trainer: L.Trainer) -> Path:
+        return Path(self.path or Path(trainer.default_root_dir, PREDICTIONS))
 
 
 def _write(path: Path, chunks: list[Evaluation]) -> int:

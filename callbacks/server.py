@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import lightning as L
 import torch
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pflight.engines import ClientUpdates
+from pflight.errors import ConfigurationError
 from pflight.half import OWN, Half
 from pflight.options import arguments, checked
 from pflight.state import state_bytes
@@ -20,6 +21,9 @@ from pflight.state import state_bytes
 if TYPE_CHECKING:
     from pflight.datamodules import FederatedDataModule
     from pflight.federation import Federation
+
+
+HalfT = TypeVar("HalfT", bound=Half)
 
 
 @checked
@@ -63,6 +67,14 @@ class ServerCallback(L.Callback):
         self.buffers = buffers
         self.private: tuple[str, ...] = ()
 
+    def make_half(self, kind: type[HalfT], **options: Any) -> HalfT:
+        """Return a client half; an option of it that is out of range is named as this class's."""
+        try:
+            return kind(**options)
+        except ConfigurationError as error:
+            reason = str(error).removeprefix(f"{kind.__name__}: ")
+            raise ConfigurationError(f"{type(self).__name__}: {reason}") from error
+
     @property
     def half(self) -> Half:
         """The client half of the algorithm: what it adds to the training of a client's module."""
@@ -98,9 +110,13 @@ class ServerCallback(L.Callback):
     @property
     def bytes_kept(self) -> int:
         """Bytes that each client keeps from the first round on in which it takes part."""
-        template, client = self.federation.layout.template, self.federation.client
-        kept = list(client.remember().values()) if client.keeps_memory else []
-        return sum(tensor.nbytes for tensor in [*kept, *(template[n] for n in self.private)])
+        layout, half = self.federation.layout, self.federation.half
+        kept: list[Tensor] = []
+        if isinstance(half, Half) and half.keeps_memory:
+            kept = [layout.template[name] for name in half.remembered(layout)]
+        elif half.keeps_memory:
+            kept = list(half.remember().values())
+        return sum(tensor.nbytes for tensor in [*kept, *(layout.template[n] for n in self.private)])
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return the server optimizer: SGD with step 1, which sets a model to the aggregate."""

@@ -166,9 +166,9 @@ class FedRep(SharedPart):
         super().__init__(private=Layers(), weighting=weighting, buffers=buffers)
         self.head = head
         self.head_epochs = head_epochs
-        self._half = HeadFirst(
-            LAST_LAYER if head is None else head, 1 if head_epochs is None else head_epochs
-        )
+        head = LAST_LAYER if head is None else head
+        epochs = 1 if head_epochs is None else head_epochs
+        self._half = self.make_half(HeadFirst, head=head, head_epochs=epochs)
 
     @property
     def half(self) -> Half:

@@ -73,13 +73,16 @@ class DatasetClients(FederatedDataModule):
         super().__init__(num_classes=num_classes, batch_size=batch_size, **kwargs)
         self.num_clients = len(train)
         if not self.num_clients:
-            raise ConfigurationError("train is empty: a federation needs at least one client")
+            raise ConfigurationError(
+                f"{type(self).__name__}: train is empty: a federation needs at least one client"
+            )
         self.datasets: dict[Split, list[Dataset[Any]]] = {}
         for split, given in zip(SPLITS, (train, val, test), strict=True):
             datasets = [_Nothing()] * self.num_clients if given is None else list(given)
             if len(datasets) != self.num_clients:
                 raise ConfigurationError(
-                    f"{split} has {len(datasets)} clients, but train has {self.num_clients}"
+                    f"{type(self).__name__}: {split} has {len(datasets)} clients, but train has "
+                    f"{self.num_clients}"
                 )
             for client, dataset in enumerate(datasets):
                 if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
@@ -50,9 +51,9 @@ class FederatedDataModule(L.LightningDataModule):
         num_classes: Number of classes, labels are ``0 .. num_classes - 1``; ``None`` where a data
             set finds it out and defines it.
         cohort_size: Clients that train in a round; with neither this nor ``participation``, all.
-        participation: Share of the training clients that train in a round, in (0, 1].
+        participation: Share of the training clients that train in a round, a millionth to 1.
         cohort_sampling: ``uniform``, or ``samples``: in proportion to the clients' sample counts.
-        availability: Probability that a client can be sampled in a round.
+        availability: Probability that a client can be sampled in a round, a millionth to 1.
         dropout: Probability that a sampled client never answers.
         batch_size: Samples of a local training batch; ``null`` means all of the client's.
         eval_batch_size: Samples of a batch in evaluation; ``null`` means all of the client's.
@@ -118,7 +119,8 @@ class FederatedDataModule(L.LightningDataModule):
             split: ``"train"``, ``"val"`` or ``"test"``.
 
         Returns:
-            Features ``[n, ...]`` and labels ``[n]`` (int64); ``n`` may be 0.
+            Features ``[n, ...]`` and labels ``[n]`` (int64); ``n`` may be 0. Shape and type of a
+            sample are those of other clients' samples: a client with others fails.
         """
         raise NotImplementedError(f"{type(self).__name__} must define samples(client, split)")
 
@@ -195,9 +197,17 @@ class FederatedDataModule(L.LightningDataModule):
         for split in SPLITS:
             sizes = []
             for client, checksum in enumerate(checksums):
-                labels = self.labels(client, split)
-                sizes.append(labels.shape[0])
-                checksums[client] = checksum_of(labels, checksum)
+                try:
+                    labels = self.labels(client, split)
+                    sizes.append(labels.shape[0])
+                    checksums[client] = checksum_of(labels, checksum)
+                except (KeyboardInterrupt, NotImplementedError, MisconfigurationException):
+                    raise
+                except BaseException as error:  # a client's samples are anybody's code
+                    reason = " ".join(f"{type(error).__name__}: {error}".split())
+                    raise ConfigurationError(
+                        f"the {split} samples of client {client} can't be counted: {reason}"
+                    ) from error
             counts[split] = torch.tensor(sizes)
         return counts, torch.tensor(checksums)
 

@@ -29,7 +29,8 @@ def main() -> None:
 
 def _end(signum: int, frame: FrameType | None) -> None:
     """End at once: nothing has begun, or all is done."""
-    os.write(2, f"pflight: stopped by {signal.Signals(signum).name}\n".encode())
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        os.write(2, f"pflight: stopped by {signal.Signals(signum).name}\n".encode())
     os._exit(128 + signum)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,10 +20,12 @@ from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import (
     ArgsType,
+    LightningArgumentParser,
     LightningCLI,
     SaveConfigCallback,
 )
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -38,12 +41,13 @@ from .callbacks import (
 from .callbacks.tensorboard import Primitive
 from .checkpoint import read_checkpoint
 from .checks import check_strategy
+from .config_files import check_config_file
 from .errors import ConfigurationError
 from .federation import Federation
 from .files import causes, full_disk
 from .parser import FederationParser, refusal
-from .runs import CONFIG, RunFolder
-from .signals import StopBetweenRounds, Stopped
+from .runs import RunFolder
+from .signals import SaveWhenStopped, StopBetweenRounds
 
 __all__ = ["FederationCLI", "datamodules", "main", "models", "pictures"]
 
@@ -73,7 +77,8 @@ class FederationCLI(LightningCLI):
     :class:`~pflight.models.ClientModule`. The run folder is ``trainer.default_root_dir``: it gets
     ``config.yaml``, TensorBoard's events and ``checkpoints/`` with ``last.ckpt`` of every round and
     ``best.ckpt`` by ``val/macro_acc``, unless the configuration brings a logger or a
-    ``ModelCheckpoint`` of its own. ``--ckpt_path last`` and ``best`` are those of this folder.
+    ``ModelCheckpoint`` of its own. ``--ckpt_path last`` and ``best`` are those of this folder; all
+    but ``fit`` take ``best`` where none is named. One ``fit`` at a time writes there.
 
     Args:
         args: Arguments in place of those of the process.
@@ -85,29 +90,32 @@ class FederationCLI(LightningCLI):
     ) -> None:
         self._stop = stop
         self._resumed_step: int | None = None
+        self._in_place = False  # whether a run goes on in its own folder
+        self._until_done = ExitStack()
         settings = {"exit_on_error": False, "allow_abbrev": False}
         commands = {name: {**settings, "epilog": _EPILOG} for name in self.subcommands()}
-        super().__init__(
-            L.LightningModule,
-            L.LightningDataModule,
-            save_config_callback=SaveRunConfig,
-            save_config_kwargs={"overwrite": True},
-            trainer_defaults=_TRAINER_DEFAULTS,
-            seed_everything_default=0,
-            parser_kwargs={
-                **settings,
-                "prog": "pflight",
-                "description": "Personalized federated learning with PyTorch Lightning",
-                "version": __version__,
-                **commands,
-            },
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
-            parser_class=FederationParser,
-            args=args,
-        )
+        with self._until_done:
+            super().__init__(
+                L.LightningModule,
+                L.LightningDataModule,
+                save_config_callback=SaveRunConfig,
+                save_config_kwargs={"make_room": self._make_room},
+                trainer_defaults=_TRAINER_DEFAULTS,
+                seed_everything_default=0,
+                parser_kwargs={
+                    **settings,
+                    "prog": "pflight",
+                    "description": "Personalized federated learning with PyTorch Lightning",
+                    "version": __version__,
+                    **commands,
+                },
+                subclass_mode_model=True,
+                subclass_mode_data=True,
+                auto_configure_optimizers=False,
+                load_from_checkpoint_support=False,
+                parser_class=FederationParser,
+                args=args,
+            )
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Let the model be a federation unless another class is named."""
@@ -117,7 +125,10 @@ class FederationCLI(LightningCLI):
         """Parse, with the shipped configs behind the files at hand."""
         given = args if isinstance(args, list) else sys.argv[1:]
         commands = {name: self._parser(name) for name in self.subcommands()}
-        self.config = parser.parse_run(_with_shipped_configs(given), commands)
+        try:
+            self.config = parser.parse_run(_with_shipped_configs(given), commands)
+        except UnicodeDecodeError as error:  # in the file of an option, such as --trainer
+            raise ConfigurationError(f"a file among the options is not text: {error}") from error
         self._check_options(self.config[self.config.subcommand])
 
     def _check_options(self, config: Namespace) -> None:
@@ -132,7 +143,7 @@ class FederationCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Take nothing from the checkpoint: what was configured holds."""
 
-    @property
+    @cached_property
     def folder(self) -> RunFolder:
         """The run folder."""
         return RunFolder(self._get(self.config, "trainer").default_root_dir)
@@ -144,8 +155,15 @@ class FederationCLI(LightningCLI):
             options = part.get("init_args")
             if options is not None and options.get("seed") == 0:
                 options.seed = int(config.seed_everything)
+        if self.subcommand == "fit" and not config.trainer.fast_dev_run:
+            self._claim("fit")
+            self.folder.check_config()
+        if config.get("ckpt_path") is None and self.subcommand == "fit" and self._is_requeued():
+            config.ckpt_path = "last"
         if config.get("ckpt_path") is None:
-            return
+            if self.subcommand == "fit":
+                return
+            config.ckpt_path = self._best()
         path = self.folder.resolve(config.ckpt_path, may_start=self.subcommand == "fit")
         config.ckpt_path = None if path is None else str(path)
         if path is None:
@@ -154,6 +172,7 @@ class FederationCLI(LightningCLI):
         record = read_checkpoint(path)
         self._resumed_step = int(record["global_step"])  # for a federation, the rounds so far
         if self.subcommand == "fit":
+            self._in_place = path.resolve().is_relative_to(self.folder.path.resolve())
             unit = "round" if "pflight" in record else "step"
             _say(f"continuing with {unit} {self._resumed_step} from {path}")
 
@@ -170,6 +189,9 @@ class FederationCLI(LightningCLI):
                 raise ConfigurationError(reason) from error
             raise
 
+    def _is_requeued(self) -> bool:
+        return SLURMEnvironment.detect() and bool(self.folder.requeued())
+
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the Trainer, with the project's monitors where the configuration has none."""
         given = self._get(self.config_init, "trainer")
@@ -185,8 +207,12 @@ class FederationCLI(LightningCLI):
             defaults.append(ResultTable())
         if self.subcommand == "predict" and not _any_of(callbacks, PredictionWriter):
             defaults.append(PredictionWriter())
-        if given.enable_checkpointing is not False and not _any_of(callbacks, ModelCheckpoint):
-            defaults += self._checkpoints()
+        if given.enable_checkpointing is not False and not given.fast_dev_run:
+            if not _any_of(callbacks, ModelCheckpoint):
+                defaults += self._checkpoints()
+            elif self._stop is not None:
+                last = self.folder.checkpoints / "last.ckpt"
+                defaults.append(SaveWhenStopped(self._stop, last))
         if given.logger in (None, True) and not given.fast_dev_run:
             kwargs["logger"] = self._logger()
         callbacks += defaults
@@ -202,23 +228,19 @@ class FederationCLI(LightningCLI):
 
     def fit(self, **kwargs: Any) -> None:
         """Train in the run folder; an earlier run there moves aside unless it is continued."""
-        checkpoint = kwargs.get("ckpt_path")
-        folder = self.folder
-        in_place = checkpoint and Path(checkpoint).resolve().is_relative_to(folder.path.resolve())
-        if not in_place and not self._get(self.config, "trainer").fast_dev_run:
-            _set_aside(folder)
         if self._stop is not None:
-            self._stop.advice = partial(self._advice, bool(in_place))
+            self._stop.advice = self._advice
         try:
             self.trainer.fit(**kwargs)
-        except (ConfigurationError, Stopped):
-            folder.put_back()
+        except RuntimeError as error:
+            if str(error).startswith("Early stopping conditioned on"):
+                raise ConfigurationError(str(error)) from error
             raise
 
-    def _advice(self, in_place: bool) -> str:
+    def _advice(self) -> str:
         """Say how far a fit has come that ends early, and how to go on."""
         done = self.trainer.current_epoch
-        if not (done or in_place):
+        if not (done or self._in_place):
             return "before the end of the first round: the same command starts again"
         unit = "round" if isinstance(self.model, Federation) else "epoch"
         where = f"after {done} {unit}{'s' if done != 1 else ''}"
@@ -230,9 +252,12 @@ class FederationCLI(LightningCLI):
 
     def test(self, **kwargs: Any) -> None:
         """Test; the results of an earlier test of this run are replaced."""
-        if isinstance(self.trainer.logger, TensorBoardLogger):
-            _remove(self.folder.events(_TEST))
+        earlier, logger = [], self.trainer.logger
+        if isinstance(logger, TensorBoardLogger) and Path(logger.log_dir) == self.folder.path:
+            self._claim("test")
+            earlier = self.folder.events(_TEST)
         self.trainer.test(**self._without_table(kwargs))
+        _remove(earlier)
 
     def validate(self, **kwargs: Any) -> None:
         """Judge the clients on their validation samples."""
@@ -243,6 +268,37 @@ class FederationCLI(LightningCLI):
         if not isinstance(self.model, Federation):
             raise ConfigurationError("predict writes the predictions of a federation's clients")
         self.trainer.predict(**{**kwargs, "return_predictions": False})
+
+    def _best(self) -> str:
+        """Return the best checkpoint of the run, by which it is judged unless another is named."""
+        folder = self.folder
+        try:
+            path = folder.resolve("best")
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{error}; name another with --ckpt_path") from error
+        _say(f"no --ckpt_path: {self.subcommand} takes {path}, the best of the run")
+        return str(path)
+
+    @rank_zero_only
+    def _claim(self, work: str) -> None:
+        """Keep other processes out of the run folder until this one is done."""
+        self._until_done.enter_context(self.folder.claimed(work))
+        self._until_done.push(self._undo)
+
+    @rank_zero_only
+    def _make_room(self) -> None:
+        if not self._in_place and (moved := self.folder.set_aside()):
+            _say(f"moved the earlier run in {self.folder.path} to {moved}")
+
+    def _undo(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Leave the run folder as it was if an error came before there was anything of a run.
+
+        Ctrl-C, of which Lightning makes a ``SystemExit``, leaves the new run in its place.
+        """
+        if kind is not None:
+            self.folder.drop_empty_events()
+        if kind not in (None, SystemExit) and self.folder.put_back():
+            _say(f"put the earlier run back to {self.folder.path}")
 
     def _without_table(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         own = isinstance(self.model, Federation)
@@ -275,7 +331,12 @@ class FederationCLI(LightningCLI):
 
 
 class RunCheckpoint(ModelCheckpoint):
-    """A ModelCheckpoint that knows its best so far also where the run folder has been moved."""
+    """A ModelCheckpoint that knows its best so far also where the run folder has been moved.
+
+    It does not mind if there is nothing to choose the best by.
+    """
+
+    strict = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state, with the files where they are now."""
@@ -292,15 +353,29 @@ class RunCheckpoint(ModelCheckpoint):
 
 
 class SaveRunConfig(SaveConfigCallback):
-    """Saves the configuration of a ``fit`` to the run folder, without ``ckpt_path``."""
+    """Saves the configuration of a ``fit`` to the run folder, without ``ckpt_path``.
+
+    That is when all has been checked, right before training.
+
+    Args:
+        make_room: Called before: moves what is in the way.
+    """
+
+    def __init__(
+        self, parser: LightningArgumentParser, config: Namespace, make_room: Callable[[], None]
+    ) -> None:
+        super().__init__(parser, config)
+        self.make_room = make_room
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Write ``config.yaml`` when a fit begins."""
-        if stage != "fit" or not trainer.is_global_zero:
-            return
-        folder = Path(trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG).write_text(_dumped(self.parser, self.config))
+        """Write nothing yet."""
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write ``config.yaml``; the other ranks wait for it."""
+        if trainer.is_global_zero:
+            self.make_room()
+            RunFolder(trainer.default_root_dir).save_config(_dumped(self.parser, self.config))
+        trainer.strategy.barrier()
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -359,15 +434,9 @@ def _say(line: str) -> None:
 
 
 @rank_zero_only
-def _set_aside(folder: RunFolder) -> None:
-    if moved := folder.set_aside():
-        _say(f"moved the earlier run in {folder.path} to {moved}")
-
-
-@rank_zero_only
 def _remove(paths: Iterable[Path]) -> None:
     for path in paths:
-        path.unlink()
+        path.unlink(missing_ok=True)  # a new run may have moved it aside
 
 
 def _with_shipped_configs(args: Sequence[str]) -> list[str]:
@@ -385,13 +454,14 @@ def _with_shipped_configs(args: Sequence[str]) -> list[str]:
 
 
 def _config_file(path: str) -> str:
-    shipped = files("pflight.configs").joinpath(path.removeprefix("configs/"))
-    with suppress(OSError):  # of a name that is too long for a file
-        if Path(path).exists():
-            return path
+    if os.path.exists(path):
+        check_config_file(path)
+        return path
+    with suppress(OSError):  # a name that is too long
+        shipped = files("pflight.configs").joinpath(path.removeprefix("configs/"))
         if shipped.is_file():
             return str(shipped)
-    raise ConfigurationError(f"there is no config file {path}, nor does pflight ship one")
+    raise ConfigurationError(f"there is no config file {path!r}, nor does pflight ship one")
 
 
 def _dumped(parser: Any, config: Namespace) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
-from pflight.options import check_range
+from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator
 
 
@@ -42,6 +42,7 @@ def sample_clients(clients: Tensor, size: int, seed: int) -> Tensor:
     return clients[order[:size]].sort().values
 
 
+@checked
 class CohortSampler:
     r"""Draws the cohort of a round as a pure function of ``(seed, round)``.
 
@@ -54,7 +55,7 @@ class CohortSampler:
         clients: Ids that may be sampled, ``[N]``.
         num_samples: Their training sample counts, ``[N]``.
         size: Clients in a cohort; ``None`` with ``participation=None`` means all.
-        participation: Share of the ``N`` clients in a cohort, in (0, 1].
+        participation: Share of the ``N`` clients in a cohort, from a millionth to 1.
         sampling: ``"uniform"``, or ``"samples"`` to sample in proportion to the data.
         availability: Probability that a client can be sampled in a round; where fewer than ``s``
             clients can, the cohort is smaller, and one always can.

@@ -22,15 +22,19 @@ class Failures:
         when: What they failed at, such as ``"round 3"``.
         consequence: What becomes of them, where the run goes on.
         on_client_error: ``"skip"`` or ``"raise"``.
+        together: Whether all ranks will :meth:`settle`; else each stops by itself.
 
     Attributes:
         clients: Their ids, each once.
     """
 
-    def __init__(self, when: str, consequence: str, on_client_error: str) -> None:
+    def __init__(
+        self, when: str, consequence: str, on_client_error: str, together: bool = True
+    ) -> None:
         self.when = when
         self.consequence = consequence
         self.stop = on_client_error == "raise" or torch.is_anomaly_enabled()
+        self.together = together and is_distributed()
         self.clients: list[int] = []
         self._errors: list[ClientError] = []
 
@@ -42,20 +46,20 @@ class Failures:
             doing: What they did when they failed, after "failed".
 
         Raises:
-            ClientError: To stop the run, if there is one rank.
+            ClientError: To stop the run, unless ranks do so together.
         """
         for failure in failures:
             if failure.client in self.clients:
                 continue
             self.clients.append(failure.client)
-            doing = f" {doing}" if doing else ""
-            message = f"{self.when}: client {failure.client} failed{doing}: {failure.reason}"
+            failed = f"failed {doing}".rstrip()
+            message = f"{self.when}: client {failure.client} {failed}: {failure.reason}"
             if not self.stop:
                 warnings.warn(f"{message}; {self.consequence}", stacklevel=2)
                 continue
             error = ClientError(message)
             error.__cause__ = failure.error
-            if not is_distributed():
+            if not self.together:
                 raise error
             self._errors.append(error)
 
@@ -65,7 +69,7 @@ class Failures:
         Raises:
             ClientError: The same on every rank.
         """
-        if not self.stop:
+        if not (self.stop and self.together):
             return
         said = chain.from_iterable(gather([str(error) for error in self._errors]))
         if (first := next(said, None)) is not None:

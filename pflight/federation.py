@@ -16,7 +16,7 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -57,6 +57,7 @@ from .host import check_fits, readable
 from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
 from .models import ClientModule, is_half
+from .monitors import check_monitor, check_monitors
 from .options import check_optimizer, check_range, check_types, described
 from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .same_data import difference, record_of
@@ -203,7 +204,7 @@ class Federation(L.LightningModule):
         self._evaluators: dict[str, Evaluator] = {}
         self._round = Round(0, [])
         self._journal, self._traffic = Journal(), Traffic()
-        self._failures = self.failures_of("set-up", "it is left out")
+        self._failures = self._predict_failures = self.failures_of("set-up", "it is left out")
         self._silent = torch.empty(0, dtype=torch.long)
         self._logs: dict[str, tuple[Tensor, int]] = {}
 
@@ -245,7 +246,9 @@ class Federation(L.LightningModule):
             known = f"clients are 0 to {self.num_clients - 1}" if self.num_clients else "none yet"
             raise ConfigurationError(f"unknown client {client}: {known}")
         clients = torch.tensor([client], device=self.device)
-        failures = self.failures_of("client_state", "its model is taken as it is")
+        failures = Failures(
+            "client_state", "its model is taken as it is", self.on_client_error, together=False
+        )
         with self._server_work(), self.noting(failures):
             return self.layout.state_dict(ClientModels.of(self, clients).used[0])
 
@@ -348,7 +351,7 @@ class Federation(L.LightningModule):
         for place in {torch.device("cpu"), device}:  # where it is made, and where it is then
             check_fits(place, whose, parts, "take fewer clients, or a smaller network")
         words = ", ".join(f"{readable(size)} for {part}" for part, size in parts.items())
-        rank_zero_info(f"{whose} takes {words}")
+        rank_zero_only(_log.info)(f"{whose} takes {words}")
 
     @property
     def num_samples(self) -> Tensor:
@@ -561,6 +564,8 @@ class Federation(L.LightningModule):
             warnings.filterwarnings("ignore", hint)
         self._data, self._data_record = data, None
         self.num_clients = data.num_clients
+        if stage == "fit":
+            check_monitors(self)
         self._take_half(callback)
         self._choose_engine(self.engine, self.clients_at_once)
         self._name_idle_clients()
@@ -588,6 +593,8 @@ class Federation(L.LightningModule):
         except (TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ConfigurationError(f"the server's optimizer can't be built: {reason}") from error
+        if isinstance(scheduler, ReduceLROnPlateau):
+            check_monitor(self, "the server's ReduceLROnPlateau", _monitor(scheduler))
         return optimizer if scheduler is None else ([optimizer], [scheduler])
 
     def training_step(self, cohort: Tensor, batch_idx: int) -> None:
@@ -614,9 +621,20 @@ class Federation(L.LightningModule):
         """Step the server's scheduler if it waits for a metric, which only now is known."""
         scheduler = self.lr_schedulers()
         if isinstance(scheduler, ReduceLROnPlateau):
-            monitor = getattr(scheduler, "monitor", "val/macro_acc")
+            monitor = _monitor(scheduler)
             if monitor in self.history[-1].metrics:
                 scheduler.step(self.history[-1].metrics[monitor])
+
+    def on_train_end(self) -> None:
+        """Warn if the server's scheduler has never seen its metric."""
+        scheduler = self.lr_schedulers()
+        if isinstance(scheduler, ReduceLROnPlateau) and self.history:
+            monitor = _monitor(scheduler)
+            if not any(monitor in entry.metrics for entry in self.history):
+                rank_zero_warn(
+                    f"no round had {monitor!r}, which the server's ReduceLROnPlateau watches: the "
+                    "step size was never reduced"
+                )
 
     def on_fit_end(self) -> None:
         """Give every rank the whole client memory, so that any of them can be asked."""
@@ -778,12 +796,12 @@ class Federation(L.LightningModule):
 
     def _tell_loggers(self) -> None:
         """Hand the hyper-parameters to the loggers, which write them beside their logs."""
-        given: dict[str, Any] = {"algorithm": self.algorithm, "client": type(self.client).__name__}
+        names = {"algorithm": self.algorithm, "client": type(self.client).__name__}
         for logger in self.loggers:
             if isinstance(logger, TensorBoardLogger):  # would log an empty hp_metric as well
-                logger.hparams.update(given | self.hparams | logger.hparams)
+                logger.hparams.update({**names, **self.hparams, **logger.hparams})
             else:
-                logger.log_hyperparams(given | self.hparams)
+                logger.log_hyperparams({**names, **self.hparams})
 
     def _name_idle_clients(self) -> None:
         """Say which clients never take part, as the network can't train on all that they have."""
@@ -911,8 +929,9 @@ class Federation(L.LightningModule):
             clients, starts = clients[~silent], starts[~silent]
         updates = work(clients, starts)
         self.note_failures(updates.failures)
-        answered = torch.isin(clients, updates.clients)
-        self._warn_of_explosions(updates, starts if answered.all() else starts[answered])
+        if len(updates.clients) < len(clients):
+            starts = starts[torch.isin(clients, updates.clients)]
+        self._warn_of_explosions(updates, starts)
         add_logs(self._logs, updates.logs)
         if updates.kept is not None:
             self.memory.write(_MEMORY, updates.clients, updates.kept)
@@ -927,9 +946,7 @@ class Federation(L.LightningModule):
     def _warn_of_explosions(self, updates: ClientUpdates, starts: TensorDict) -> None:
         """Warn of clients whose parameters, or gradient, have grown out of all proportion."""
         names = self.layout.parameters
-        norms = state_norms(updates.states.select(*names))
-        before = state_norms(starts.select(*names)).clamp(min=1)
-        growth = norms / before
+        growth = state_norms(updates.states, names) / state_norms(starts, names).clamp(min=1)
         for row in (growth > _EXPLODED).nonzero().flatten().tolist():
             warnings.warn(
                 f"round {self._round.index}: client {int(updates.clients[row])} exploded: what it "
@@ -966,6 +983,10 @@ class Federation(L.LightningModule):
     def _as_tensors(self, values: Mapping[str, float]) -> dict[str, Tensor]:
         tensors = torch.tensor(list(values.values()), device=self.device).unbind()
         return dict(zip(values, tensors, strict=True))
+
+
+def _monitor(scheduler: ReduceLROnPlateau) -> str:
+    return getattr(scheduler, "monitor", "val/macro_acc")
 
 
 def _server_callbacks(trainer: L.Trainer) -> list[ServerCallback]:

@@ -231,9 +231,10 @@ def described(value: Any) -> str:
         return "[" + ", ".join(map(described, value)) + "]"
     if isinstance(value, partial):
         return f"partial({described(value.func)}, {described(value.args)})"
-    if type(value).__repr__ is object.__repr__ or callable(value):
-        return getattr(value, "__qualname__", type(value).__qualname__)
-    return repr(value)
+    if name := getattr(value, "__qualname__", None):
+        return str(name)
+    words = repr(value)
+    return type(value).__qualname__ if " at 0x" in words else words
 
 
 @functools.cache

@@ -68,7 +68,7 @@ _UNKNOWN_OPTIONS = (
     re.compile(r"unrecognized arguments: --(?P<name>[^\s=]+).*"),
 )
 _UNKNOWN_CLASSES = (
-    re.compile(r"Expected a dot import path string: (?P<name>.*)"),
+    re.compile(r"(?:Expected a dot import path string|Unexpected import path .*): (?P<name>.*)"),
     re.compile(r"module '(?P<module>[^']+)' has no attribute '(?P<name>[^']+)'.*"),
 )
 
@@ -158,19 +158,20 @@ class _Complaint(NamedTuple):
 
     def in_words(self) -> str:
         """Say it in one line."""
-        expected = [words for line in self.lines if (words := _expected(line))]
+        expected = [words for line in self.lines for words in _expected(line)]
+        others = [line for line in self.lines if not _expected(line)]
         unknown = _first(_UNKNOWN_CLASSES, self.lines)
         if unknown and (not {*expected} - {"null"} or not unknown["name"].islower()):
             name = ".".join(filter(None, (unknown.groupdict().get("module"), unknown["name"])))
             said = _no_class(name)
-        elif expected:
+        elif expected and (unknown or not others):
             if unknown and "a number" not in expected:  # which could be a tensor's class, too
                 expected.append("a class")
             *others, last = sorted(dict.fromkeys(expected), key="null".__eq__)
             said = f"expected {', '.join(others)}{' or ' if others else ''}{last}"
             said += "" if self.value is None else f", got {self.value}"
         else:
-            said = re.sub(r"(required: )\w+\.", r"\1", "; ".join(dict.fromkeys(self.lines)))
+            said = re.sub(r"(required: )\w+\.", r"\1", "; ".join(dict.fromkeys(others)))
         return f"{self.key}: {said}" if self.key else said
 
 
@@ -226,18 +227,18 @@ def _first(patterns: Sequence[re.Pattern[str]], lines: Sequence[str]) -> re.Matc
     return next(filter(None, matches), None)
 
 
-def _expected(line: str) -> str | None:
-    """Return in words what a line says was expected."""
+def _expected(line: str) -> list[str]:
+    """Return in words what a line says was expected, if it does."""
     if match := re.fullmatch(r"Not a valid subclass of (\w+).*", line):
-        return f"a {match[1]}"
+        return [f"a {match[1]}"]
     if line.startswith("Expected a dot import path") or not line.startswith("Expected a"):
-        return None
+        return []
     if match := re.search(r"Literal\[(.*)\]", line):
-        return match[1]
+        return match[1].split(", ")
     if match := re.search(r"<class '([^']+)'>", line):
         name = match[1].rpartition(".")[2]
-        return _WORDS.get(name, f"a {name}")
-    return line.removeprefix("Expected ")
+        return [_WORDS.get(name, f"a {name}")]
+    return ["a class" if "import path" in line else line.removeprefix("Expected ")]
 
 
 def _question(meant: Sequence[str]) -> str:

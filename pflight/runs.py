@@ -2,38 +2,60 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-from collections.abc import Iterator
+import socket
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryFile
+from textwrap import indent
 
+import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from .checkpoint import is_whole, steps_so_far
 from .errors import ConfigurationError
-from .memory_files import MEMORY, clear, is_needed
+from .files import replacing
+from .memory_files import MEMORY, clear, is_needed, sync
 
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.yaml"
 PICTURES = "pictures"
 PREDICTIONS = "predictions.csv"
 _EVENTS = "events.out.tfevents.*"
+_HPARAMS = "hparams.yaml"
+_HEADER = "# Written by pflight: all options of the run in this folder.\n"
+_LOCK = ".lock"  # the suffix
 _NAMED = ("last", "best")
+_ANOTHER = "give another --trainer.default_root_dir"
 
 
 class RunFolder:
-    """A folder that holds one run: its config, TensorBoard events, checkpoints and predictions.
+    """A folder that holds one run: config, TensorBoard events, checkpoints, pictures, predictions.
 
     It also holds the clients' memory where that is kept on disk. Files of other names are nobody's
     business: they are neither looked at nor moved.
 
     Args:
-        path: The folder, ``trainer.default_root_dir``; it need not exist yet.
+        path: The folder, ``trainer.default_root_dir``; it need not exist yet. The current one by
+            default.
+
+    Raises:
+        ConfigurationError: If there is something else of that name, or it is not on a disk.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path | None = None) -> None:
+        if "://" in str(path):
+            raise ConfigurationError(f"the run folder must be on a disk, not {path}: {_ANOTHER}")
+        self.path = Path(os.path.expanduser(path or "."))  # as the Trainer does
+        if os.path.exists(self.path) and not os.path.isdir(self.path):
+            raise ConfigurationError(f"the run folder {self.path} is a file: {_ANOTHER}")
+        self._found: list[Path] | None = None  # what was here when it was claimed
         self._aside: Path | None = None
 
     @property
@@ -45,14 +67,19 @@ class RunFolder:
         """Return the event files in the folder whose names end in ``suffix``."""
         return sorted(self.path.glob(_EVENTS + suffix))
 
+    def requeued(self) -> list[Path]:
+        """Return the checkpoints that Lightning saved when it had SLURM requeue the job."""
+        return sorted(self.path.glob("hpc_ckpt_*.ckpt"))
+
     def has_run(self) -> bool:
         """Return whether a round has left a trace here, a checkpoint or a logged scalar.
 
-        What a start-up writes before the first round, such as the config, is not a run. Memory is
-        one if a checkpoint needs it, wherever that is.
+        So is a picture. What a start-up writes before the first round, such as the config, is not a
+        run. Memory is one if a checkpoint needs it, wherever that is.
         """
         return (
             self._has_checkpoint()
+            or any((self.path / PICTURES).glob("*.png"))
             or is_needed(self.path / MEMORY)
             or any(True for path in self.events() for _ in _steps(path))
         )
@@ -87,52 +114,162 @@ class RunFolder:
             f"there is no {checkpoint!r} checkpoint: looked for {path}, and {self.path} {state}"
         )
 
+    @contextmanager
+    def claimed(self, work: str) -> Iterator[None]:
+        """Keep other processes from the same work in this folder while the context lasts.
+
+        Reading needs no claim. A claim ends with its process, however that ends. The folder is made
+        if need be, and removed if nothing came of it. Where a file system has no locks, a warning
+        says so.
+
+        Args:
+            work: What is going to be written: ``"fit"`` or ``"test"``.
+
+        Raises:
+            ConfigurationError: If another process has claimed it, or nothing can be written here.
+        """
+        from filelock import FileLock, Timeout
+
+        try:
+            made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+            self.path.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=self.path).close()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigurationError(
+                f"the run folder {self.path} can't be written: {reason}; {_ANOTHER}"
+            ) from error
+        file = self.path / f".{work}{_LOCK}"
+        lock = FileLock(file, thread_local=False)
+        before = _line(file)  # older releases of filelock empty it
+        try:
+            lock.acquire(blocking=False)
+        except Timeout as error:
+            holder = _line(file) or before or "another process"
+            raise ConfigurationError(
+                f"a {work} in {self.path} is under way, by {holder}: wait for its end, or "
+                f"{_ANOTHER}"
+            ) from error
+        except (OSError, NotImplementedError) as error:
+            warnings.warn(
+                f"{self.path} can't be locked ({error}): make sure that no other process writes "
+                "there",
+                stacklevel=2,
+            )
+        if lock.is_locked and isinstance(lock, FileLock):  # a SoftFileLock has a text of its own
+            since = datetime.now().astimezone().isoformat(" ", "seconds")
+            with suppress(OSError):
+                file.write_text(f"process {os.getpid()} on {socket.gethostname()} since {since}")
+        self._found = self._own()
+        try:
+            yield
+        finally:
+            if lock.is_locked:
+                file.unlink(missing_ok=True)
+                lock.release()
+            for path in made:
+                with suppress(OSError):  # since something is in it
+                    path.rmdir()
+
+    def check_config(self) -> None:
+        """Raise if there is a config that pflight did not write, and a run would overwrite."""
+        config = self.path / CONFIG
+        try:
+            text = config.read_bytes()
+        except FileNotFoundError:
+            return
+        except OSError:
+            text = b"of another kind"
+        if text.strip() and not text.startswith(_HEADER.encode()):
+            raise ConfigurationError(
+                f"pflight did not write {config}, which a run in {self.path} would overwrite: "
+                f"move it, or {_ANOTHER}"
+            )
+
+    def save_config(self, text: str) -> None:
+        """Write the config, unless it is there already; a kill leaves the old one or the new."""
+        text = _HEADER + text
+        config = self.path / CONFIG
+        if not config.is_file() or config.read_text(encoding="utf-8", errors="replace") != text:
+            _replace(config, text)
+
     def set_aside(self) -> Path | None:
         """Make room for a new run: move an earlier one to ``<folder>.1``, ``.2``, ...
 
-        What a start-up that never came to a round left behind is removed.
+        What a start-up that never came to a round left behind is removed. What has come since the
+        folder was claimed stays.
 
         Returns:
             Where the earlier run is now; ``None`` if there was none.
+
+        Raises:
+            ConfigurationError: If it can't be moved there.
         """
+        found = self._own() if self._found is None else self._found
         if not self.has_run():
-            self._clear()
+            self._clear(found)
             return None
         folder = self.path.resolve()
         numbered = (folder.with_name(f"{folder.name}.{n}") for n in count(1))
-        target = next(path for path in numbered if not path.exists())
-        target.mkdir()
-        _move(self._own(), target)
+        target = next(path for path in numbered if not os.path.exists(path))
+        try:
+            target.mkdir()
+            _move(found, target)
+        except OSError as error:
+            with suppress(OSError):
+                _move(target.iterdir(), self.path)
+                target.rmdir()
+            raise ConfigurationError(
+                f"the earlier run in {self.path} can't be moved to {target}: {error.strerror}; "
+                f"{_ANOTHER}"
+            ) from error
         self._aside = target
         shown = self.path.with_name(target.name) if self.path.name else target
         _point_config(target, shown)
         return shown
 
-    def put_back(self) -> None:
-        """Undo :meth:`set_aside` if the new run never came to its first round."""
-        if self._aside is not None and not self.has_run():
-            self._clear()
-            _move(list(self._aside.iterdir()), self.path)
-            _point_config(self.path, self.path)
-            self._aside.rmdir()
-            self._aside = None
+    def put_back(self) -> bool:
+        """Undo :meth:`set_aside` if the new run never came to its first round.
+
+        Returns:
+            Whether an earlier run is back.
+        """
+        if self._aside is None or self.has_run():
+            return False
+        self._clear(self.events())
+        _move(self._aside.iterdir(), self.path)
+        _point_config(self.path, self.path)
+        self._aside.rmdir()
+        self._aside = None
+        return True
+
+    def drop_empty_events(self) -> None:
+        """Remove the event files that came since the folder was claimed, and hold no scalar.
+
+        They may tell TensorBoard to forget rounds, which have not been repeated.
+        """
+        for path in {*self.events()}.difference(self._found or ()):
+            if not any(True for _ in _steps(path)):
+                path.unlink(missing_ok=True)
 
     def _newest(self, last: Path) -> Path | None:
         """Return the newest whole checkpoint to go on from; of equally new ones it is ``last``."""
-        files = sorted(self.checkpoints.glob("*.ckpt"))
+        files = [*sorted(self.checkpoints.glob("*.ckpt")), *self.requeued()]
         damaged = [path for path in files if not is_whole(path)]
         steps = {path: steps_so_far(path) for path in files if path not in damaged}
         steps = {path: step for path, step in steps.items() if step is not None or path == last}
         why = [f"{path.name} is damaged" for path in damaged]
         if not steps:
             if why:
-                raise ConfigurationError(f"no checkpoint in {self.checkpoints}: {', '.join(why)}")
+                raise ConfigurationError(
+                    f"there is no whole checkpoint in {self.checkpoints}: {', '.join(why)}"
+                )
             return None
         newest = max(steps, key=lambda path: (steps[path] or 0, path == last))
         if newest != last and last not in damaged:
             why.append(f"{last.name} is older" if last in steps else f"there is no {last.name}")
         if why:
-            which = f"{newest.name}, the newest whole checkpoint in {self.checkpoints}"
+            which = f"{newest.name}, the newest whole checkpoint in {newest.parent}"
             rank_zero_warn(f"{', '.join(why)}: taking {which}")
         return newest
 
@@ -143,22 +280,40 @@ class RunFolder:
         # A run that is killed in its first round may have logged it, and saved no checkpoint yet.
         if any(step > 0 for path in self.events() for step in _steps(path)):
             return False
-        found = {path.name for path in self.path.glob("*")} - {path.name for path in self._own()}
-        return not found and not self._has_checkpoint()
+        others = {*self.path.glob("*")} - {*self._own()} - {*self.path.glob(f".*{_LOCK}")}
+        return not others and not self._has_checkpoint()
 
     def _own(self) -> list[Path]:
-        names = (CHECKPOINTS, CONFIG, MEMORY, PREDICTIONS, "hparams.yaml")
-        return [p for name in names if (p := self.path / name).exists()] + self.events()
+        names = (CHECKPOINTS, CONFIG, MEMORY, PICTURES, PREDICTIONS, _HPARAMS)
+        own = [p for name in names if (p := self.path / name).exists()]
+        return own + self.events() + self.requeued()
 
-    def _clear(self) -> None:
-        for path in [*self.events(), self.path / "hparams.yaml"]:
+    def _clear(self, paths: Iterable[Path]) -> None:
+        """Remove what a start-up left, of event files only those among ``paths``."""
+        for path in {*self.events()}.intersection(paths) | {self.path / _HPARAMS}:
             path.unlink(missing_ok=True)
         clear(self.path / MEMORY)
         if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
             self.checkpoints.rmdir()
 
 
-def _move(paths: list[Path], folder: Path) -> None:
+def _line(path: Path) -> str:
+    """Return a file's text in one line, as far as it can be read."""
+    try:
+        return " ".join(path.read_text(errors="replace").split())
+    except OSError:
+        return ""
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+        sync(partial)
+    sync(path.parent)
+
+
+def _move(paths: Iterable[Path], folder: Path) -> None:
     for path in paths:
         shutil.move(path, folder / path.name)
 
@@ -167,9 +322,10 @@ def _point_config(folder: Path, root: Path) -> None:
     """Make the config in a folder that was moved name the folder where it is now."""
     config = folder / CONFIG
     if config.exists():
-        text = config.read_text()
-        line = re.compile(r"^( *default_root_dir:).*$", re.MULTILINE)
-        config.write_text(line.sub(lambda found: f"{found[1]} {root}", text, count=1))
+        entry = re.compile(r"^( *)default_root_dir:.*\n(\1 +.*\n)*", re.MULTILINE)  # may be folded
+        here = yaml.safe_dump({"default_root_dir": str(root)}, allow_unicode=True)
+        text = config.read_text(encoding="utf-8")
+        _replace(config, entry.sub(lambda found: indent(here, found[1]), text, count=1))
 
 
 def _steps(events: Path) -> Iterator[int]:

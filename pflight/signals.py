@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -9,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 from types import FrameType
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -22,6 +25,7 @@ from .distributed import all_max, lost_rank
 from .files import causes
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LAUNCHER = "PFLIGHT_LAUNCHER"  # whose processes end with it, however it ends
 _END = 0  # the byte that ends the thread; the others are numbers of signals
 _SAME = 0.2  # seconds; who starts a process may pass on what the terminal has sent to it already
 _LOOK = 1.0  # seconds from one look at the other ranks to the next
@@ -48,25 +52,38 @@ class StopBetweenRounds(L.Callback):
         advice: Says how to go on, for that line.
 
     Example:
-        >>> import signal, lightning as L
-        >>> with StopBetweenRounds() as stop:  # doctest: +SKIP
-        ...     L.Trainer(max_epochs=100, callbacks=[stop]).fit(federation, datamodule=data)
+        >>> import lightning as L, pflight, torch
+        >>> samples = torch.randn(8, 4), torch.randint(2, (8,))
+        >>> data = pflight.datamodules.TensorClients([samples] * 3, num_classes=2)
+        >>> client = pflight.models.ClientModule(torch.nn.Linear(4, 2), num_classes=2)
+        >>> with StopBetweenRounds() as stop:
+        ...     trainer = L.Trainer(max_epochs=2, callbacks=[stop], accelerator="cpu", logger=False,
+        ...         enable_checkpointing=False, enable_progress_bar=False)
+        ...     trainer.fit(pflight.Federation(client), datamodule=data)
     """
 
     def __init__(self, advice: Callable[[], str] = str) -> None:
         self.advice = advice
         self.signum = 0
+        self.saved_apart = False  # by SaveWhenStopped, which alone decides then
         self._in_rounds = False
         self._agreed = False
         self._trainer: L.Trainer | None = None
         self._ranks: list[Popen[bytes]] = []
+        self._parent = 0
         self._before: dict[int, Any] = {}
         self._wakeup = -1
         self._ear: tuple[int, int] | None = None
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
 
     def __getstate__(self) -> dict[str, Any]:  # nothing that a process of its own could use
-        return {"advice": str, "signum": 0, "_in_rounds": False, "_agreed": False}
+        return {
+            "advice": str,
+            "checkpoint": None,
+            "signum": 0,
+            "_in_rounds": False,
+            "_agreed": False,
+        }
 
     def __enter__(self) -> StopBetweenRounds:
         """Begin to note signals; only the main thread can."""
@@ -79,6 +96,9 @@ class StopBetweenRounds(L.Callback):
             os.set_blocking(self._ear[1], False)
             self._wakeup = signal.set_wakeup_fd(self._ear[1], warn_on_full_buffer=False)
             _open.append(self)
+            if os.environ.get("LOCAL_RANK", "0") != "0":
+                self._parent = int(os.environ.get(_LAUNCHER, 0))
+            os.environ[_LAUNCHER] = str(os.getpid())
             self._thread.start()
         return self
 
@@ -86,6 +106,7 @@ class StopBetweenRounds(L.Callback):
         """Give the signals back, and end the process if one has come."""
         if self._ear is not None:
             _open.remove(self)
+            os.environ.pop(_LAUNCHER, None)
             self.let_go()
             os.write(self._ear[1], bytes([_END]))
             self._thread.join()
@@ -107,9 +128,10 @@ class StopBetweenRounds(L.Callback):
     def attend(self, trainer: L.Trainer) -> None:
         """Look after a Trainer's ranks, also while they are set up."""
         self._trainer = trainer
-        # Lightning's own would broadcast from wherever a rank is at the time.
-        connector = trainer._signal_connector
-        connector._sigterm_notifier_fn = lambda *_: None  # type: ignore[method-assign]
+        if signal.SIGTERM in self._before:
+            # Lightning's own would broadcast from wherever a rank is at the time.
+            connector = trainer._signal_connector
+            connector._sigterm_notifier_fn = lambda *_: None  # type: ignore[method-assign]
 
     # What Lightning calls
 
@@ -127,15 +149,16 @@ class StopBetweenRounds(L.Callback):
         Raises:
             Stopped: On all ranks together.
         """
-        if self._compare_notes():
+        if self._agreed or (not self.saved_apart and self.is_over()):
             raise Stopped
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let all ranks end alike if a signal came in the last round."""
-        self._compare_notes()
+        self.is_over()
         self._in_rounds = False
 
-    def _compare_notes(self) -> bool:
+    def is_over(self) -> bool:
+        """Return whether a signal has come to any rank; all of them have to ask."""
         signum = int(all_max(torch.tensor(self.signum)))
         if signum:  # one that comes meanwhile is not overwritten
             self.signum, self._agreed = signum, True
@@ -146,37 +169,41 @@ class StopBetweenRounds(L.Callback):
     def _note(self, signum: int, frame: FrameType | None) -> None:
         first, self.signum = not self.signum, self.signum or signum
         if first and not self._in_rounds:
+            self._end_ranks(0)
             raise Stopped
 
     def _listen(self) -> None:
         """Hear signals and look at the ranks, whatever the main thread waits for."""
         assert self._ear is not None
-        before, patience = 0.0, _GRACE
+        heard, last, since = 0, 0.0, math.inf
         while True:
             ready, _, _ = select.select([self._ear[0]], [], [], _LOOK)
+            now = time.monotonic()
             for signum in os.read(self._ear[0], 64) if ready else b"":
                 if signum == _END:
                     return
                 if signum not in _SIGNALS:
                     continue
-                now = time.monotonic()
-                if not before and self._in_rounds:
+                if not heard and self._in_rounds:
                     more = "; a second Ctrl-C stops at once" if signum == signal.SIGINT else ""
                     _write(1, f"pflight: stopping after this round{more}")
-                elif before and signum == signal.SIGINT and now - before > _SAME:
-                    self.signum = self.signum or signum
-                    self._end_now()
-                before = now
-            patience = patience - _LOOK if self._dead() and not self._agreed else _GRACE
-            if patience <= 0:
-                self._end_now()
+                elif heard and signum == signal.SIGINT and now - last > _SAME:
+                    self._end_now(heard)
+                heard, last = heard or signum, now
+            if self._parent not in (0, os.getppid()):
+                os._exit(1)
+            ending = self._dead() or (heard and not self._in_rounds)
+            since = min(since, now) if ending and not self._agreed else math.inf
+            if now - since > _GRACE:
+                self._end_now(heard)
 
     def _dead(self) -> dict[int, int]:
         """Return the status of each rank, of those that Lightning started, that ended badly."""
         launcher = self._trainer.strategy.launcher if self._trainer else None
         if isinstance(launcher, _SubprocessScriptLauncher):
-            while launcher.procs:  # if they stayed there, Lightning would kill this process
-                self._ranks.append(launcher.procs.pop(0))
+            with suppress(IndexError):  # if they stayed there, Lightning would kill this process
+                while True:
+                    self._ranks.append(launcher.procs.pop(0))
         return {rank: code for rank, p in enumerate(self._ranks, 1) if (code := p.poll())}
 
     def _end_ranks(self, patience: float) -> dict[int, int]:
@@ -190,7 +217,8 @@ class StopBetweenRounds(L.Callback):
             process.kill()
         return dead
 
-    def _end_now(self) -> None:
+    def _end_now(self, signum: int) -> None:
+        self.signum = self.signum or signum
         os._exit(self._last_words(self._end_ranks(0)))
 
     def _last_words(self, dead: dict[int, int]) -> int:
@@ -205,6 +233,25 @@ class StopBetweenRounds(L.Callback):
             why = f"error: {', '.join(lost) or 'another rank ended'}"
         _write(2, f"pflight: {why} {self.advice()}".rstrip())
         return 128 + self.signum if self.signum else 1
+
+
+class SaveWhenStopped(Checkpoint):
+    """Saves the round after which a run is stopped, where other callbacks do not save each.
+
+    Args:
+        stop: What stops the run.
+        path: The file.
+    """
+
+    def __init__(self, stop: StopBetweenRounds, path: Path) -> None:
+        self._stop = stop
+        self._path = path
+        stop.saved_apart = True
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save if this is the last round."""
+        if self._stop.is_over():
+            trainer.save_checkpoint(self._path)
 
 
 _open: list[StopBetweenRounds] = []

@@ -311,23 +311,22 @@ def squared_distance(states: TensorDict, center: Mapping[str, Tensor]) -> Tensor
     return torch.stack(parts).sum(0)
 
 
-def state_norms(states: TensorDict) -> Tensor:
-    """Return the L2 norm ``[C]`` of each state of a stack, in float64.
+def state_norms(states: TensorDict, names: Iterable[str]) -> Tensor:
+    """Return the L2 norm ``[C]`` of some entries of each state of a stack, in float64.
 
     Example:
-        >>> state_norms(TensorDict({"v": torch.zeros(2), "w": torch.tensor([3.0, -4.0])}, [2]))
+        >>> states = TensorDict({"v": torch.zeros(2), "w": torch.tensor([3.0, -4.0])}, [2])
+        >>> state_norms(states, ["v", "w"])
         tensor([3., 4.], dtype=torch.float64)
     """
 
     def norms(leaf: Tensor) -> Tensor:  # of all rows of an expanded view at once
-        own = leaf[:1] if leaf.stride(0) == 0 else leaf
+        own = rows(leaf[:1] if leaf.stride(0) == 0 else leaf)
         precise = torch.promote_types(own.dtype, torch.float32)
-        found = torch.linalg.vector_norm(rows(own), dim=1, dtype=precise)
-        return found.double().expand(len(leaf))
+        return torch.linalg.vector_norm(own, dim=1, dtype=precise).expand(len(leaf))
 
-    return torch.linalg.vector_norm(
-        torch.stack([norms(leaf) for _, leaf in entries(states)]), dim=0
-    )
+    parts = torch.stack([norms(states[name]) for name in names])
+    return torch.linalg.vector_norm(parts, dim=0, dtype=torch.double)
 
 
 def entries(states: TensorDict) -> Iterator[tuple[str, Tensor]]:

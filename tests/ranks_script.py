@@ -15,10 +15,20 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pflight import Federation
 from pflight.callbacks import FedDANE, PerFedAvg, PFedMe
+from pflight.datamodules import TensorClients
+from pflight.errors import ClientError
 from pflight.models import ClientModule, DaneClient, PerFedAvgClient, PFedMeClient
 from tests import algorithm_tester
 from tests.algorithm_tester import Algorithm
-from tests.runs import batchnorm_client, dropout_client, quiet_trainer, small_data
+from tests.runs import (
+    CLASSES,
+    batchnorm_client,
+    dropout_client,
+    linear_client,
+    quiet_trainer,
+    samples,
+    small_data,
+)
 
 ROUNDS, SAVED = 4, 2
 ON_DISK = "Local on disk"
@@ -74,6 +84,28 @@ def fit(name: str, folder: Path, ckpt_path: Path | None = None, **options: Any) 
     }
 
 
+class Unreadable(TensorClients):
+    """Data of which one client's samples, of the second rank, can't be read any more."""
+
+    def samples(self, client: int, split: Any) -> Any:
+        if client == 3 and vars(self).get("gone"):
+            raise OSError("its disk is gone")
+        return super().samples(client, split)
+
+
+def raised(stage: str, **options: Any) -> str | None:
+    """Return what a rank raises where a client of the second fails and that stops the run."""
+    pairs = [samples(8, seed) for seed in range(6)]
+    data = Unreadable(pairs, pairs, pairs, num_classes=CLASSES, batch_size=4, eval_chunk=2)
+    data.gone = True
+    federation = Federation(linear_client(), on_client_error="raise")
+    try:
+        getattr(quiet_trainer(2, **options), stage)(federation, datamodule=data)
+    except ClientError as error:
+        return str(error)
+    return None
+
+
 def main(folder: str) -> None:
     """Run every algorithm on two ranks, from the start and on from one rank's checkpoint."""
     two = {"strategy": "ddp", "devices": 2}
@@ -82,6 +114,7 @@ def main(folder: str) -> None:
         results[name] = fit(name, Path(folder) / "two", **two)
         saved = Path(folder) / "one" / f"{name}-epoch={SAVED - 1}.ckpt"
         results[f"{name} resumed"] = fit(name, Path(folder) / "resumed", saved, **two)
+    results["raised"] = [raised(stage, **two) for stage in ("fit", "validate", "predict")]
     rank = torch.distributed.get_rank()
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     torch.distributed.barrier()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import csv
+import errno
 import gc
+import os
+import resource
 import signal
 import subprocess
 import sys
@@ -21,7 +24,10 @@ import yaml
 from pflight import Federation
 from pflight.__main__ import main as command
 from pflight.callbacks import FeSEM
+from pflight.checkpoint import AtomicCheckpointIO
 from pflight.cli import main
+from pflight.errors import ConfigurationError
+from pflight.history import load_history
 from pflight.models import MLP, ProximalClient
 from pflight.runs import RunFolder
 from tests.event_files import read_events
@@ -117,6 +123,38 @@ def class_name(spec: dict) -> str:
     return spec["class_path"].rpartition(".")[2]
 
 
+def error(capsys: pytest.CaptureFixture[str], *args: str, **options: Any) -> str:
+    """Return the one line, with status 2, that a command ends with."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_:
+        pflight(*args, **options)
+    assert exit_.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("pflight: error: ")
+
+
+def contents(root: str) -> dict[Path, tuple[int, int]]:
+    """Return inode and time of change of all that lies in a folder."""
+    stats = {path: path.stat() for path in Path(root).rglob("*")}
+    return {path: (stat.st_ino, stat.st_mtime_ns) for path, stat in stats.items()}
+
+
+@pytest.fixture
+def read_only() -> Iterator[str]:
+    """A run folder that nobody may write to."""
+    pflight("fit", rounds=1, root="archive")
+    Path("archive").chmod(0o500)
+    mounted = os.geteuid() == 0  # who may write anywhere
+    if mounted:
+        bind = "mount --bind archive archive && mount -o remount,ro,bind archive"
+        if subprocess.run(bind, shell=True, capture_output=True).returncode:
+            pytest.skip("root needs the right to mount")
+    yield "archive"
+    if mounted:
+        subprocess.run(["umount", "archive"], check=True)
+    Path("archive").chmod(0o700)
+
+
 def weights(root: str) -> dict[str, torch.Tensor]:
     path = Path(root, "checkpoints", "last.ckpt")
     return torch.load(path, weights_only=True)["state_dict"]
@@ -158,8 +196,8 @@ class TestRunFolder:
         pflight("fit", "--trainer.check_val_every_n_epoch=3", rounds=4)
         last = torch.load("run/checkpoints/last.ckpt", weights_only=True)
         best = torch.load("run/checkpoints/best.ckpt", weights_only=True)
-        assert len(last["pflight"]["history"]["index"]) == 4
-        assert len(best["pflight"]["history"]["index"]) == 3
+        assert len(load_history(last["pflight"]["history"])) == 4
+        assert len(load_history(best["pflight"]["history"])) == 3
 
     def test_a_fresh_fit_moves_the_earlier_run_aside(self, capsys):
         pflight("fit", rounds=1)
@@ -175,14 +213,93 @@ class TestRunFolder:
             assert Path(root, "config.yaml").is_file()
         assert Path("run", "notes.txt").read_text() == "mine"
 
-    def test_bad_input_leaves_the_earlier_run_where_it_was(self):
+    def test_all_that_the_run_wrote_moves(self):
+        for do in ("fit", "predict"):
+            pflight(do, "--config", "configs/trainer/pictures.yaml", rounds=1)
+        before = {path.relative_to("run") for path in Path("run").rglob("*")}
+        assert Path("pictures/convergence-0000.png") in before
         pflight("fit", rounds=1)
-        before = weights("run")
+        assert {path.relative_to("run.1") for path in Path("run.1").rglob("*")} == before
+        assert not Path("run/pictures").exists()
+        assert not Path("run/predictions.csv").exists()
+
+    def test_pictures_alone_are_a_run(self):
+        alone = ["--trainer.logger=false", "--trainer.enable_checkpointing=false"]
+        for _ in range(2):
+            pflight("fit", "--config", "configs/trainer/pictures.yaml", *alone, rounds=1)
+        assert Path("run.1/pictures/convergence-0000.png").is_file()
+
+    def test_bad_input_leaves_the_earlier_run_where_it_was(self, capsys):
+        pflight("fit", rounds=3, root="other")
+        pflight("fit", rounds=1)
+        before, config = contents("run"), Path("run/config.yaml").read_text()
+        said = error(capsys, "fit", "--ckpt_path=other/checkpoints/last.ckpt", rounds=1)
+        assert said.startswith("You restored a checkpoint with current_epoch=")
+        assert contents("run").keys() == before.keys()
+        assert Path("run/config.yaml").read_text() == config
+        assert same(weights("run"), torch.load("run/checkpoints/best.ckpt")["state_dict"])
+        assert not Path("run.1").exists()
+
+    def test_nothing_moves_before_all_is_checked(self, capsys):
+        pflight("fit", rounds=1)
+        before = contents("run")
         with pytest.raises(SystemExit):
             pflight("fit", "--model.client.network.in_features=63")
+        assert "moved" not in capsys.readouterr().out
+        assert contents("run") == before
+
+    @pytest.mark.parametrize("kind", [ConfigurationError, RuntimeError])
+    def test_an_error_in_the_first_round_puts_the_earlier_run_back(self, kind, monkeypatch, capsys):
+        pflight("fit", rounds=1)
+        before, config = weights("run"), Path("run/config.yaml").read_text()
+
+        def broken(*args: object) -> None:
+            raise kind("no")
+
+        monkeypatch.setattr(Federation, "training_step", broken)
+        with pytest.raises((SystemExit, RuntimeError)):
+            pflight("fit", "--model.seed=1", rounds=1)
+        said = capsys.readouterr().out
+        assert "moved the earlier run in run to run.1" in said
+        assert said.endswith("put the earlier run back to run\n")
         assert same(weights("run"), before)
-        assert not Path("run.1").exists()
+        assert Path("run/config.yaml").read_text() == config
         assert read_events("run").scalars["train/loss"] == [0]
+        assert not Path("run.1").exists()
+
+    def test_the_config_of_a_run_that_moved_is_still_one(self):
+        root = (
+            "a: # folder, the name of which is so long that YAML folds it at one of its spaces - é"
+        )
+        pflight("fit", rounds=1, root=root)
+        pflight("fit", rounds=1, root=root)
+        main(
+            [
+                "fit",
+                "--config",
+                f"{root}.1/config.yaml",
+                "--ckpt_path=last",
+                "--trainer.max_epochs=2",
+            ]
+        )
+        assert read_events(f"{root}.1").scalars["train/loss"] == [0, 1]
+
+    def test_home_is_where_the_trainer_thinks(self, monkeypatch):
+        monkeypatch.setenv("HOME", str(Path("home").resolve()))
+        pflight("fit", rounds=1, root="~/run")
+        assert {path.name for path in Path("home/run").iterdir()} >= {"config.yaml", "checkpoints"}
+        assert not Path("~").exists()
+
+    def test_where_an_earlier_run_can_not_go(self, capsys):
+        pflight("fit", rounds=1)
+        before = contents("run")
+        target = Path("run").resolve()
+        Path("run").rename("x" * 254)
+        Path("run").symlink_to("x" * 254)  # a name that has no room for .1
+        assert "can't be moved to" in error(capsys, "fit", rounds=1)
+        Path("run").unlink()
+        Path("x" * 254).rename(target)
+        assert contents("run").keys() == before.keys()
 
     def test_own_logger_and_checkpoints_are_respected(self):
         Path("own.yaml").write_text(
@@ -213,6 +330,51 @@ class TestRunFolder:
         assert sorted(Path().rglob("*")) == before
 
 
+class TestTwoInOneFolder:
+    def test_the_second_fit_touches_nothing(self, capsys):
+        pflight("fit", rounds=1)
+        with RunFolder("run").claimed("fit"):
+            before = contents("run")
+            for resume in ([], ["--ckpt_path=last"]):
+                said = error(capsys, "fit", *resume, rounds=2)
+                assert said.startswith(f"a fit in run is under way, by process {os.getpid()} on ")
+                assert said.endswith("or give another --trainer.default_root_dir")
+            assert contents("run") == before
+        pflight("fit", "--ckpt_path=last", rounds=2)
+        assert not list(Path("run").glob(".*"))
+
+    def test_others_may_read_and_one_may_test(self, capsys):
+        pflight("fit", rounds=1)
+        with RunFolder("run").claimed("fit"):
+            for command in ("test", "validate", "predict"):
+                pflight(command)
+        with RunFolder("run").claimed("test"):
+            before = contents("run")
+            assert error(capsys, "test").startswith("a test in run is under way, by process")
+            assert contents("run") == before
+            pflight("fit", "--ckpt_path=last", rounds=2)
+
+    def test_a_lock_that_is_left_does_not_matter(self):
+        Path("run").mkdir()
+        Path("run/.fit.lock").write_text("process 1 on another since long ago")
+        pflight("fit", "--ckpt_path=last", rounds=1)
+        assert not Path("run/.fit.lock").exists()
+
+    def test_nothing_is_left_of_a_claim(self):
+        with RunFolder("some/where/run").claimed("fit"):
+            assert Path("some/where/run").is_dir()
+        assert not Path("some").exists()
+
+    def test_a_file_system_without_locks(self, monkeypatch):
+        def flock(*_: object) -> None:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr("fcntl.flock", flock)
+        with pytest.warns(UserWarning, match="run can't be locked .*No locks available"):
+            pflight("fit", rounds=1)
+        assert read_events("run").scalars["train/loss"] == [0]
+
+
 class TestResume:
     def test_last_continues_the_run_and_repeats_no_point(self, capsys):
         pflight("fit", rounds=4, root="straight")
@@ -240,7 +402,7 @@ class TestResume:
     def test_last_starts_an_empty_folder_and_says_so(self, capsys):
         folder = Path("run")
         (folder / "checkpoints").mkdir(parents=True)
-        (folder / "config.yaml").write_text("{}")
+        RunFolder(folder).save_config("{}")
         pflight("fit", "--ckpt_path=last", rounds=1)
         assert "no run in run yet: starting one" in capsys.readouterr().out
         assert not Path("run.1").exists()
@@ -270,6 +432,97 @@ class TestResume:
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("pflight: error: You restored a checkpoint with current_epoch=")
 
+    def test_a_run_that_ended_before_its_first_last_checkpoint_goes_on_from_its_best(
+        self, monkeypatch, capsys
+    ):
+        save = AtomicCheckpointIO.save_checkpoint
+
+        def ends(io: AtomicCheckpointIO, checkpoint: dict, path: Any, **options: Any) -> None:
+            if Path(path).name == "last.ckpt":
+                raise RuntimeError("killed")
+            save(io, checkpoint, path, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(AtomicCheckpointIO, "save_checkpoint", ends)
+            with pytest.raises(RuntimeError, match="killed"):
+                pflight("fit", rounds=3)
+        with pytest.warns(UserWarning, match=r"^there is no last.ckpt: taking best.ckpt, the new"):
+            pflight("fit", "--ckpt_path=last", rounds=3)
+        assert "continuing with round 1 from run/checkpoints/best.ckpt" in capsys.readouterr().out
+        pflight("fit", rounds=3, root="straight")
+        assert same(weights("run"), weights("straight"))
+        assert read_events("run").values == read_events("straight").values
+
+    def test_a_damaged_last_checkpoint_is_named_and_the_newest_whole_one_taken(self, capsys):
+        pflight("fit", "--trainer.check_val_every_n_epoch=2", rounds=3)
+        folder = Path("run", "checkpoints")
+        last, best = folder / "last.ckpt", folder / "best.ckpt"
+        trained = weights("run")
+        last.write_bytes(last.read_bytes()[:-1000])
+        options = ["--ckpt_path=last", "--trainer.check_val_every_n_epoch=2"]
+        for subcommand in ("test", "fit"):
+            with pytest.warns(UserWarning, match=r"^last.ckpt is damaged: taking best.ckpt, the"):
+                pflight(subcommand, *options, rounds=3)
+        assert same(weights("run"), trained)
+        best.write_bytes(b"PK")
+        with pytest.warns(UserWarning, match=r"^best.ckpt is damaged: taking last.ckpt, the"):
+            pflight("validate", *options)
+        capsys.readouterr()
+        for path in folder.iterdir():
+            path.write_bytes(path.read_bytes()[:100])
+        with pytest.raises(SystemExit) as exit_:
+            pflight("fit", *options)
+        assert exit_.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert (
+            "there is no whole checkpoint in run/checkpoints: best.ckpt is damaged, last.ckpt is"
+            in line
+        )
+
+    def test_a_resume_that_fails_drops_no_points(self, capsys):
+        pflight("fit", "--trainer.check_val_every_n_epoch=2", rounds=3)
+        before = contents("run")
+        misfit = error(capsys, "fit", "--ckpt_path=best", "--model.client.network.hidden=[9]")
+        assert "does not fit" in misfit
+        assert contents("run") == before
+        assert read_events("run").scalars["train/loss"] == [0, 1, 2]
+
+    def test_the_config_is_left_alone_unless_options_change(self):
+        pflight("fit", rounds=2)
+        config = Path("run/config.yaml")
+        stat, text = config.stat(), config.read_text()
+        main(["fit", "--config=run/config.yaml", "--ckpt_path=last"])
+        assert (config.stat().st_ino, config.stat().st_mtime_ns) == (stat.st_ino, stat.st_mtime_ns)
+        main(["fit", "--config=run/config.yaml", "--ckpt_path=last", "--trainer.max_epochs=3"])
+        assert config.read_text() == text.replace("max_epochs: 2", "max_epochs: 3")
+
+    def test_a_config_is_written_whole_or_not_at_all(self):
+        folder = RunFolder("run")
+        folder.path.mkdir()
+        folder.save_config("trainer: {}\n")
+        before, limits = contents("run"), resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                folder.save_config("trainer: {}\n" * 100)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert contents("run") == before
+
+    @pytest.mark.parametrize("resume", [[], ["--ckpt_path=last"]])
+    def test_a_config_of_the_users_is_not_overwritten(self, resume, capsys):
+        if resume:
+            pflight("fit", rounds=1)
+        Path("run").mkdir(exist_ok=True)
+        Path("run/config.yaml").write_text("# mine\ntrainer:\n  max_epochs: 2\n")
+        before = contents("run")
+        said = error(capsys, "fit", "--config=run/config.yaml", *resume)
+        assert said.startswith("pflight did not write run/config.yaml, which a run in run would")
+        assert contents("run") == before
+        Path("run/config.yaml").unlink()
+        Path("run/config.yaml").mkdir()
+        assert "pflight did not write run/config.yaml" in error(capsys, "fit", *resume)
+
     def test_a_keyboard_interrupt_says_how_to_go_on(self, monkeypatch, capfd):
         step = Federation.training_step
 
@@ -296,16 +549,39 @@ class TestResume:
         last = Path("run", "checkpoints", "last.ckpt")
         while process.poll() is None and not last.is_file():
             time.sleep(0.01)
+        with (
+            pytest.raises(ConfigurationError, match=f"way, by process {process.pid} on .* since"),
+            RunFolder("run").claimed("fit"),
+        ):
+            pytest.fail("it is the other's")
         time.sleep(0.3)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        done = len(torch.load(last, weights_only=True)["pflight"]["history"]["index"])
+        done = len(load_history(torch.load(last, weights_only=True)["pflight"]["history"]))
         rounds = ["--trainer.max_epochs", str(done + 3), "--ckpt_path", "last"]
         main([*command[3:], *rounds])
         events = read_events("run")
         expected = list(range(done + 3))
         assert all(steps == expected for steps in events.scalars.values()), events.scalars
         assert events.histograms["fesem/assignments"] == expected
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--model.client.optimizer=torch.optim.Adagrad", "but clients train one by one: .*Adagrad"),
+        ("--model.client=tests.test_cli.Judging", "Judging's own validation_step, .* not used"),
+    ],
+)
+def test_what_is_done_otherwise_than_asked_for_is_a_warning(option: str, said: str) -> None:
+    with pytest.warns(UserWarning, match=said):
+        pflight("fit", "--model.engine=vectorized", option, rounds=1)
+
+
+class Judging(ProximalClient):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
 
 
 class TestEvaluation:
@@ -324,6 +600,42 @@ class TestEvaluation:
         assert events.scalars["test/macro_acc"] == [1]
         assert events.scalars["train/loss"] == [0, 1]
         assert yaml.safe_load(Path("run/config.yaml").read_text())["trainer"]["max_epochs"] == 2
+
+    @pytest.mark.parametrize("command", ["validate", "test", "predict"])
+    def test_the_best_is_taken_unless_another_is_named(self, command, capsys):
+        pflight(command)
+        said = capsys.readouterr().out
+        assert f"no --ckpt_path: {command} takes run/checkpoints/best.ckpt, the best of" in said
+        Path("run/checkpoints/best.ckpt").unlink()
+        said = error(capsys, command)
+        assert "there is no 'best' checkpoint" in said
+        assert said.endswith("run holds last.ckpt, but not this one; name another with --ckpt_path")
+
+    def test_a_test_that_fails_leaves_the_earlier_one(self, capsys):
+        pflight("test")
+        before = contents("run")
+        error(capsys, "test", "--data.num_clients=7")
+        assert contents("run") == before
+        assert read_events("run").scalars["test/macro_acc"] == [1]
+
+    def test_predictions_stay_until_there_are_others(self, monkeypatch):
+        pflight("predict")
+        before = contents("run")
+
+        def broken(*args: object) -> None:
+            raise RuntimeError("no")
+
+        monkeypatch.setattr("pflight.callbacks.report.csv.writer", broken)
+        with pytest.raises(RuntimeError, match="no"):
+            pflight("predict", "--data.num_clients=6")
+        assert {path: now for path, now in contents("run").items() if path.is_file()} == {
+            path: then for path, then in before.items() if path.is_file()
+        }
+
+    def test_predictions_that_can_not_be_written(self, capsys, monkeypatch):
+        Path("run/predictions.csv").mkdir()
+        monkeypatch.setattr(Federation, "predict_step", lambda *_: pytest.fail("too late"))
+        assert error(capsys, "predict").endswith("run/predictions.csv: it is a folder")
 
     def test_newcomers_have_a_row(self, capsys):
         pflight("fit", "--data.holdout_clients=0.34", rounds=1)
@@ -449,7 +761,7 @@ class TestConfigs:
         Path("printed.yaml").write_text(first)
         assert printed_config(capsys, "--config", "printed.yaml") == first
 
-    def test_centralized_training(self):
+    def test_centralized_training(self, capsys):
         config = ["--config", "configs/centralized.yaml", "--trainer.max_epochs=2"]
         main(["fit", *config])
         scalars = read_events("runs/centralized").scalars
@@ -458,6 +770,16 @@ class TestConfigs:
         steps = read_events("runs/centralized").scalars["val/acc"]
         assert steps[:2] == scalars["val/acc"]
         assert len(set(steps)) == len(steps) == 3
+        with pytest.raises(SystemExit) as exit_:
+            main(["test", *config])
+        assert exit_.value.code == 2
+        assert "holds last.ckpt" in capsys.readouterr().err
+        stop = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=nothing"]
+        with pytest.raises(SystemExit) as exit_:
+            main(["fit", *config, *stop])
+        assert exit_.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "conditioned on metric `nothing` which is not available" in line
 
     def test_two_algorithms_are_an_error(self, capsys):
         with pytest.raises(SystemExit) as exit_:
@@ -480,8 +802,8 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("args", "message"),
         [
-            (["--config=nowhere.yaml"], "there is no config file nowhere.yaml"),
-            ([f"--config={'long' * 80}"], "there is no config file longlong"),
+            (["--config=nowhere.yaml"], "there is no config file 'nowhere.yaml'"),
+            ([f"--config={'long' * 80}"], "there is no config file 'longlong"),
             (["--model.client=Nobody"], "model.client: unknown class Nobody"),
             (["--data=Nothing"], "data: unknown class Nothing"),
             (["--model.client.mu=much"], "model.client.mu: expected a number, got much"),
@@ -497,11 +819,22 @@ class TestBadInput:
             (["--data.num_clients=3"], "num_clusters (4) exceeds"),
             (["--ckpt_path=nowhere.ckpt"], "there is no checkpoint nowhere.ckpt"),
             (["--ckpt_path=corrupt.ckpt"], "the checkpoint corrupt.ckpt can't be read"),
+            (
+                ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/macro_ac"],
+                "EarlyStopping watches 'val/macro_ac', which no round will have: did you mean val/",
+            ),
+            (["--trainer=latin1.yaml"], "a file among the options is not text: 'utf-8' codec"),
+            (["--trainer.default_root_dir=corrupt.ckpt"], "the run folder corrupt.ckpt is a file"),
+            (["--trainer.default_root_dir=corrupt.ckpt/run"], "can't be written: Not a directory"),
+            (["--trainer.default_root_dir=/sys/run"], "the run folder /sys/run can't be written"),
+            ([f"--trainer.default_root_dir={'x' * 300}"], "can't be written: File name too long"),
+            (["--trainer.default_root_dir=s3://here/run"], "must be on a disk, not s3://here/run"),
         ],
         ids=lambda value: value[0] if isinstance(value, list) else None,
     )
     def test_is_one_line(self, args, message, capsys):
         Path("corrupt.ckpt").write_text("no checkpoint")
+        Path("latin1.yaml").write_bytes(b"logger: \xe9\n")
         with pytest.raises(SystemExit) as exit_:
             pflight("fit", *args)
         error = capsys.readouterr().err
@@ -509,6 +842,50 @@ class TestBadInput:
         assert error.startswith("pflight: error: ")
         assert error.count("\n") == 1
         assert message in error
+        assert {path.name for path in Path().iterdir()} == {"corrupt.ckpt", "latin1.yaml"}
+        assert Path("corrupt.ckpt").read_text() == "no checkpoint"
+
+    def test_a_folder_that_is_read_only(self, read_only, capsys):
+        for options in (["fit"], ["fit", "--ckpt_path=last"], ["test"]):
+            said = error(capsys, *options, root=read_only)
+            assert said.startswith(f"the run folder {read_only} can't be written: ")
+        said = error(capsys, "predict", root=read_only)
+        assert said.startswith(f"the predictions can't be written to {read_only}/predictions.csv: ")
+        pflight("test", "--trainer.logger=false", root=read_only)
+        pflight("validate", root=read_only)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            (b"trainer:\n  default_root_dir: r\xe9sum\xe9\n", "not UTF-8 text: it has a byte 0xe9"),
+            ("trainer: {}\n".encode("utf-16"), "not UTF-8 text"),
+            (b"trainer: \x00\n", "not YAML: unacceptable character #x0000"),
+            (b"trainer:\n\tmax_epochs: 1\n", "not YAML: found character that cannot"),
+            (b"", "is empty"),
+            (b"# nothing\n", "is empty"),
+            (b"- trainer\n", "holds a sequence, not options by name"),
+            (b"trainer: 3\n", "has no options by name under trainer (line 1)"),
+            (b"trainer: {max_epochs: 1\n", "not YAML: did not find expected ',' or '}'"),
+            (b"trainer:\n  max_epochs: 1\n  default_roo", "not YAML: could not find expected ':'"),
+            (b"trainer: {}\nmodel: {}\ntrainer: {}\n", "has trainer twice (line 3)"),
+            (b"data: {init_args: {seed: 1, seed: 2}}\n", "has seed twice (line 1)"),
+            (b"trainer: " + b"[" * 100000, "is nested more than 100 deep"),
+            (None, "can't be read: Is a directory"),
+        ],
+        ids=lambda value: None if isinstance(value, bytes) else value,
+    )
+    def test_a_config_file(self, text, message, capsys):
+        config = Path("run/config.yaml")
+        config.parent.mkdir()
+        if text is None:
+            config.mkdir()
+        else:
+            config.write_bytes(text)
+        before = contents("run")
+        said = error(capsys, "fit", "--config=run/config.yaml", "--ckpt_path=last")
+        assert said.startswith("the config run/config.yaml ")
+        assert message in said
+        assert contents("run") == before
 
     @pytest.mark.parametrize("command", ["validate", "test", "predict"])
     def test_evaluation_without_a_run(self, command, capsys):

@@ -232,6 +232,20 @@ class TestClientsThatNeverAnswer:
         assert failed
         assert (callback.assignments == -1).nonzero().flatten().tolist() == failed
 
+    def test_a_round_of_ones_own_does_not_leave_out_those_of_the_round_before(self) -> None:
+        class AllAtOnce(FedAvg):
+            def round(self, cohort: Tensor) -> None:
+                if self.federation.history:
+                    self.begin()
+                    self.receive(self.federation.train_clients(cohort, self.broadcast(cohort)))
+                    self.step()
+                else:
+                    super().round(cohort)
+
+        federation = run(linear_client(), small_data(dropout=0.5), AllAtOnce(), rounds=2)
+        assert federation.history[0].failed
+        assert not federation.history[1].failed
+
 
 class TestCommunication:
     def test_fedavg(self) -> None:
@@ -260,6 +274,27 @@ class TestCommunication:
         federation = run(batchnorm_client(), small_data(), FedAvg(buffers="reset"))
         size = 4 * sum(p.numel() for p in batchnorm_client().parameters())
         assert federation.history[0].bytes_up == federation.history[0].bytes_down == 6 * size
+
+
+class TestWhatIsIgnored:
+    @pytest.mark.parametrize(
+        "methods", [["validation_step"], ["test_step", "predict_step"]], ids=" ".join
+    )
+    def test_evaluation_of_a_clients_own_is_named_once(self, methods: list[str]) -> None:
+        own = {name: lambda self, batch, batch_idx=0: None for name in methods}
+        client = linear_client(type("Segmenter", (ClientModule,), own))
+
+        def fit_and_test() -> None:
+            federation = run(client, small_data())
+            quiet_trainer().test(federation, datamodule=small_data(), verbose=False)
+
+        with pytest.warns(UserWarning, match="Segmenter's own") as warned:
+            fit_and_test()
+        (said,) = [str(w.message) for w in warned if "Segmenter" in str(w.message)]
+        assert all(name in said for name in methods)
+
+    def test_a_client_without_has_nothing_to_be_told(self) -> None:
+        run(linear_client(), small_data())  # a warning would be an error
 
 
 class TestWhatIsPublic:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins import MixedPrecision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 
@@ -190,6 +191,21 @@ class TestPrecision:
         assert state["network.0.weight"].dtype == torch.float64
         assert state["network.1.num_batches_tracked"].dtype == torch.int64
         assert torch.isfinite(torch.tensor(federation.history[-1].metrics["val/loss"]))
+
+    @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is depr:FutureWarning")
+    def test_16_mixed_is_bf16_mixed_on_the_cpu_as_lightning_says(self) -> None:
+        def state(precision: str) -> dict[str, torch.Tensor]:
+            federation = run(linear_client(), small_data(), trainer={"precision": precision})
+            return federation.server_states()[0]
+
+        with pytest.warns(UserWarning, match="Using `precision='bf16-mixed'` instead"):
+            half = state("16-mixed")
+        assert_same(half, state("bf16-mixed"))
+
+    def test_16_mixed_is_an_error_where_gradients_are_scaled(self) -> None:
+        plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+        with pytest.raises(ConfigurationError, match=r"scales gradients.*use bf16-mixed"):
+            run(linear_client(), small_data(), trainer={"plugins": [plugin]})
 
     def test_bf16_mixed_keeps_float32_weights_and_is_near(self) -> None:
         mixed = run(linear_client(), small_data(), FedAvg(), 3, trainer={"precision": "bf16-mixed"})

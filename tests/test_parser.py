@@ -59,7 +59,11 @@ CASES: list[tuple[str, Any, str]] = [
         "model.client.optimizer.lr: expected a number, got abc",
     ),
     ("model.client.network.hidden", "ten", "model.client.network.hidden: expected a list, got ten"),
-    ("model.engine", "warp", "model.engine: expected 'auto', 'sequential', 'vectorized', got warp"),
+    (
+        "model.engine",
+        "warp",
+        "model.engine: expected 'auto', 'sequential' or 'vectorized', got warp",
+    ),
     ("trainer.logger", "abc", "trainer.logger: expected a list, true/false, a class or null"),
     ("data.dropout", None, "Digits: dropout must be a finite number, got null"),
     ("data.partition", None, "Digits: partition must be a Partition, got null"),

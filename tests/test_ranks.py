@@ -77,9 +77,16 @@ def test_one_rank_goes_on_from_the_checkpoint_of_two(
 
 
 def test_every_client_is_evaluated_once(two: list[dict[str, Any]]) -> None:
+    """But for the one that can't be fine-tuned."""
     for rank in (0, 1):
-        assert two[rank]["FedAvg"]["judged"]["num_samples"].tolist() == [6] * 6
+        assert two[rank]["FedAvg"]["judged"]["num_samples"].tolist() == [6, 6, 6, 0, 6, 6]
 
 
 def test_failures_are_part_of_the_comparison(one: dict[str, Any]) -> None:
     assert any(3 in failed for failed in one["FedAvg"]["failed"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_that_stops_the_run_stops_all_ranks(rank: int, two: list[dict[str, Any]]) -> None:
+    for said, when in zip(two[rank]["raised"], ("round 0", "val", "predict"), strict=True):
+        assert said == f"{when}: client 3 failed: OSError: its disk is gone"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,10 +22,9 @@ from pflight.checkpoint import AtomicCheckpointIO
 from pflight.cli import main
 from pflight.signals import StopBetweenRounds
 from tests.event_files import read_events
-from tests.runs import ENGINES, linear_client, quiet_trainer, small_data
+from tests.runs import linear_client, quiet_trainer, small_data
 
 STATUS = {signal.SIGTERM: 143, signal.SIGINT: 130}
-SIGNALS = pytest.mark.parametrize("signum", STATUS)
 QUICKSTART = ["--config=configs/quickstart.yaml", "--data.num_clients=6", "--model.local_epochs=1"]
 
 
@@ -91,9 +91,20 @@ def last(root: str = "run") -> dict[str, Any]:
     return torch.load(f"{root}/checkpoints/last.ckpt", weights_only=True)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one round, with predictions."""
+    root = tmp_path_factory.mktemp("trained")
+    for command in ("fit", "predict"):
+        pflight(command, "--ckpt_path=last", rounds=1, root=str(root))
+    return root
+
+
 class TestFit:
-    @ENGINES
-    @SIGNALS
+    @pytest.mark.parametrize(
+        ("signum", "engine"),
+        [(signal.SIGTERM, "sequential"), (signal.SIGINT, "vectorized")],
+    )
     def test_the_round_is_finished_and_saved_and_the_run_goes_on_from_there(
         self, signum, engine, monkeypatch, capfd
     ):
@@ -124,6 +135,17 @@ class TestFit:
         assert last()["global_step"] == 1
         assert Path("run/checkpoints/best.ckpt").is_file()
 
+    def test_where_not_each_round_is_saved_the_last_one_is(self, monkeypatch):
+        saves = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpath=mine"]
+        saves += ["--trainer.callbacks.every_n_epochs=3"]
+        with monkeypatch.context() as patch:
+            raising(patch, Federation, "training_step", signal.SIGTERM, call=2)
+            assert stopped("fit", *saves) == 143
+        assert last()["global_step"] == 2
+        pflight("fit", *saves, "--ckpt_path=last")
+        pflight("fit", *saves, root="straight")
+        assert read_events("run").values == read_events("straight").values
+
     def test_min_epochs_do_not_hold_it_up(self, monkeypatch):
         raising(monkeypatch, Federation, "training_step", signal.SIGTERM, call=2)
         assert stopped("fit", "--trainer.min_epochs=4") == 143
@@ -136,8 +158,8 @@ class TestFit:
         assert "used by the clients" in captured.out
         assert "stopped by SIGTERM after 2 rounds, which are all" in captured.err
 
-    def test_the_set_up_ends_at_once_and_an_earlier_run_stays(self, monkeypatch, capfd):
-        pflight("fit", rounds=1)
+    def test_the_set_up_ends_at_once_and_an_earlier_run_stays(self, trained, monkeypatch, capfd):
+        shutil.copytree(trained, "run")
         before = last()["state_dict"]
         capfd.readouterr()
         raising(monkeypatch, Federation, "configure_optimizers", signal.SIGTERM)
@@ -177,14 +199,16 @@ class TestFit:
 
 
 class TestEvaluation:
-    @SIGNALS
     @pytest.mark.parametrize(
-        ("command", "method"),
-        [("validate", "validation_step"), ("test", "test_step"), ("predict", "predict_step")],
+        ("command", "method", "signum"),
+        [
+            ("validate", "validation_step", signal.SIGTERM),
+            ("test", "test_step", signal.SIGINT),
+            ("predict", "predict_step", signal.SIGTERM),
+        ],
     )
-    def test_it_ends_at_once(self, command, method, signum, monkeypatch, capfd):
-        pflight("fit", rounds=1)
-        pflight("predict", "--ckpt_path=last")
+    def test_it_ends_at_once(self, command, method, signum, trained, monkeypatch, capfd):
+        shutil.copytree(trained, "run")
         before = Path("run/predictions.csv").read_bytes()
         capfd.readouterr()
         raising(monkeypatch, Federation, method, signum)
@@ -261,3 +285,34 @@ class TestProcesses:
     def assert_all_are_gone(self, process: subprocess.Popen[str]) -> None:
         with pytest.raises(ProcessLookupError):  # the group of all ranks
             os.killpg(process.pid, 0)
+
+
+class TestSlurm:
+    """Its environment has Lightning save and requeue the job when the end of its time is near."""
+
+    @pytest.fixture(autouse=True)
+    def _job(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        job = {"NTASKS": 1, "JOB_ID": 7, "JOB_NAME": "federation", "PROCID": 0, "LOCALID": 0}
+        for name, value in (job | {"NODEID": 0, "NNODES": 1}).items():
+            monkeypatch.setenv(f"SLURM_{name}", str(value))
+        scontrol = Path("bin", "scontrol")
+        scontrol.parent.mkdir()
+        scontrol.write_text('#!/bin/sh\necho "$@" > requeued\n')
+        scontrol.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{scontrol.parent.resolve()}:{os.environ['PATH']}")
+
+    @pytest.mark.parametrize("memory", [[], ["--model.client_memory=disk"]], ids=["ram", "disk"])
+    def test_the_job_is_requeued_and_goes_on(self, memory, monkeypatch):
+        handler = signal.getsignal(signal.SIGUSR1)
+        with monkeypatch.context() as patch:
+            raising(patch, Federation, "on_train_epoch_end", signal.SIGUSR1, call=2)
+            raising(patch, Federation, "train_clients", signal.SIGTERM, call=4)
+            assert stopped("fit", *memory) == 143
+        assert signal.getsignal(signal.SIGUSR1) == handler
+        assert Path("requeued").read_text() == "requeue 7\n"
+        assert Path("run/hpc_ckpt_1.ckpt").is_file()
+        assert last()["global_step"] == 4
+        pflight("fit", *memory)  # as SLURM starts it again
+        pflight("fit", root="straight")
+        assert read_events("run").values == read_events("straight").values
+        assert not Path("run.1").exists()

@@ -8,7 +8,7 @@ object answers what a LightningModule asks its trainer for, so that ``self.optim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NoReturn
 
 import lightning as L
@@ -31,9 +31,8 @@ from pflight.history import Logs, add_logs
 FOREIGN = "its configure_optimizers() gives an optimizer of parameters that are not its own"
 
 
-def steps_others(optimizer: Optimizer, client: L.LightningModule) -> bool:
-    """Return whether an optimizer has parameters that are not the client's."""
-    own = {id(parameter) for parameter in client.parameters()}
+def steps_others(optimizer: Optimizer, own: Container[int]) -> bool:
+    """Return whether an optimizer has parameters other than a client's own, by their ``id``."""
     return any(id(p) not in own for group in optimizer.param_groups for p in group["params"])
 
 
@@ -61,6 +60,7 @@ class LocalTrainer:
     def __init__(self, client: L.LightningModule, precision: Precision) -> None:
         self.lightning_module = self.model = client
         self.precision_plugin = precision
+        self._own = set(map(id, client.parameters()))
         self.start(max_epochs=0, num_batches=0)
 
     def start(
@@ -170,7 +170,7 @@ class LocalTrainer:
             self.lr_scheduler_configs = _configure_schedulers_manual_opt(schedulers)
 
     def _check_optimizers(self) -> None:
-        if any(steps_others(optimizer, self.lightning_module) for optimizer in self.optimizers):
+        if any(steps_others(optimizer, self._own) for optimizer in self.optimizers):
             raise RuntimeError(FOREIGN)
 
     def backward(

@@ -38,11 +38,13 @@ class Form(NamedTuple):
             ValueError: If they are of another.
         """
         x, y = batch
-        if (form := Form.of(batch)) == self:
+        same_types = x.dtype == self.x_dtype and y.dtype == self.y_dtype
+        if same_types and x.shape[1:] == self.x and y.shape[1:] == self.y:
             return batch
         if not len(y):
             empty = x.new_empty((0, *self.x), dtype=self.x_dtype)
             return empty, y.new_empty((0, *self.y), dtype=self.y_dtype)
+        form = Form.of(batch)
         parts = ("features", form[:2], self[:2]), ("labels", form[2:], self[2:])
         what, own, usual = next(part for part in parts if part[1] != part[2])
         raise ValueError(f"its {what} are {_kind(*own)}, those of other clients {_kind(*usual)}")
@@ -61,7 +63,7 @@ def read_samples(data: FederatedDataModule, client: int, split: Split) -> Batch:
     """
     pair: Any = data.samples(client, split)
     of_two = isinstance(pair, tuple | list) and len(pair) == 2
-    if not of_two or not all(isinstance(part, Tensor) for part in pair):
+    if not of_two or not (isinstance(pair[0], Tensor) and isinstance(pair[1], Tensor)):
         kinds = [type(part).__name__ for part in pair] if isinstance(pair, tuple | list) else []
         got = f"({', '.join(kinds[:3])}{', ...' * (len(kinds) > 3)})" if kinds else ""
         raise TypeError(
@@ -69,7 +71,7 @@ def read_samples(data: FederatedDataModule, client: int, split: Split) -> Batch:
             f"not {got or type(pair).__name__}"
         )
     x, y = pair
-    if not x.dim() or not y.dim() or len(x) != len(y):
+    if not x.dim() or not y.dim() or x.shape[0] != y.shape[0]:
         raise ValueError(
             f"samples() must return as many labels as features, not features of shape "
             f"{list(x.shape)} and labels of shape {list(y.shape)}"

@@ -56,7 +56,12 @@ _HOOKS = (
 )
 _LARGE_KERNEL = 2**20  # weights of a convolution from which on channels-last is slower
 GRADIENT_BATCH = 512  # samples in one pass where their number does not matter
-_FROM_SERVER = {"anchor", "memory"}  # parts that are put into a client
+_FROM_SERVER = ("anchor", "memory")  # parts that are put into a client
+_REGISTERS = [  # of modules, parameters and hooks; buffers are given back one by one
+    name
+    for name, held in vars(nn.Module()).items()
+    if isinstance(held, dict) and name != "_buffers"
+]
 _NO_LOSS = "its training_step returned no loss for any batch"
 ONE_THREAD = 20e6  # operations of a batch's forward pass from which on threads pay
 
@@ -249,8 +254,11 @@ class SequentialEngine:
     def _attempt(self, client: int, failures: list[ClientFailure]) -> Iterator[None]:
         """Note the failure of a client that raises or takes too long; the next gets a new copy."""
         try:
-            with time_limit(self.client_timeout):
+            if self.client_timeout is None:
                 yield
+            else:
+                with time_limit(self.client_timeout):
+                    yield
         except STOPS:
             raise
         except BaseException as error:
@@ -262,6 +270,7 @@ class SequentialEngine:
         x, y = self._samples(client_id, "train")
         count = int(self.data.num_samples("train")[client_id])
         check_count(count, y, y)
+        self._check_classes(y)
         sizes = self._batch_sizes(count)
         client.num_samples.fill_(count)
         trainer.start(None if steps is not None else epochs, len(sizes), steps)
@@ -372,6 +381,7 @@ class SequentialEngine:
         client = self.client
         x, y = self._samples(client_id, "train")
         check_count(int(self.data.num_samples("train")[client_id]), y, y)
+        self._check_classes(y)
         client.num_samples.fill_(len(y))
         self.trainer.start(1, 1)
         client.train()
@@ -515,12 +525,7 @@ class SequentialEngine:
         columns = [states[name] for name in self.layout.names]
         ids, classes = clients.tolist(), self.template.num_classes
         failures: list[ClientFailure] = []
-        samples: dict[int, Batch] = {}  # by row
-        for row, client in enumerate(ids):
-            with self._attempt(client, failures):
-                x, y = self._samples(client, split)
-                check_labels(y, classes)
-                samples[row] = x, y.long()
+        samples = self._samples_of_all(ids, split, failures)
         logits = self._logits_at_once(columns, samples)
         if logits is None:
             logits = {}
@@ -545,6 +550,28 @@ class SequentialEngine:
             evaluation = Evaluation(*(column[sound] for column in evaluation))
         return evaluation, failures
 
+    def _samples_of_all(
+        self, ids: list[int], split: Split, failures: list[ClientFailure]
+    ) -> dict[int, Batch]:
+        """Return the samples of some clients and their classes, by row, and note who has none."""
+        classes, limit = self.client.num_classes, self.client_timeout
+        samples: dict[int, Batch] = {}
+        try:
+            with time_limit(limit and limit * len(ids)):
+                samples = {row: self._samples(client, split) for row, client in enumerate(ids)}
+                if samples:
+                    check_labels(torch.cat([y for _, y in samples.values()]), classes)
+        except STOPS:
+            raise
+        except BaseException:  # whose it is will be seen one by one
+            samples = {}
+            for row, client in enumerate(ids):
+                with self._attempt(client, failures):
+                    x, y = self._samples(client, split)
+                    check_labels(y, classes)
+                    samples[row] = x, y
+        return samples
+
     @torch.no_grad()
     def losses(
         self, clients: Tensor, states: TensorDict, split: Split
@@ -562,11 +589,12 @@ class SequentialEngine:
                     x, y = self._samples(client, split)
                     if not len(y):
                         continue
+                    self._check_classes(y)
                     if self._copies_input or self._own_loss:
                         x = x.clone()
                     size = self.data.eval_batch_size or len(y)
                     self._load([states[name][row] for name in self.layout.names], anchored=False)
-                    self.client.eval()
+                    self._evaluates()
                     self.client.num_samples.fill_(int(self.data.num_samples("train")[client]))
                     with self._forward_context():
                         sums = [
@@ -599,9 +627,14 @@ class SequentialEngine:
             return None
         return dict(zip(samples, logits.split([len(y) for _, y in samples.values()]), strict=True))
 
+    def _evaluates(self) -> None:
+        """Set all modules to evaluation, of which a model may have let some train."""
+        if any(module.training for module in self._modules):
+            self.client.eval()
+
     def _logits(self, x: Tensor) -> Tensor:
         """Return the logits of the model at hand, in evaluation mode."""
-        self.client.eval()
+        self._evaluates()
         if self._copies_input:
             x = x.clone()
         with self._forward_context():
@@ -663,18 +696,18 @@ class SequentialEngine:
         self._mixes_samples = any(
             isinstance(module, nn.modules.batchnorm._BatchNorm) for module in client.modules()
         )
-        client.anchor = self._anchor
+        client.anchor, client.memory = self._anchor, self._memory
         self._attributes = [(vars(module), dict(vars(module))) for module in client.modules()]
+        self._modules = list(client.modules())
+        self._registers = [vars(module)[name] for module in self._modules for name in _REGISTERS]
+        self._registered = [held.copy() for held in self._registers]
+        self._lengths = list(map(len, self._registers))
         self._parts = [
-            (path, held, {n: part for n, part in held.items() if path or n not in _FROM_SERVER})
+            (held, name, part, f"{path}.{name}".lstrip("."))
             for path, module in client.named_modules()
             for held in (module._parameters, module._modules)
-        ]
-        self._registered = [
-            (held, held.copy())
-            for module in client.modules()
-            for name, held in vars(module).items()
-            if "_hooks" in name and isinstance(held, dict)
+            for name, part in held.items()
+            if path.split(".")[0] not in _FROM_SERVER and (path or name not in _FROM_SERVER)
         ]
         self._requires_grad = [(p, p.requires_grad) for p in client.parameters()]
         self._kinds = [(t.shape, t.dtype, t.device) for t in self._tensors]
@@ -692,14 +725,10 @@ class SequentialEngine:
             attributes.update(given, training=attributes["training"])
             for name in attributes.keys() - given.keys():
                 del attributes[name]
-        for _, held, given in self._parts:
-            held.update(given)
-            for name in held.keys() - given.keys() - _FROM_SERVER:
-                del held[name]
-        for hooks, registered in self._registered:
-            if hooks != registered:
-                hooks.clear()
-                hooks.update(registered)
+        if list(map(len, self._registers)) != self._lengths:
+            for held, registered in zip(self._registers, self._registered, strict=True):
+                held.clear()
+                held.update(registered)
         for parameter, required in self._requires_grad:
             parameter.requires_grad = required
         for held, name, buffer in self._buffers:
@@ -715,10 +744,9 @@ class SequentialEngine:
 
     def _check_whole(self) -> None:
         """Raise if a client has put something else in the place of what it was to train."""
-        for path, held, given in self._parts:
-            for name, part in given.items():
-                if held.get(name) is not part:
-                    raise RuntimeError(f"it replaced or deleted its {f'{path}.{name}'.strip('.')}")
+        for held, name, part, path in self._parts:
+            if held.get(name) is not part:
+                raise RuntimeError(f"it replaced or deleted its {path}")
         for name, tensor, kind in zip(self.layout.names, self._tensors, self._kinds, strict=True):
             if (tensor.shape, tensor.dtype, tensor.device) != kind:
                 raise RuntimeError(f"it changed the shape, type or device of its {name}")
@@ -741,9 +769,12 @@ class SequentialEngine:
     def _samples(self, client_id: int, split: Split) -> Batch:
         batch = self.precision.convert_input(read_samples(self.data, client_id, split))
         x, y = self._form.fitted(batch)
-        if not self._own_loss and y.dim() == 1 and not y.is_floating_point():
-            check_labels(y, self.template.num_classes)
         return x.to(self.device), y.to(self.device)
+
+    def _check_classes(self, y: Tensor) -> None:
+        """Raise if labels are no classes, where the loss takes them for some."""
+        if not self._own_loss and not self._form.y and not y.is_floating_point():
+            check_labels(y, self.template.num_classes)
 
     def has_batches(self, clients: Tensor) -> Tensor:
         """Return a mask ``[C]`` of the clients that have a batch to train on."""

@@ -63,7 +63,7 @@ def obstacle_to(
         return f"its configure_optimizers() needs a client of its own: {reason_of(error)}"
     if reason := misfit(optimizer):
         return reason
-    if steps_others(optimizer, client):
+    if steps_others(optimizer, set(map(id, client.parameters()))):
         return FOREIGN
     if not _same(attributes, _attributes(client)):
         return "its configure_optimizers() sets attributes of itself"
@@ -261,7 +261,7 @@ def predicts_each_alone(joint: JointClient, layout: StateLayout, x: Tensor) -> b
     twice = x.expand(2, *x.shape)
     filled = torch.cat([twice, torch.zeros_like(twice)], dim=1)
     try:
-        alone = joint.logits(states, twice)
+        alone = joint.logits(states, twice.clone())
         beside = joint.logits(states, filled)[:, : len(x)]
     except KeyboardInterrupt:
         raise

@@ -522,7 +522,7 @@ class VectorizedEngine(SequentialEngine):
         def load(rows: range, epoch: int, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             clients = chunk.clients[rows.start : rows.stop]
             when = task.round_index, first + epoch
-            orders: Sequence[Tensor] = [torch.arange(counts[row]) for row in rows]
+            orders: Sequence[Tensor] = [torch.arange(counts[rows.start])] * len(rows)
             if task.shuffled:
                 orders = self.data.orders(clients, *when)
             for row, client, order in zip(rows, clients, orders, strict=True):
@@ -532,13 +532,16 @@ class VectorizedEngine(SequentialEngine):
                 check_count(counts[row], y, order)
                 x = self.data.augment(x, client, *when)
                 yield x, y, order[:count].to(self.device)
+            self._check_classes(batches.labels[rows.start : rows.stop, :count].flatten())
 
         def reserve(count: int) -> Batch:
             (x, y), shape = self._some, (len(chunk.clients), count)
             features = self._reuse("x", (*shape, *x.shape[1:]), x.dtype)
             return features, self._reuse("y", (*shape, *y.shape[1:]), y.dtype)
 
-        return Batches(plans, reserve, load, self._dependence[task.anchored].weighs_samples)
+        filled = self._dependence[task.anchored].weighs_samples
+        batches = Batches(plans, reserve, load, filled)
+        return batches
 
     def _stacked_context(self) -> AbstractContextManager[Any]:
         """Return what stacked passes run in."""

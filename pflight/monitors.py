@@ -1,0 +1,100 @@
+"""Which metrics a federation's rounds will have, for what watches one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LambdaCallback,
+    LearningRateMonitor,
+    ModelCheckpoint,
+)
+
+from .errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from .federation import Federation
+
+_MEANS = (
+    "macro_acc",
+    "micro_acc",
+    "macro_f1",
+    "micro_f1",
+    "pooled_acc",
+    "worst_decile_acc",
+    "loss",
+)
+_OF_ROUNDS = ("train/loss", "clients/sampled", "clients/failed")
+_TRAFFIC = tuple(
+    f"communication/{total}bytes_{way}" for total in ("", "total_") for way in ("down", "up")
+)
+_OF_LIGHTNING = ("epoch", "step")  # which a ModelCheckpoint takes as well
+
+
+def check_monitors(federation: Federation) -> None:
+    """Raise if a callback of the Trainer watches a metric that no round will have.
+
+    An ``EarlyStopping`` that is not ``strict`` may.
+    """
+    for callback in federation.trainer.callbacks:  # type: ignore[attr-defined]
+        if not isinstance(callback, EarlyStopping | ModelCheckpoint):
+            continue
+        if callback.monitor is not None and getattr(callback, "strict", True):
+            more = _OF_LIGHTNING if isinstance(callback, ModelCheckpoint) else ()
+            name = type(callback).__name__
+            check_monitor(federation, name, callback.monitor, (*_TRAFFIC, *more))
+
+
+def check_monitor(
+    federation: Federation, watcher: str, monitor: str, more: Sequence[str] = ()
+) -> None:
+    """Raise if no round will have a metric.
+
+    What classes of the user's own log can't be known: with one of them in the run, only a metric of
+    the validation is refused, where there is none.
+
+    Args:
+        federation: The federation, with its data.
+        watcher: What watches, for the message.
+        monitor: The tag of the metric.
+        more: Tags that are known besides those in a round's entry in the history.
+
+    Raises:
+        ConfigurationError: Naming the tags that are alike.
+    """
+    trainer = federation.trainer
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return
+    models = ("", "server/", "finetuned/") if federation.finetune_epochs else ("", "server/")
+    of_validation = [f"val/{model}{name}" for model in models for name in _MEANS]
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    if any(_may_log(part) for part in callbacks):
+        return
+    if monitor in of_validation:
+        if trainer.limit_val_batches == 0:
+            raise ConfigurationError(
+                f"{watcher} watches {monitor!r}, but limit_val_batches=0 leaves out validation"
+            )
+        if not len(federation.attached_data.val_dataloader()):
+            raise ConfigurationError(
+                f"{watcher} watches {monitor!r}, but no client has validation samples"
+            )
+        return
+    tags = tuple(f"{part.tag}/" for part in callbacks if hasattr(part, "tag"))
+    known = [*_OF_ROUNDS, *of_validation, *more]
+    if monitor in known or monitor.startswith(tags) or federation.on_updates:
+        return
+    if _may_log(federation) or _may_log(federation.client):
+        return
+    alike = get_close_matches(monitor, known, cutoff=0.5)
+    hint = f"did you mean {' or '.join(alike)}" if alike else f"there are {', '.join(known[:10])}"
+    raise ConfigurationError(f"{watcher} watches {monitor!r}, which no round will have: {hint}")
+
+
+def _may_log(part: object) -> bool:
+    """Return whether something logs metrics that are not known beforehand."""
+    ours = type(part).__module__.partition(".")[0] in ("pflight", "lightning", "pytorch_lightning")
+    return not ours or isinstance(part, LambdaCallback | LearningRateMonitor)

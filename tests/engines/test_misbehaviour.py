@@ -1,0 +1,586 @@
+"""Clients that misbehave fail by name, alike in both engines, and disturb no other."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pflight import Federation
+from pflight.callbacks import FedAvg, FedSGD, HypoCluster, Local, PerFedAvg, ServerCallback
+from pflight.datamodules import FederatedDataModule
+from pflight.errors import ClientError, ConfigurationError
+from pflight.models import ClientModule, PerFedAvgClient
+from tests.runs import (
+    CLASSES,
+    ENGINES,
+    FEATURES,
+    assert_same,
+    linear_client,
+    network_client,
+    quiet_trainer,
+    run,
+    samples,
+)
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning",
+    "ignore:engine='vectorized', but clients train one by one:UserWarning",
+)
+
+COUNTS = {"train": (5, 12, 7, 9, 3, 10), "val": (4,) * 6, "test": (6,) * 6}
+BAD = 3
+Batch = tuple[Tensor, Tensor]
+
+
+class OwnData(FederatedDataModule):
+    """Data of one's own, of which one client hands out something else.
+
+    Args:
+        bad: Makes of that client's samples what it hands out.
+        split: Where it does so.
+        client: Which it is.
+    """
+
+    def __init__(
+        self, bad: Callable[[Tensor, Tensor], Any], split: str = "train", client: int = BAD
+    ) -> None:
+        super().__init__(num_classes=CLASSES, batch_size=4)
+        self.num_clients = 6
+        self.bad, self.split, self.bad_client = bad, split, client
+        self.pairs = {
+            split: [samples(count, len(split) * 100 + i) for i, count in enumerate(counts)]
+            for split, counts in COUNTS.items()
+        }
+
+    def num_samples(self, split: Any = "train") -> Tensor:
+        return torch.tensor(COUNTS[split])
+
+    def samples(self, client: int, split: Any) -> Batch:
+        pair = self.pairs[split][client]
+        bad = client == self.bad_client and split == self.split
+        return self.bad(*pair) if bad else pair
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any) -> None:
+        raise error
+
+    return fail
+
+
+def fitted(
+    data: FederatedDataModule,
+    engine: str,
+    callback: Callable[[], ServerCallback] = FedAvg,
+    client: ClientModule | None = None,
+    **options: Any,
+) -> Federation:
+    client = linear_client() if client is None else client
+    return run(client, data, callback(), engine=engine, **options)
+
+
+def values_of(federation: Federation, data: FederatedDataModule) -> dict[str, Tensor]:
+    quiet_trainer().test(federation, datamodule=data, verbose=False)
+    return federation.client_metrics()
+
+
+def said(what: str, warned: pytest.WarningsRecorder) -> list[str]:
+    """Return all that warnings say after something."""
+    texts = [str(warning.message) for warning in warned]
+    return [text.removeprefix(what) for text in texts if text.startswith(what)]
+
+
+@pytest.fixture(scope="module")
+def sound() -> dict[str, Federation]:
+    """Federations in which no client misbehaves, by engine."""
+    engines = "sequential", "vectorized"
+    return {engine: fitted(OwnData(lambda *pair: pair), engine, Local) for engine in engines}
+
+
+@pytest.fixture(scope="module")
+def without() -> dict[str, Tensor]:
+    """The server's model of the others."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return fitted(OwnData(raising(OSError())), "sequential").server_states()[0]
+
+
+SAMPLES = {
+    "raises": (raising(OSError("its disk is gone")), "OSError: its disk is gone"),
+    "exits": (raising(SystemExit(0)), "SystemExit: 0"),
+    "fewer columns": (lambda x, y: (x[:, :1], y), r"features are float32 of shape \[1\]"),
+    "more columns": (lambda x, y: (torch.cat([x, x], 1), y), r"features are .* of shape \[8\]"),
+    "another type": (lambda x, y: (x.double(), y), "features are float64 of shape"),
+    "fewer labels": (lambda x, y: (x, y[1:]), "as many labels as features"),
+    "labels in a column": (lambda x, y: (x, y[:, None]), r"labels are int64 of shape \[1\]"),
+    "labels of another type": (lambda x, y: (x, y.int()), r"labels are int32 of shape \[\]"),
+    "labels out of range": (lambda x, y: (x, y + 2), "labels go from 2 to 4, but num_classes is 3"),
+    "ignored labels": (lambda x, y: (x, y * 0 - 100), "labels go from -100 to -100"),
+    "nothing": (lambda x, y: None, "a pair of tensors, features and labels, not NoneType"),
+    "lists": (lambda x, y: (x.tolist(), y.tolist()), r"not \(list, list\)"),
+    "arrays": (lambda x, y: (np.asarray(x), np.asarray(y)), r"not \(ndarray, ndarray\)"),
+    "nested": (lambda x, y: ((x, x), y), r"not \(tuple, Tensor\)"),
+    "NaN": (lambda x, y: (x * torch.nan, y), "NaN or infinite"),
+}
+
+
+@ENGINES
+@pytest.mark.parametrize(("bad", "reason"), SAMPLES.values(), ids=SAMPLES)
+def test_samples_to_train_on(
+    bad: Callable[..., Any],
+    reason: str,
+    engine: str,
+    without: dict[str, Tensor],
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    federation = fitted(OwnData(bad), engine)
+    (text,) = said("round 0: client 3 failed: ", recwarn)
+    assert re.search(rf"{reason}.*; it is left out of this round$", text)
+    assert federation.history[0].failed == [BAD]
+    torch.testing.assert_close(federation.server_states()[0], without)
+
+
+@ENGINES
+@pytest.mark.parametrize(("bad", "reason"), SAMPLES.values(), ids=SAMPLES)
+def test_samples_to_evaluate_on(
+    bad: Callable[..., Any],
+    reason: str,
+    engine: str,
+    sound: dict[str, Federation],
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    federation, data = sound[engine], OwnData(bad, "test")
+    expected = values_of(federation, OwnData(lambda *pair: pair))
+    values = values_of(federation, data)
+    (text,) = said("test after round 0: client 3 failed: ", recwarn)
+    assert re.search(rf"{reason}.*; it is left out of the metrics$", text)
+    assert values["num_samples"].tolist() == [6, 6, 6, 0, 6, 6]
+    others = torch.arange(6) != BAD
+    for name, value in values.items():
+        torch.testing.assert_close(value[others], expected[name][others])
+    for name in ("", "server/"):
+        mean = federation.client_metrics("test", name)["acc"][others].mean()
+        assert federation.trainer.callback_metrics[f"test/{name}macro_acc"] == pytest.approx(mean)
+    (chunk,) = quiet_trainer().predict(federation, datamodule=data)
+    assert chunk.clients.unique().tolist() == [0, 1, 2, 4, 5]
+    assert len(said("predict: client 3 failed: ", recwarn)) == 1
+
+
+@ENGINES
+@pytest.mark.parametrize("callback", [FedAvg, FedSGD])
+@pytest.mark.parametrize("count", [0, 8, 18])
+def test_another_number_of_samples_than_counted(
+    callback: Callable[[], ServerCallback],
+    count: int,
+    engine: str,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    data = OwnData(lambda x, y: (torch.cat([x, x])[:count], torch.cat([y, y])[:count]))
+    federation = fitted(data, engine, callback)
+    assert federation.history[0].failed == [BAD]
+    (text,) = said("round 0: client 3 failed: ", recwarn)
+    assert f"has {count} training samples, but num_samples() says 9" in text
+
+
+@ENGINES
+@pytest.mark.parametrize("client", [0, 1])  # the second is the largest
+@pytest.mark.parametrize(
+    "bad", [lambda x, y: (x[:, :1], y), raising(OSError())], ids=["shape", "raises"]
+)
+@pytest.mark.filterwarnings("ignore:.* failed:UserWarning")
+def test_a_client_that_others_might_be_measured_by(bad: Any, client: int, engine: str) -> None:
+    federation = fitted(OwnData(bad, client=client), engine)
+    assert federation.history[0].failed == [client]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized", "auto"])
+def test_samples_that_no_client_has(engine: str) -> None:
+    class Nobody(OwnData):
+        def samples(self, client: int, split: Any) -> Any:
+            return None
+
+    with pytest.raises(ConfigurationError, match="samples of client 0 can't be used: TypeError"):
+        fitted(Nobody(tuple), engine)
+
+
+@pytest.mark.parametrize("error", [OSError("its disk is gone"), SystemExit("its disk is gone")])
+def test_samples_that_can_not_be_counted(error: BaseException) -> None:
+    class Uncounted(OwnData):
+        num_samples = FederatedDataModule.num_samples
+
+    match = f"the val samples of client 3 can't be counted: {type(error).__name__}: its disk"
+    with pytest.raises(ConfigurationError, match=match):
+        fitted(Uncounted(raising(error), "val"), "sequential")
+
+
+@ENGINES
+def test_labels_of_more_than_one_number(engine: str) -> None:
+    class Shares(ClientModule):
+        def loss(self, batch: Batch) -> Tensor:
+            return F.mse_loss(self(batch[0]).softmax(1), batch[1])
+
+    class Soft(OwnData):
+        def samples(self, client: int, split: Any) -> Batch:
+            x, y = super().samples(client, split)
+            return x, F.one_hot(y, CLASSES).float()
+
+        def num_samples(self, split: Any = "train") -> Tensor:
+            return super().num_samples(split) * (split == "train")
+
+    federation = fitted(Soft(lambda *pair: pair), engine, client=linear_client(Shares))
+    expected = linear_client(Shares)
+    assert not any(entry.failed for entry in federation.history)
+    other = fitted(Soft(lambda *pair: pair), "sequential", client=expected)
+    torch.testing.assert_close(federation.server_states(), other.server_states())
+
+
+def test_augmented_samples_of_another_shape_are_not_stacked() -> None:
+    class Cropped(OwnData):
+        def augment(self, x: Tensor, client: int, round: int, epoch: int = 0) -> Tensor:
+            return x[:, : FEATURES - 1]
+
+    class Lenient(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight[:, : x.shape[1]], self.bias)
+
+    def states(engine: str) -> dict[str, Tensor]:
+        client = network_client(Lenient(FEATURES, CLASSES))
+        return fitted(Cropped(lambda *pair: pair), engine, client=client).server_states()[0]
+
+    with pytest.warns(UserWarning, match="can't be trained together, but one by one: ValueError"):
+        stacked = states("vectorized")
+    assert_same(stacked, states("sequential"))
+
+
+# What a client module may do
+
+
+def kind(method: str, does: Callable[[ClientModule], Any], **more: Any) -> type[ClientModule]:
+    """Return a kind of client of which one, with 9 samples, does something in a method.
+
+    What ``does`` returns, unless it is ``...``, is what the method returns.
+    """
+    default = getattr(ClientModule, method)
+
+    def own(self: ClientModule, *args: Any, **options: Any) -> Any:
+        result = ...
+        if self.training and self.num_samples == COUNTS["train"][BAD]:
+            result = does(self)
+        return default(self, *args, **options) if result is ... else result
+
+    return type("Odd", (ClientModule,), {method: own, **more})
+
+
+def assign(client: ClientModule, **attributes: Any) -> Any:
+    for name, value in attributes.items():
+        setattr(client, name, value)
+    return ...
+
+
+def set_weight(client: ClientModule, value: Tensor) -> Any:
+    client.network.weight.data = value
+    return ...
+
+
+def spoil(client: ClientModule) -> Any:
+    client.network.register_forward_hook(lambda module, args, output: 100 * output)
+    client.network.extra = nn.Linear(2, 2)
+    raise RuntimeError("it is done")
+
+
+def delete_weight(client: ClientModule) -> Any:
+    del client.network.weight
+    return ...
+
+
+HOOKS = [
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_before_batch_transfer",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "optimizer_step",
+    "on_train_batch_end",
+    "on_train_epoch_end",
+    "on_train_end",
+    "configure_optimizers",
+    "training_step",
+    "loss",
+    "forward",
+    "after_training",
+]
+KINDS = {
+    **{hook: (kind(hook, raising(RuntimeError("no"))), "RuntimeError: no") for hook in HOOKS},
+    "exits": (kind("loss", lambda _: sys.exit("done")), "SystemExit: done"),
+    "exits at the end": (kind("on_train_end", lambda _: sys.exit()), "SystemExit$"),
+    "a generator's end": (kind("on_train_end", raising(GeneratorExit())), "GeneratorExit"),
+    "NaN": (kind("loss", lambda c: c.network.weight.sum() * torch.nan), "NaN or infinite"),
+    "no loss": (kind("training_step", lambda _: None), "training_step returned no loss for any"),
+    "a number": (kind("training_step", lambda _: 0.5), "training_step must return .* not float"),
+    "a list": (kind("training_step", lambda _: []), "training_step must return .* not list"),
+    "a dictionary": (kind("training_step", lambda _: {"x": 1}), "one named loss"),
+    "many losses": (kind("loss", lambda c: c.network.bias), "logs 'train/loss' of shape"),
+    "detached": (kind("loss", lambda c: torch.tensor(1.0)), "RuntimeError: "),
+    "logs a vector": (kind("on_train_end", lambda c: c.log("x", torch.ones(2))), r"logs 'x' of"),
+    "deletes": (kind("on_train_end", delete_weight), "replaced or deleted its network.weight"),
+    "another network": (
+        kind("on_train_start", lambda c: assign(c, network=nn.Linear(FEATURES, CLASSES))),
+        "replaced or deleted its network",
+    ),
+    "no network": (kind("after_training", lambda c: assign(c, network=None)), "deleted its netw"),
+    "another shape": (
+        kind("after_training", lambda c: set_weight(c, torch.ones(1, FEATURES))),
+        "changed the shape, type or device of its network.weight",
+    ),
+    "another type": (
+        kind("on_train_end", lambda c: c.double() and ...),
+        "changed the shape, type or device of its network.weight",
+    ),
+    "another's weights": (
+        kind("configure_optimizers", lambda _: torch.optim.SGD(nn.Linear(2, 2).parameters())),
+        "an optimizer of parameters that are not its own",
+    ),
+    "leaves things": (kind("on_train_end", spoil), "it is done"),
+    "remembers nothing": (kind("remember", lambda _: {}, keeps_memory=True), "KeyError"),
+    "remembers too little": (
+        kind("remember", lambda c: {**dict(c.named_parameters()), "network.bias": torch.zeros(1)}),
+        "its network.bias is of shape",
+    ),
+    "remembers NaN": (
+        kind("remember", lambda c: {n: p * torch.nan for n, p in c.named_parameters()}),
+        "NaN or infinite",
+    ),
+}
+for name in ("remembers too little", "remembers NaN"):
+    KINDS[name][0].keeps_memory = True
+
+
+@ENGINES
+@pytest.mark.parametrize(("odd", "reason"), KINDS.values(), ids=KINDS)
+def test_what_a_client_does(
+    odd: type[ClientModule],
+    reason: str,
+    engine: str,
+    sound: dict[str, Federation],
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """Those that train after it end as without it."""
+    federation = fitted(OwnData(lambda *pair: pair), engine, Local, linear_client(odd))
+    (text,) = said("round 0: client 3 failed: ", recwarn)
+    assert re.search(reason, text.removesuffix("; it is left out of this round"))
+    assert federation.history[0].failed == [BAD]
+    for client in (0, 1, 2, 4, 5):
+        torch.testing.assert_close(
+            federation.client_state(client), sound["sequential"].client_state(client)
+        )
+    assert_same(federation.client_state(BAD), dict(linear_client().state_dict()))
+
+
+@ENGINES
+def test_a_network_that_changes_its_input_leaves_the_samples_as_they_are(engine: str) -> None:
+    data = OwnData(lambda *pair: pair)
+    before = {split: [x.clone() for x, _ in pairs] for split, pairs in data.pairs.items()}
+    client = network_client(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(FEATURES, CLASSES)))
+    for callback in (Local, FedSGD):
+        values_of(fitted(data, engine, callback, client), data)
+    for split, pairs in data.pairs.items():
+        torch.testing.assert_close(before[split], [x for x, _ in pairs], rtol=0, atol=0)
+
+
+@ENGINES
+def test_a_model_that_lets_itself_train_is_judged_in_evaluation_mode(engine: str) -> None:
+    class Switching(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            result = super().forward(x)
+            self.train()
+            return result
+
+    layers = nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Linear(8, CLASSES)
+    data = OwnData(lambda *pair: pair)
+    values = [
+        values_of(fitted(data, engine, Local, network_client(kind(*layers)), local_epochs=2), data)
+        for kind in (nn.Sequential, Switching)
+    ]
+    torch.testing.assert_close(*values)
+
+
+@ENGINES
+@pytest.mark.parametrize("callback", [FedAvg, FedSGD])
+def test_weights_that_explode_are_a_warning(
+    callback: Callable[[], ServerCallback], engine: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    data = OwnData(lambda x, y: (1e14 * x, y))
+    federation = fitted(data, engine, callback)
+    (text,) = said("round 0: client ", recwarn)
+    assert re.match(r"3 exploded: what it returns has \d\.\de\+1\d times the norm", text)
+    assert federation.history[0].failed == []
+
+
+# What is evaluated beside the model
+
+
+class Stuck(ClientModule):
+    """Can't be trained without an anchor, as when it is fine-tuned, nor tell its loss then."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        if self.anchor is None and bool((self.num_samples == 9).all()):
+            raise RuntimeError("it is stuck")
+        return super().loss(batch)
+
+
+class StuckPerFedAvg(Stuck, PerFedAvgClient):
+    pass
+
+
+@ENGINES
+@pytest.mark.parametrize(
+    ("callback", "client", "options", "doing"),
+    [
+        (FedAvg, Stuck, {"finetune_epochs": 1}, "to be fine-tuned"),
+        (PerFedAvg, StuckPerFedAvg, {}, "to adapt"),
+        (partial(HypoCluster, 2), Stuck, {}, "to tell its loss"),
+    ],
+)
+def test_what_comes_before_evaluation(
+    callback: Any,
+    client: type[ClientModule],
+    options: dict[str, Any],
+    doing: str,
+    engine: str,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """A client that fails at it is left out of the metrics of all models, or stops the run."""
+    data = OwnData(lambda *pair: pair)
+    federation = fitted(data, engine, callback, linear_client(client), **options)
+    values = values_of(federation, data)
+    texts = said(f"test after round 0: client 3 failed {doing}: ", recwarn)
+    assert texts == ["RuntimeError: it is stuck; it is left out of the metrics"]
+    for model in ("", "server/"):
+        counts = federation.client_metrics("test", model)["num_samples"]
+        assert counts.tolist() == [6, 6, 6, 0, 6, 6]
+    assert values["acc"].isnan().tolist() == [False, False, False, True, False, False]
+    federation.on_client_error = "raise"
+    with pytest.raises(ClientError, match=f"test .*: client 3 failed {doing}: RuntimeError"):
+        values_of(federation, data)
+
+
+@ENGINES
+def test_a_client_that_can_not_tell_its_loss_is_left_out_of_the_round(
+    engine: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    data = OwnData(lambda *pair: pair)
+    callback = partial(HypoCluster, 2, group_rounds=0)
+    federation = fitted(data, engine, callback, linear_client(Stuck))
+    assert federation.history[0].failed == [BAD]
+    texts = said("round 0: client 3 failed to tell its loss: ", recwarn)
+    assert texts == ["RuntimeError: it is stuck; it is left out of this round"]
+    assert len(said("round 0: client 3", recwarn)) == 1
+
+
+@ENGINES
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_a_failure_in_evaluation_may_stop_the_run(stage: str, engine: str) -> None:
+    federation = Federation(linear_client(), engine=engine, on_client_error="raise")
+    data = OwnData(raising(SystemExit(1)), "val" if stage == "validate" else "test")
+    with pytest.raises(ClientError, match="client 3 failed: SystemExit: 1") as error:
+        getattr(quiet_trainer(), stage)(federation, datamodule=data)
+    assert isinstance(error.value.__cause__, SystemExit)
+
+
+# Clients that never end
+
+
+def sleep(client: ClientModule) -> Any:
+    time.sleep(600)
+
+
+def persist(client: ClientModule) -> Any:
+    while True:
+        try:
+            time.sleep(600)
+        except Exception:
+            continue
+
+
+@pytest.mark.parametrize("hangs", [sleep, persist])
+@pytest.mark.parametrize("method", ["loss", "on_train_end", "configure_optimizers"])
+def test_a_client_that_hangs_is_left_out(
+    hangs: Any, method: str, sound: dict[str, Federation], recwarn: pytest.WarningsRecorder
+) -> None:
+    client = linear_client(kind(method, hangs))
+    data = OwnData(lambda *pair: pair)
+    federation = fitted(data, "auto", Local, client, client_timeout=0.3)
+    (text,) = said("round 0: client 3 failed: ", recwarn)
+    assert text.startswith("ClientTimeout: took longer than client_timeout, 0.3 s")
+    assert federation.history[0].failed == [BAD]
+    for other in (0, 1, 2, 4, 5):
+        torch.testing.assert_close(
+            federation.client_state(other), sound["sequential"].client_state(other)
+        )
+
+
+@pytest.mark.parametrize("callback", [FedAvg, Local])
+def test_a_client_whose_evaluation_hangs_is_left_out(
+    callback: Callable[[], ServerCallback], recwarn: pytest.WarningsRecorder
+) -> None:
+    data = OwnData(lambda *_: time.sleep(600), "test")
+    federation = fitted(data, "sequential", callback, client_timeout=0.1)
+    assert values_of(federation, data)["num_samples"].tolist() == [6, 6, 6, 0, 6, 6]
+    (text,) = said("test after round 0: client 3 failed: ", recwarn)
+    assert text.startswith("ClientTimeout: ")
+
+
+def test_a_timer_that_runs_already_goes_on(recwarn: pytest.WarningsRecorder) -> None:
+    rang = threading.Event()
+    handler = signal.signal(signal.SIGALRM, lambda *_: rang.set())
+    before = signal.setitimer(signal.ITIMER_REAL, 600)
+    try:
+        fitted(OwnData(lambda *_: time.sleep(600)), "sequential", client_timeout=0.1)
+        left, _ = signal.getitimer(signal.ITIMER_REAL)
+        assert 0 < left < 600
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        assert rang.wait(60)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def test_a_time_limit_is_for_clients_one_by_one_in_the_main_thread() -> None:
+    data = OwnData(lambda *pair: pair)
+    with pytest.raises(ConfigurationError, match="client_timeout needs engine='sequential'"):
+        fitted(data, "vectorized", client_timeout=1.0)
+    errors: list[BaseException] = []
+
+    def fit() -> None:
+        try:
+            fitted(data, "sequential", client_timeout=1.0)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=fit)
+    thread.start()
+    thread.join()
+    (error,) = errors
+    assert "client_timeout needs the main thread" in str(error)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), True])
+def test_a_time_limit_that_is_no_time(seconds: Any) -> None:
+    with pytest.raises(ConfigurationError, match="client_timeout must be positive"):
+        Federation(linear_client(), client_timeout=seconds)
