@@ -68,7 +68,7 @@ def clipped(client: LightningModule, gradients: TensorDict) -> TensorDict:
 def check_client(federation: Federation, kind: type[ClientModule], algorithm: str) -> None:
     """Raise unless a client is of a kind, and its gradients are those of its loss."""
     client = federation.client
-    if not isinstance(federation.half, Half) and not isinstance(client, kind):
+    if not isinstance(federation.client_half, Half) and not isinstance(client, kind):
         raise ConfigurationError(
             f"{algorithm} needs a {kind.__name__} as its client, got {type(client).__name__}"
         )

@@ -55,7 +55,7 @@ def _fedavg(federation: Federation, callback: Any) -> str:
 
 
 def _apfl(federation: Federation, callback: Any) -> str:
-    half: Any = federation.half
+    half: Any = federation.client_half
     mixture = half.personal if isinstance(half, Half) else half
     return "APFL" + " (adaptive)" * (mixture.alpha_lr is not None)
 
@@ -93,11 +93,11 @@ def _fesem(federation: Federation, callback: Any) -> str:
 _NAMES: dict[type, Callable[[Any, Any], str]] = {
     APFL: _apfl,
     FedAvg: _fedavg,
-    FedEC: lambda federation, _: _CONSTRAINED[federation.half.constraint],
+    FedEC: lambda federation, _: _CONSTRAINED[federation.client_half.constraint],
     FedCluster: lambda *_: "CFL (FedCluster)",
     FeSEM: _fesem,
     HypoCluster: lambda *_: "HypoCluster (IFCA)",
-    PerFedAvg: lambda federation, _: f"Per-FedAvg ({'HF' if federation.half.hessian else 'FO'})",
+    PerFedAvg: lambda federation, _: f"Per-FedAvg ({'HF' if federation.client_half.hessian else 'FO'})",
     PFedHN: lambda _, callback: "pFedHN" + "-PC" * (callback.private_layers > 0),
     PFedLA: lambda _, callback: f"HeurpFedLA({callback.retain})" if callback.retain else "pFedLA",
     PFedMe: lambda *_: "pFedMe",

@@ -78,7 +78,7 @@ class PerFedAvg(FedAvg):
 
     def setup_server(self, federation: Federation) -> None:
         """Make the server's model."""
-        if not isinstance(federation.half, Half):
+        if not isinstance(federation.client_half, Half):
             check_kind(self, federation.client, PerFedAvgClient)
         super().setup_server(federation)
 

@@ -98,7 +98,7 @@ class PFedMe(FedAvg):
     def setup_server(self, federation: Federation) -> None:
         """Make the server's model."""
         names, theta = federation.layout.names, f"{OWN}theta."
-        if isinstance(federation.half, Half):
+        if isinstance(federation.client_half, Half):
             self.pairs = [(n.removeprefix(theta), n) for n in names if n.startswith(theta)]
         else:
             check_kind(self, federation.client, PFedMeClient)

@@ -88,7 +88,7 @@ class ServerCallback(L.Callback):
     @property
     def own_prefix(self) -> str:
         """What the half's own entries begin with in a state, where the client has it from here."""
-        return OWN if isinstance(self.federation.half, Half) else ""
+        return OWN if isinstance(self.federation.client_half, Half) else ""
 
     def local_data(self, data: FederatedDataModule) -> FederatedDataModule:
         """Return the data as the clients are to use them, by default as they are.
@@ -110,7 +110,7 @@ class ServerCallback(L.Callback):
     @property
     def bytes_kept(self) -> int:
         """Bytes that each client keeps from the first round on in which it takes part."""
-        layout, half = self.federation.layout, self.federation.half
+        layout, half = self.federation.layout, self.federation.client_half
         kept: list[Tensor] = []
         if isinstance(half, Half) and half.keeps_memory:
             kept = [layout.template[name] for name in half.remembered(layout)]
@@ -174,7 +174,7 @@ class ServerCallback(L.Callback):
         """
         federation = self.federation
         states = federation.lay_over(clients, self.broadcast(clients))
-        if not federation.half.judged_by_memory:
+        if not federation.client_half.judged_by_memory:
             return states
         return federation.complete(clients, federation.remembered(clients, states).states)
 
@@ -182,7 +182,7 @@ class ServerCallback(L.Callback):
     def personalizes(self) -> bool:
         """Whether a client may be judged by another model than what the server sends."""
         overridden = type(self).personalize is not ServerCallback.personalize
-        return overridden or bool(self.private) or self.federation.half.judged_by_memory
+        return overridden or bool(self.private) or self.federation.client_half.judged_by_memory
 
     def server_states(self) -> list[dict[str, Tensor]]:
         """Return the server's models, full states, by default those of ``federation.server``."""

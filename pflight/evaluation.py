@@ -155,7 +155,7 @@ class ClientModels(NamedTuple):
         if not federation.finetune_epochs:
             return cls(callback.personalize(clients), None)
         own = type(callback).personalize is not ServerCallback.personalize
-        if own or not federation.half.judged_by_memory:
+        if own or not federation.client_half.judged_by_memory:
             tuned = finetune(federation, clients, callback.personalize(clients))
             return cls(tuned, tuned)
         starts = federation.lay_over(clients, callback.broadcast(clients))

@@ -216,7 +216,7 @@ class Federation(L.LightningModule):
         return self._client[0]
 
     @property
-    def half(self) -> Half | ClientModule:
+    def client_half(self) -> Half | ClientModule:
         """The client half of the algorithm, which some client modules are themselves."""
         if self._callback_half is None:
             assert isinstance(self.client, ClientModule)
@@ -498,7 +498,7 @@ class Federation(L.LightningModule):
 
     def remembered(self, clients: Tensor, states: TensorDict) -> Kept:
         """Return what the clients' modules kept, by default entries of ``states`` ``[C]``."""
-        half = self.half
+        half = self.client_half
         names = half.remembered(self.layout) if isinstance(half, Half) else tuple(half.remember())
         return Kept(
             self.memory.read(_MEMORY, clients, states.select(*names)),
@@ -905,7 +905,7 @@ class Federation(L.LightningModule):
             round_index=self._round.index,
             epochs=epochs or self.local_epochs,
             steps=None if epochs else self.local_steps,
-            kept=self.remembered(clients, starts) if self.half.keeps_memory else None,
+            kept=self.remembered(clients, starts) if self.client_half.keeps_memory else None,
             on_client_end=self.on_client_end,
         )
         for listener in self.on_updates:
