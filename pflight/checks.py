@@ -188,7 +188,8 @@ def _check_equal(name: str, saved: object, here: object) -> None:
 
 def _check_validation(every: int | None, interval: object) -> None:
     """Raise unless validation is due after some whole number of rounds."""
-    name, rounds = "check_val_every_n_epoch", every
+    name = "check_val_every_n_epoch"
+    rounds: float | None = every
     if every is None and isinstance(interval, int | float):
         name, rounds = "val_check_interval", interval
     elif isinstance(interval, int | float) and interval != 1:

@@ -162,7 +162,7 @@ def whole(value: Any) -> float:
         >>> whole(2) >= 1, whole(2.5) >= 1, whole(True) >= 1, whole(None) >= 1
         (True, False, False, False)
     """
-    return number(value) if isinstance(value, Integral) and abs(value) < _MOST else math.nan
+    return number(value) if isinstance(value, Integral) and abs(int(value)) < _MOST else math.nan
 
 
 def arguments(function: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Any]:
@@ -278,7 +278,7 @@ def _words(hint: Any, value: Any) -> list[str]:
         return [words for part in parts for words in _words(part, value)]
     if kind is Literal:
         return [repr(part) for part in parts]
-    if kind is int and isinstance(value, Integral) and not isinstance(value, bool):
+    if kind is int and type(value) is not bool and isinstance(value, Integral):
         return ["below 2**32"]
     if kind in _NAMED:
         return [_NAMED[kind]]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
-import yaml
+import yaml  # type: ignore[import-untyped]
 from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
