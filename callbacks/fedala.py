@@ -105,7 +105,7 @@ class FedALA(FedAvg):
     def prepare(self) -> None:
         """Get ready to learn weights as clients train, by an engine for them alone."""
         engine = self.federation.attached_engine
-        client = MixingClient(self.federation.client, self.mixed, self.lr)
+        client = MixingClient(self.federation.classifier, self.mixed, self.lr)
         layout = StateLayout.of(client)
         settings = engine.data, engine.precision, engine.device, engine.seed
         self.learner = SequentialEngine(client, layout, *settings)

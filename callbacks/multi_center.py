@@ -89,7 +89,7 @@ class MultiCenter(ServerCallback):
                 f"clients that can train ({clients})"
             )
         if self.matching is not None:
-            self.chain = matched_chain(federation.client, self.sent_names)
+            self.chain = matched_chain(federation.classifier, self.sent_names)
         self.assignments = torch.full((federation.num_clients,), -1)
         self.add_centers(self.num_clusters)
         for index, center in enumerate(self.centers or ()):

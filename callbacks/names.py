@@ -56,8 +56,13 @@ def _fedavg(federation: Federation, callback: Any) -> str:
 
 def _apfl(federation: Federation, callback: Any) -> str:
     half: Any = federation.client_half
-    mixture = half.personal if isinstance(half, Half) else half
+    mixture: Any = half.personal if isinstance(half, Half) else half
     return "APFL" + " (adaptive)" * (mixture.alpha_lr is not None)
+
+
+def _per_fedavg(federation: Federation, callback: Any) -> str:
+    half: Any = federation.client_half
+    return f"Per-FedAvg ({'HF' if half.hessian else 'FO'})"
 
 
 def _reptile(federation: Federation, callback: Any) -> str:
@@ -97,7 +102,7 @@ _NAMES: dict[type, Callable[[Any, Any], str]] = {
     FedCluster: lambda *_: "CFL (FedCluster)",
     FeSEM: _fesem,
     HypoCluster: lambda *_: "HypoCluster (IFCA)",
-    PerFedAvg: lambda federation, _: f"Per-FedAvg ({'HF' if federation.client_half.hessian else 'FO'})",
+    PerFedAvg: _per_fedavg,
     PFedHN: lambda _, callback: "pFedHN" + "-PC" * (callback.private_layers > 0),
     PFedLA: lambda _, callback: f"HeurpFedLA({callback.retain})" if callback.retain else "pFedLA",
     PFedMe: lambda *_: "pFedMe",

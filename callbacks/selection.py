@@ -146,7 +146,7 @@ def select_num_clusters(
         )
     if criterion == "distance" and numbers[0] > 1:
         numbers.insert(0, numbers[0] - 1)
-    client = copy.deepcopy(federation.client)
+    client = copy.deepcopy(federation.classifier)
     client.load_state_dict(gather(client.state_dict())[0])  # ranks may have started differently
     accuracy, distance = {}, {}
     for k in numbers:

@@ -112,10 +112,10 @@ class ServerCallback(L.Callback):
         """Bytes that each client keeps from the first round on in which it takes part."""
         layout, half = self.federation.layout, self.federation.client_half
         kept: list[Tensor] = []
-        if isinstance(half, Half) and half.keeps_memory:
-            kept = [layout.template[name] for name in half.remembered(layout)]
+        if not isinstance(half, Half):
+            kept = list(half.remember().values()) if half.keeps_memory else []
         elif half.keeps_memory:
-            kept = list(half.remember().values())
+            kept = [layout.template[name] for name in half.remembered(layout)]
         return sum(tensor.nbytes for tensor in [*kept, *(layout.template[n] for n in self.private)])
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:

@@ -78,7 +78,8 @@ class DatasetClients(FederatedDataModule):
             )
         self.datasets: dict[Split, list[Dataset[Any]]] = {}
         for split, given in zip(SPLITS, (train, val, test), strict=True):
-            datasets = [_Nothing()] * self.num_clients if given is None else list(given)
+            nothing: list[Dataset[Any]] = [_Nothing()] * self.num_clients
+            datasets = nothing if given is None else list(given)
             if len(datasets) != self.num_clients:
                 raise ConfigurationError(
                     f"{type(self).__name__}: {split} has {len(datasets)} clients, but train has "

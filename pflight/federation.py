@@ -216,6 +216,20 @@ class Federation(L.LightningModule):
         return self._client[0]
 
     @property
+    def classifier(self) -> ClientModule:
+        """The client module, where it is a classifier of pflight's, as some methods need it.
+
+        Raises:
+            ConfigurationError: If it is another LightningModule.
+        """
+        if not isinstance(self.client, ClientModule):
+            raise ConfigurationError(
+                f"this asks for logits and classes, which a {ClientModule.__name__} has and "
+                f"{type(self.client).__name__} has not"
+            )
+        return self.client
+
+    @property
     def client_half(self) -> Half | ClientModule:
         """The client half of the algorithm, which some client modules are themselves."""
         if self._callback_half is None:
@@ -252,7 +266,7 @@ class Federation(L.LightningModule):
         with self._server_work(), self.noting(failures):
             return self.layout.state_dict(ClientModels.of(self, clients).used[0])
 
-    def client_module(self, client: int) -> ClientModule:
+    def client_module(self, client: int) -> L.LightningModule:
         """Return a client's own LightningModule: a new copy of the client with its weights.
 
         It is in evaluation mode, as the client is judged: call its ``train()`` to train it on.
@@ -260,7 +274,7 @@ class Federation(L.LightningModule):
         module, state = copy.deepcopy(self.client), self.client_state(client)
         for name, tensor in state_tensors(module).items():
             tensor.data = tensor.data.to(state[name].dtype)  # a model trained in float64 stays one
-        module.load_state_dict(state)
+        module.load_state_dict({**module.state_dict(), **state})
         return module.eval()
 
     def client_metrics(self, split: str = "test", model: Judged = "") -> dict[str, Tensor]:

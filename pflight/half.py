@@ -23,29 +23,53 @@ class LocalClient(Protocol):
     Tensors are those of one client, also where an engine trains many at once.
     """
 
-    module: LightningModule
-    """A copy of the client module, in which this client trains."""
-    weights: Mapping[str, Tensor]
-    """Its trainable parameters, by their names in ``module.state_dict()``."""
-    buffers: Mapping[str, Tensor]
-    """Its buffers that travel, likewise."""
-    own: Mapping[str, Tensor]
-    """The half's own entries, as :meth:`Half.state` named them; changed in place."""
-    anchor: Mapping[str, Tensor] | None
-    """The trainable parameters as the server sent them; ``None`` in fine-tuning."""
-    memory: Mapping[str, Tensor] | None
-    """What the half remembered of this client; an engine that trains many at once has some also
-    where ``seen`` is 0, and then it is the state that the client starts from."""
-    seen: Tensor
-    """1 where there is something remembered, or else 0."""
-    num_samples: Tensor
-    """Number of this client's training samples."""
-    mean_samples: Tensor
-    """Mean number of training samples over all clients that may train."""
-    num_steps: Tensor
-    """Steps of this participation, once its training is over."""
-    shared: LocalClient | None
-    """For a personal copy, the client whose model it stands beside."""
+    @property
+    def module(self) -> LightningModule:
+        """A copy of the client module, in which this client trains."""
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """Its trainable parameters, by their names in ``module.state_dict()``."""
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """Its buffers that travel, likewise."""
+
+    @property
+    def own(self) -> Mapping[str, Tensor]:
+        """The half's own entries, as :meth:`Half.state` named them; changed in place."""
+
+    @property
+    def anchor(self) -> Mapping[str, Tensor] | None:
+        """The trainable parameters as the server sent them; ``None`` in fine-tuning."""
+
+    @property
+    def memory(self) -> Mapping[str, Tensor] | None:
+        """What the half remembered of this client, or ``None``.
+
+        An engine that trains many at once has some also where :attr:`seen` is 0: the state that the
+        client starts from.
+        """
+
+    @property
+    def seen(self) -> Tensor:
+        """1 where there is something remembered, or else 0."""
+
+    @property
+    def num_samples(self) -> Tensor:
+        """Number of this client's training samples."""
+
+    @property
+    def mean_samples(self) -> Tensor:
+        """Mean number of training samples over all clients that may train."""
+
+    @property
+    def num_steps(self) -> Tensor:
+        """Steps of this participation, once its training is over."""
+
+    @property
+    def shared(self) -> LocalClient | None:
+        """For a personal copy, the client whose model it stands beside."""
 
     def task_loss(self, batch: Any) -> Tensor:
         """Return the scalar loss of the client's own module on a batch."""

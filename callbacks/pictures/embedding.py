@@ -17,7 +17,6 @@ from pflight.datamodules import Split
 from pflight.distributed import gather, owned
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
-from pflight.models import ClientModule
 from pflight.options import check_range, checked
 from pflight.palette import point_style
 from pflight.randomness import Purpose, derive_seed
@@ -88,10 +87,10 @@ class EmbeddingTrajectory(Picture):
 
     def start(self, federation: Federation) -> None:
         """Choose the clients."""
-        if not any(isinstance(module, nn.Linear) for module in federation.client.modules()):
+        if not any(isinstance(module, nn.Linear) for module in federation.classifier.modules()):
             raise ConfigurationError(
                 "EmbeddingTrajectory draws the inputs of the last linear layer, and "
-                f"{type(federation.client.network).__name__} has none"
+                f"{type(federation.classifier.network).__name__} has none"
             )
         clients = federation.trainable_clients
         clients = clients[federation.attached_data.num_samples(self.split)[clients] > 0]
@@ -142,7 +141,7 @@ class EmbeddingTrajectory(Picture):
         self._features = unstacked(state_dict["features"])
 
 
-def mean_features(client: ClientModule, x: Tensor, batch_size: int = 1024) -> Tensor:
+def mean_features(client: L.LightningModule, x: Tensor, batch_size: int = 1024) -> Tensor:
     """Return the inputs of the linear layer that runs last, averaged over samples.
 
     Args:

@@ -43,8 +43,8 @@ class Copies:
         precision: Precision,
         device: torch.device,
     ) -> None:
-        self._pristine = precision.convert_module(copy.deepcopy(template)).to(device)
-        rest_frozen(self._pristine)
+        self._pristine = rest_frozen(copy.deepcopy(template))
+        precision.convert_module(self._pristine).to(device)
         tensors, frozen, own = state_tensors(self._pristine), {*layout.frozen}, {*layout.own}
         names = [name for name in layout.names if name not in own]
         self.live = {name: tensors[name] for name in names if name not in frozen}

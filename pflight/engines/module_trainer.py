@@ -280,7 +280,7 @@ class _LocalStrategy(SingleDeviceStrategy):
         self._note_batch_size()
         return super().training_step(batch, *args)
 
-    def training_step(self, batch: Any, *args: Any) -> Any:  # type: ignore[override]
+    def training_step(self, batch: Any, *args: Any) -> Any:
         """Run the module's training step, and what the half makes of it."""
         if self.step is None:
             return self.own_step(batch, *args)
@@ -395,7 +395,7 @@ def muted(module: L.LightningModule) -> Iterator[None]:
     """Have a copy log nothing, and its metrics count nothing."""
     metrics = [part for part in module.modules() if isinstance(part, Metric)]
     counted = [(metric, metric._copy_state_dict(), metric._update_count) for metric in metrics]
-    module.log = module.log_dict = _no_log  # type: ignore[method-assign, assignment]
+    module.log = module.log_dict = _no_log  # type: ignore[method-assign]
     try:
         yield
     finally:

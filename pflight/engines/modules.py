@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from lightning import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from tensordict import TensorDict
@@ -36,6 +37,7 @@ class ModuleEngine(SequentialEngine):
         *args: As in :class:`SequentialEngine`.
     """
 
+    template: LightningModule  # type: ignore[assignment]
     client: AloneClient  # type: ignore[assignment]
 
     def __init__(self, half: Half, *args: Any) -> None:
@@ -146,7 +148,8 @@ class ModuleEngine(SequentialEngine):
         # A personal model first, which may look at the shared one as it is before its step.
         models = [client] if self._personal is None else [self._personal, client]
         for model in models:
-            optimizer = self.half.optimizer(list(model.weights.values()), client.anchor is not None)
+            parameters = [p for p in model.module.parameters() if p.requires_grad]
+            optimizer = self.half.optimizer(parameters, client.anchor is not None)
             limits = None if steps is not None else epochs, len(sizes), steps
             model.trainer.start(*limits, model.step, optimizer)
         assert self._stream is not None
@@ -214,7 +217,7 @@ class ModuleEngine(SequentialEngine):
             return values, []
         failures: list[ClientFailure] = []
         for _, client, visit, batches in self._rows(clients, states, split):
-            logged, directions = {}, {}
+            logged: dict[str, Tensor] = {}
             with self._attempt(client, failures):
                 logged, directions = self.client.trainer.evaluate(split, visit.parts, batches)
             if failures and failures[-1].client == client:
@@ -278,9 +281,8 @@ class ModuleEngine(SequentialEngine):
                     for visit, batches in self._stream.visits_of(client):
                         yield row, client, visit, batches
 
-    def _forward(self, x: Tensor) -> list[Tensor]:
-        self.client.module.eval()  # type: ignore[attr-defined]
-        return super()._forward(x)
+    def _evaluates(self) -> None:
+        self.client.module.eval()
 
     @contextmanager
     def _streaming(self, split: Split, visits: list[Visit]) -> Iterator[None]:
@@ -351,7 +353,7 @@ class ModuleEngine(SequentialEngine):
                 rank_zero_warn(f"training changed the frozen {name!r}; it is reset each time")
 
     @property
-    def _tensors(self) -> list[Tensor]:
+    def _tensors(self) -> list[Tensor]:  # type: ignore[override]
         held = {**self._copies.tensors(), **self._own}
         if self._personal_copies is not None:
             held |= {f"{PERSONAL}{n}": t for n, t in self._personal_copies.tensors().items()}
