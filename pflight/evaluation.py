@@ -58,7 +58,7 @@ class Evaluator:
             return
         with federation.noting(self.failures):
             outputs = self._outputs(clients)
-        failed = torch.tensor(self.failures.clients, device=federation.device)
+        failed = torch.tensor(sorted(self.failures.clients), device=federation.device)
         for model, evaluation in outputs.items():
             if len(failed):  # of the same clients for all models, so that these can be compared
                 sound = ~torch.isin(evaluation.clients, failed)
