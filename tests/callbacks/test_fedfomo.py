@@ -250,7 +250,7 @@ def test_losses_are_in_evaluation_mode_and_leave_buffers_alone() -> None:
     assert tracked == [3 * count for count in batches]
 
 
-@pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_a_client_that_fails_keeps_everything() -> None:
     class Failing(ClientModule):
         def on_train_end(self) -> None:
