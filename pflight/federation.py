@@ -416,8 +416,8 @@ class Federation(L.LightningModule):
             return torch.full((len(clients),), torch.nan, dtype=torch.double)
         losses, failures = self._engine.losses(clients, self.lay_over(clients, sent), split)
         self.note_failures(failures, "to tell its loss")
-        failed = [failure.client for failure in failures]
-        self._silent = torch.cat([self._silent, self._silent.new_tensor(failed)])
+        failed = torch.tensor([failure.client for failure in failures], dtype=torch.long)
+        self._silent = torch.cat([self._silent, failed.to(self._silent.device)])
         return losses
 
     def client_gradients(

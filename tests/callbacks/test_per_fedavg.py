@@ -180,7 +180,7 @@ def test_trained_alone_it_has_its_own_optimizer() -> None:
 def test_what_does_not_fit() -> None:
     with pytest.raises(ConfigurationError, match="PerFedAvgClient: alpha must be at least 0, "):
         linear_client(PerFedAvgClient, alpha=-0.1)
-    with pytest.raises(ConfigurationError, match="PerFedAvg: steps must not be negative, got -1"):
+    with pytest.raises(ConfigurationError, match="PerFedAvg: steps must be at least 0, got -1"):
         PerFedAvg(steps=-1)
     with pytest.raises(ConfigurationError, match="PerFedAvg needs PerFedAvgClient as its client"):
         run(quadratic_client(), world_q(), PerFedAvg())

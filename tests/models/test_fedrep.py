@@ -230,6 +230,7 @@ def test_newcomers_train_their_head_alone() -> None:
 
 
 @ENGINES
+@pytest.mark.filterwarnings("ignore:engine='vectorized', but clients train one by one:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_nobody_else_rests_when_a_client_fails(engine: str) -> None:
     """Whether it fails in the epochs of the head or in those of the body."""
