@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from torch import nn
@@ -57,7 +58,8 @@ class FedRepClient(ClientModule):
             "head": {layer: names for layer, names in layers.items() if layer in chosen},
             "body": {layer: names for layer, names in layers.items() if layer not in chosen},
         }
-        self._resting: list[tuple[nn.Module | nn.Parameter, str]] = []
+        # No list, whose contents an engine that stacks clients watches.
+        self._resting: deque[tuple[nn.Module | nn.Parameter, str]] = deque()
         if head_epochs and not any(
             isinstance(thing, nn.Parameter) for thing, _ in self._awake("head")
         ):
@@ -68,7 +70,9 @@ class FedRepClient(ClientModule):
 
     def on_train_epoch_start(self) -> None:
         """Let the body rest in the epochs of the head, and the head in all others."""
-        self._resting[:] = self._awake("body" if self.current_epoch < self.head_epochs else "head")
+        self._resting.extend(
+            self._awake("body" if self.current_epoch < self.head_epochs else "head")
+        )
         for thing, switch in self._resting:
             setattr(thing, switch, False)
 

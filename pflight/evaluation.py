@@ -122,7 +122,7 @@ class Evaluator:
             return
         assert isinstance(metrics, ClientMetrics)
         if failed:
-            left_out = torch.tensor(failed, device=outputs.clients.device)
+            left_out = torch.tensor(sorted(failed), device=outputs.clients.device)
             sound = ~torch.isin(outputs.clients, left_out)
             outputs = Evaluation(*(column[sound] for column in outputs))
         predictions = outputs.logits.argmax(dim=1)

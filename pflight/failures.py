@@ -25,7 +25,7 @@ class Failures:
         together: Whether all ranks will :meth:`settle`; else each stops by itself.
 
     Attributes:
-        clients: Their ids, each once.
+        clients: Their ids.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Failures:
         self.consequence = consequence
         self.stop = on_client_error == "raise" or torch.is_anomaly_enabled()
         self.together = together and is_distributed()
-        self.clients: list[int] = []
+        self.clients: set[int] = set()
         self._errors: list[ClientError] = []
 
     def note(self, failures: Iterable[ClientFailure], doing: str = "") -> None:
@@ -51,7 +51,7 @@ class Failures:
         for failure in failures:
             if failure.client in self.clients:
                 continue
-            self.clients.append(failure.client)
+            self.clients.add(failure.client)
             failed = f"failed {doing}".rstrip()
             message = f"{self.when}: client {failure.client} {failed}: {failure.reason}"
             if not self.stop:

@@ -32,8 +32,8 @@ from .checks import (
     check_record,
     check_same_options,
     check_trainer,
+    other_options,
     warn_of_ignored,
-    warn_of_other_options,
 )
 from .datamodules import FederatedDataModule, Split
 from .distributed import owned
@@ -62,7 +62,7 @@ from .options import check_optimizer, check_range, check_types, described
 from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .same_data import difference, record_of
 from .server import ServerModels
-from .state import StateLayout, state_bytes, state_norms, state_tensors
+from .state import StateLayout, moved, state_bytes, state_norms, state_tensors
 
 _log = logging.getLogger("lightning.pytorch.pflight")
 _EXPLODED = 1e6  # times the norm that a client started from
@@ -335,9 +335,9 @@ class Federation(L.LightningModule):
 
     @property
     def trainable_clients(self) -> Tensor:
-        """Ids of the clients that may take part in a round, ascending; all if there is no data.
+        """Ids of the clients that may train, ascending; all if there is no data.
 
-        One whose only batch is left out, a single sample in a network with BatchNorm, does not.
+        One whose only batch is left out, a single sample in a network with BatchNorm, can't.
         """
         if self._data is None:
             return torch.arange(self.num_clients)
@@ -444,8 +444,8 @@ class Federation(L.LightningModule):
             return torch.full((len(clients),), torch.nan, dtype=torch.double)
         losses, failures = self._engine.losses(clients, self.lay_over(clients, sent), split)
         self.note_failures(failures, "to tell its loss")
-        failed = [failure.client for failure in failures]
-        self._silent = torch.cat([self._silent, self._silent.new_tensor(failed)])
+        failed = torch.tensor([failure.client for failure in failures], dtype=torch.long)
+        self._silent = torch.cat([self._silent, failed.to(self._silent.device)])
         return losses
 
     def client_gradients(
@@ -465,9 +465,10 @@ class Federation(L.LightningModule):
         """
 
         def gradients(ids: Tensor, states: TensorDict) -> ClientUpdates:
-            return self.attached_engine.gradients(
+            updates = self.attached_engine.gradients(
                 ids, states, round_index=self._round.index, batches=batches
             )
+            return updates.where(self.attached_engine.has_batches(updates.clients))
 
         return self._ask(clients, sent, gradients, returns)
 
@@ -619,10 +620,9 @@ class Federation(L.LightningModule):
         self._round = Round(self.current_epoch, [])
         self._logs = {}
         self._silent = cohort[:0]
-        able = self.attached_engine.has_batches(cohort).to(cohort.device)
         failures = self.failures_of(f"round {self.current_epoch}", "it is left out of this round")
         with self._server_work(), self.noting(failures):
-            self.attached_callback.round(cohort[able])
+            self.attached_callback.round(cohort)
         failures.settle()
         self._round.failed += failures.clients
         self._end_round()
@@ -733,7 +733,9 @@ class Federation(L.LightningModule):
         if self._data is not None and self.trainer.state.fn == "fit":
             self._check_same_data(record.get("data"))
         callback = self.attached_callback
-        warn_of_other_options(type(callback).__name__, record.get("options", {}), callback._given)
+        kind, options = type(callback).__name__, record.get("options", {})
+        if others := other_options(kind, options, callback._given):
+            rank_zero_only(_log.warning)(others)
         self._go_on_with_engine(record.get("engine"))
         self.history = load_history(record["history"])
         self._traffic = Traffic(self.history)
@@ -818,14 +820,14 @@ class Federation(L.LightningModule):
                 logger.log_hyperparams({**names, **self.hparams})
 
     def _name_idle_clients(self) -> None:
-        """Say which clients never take part, as the network can't train on all that they have."""
+        """Say which clients can't train on all that they have."""
         clients = self.attached_data.train_clients
         idle = clients[~self.attached_engine.has_batches(clients)].tolist()
         if idle and self.trainer.is_global_zero:
             named = ", ".join(map(str, idle[:_NAMED])) + ", ..." * (len(idle) > _NAMED)
             _log.info(
-                f"{len(idle)} of {len(clients)} clients never take part, as BatchNorm can't train "
-                f"on their single sample: {named}"
+                f"{len(idle)} of {len(clients)} clients have a single sample, on which BatchNorm "
+                f"can't train, and carry no weight: {named}"
             )
 
     def _engine_record(self) -> dict[str, Any] | None:
@@ -922,6 +924,10 @@ class Federation(L.LightningModule):
             kept=self.remembered(clients, starts) if self.client_half.keeps_memory else None,
             on_client_end=self.on_client_end,
         )
+        idle = ~self.attached_engine.has_batches(updates.clients)
+        if idle.any():  # who has learnt nothing has nothing to say, and weighs nothing
+            sent = starts[torch.isin(clients, updates.clients)]
+            updates = updates.where(~idle | moved(sent, updates.states, self.layout.parameters))
         for listener in self.on_updates:
             listener(updates)
         return updates

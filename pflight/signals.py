@@ -58,7 +58,8 @@ class StopBetweenRounds(L.Callback):
         >>> client = pflight.models.ClientModule(torch.nn.Linear(4, 2), num_classes=2)
         >>> with StopBetweenRounds() as stop:
         ...     trainer = L.Trainer(max_epochs=2, callbacks=[stop], accelerator="cpu", logger=False,
-        ...         enable_checkpointing=False, enable_progress_bar=False)
+        ...         enable_checkpointing=False, enable_progress_bar=False,
+        ...         enable_model_summary=False)
         ...     trainer.fit(pflight.Federation(client), datamodule=data)
     """
 

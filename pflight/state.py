@@ -329,6 +329,19 @@ def state_norms(states: TensorDict, names: Iterable[str]) -> Tensor:
     return torch.linalg.vector_norm(parts, dim=0, dtype=torch.double)
 
 
+def moved(before: TensorDict, after: TensorDict, names: Iterable[str]) -> Tensor:
+    """Return a mask ``[C]`` of the states of a stack in which an entry of these names changed.
+
+    Example:
+        >>> before = TensorDict({"w": torch.zeros(2, 3)}, [2])
+        >>> after = TensorDict({"w": torch.tensor([[0, 0, 0], [0, 1, 0.0]])}, [2])
+        >>> moved(before, after, ["w"])
+        tensor([False,  True])
+    """
+    changes = [rows(before[name] != after[name]).any(dim=1) for name in names]
+    return torch.stack(changes).any(dim=0)
+
+
 def entries(states: TensorDict) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the names and tensors of a stack, as the flat dict that it is."""
     for name, leaf in states.items():

@@ -220,7 +220,7 @@ class AlgorithmTester:
             state = federation.client_state(i)
             assert_same({name: alone[name] for name in state}, state)
 
-    @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+    @pytest.mark.filterwarnings("ignore:.*client 3 failed:UserWarning")
     @pytest.mark.parametrize("value", [None, torch.nan])
     def test_a_failing_client_is_left_out(self, algorithm: Algorithm, value: float | None) -> None:
         trains_on = int(algorithm.callback().local_data(small_data()).num_samples()[3])

@@ -58,6 +58,10 @@ def test_an_unknown_client(client: int) -> None:
         (nn.Linear(FEATURES, CLASSES + 2), r"\(2, 5\).* 3 classes"),
         (nn.Linear(FEATURES, CLASSES - 1), r"\(2, 2\).* 3 classes"),
         (nn.Sequential(nn.Linear(FEATURES, 3), nn.Unflatten(1, (3, 1))), r"\(2, 3, 1\)"),
+        (
+            nn.RNN(FEATURES, CLASSES),
+            "tuple; it",
+        ),
     ],
 )
 @pytest.mark.parametrize("callback", [FedAvg, lambda: FeSEM(2)])
@@ -91,7 +95,7 @@ def test_a_network_of_another_precision_than_the_data() -> None:
 
 @pytest.mark.parametrize("participation", [0, 0.0, -0.1, 1.01, 2])
 def test_participation_out_of_range(participation: float) -> None:
-    fails(r"participation must be in \[1e-06, 1\]", small_data, participation=participation)
+    fails(r"participation must be in \[1e-09, 1\]", small_data, participation=participation)
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ class TestFailingClients:
     @pytest.mark.parametrize(
         "callback", [FedAvg, FedSGD, Local, lambda: FeSEM(1), lambda: FeSEM(2)]
     )
-    @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+    @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
     def test_if_all_fail_the_server_stays_and_the_round_counts(self, callback: Any) -> None:
         class Hopeless(ClientModule):
             def training_step(self, batch, batch_idx):
@@ -123,7 +123,21 @@ class TestFailingClients:
         assert all(entry.bytes_up == 0 for entry in federation.history)
         assert_same(federation.client_state(0), dict(client.state_dict()))
 
-    @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+    @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
+    def test_if_all_fail_once_there_are_clusters_nothing_is_matched(self) -> None:
+        class FailsLater(ClientModule):
+            calls = 0
+
+            def on_train_start(self):
+                type(self).calls += 1
+                assert type(self).calls <= 6
+
+        callback = FeSEM(2, matching="bbp_map")
+        federation = run(dropout_client(FailsLater), small_data(), callback, rounds=2)
+        assert [len(entry.failed) for entry in federation.history] == [0, 6]
+        assert callback.assignments.min() >= 0
+
+    @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
     def test_if_all_fail_a_servers_momentum_does_not_move_it_either(self) -> None:
         class FailsLater(ClientModule):
             calls = 0
@@ -139,7 +153,7 @@ class TestFailingClients:
         twice = run(linear_client(FailsLater), small_data(), FedAvg(), 2, server_optimizer=momentum)
         assert_same(once.server_states()[0], twice.server_states()[0])
 
-    @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+    @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
     def test_a_failure_does_not_touch_the_clients_that_follow(self) -> None:
         """Half-trained weights, optimizers or hooks of the failed client must not leak."""
         data = small_data(counts=[5, 12, 7])
@@ -149,7 +163,7 @@ class TestFailingClients:
             assert_same(failing.client_state(i), healthy.client_state(i))
         assert_same(failing.client_state(0), dict(dropout_client().state_dict()))
 
-    @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+    @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
     def test_a_failed_client_keeps_what_it_had(self) -> None:
         class SecondTime(ClientModule):
             calls = 0
@@ -163,7 +177,7 @@ class TestFailingClients:
         for i in range(6):
             assert_same(both.client_state(i), first.client_state(i))
 
-    @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+    @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
     def test_fesem_leaves_it_out_of_clusters(self) -> None:
         data = small_data()
         callback = FeSEM(2)

@@ -124,7 +124,7 @@ class VectorizedEngine(SequentialEngine):
         self._known_phases: dict[tuple[int, int | None], list[Phase] | str] = {}
         self._reused: dict[str, Tensor] = {}
         self.stacks_evaluation = True
-        self._causes: list[BaseException] = []  # why models could not be evaluated at once
+        self._causes: list[BaseException] = []  # why an evaluation fell back
         self._warned = set() if warned is None else warned
         self._some = self._some_samples()
 

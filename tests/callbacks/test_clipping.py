@@ -198,6 +198,7 @@ def test_fedsgd_is_fedavg_with_one_full_batch_step(algorithm: str, engine: str) 
 
 
 @ENGINES
+@pytest.mark.filterwarnings("ignore:engine='vectorized', but clients train one by one:UserWarning")
 def test_a_clients_own_clip_gradients_is_called(engine: str) -> None:
     class Halved(ClientModule):
         def clip_gradients(self, optimizer: Any, *limits: Any) -> None:

@@ -217,7 +217,7 @@ def test_the_first_time_takes_more_batches_and_a_share_of_them() -> None:
     assert learned == [0, 2 * 8, 2 * 2]  # 7.5 and 2.5 batches, of either client
 
 
-@pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_a_client_that_fails_keeps_everything() -> None:
     class Failing(ClientModule):
         def on_train_end(self) -> None:

@@ -268,7 +268,7 @@ class TestWhoIsJudgedByWhat:
         )
 
 
-@pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_a_client_that_fails_keeps_its_history() -> None:
     class Failing(ElasticClient):
         def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:

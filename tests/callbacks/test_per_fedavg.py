@@ -163,7 +163,7 @@ def test_a_client_that_fails_to_adapt_is_judged_without() -> None:
     federation = run(
         linear_client(Failing), small_data(), PerFedAvg(), trainer={"limit_val_batches": 0}
     )
-    with pytest.warns(UserWarning, match="round 0: client 3 failed to adapt: .*out of battery"):
+    with pytest.warns(UserWarning, match="client 3 failed to adapt: .*out of battery"):
         state = federation.client_state(3)
     assert_same(state, federation.server_states()[0])
 
@@ -178,9 +178,9 @@ def test_trained_alone_it_has_its_own_optimizer() -> None:
 
 
 def test_what_does_not_fit() -> None:
-    with pytest.raises(ConfigurationError, match="PerFedAvgClient: alpha must not be negative, "):
+    with pytest.raises(ConfigurationError, match="PerFedAvgClient: alpha must be at least 0, "):
         linear_client(PerFedAvgClient, alpha=-0.1)
-    with pytest.raises(ConfigurationError, match="PerFedAvg: steps must not be negative, got -1"):
+    with pytest.raises(ConfigurationError, match="PerFedAvg: steps must be at least 0, got -1"):
         PerFedAvg(steps=-1)
     with pytest.raises(ConfigurationError, match="PerFedAvg needs PerFedAvgClient as its client"):
         run(quadratic_client(), world_q(), PerFedAvg())

@@ -114,7 +114,7 @@ def test_newcomers_have_the_servers_model(method: Method) -> None:
 
 
 @ALL
-@pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*client . failed:UserWarning")
 def test_a_client_that_always_fails_keeps_nothing(method: Method) -> None:
     class Failing(method.client):
         def after_training(self) -> None:

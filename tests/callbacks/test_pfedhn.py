@@ -252,7 +252,7 @@ class Failing(ClientModule):
             raise RuntimeError("out of battery")
 
 
-@pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 @pytest.mark.parametrize("everybody", [False, True])
 def test_clients_that_fail_move_nothing(everybody: bool) -> None:
     kind = type("Chosen", (Failing,), {"everybody": everybody})

@@ -407,7 +407,7 @@ class TestTraffic:
         federation = run(client, small_data(), PFedLA(retain), rounds=1)
         assert federation.history[0].bytes_down == federation.history[0].bytes_up == 6 * size
 
-    @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+    @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
     def test_retained_layers_are_sent_again_until_a_client_has_answered(self) -> None:
         class FailsAtFirst(ClientModule):
             def on_train_start(self) -> None:
@@ -447,7 +447,7 @@ class TestParticipation:
             if entry.index > 0:  # at first all models are equal, and weights make no difference
                 assert moved == entry.clients
 
-    @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+    @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
     @pytest.mark.parametrize("value", [None, math.nan])
     def test_a_client_that_fails_keeps_everything(self, value: float | None) -> None:
         class Failing(ClientModule):
@@ -465,7 +465,7 @@ class TestParticipation:
         assert not callback.seen[3]
         assert not torch.equal(callback.snapshot()[2], callback.before[0][2])
 
-    @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+    @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
     def test_nobody_answers(self) -> None:
         class Failing(ClientModule):
             def on_train_start(self) -> None:

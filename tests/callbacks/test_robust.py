@@ -175,6 +175,7 @@ class TestRounds:
             one.server_states(), other.server_states(), rtol=1e-12, atol=1e-14
         )
 
+    @pytest.mark.filterwarnings("ignore:round .*exploded:UserWarning")
     @pytest.mark.parametrize("options", [{}, {"trim": "radius"}, {"estimate": "median"}])
     def test_one_attacker_moves_nothing_far(self, options: dict) -> None:
         class Attacked(QuadraticClient):
@@ -235,7 +236,7 @@ class TestWhoMissesStage1:
         answered = {i for entry in federation.history for i in set(entry.clients) - {*entry.failed}}
         assert (callback.assignments >= 0).nonzero().flatten().tolist() == sorted(answered)
 
-    @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+    @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
     def test_with_fewer_answers_than_clusters_it_is_tried_again(self) -> None:
         class Failing(QuadraticClient):
             def on_train_start(self) -> None:

@@ -178,7 +178,7 @@ def test_q5c_with_one_full_step_of_everybody_it_is_uniform_fedsgd(option: str) -
 
 
 @OPTIONS
-@pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_the_servers_control_is_the_mean_of_the_clients(option: str) -> None:
     """Also where clients fail, never answer, are held out or have no samples."""
 

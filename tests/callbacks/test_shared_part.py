@@ -293,7 +293,7 @@ def test_newcomers_have_the_initial_private_part_and_may_train_it() -> None:
 
 
 @ENGINES
-@pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_a_client_that_fails_keeps_its_part(engine: str) -> None:
     class Failing(ClientModule):
         def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -295,7 +295,9 @@ def test_emnist_names_a_truncated_file(tmp_path):
 
 
 def test_emnist_knows_its_splits():
-    with pytest.raises(ConfigurationError, match=r"split must be 'byclass', .*, got 'capitals'"):
+    with pytest.raises(
+        ConfigurationError, match=r"split must be 'balanced', .* or 'mnist', got 'capitals'"
+    ):
         EMNIST(split="capitals")
 
 

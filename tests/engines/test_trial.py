@@ -280,7 +280,7 @@ def word_client() -> ClientModule:
 
 
 @pytest.mark.parametrize("index", [10, -1, 49])
-@pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_an_index_outside_of_its_table_is_its_clients_failure(index: int) -> None:
     """Where tables are stacked, it lies in that of another client."""
     data = TensorClients(words(index), num_classes=CLASSES, batch_size=3)

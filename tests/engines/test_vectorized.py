@@ -351,7 +351,7 @@ class Fragile(ClientModule):
         return super().loss((x, y)) * torch.where(x.abs().max() > 50, torch.nan, 1.0)
 
 
-@pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_a_client_that_gives_nan_is_left_out_alone() -> None:
     train = [samples(count, client, torch.float64) for client, count in enumerate(COUNTS)]
     train[3] = 100 * train[3][0], train[3][1]
@@ -371,7 +371,7 @@ def test_a_client_that_gives_nan_is_left_out_alone() -> None:
         run(client, data, engine="vectorized", on_client_error="raise")
 
 
-@pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_a_client_that_raises_is_left_out_alone() -> None:
     class Broken(TensorClients):
         def augment(self, x: Tensor, client: int, round: int, epoch: int = 0) -> Tensor:
