@@ -281,7 +281,7 @@ def _words(hint: Any, value: Any) -> list[str]:
         return [repr(part) for part in parts]
     if kind is int and type(value) is not bool and isinstance(value, Integral):
         return ["below 2**32"]
-    if kind is float and isinstance(value, Real) and _LARGEST <= abs(float(value)) < math.inf:
+    if kind is float and isinstance(value, Real) and _LARGEST <= abs(value) < math.inf:  # type: ignore[operator]
         return ["below 2**128"]
     if kind in _NAMED:
         return [_NAMED[kind]]
