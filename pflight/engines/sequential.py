@@ -555,7 +555,7 @@ class SequentialEngine:
         self, ids: list[int], split: Split, failures: list[ClientFailure]
     ) -> dict[int, Batch]:
         """Return the samples of some clients and their classes, by row, and note who has none."""
-        classes, limit = self.client.num_classes, self.client_timeout
+        classes, limit = self.template.num_classes, self.client_timeout
         samples: dict[int, Batch] = {}
         try:
             with time_limit(limit and limit * len(ids)):
