@@ -127,7 +127,8 @@ class FedCluster(MultiCenter):
     def round(self, cohort: Tensor) -> None:
         """Run one round; clients that have joined since the last one descend the tree first."""
         clients = cohort.cpu()
-        late = clients[self.assignments[clients] < 0]
+        able = torch.isin(clients, self.federation.trainable_clients)
+        late = clients[able & (self.assignments[clients] < 0)]
         if len(late):
             self.assignments[late] = self.descend(late.to(cohort.device))
         super().round(cohort)

@@ -83,9 +83,7 @@ class FedDANE(FedAvg):
             return cohort
         cohorts = copy.copy(self.federation.attached_data.cohorts)
         cohorts.seed = derive_seed(Purpose.COHORT, cohorts.seed)
-        drawn = cohorts.sample(self.federation.current_epoch)
-        able = self.federation.attached_engine.has_batches(drawn)
-        return drawn[able].to(cohort.device)
+        return cohorts.sample(self.federation.current_epoch).to(cohort.device)
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the bytes sent to the clients ``[C]``: the model if they lack it, and g."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 
 from .checkpoint import AtomicCheckpointIO
 from .datamodules import FederatedDataModule
@@ -107,8 +106,8 @@ def check_same_options(kind: str, here: Mapping[str, Any], there: Mapping[str, A
         )
 
 
-def warn_of_other_options(kind: str, saved: Mapping[str, str], here: Mapping[str, Any]) -> None:
-    """Warn where a server callback has other options than the checkpoint's, which it may have.
+def other_options(kind: str, saved: Mapping[str, str], here: Mapping[str, Any]) -> str | None:
+    """Say in what a server callback's options are not the checkpoint's, which they need not be.
 
     Args:
         kind: The callbacks' class.
@@ -116,12 +115,13 @@ def warn_of_other_options(kind: str, saved: Mapping[str, str], here: Mapping[str
         here: Options at hand.
     """
     now = {name: described(value) for name, value in here.items()}
-    if names := differing(saved, now):
-        rank_zero_warn(
-            f"the checkpoint is of {_call(kind, saved, names, str)}, and goes on with "
-            f"{_call(kind, now, names, str)}; the state of the server optimizer, with its lr, is "
-            "the checkpoint's"
-        )
+    if not (names := differing(saved, now)):
+        return None
+    return (
+        f"the checkpoint is of {_call(kind, saved, names, str)}, and goes on with "
+        f"{_call(kind, now, names, str)}; the state of the server optimizer, with its lr, is the "
+        "checkpoint's"
+    )
 
 
 def _call(

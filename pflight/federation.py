@@ -33,7 +33,7 @@ from .checks import (
     check_record,
     check_same_options,
     check_trainer,
-    warn_of_other_options,
+    other_options,
 )
 from .datamodules import FederatedDataModule, Split
 from .distributed import owned
@@ -57,7 +57,7 @@ from .models import ClientModule
 from .options import described
 from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .server import ServerModels
-from .state import StateLayout, state_bytes, state_tensors
+from .state import StateLayout, moved, state_bytes, state_tensors
 
 _log = logging.getLogger("lightning.pytorch.pflight")
 _CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
@@ -294,9 +294,9 @@ class Federation(L.LightningModule):
 
     @property
     def trainable_clients(self) -> Tensor:
-        """Ids of the clients that may take part in a round, ascending; all if there is no data.
+        """Ids of the clients that may train, ascending; all if there is no data.
 
-        One whose only batch is left out, a single sample in a network with BatchNorm, does not.
+        One whose only batch is left out, a single sample in a network with BatchNorm, can't.
         """
         if self._data is None:
             return torch.arange(self.num_clients)
@@ -425,9 +425,10 @@ class Federation(L.LightningModule):
         """
 
         def gradients(ids: Tensor, states: TensorDict) -> ClientUpdates:
-            return self.attached_engine.gradients(
+            updates = self.attached_engine.gradients(
                 ids, states, round_index=self._round.index, batches=batches
             )
+            return updates.where(self.attached_engine.has_batches(updates.clients))
 
         return self._ask(clients, sent, gradients, returns)
 
@@ -541,9 +542,8 @@ class Federation(L.LightningModule):
         optimizer.zero_grad()
         self._round = Round(self.current_epoch, [])
         self._logs = {}
-        able = self.attached_engine.has_batches(cohort).to(cohort.device)
         with self._server_work():
-            self.attached_callback.round(cohort[able])
+            self.attached_callback.round(cohort)
         self._end_round()
         optimizer.step()
         scheduler = self.lr_schedulers()
@@ -618,7 +618,9 @@ class Federation(L.LightningModule):
             self.attached_callback.load_state_dict(state)
         check_record(record, self._record())
         callback = self.attached_callback
-        warn_of_other_options(type(callback).__name__, record.get("options", {}), callback._given)
+        kind, options = type(callback).__name__, record.get("options", {})
+        if others := other_options(kind, options, callback._given):
+            rank_zero_only(_log.warning)(others)
         self._go_on_with_engine(record.get("engine"))
         self.history = load_history(record["history"])
         self._round = self.history[-1] if self.history else self._round  # what messages name
@@ -680,14 +682,14 @@ class Federation(L.LightningModule):
                 logger.log_hyperparams({**names, **self.hparams})
 
     def _name_idle_clients(self) -> None:
-        """Say which clients never take part, as the network can't train on all that they have."""
+        """Say which clients can't train on all that they have."""
         clients = self.attached_data.train_clients
         idle = clients[~self.attached_engine.has_batches(clients)].tolist()
         if idle and self.trainer.is_global_zero:
             named = ", ".join(map(str, idle[:_NAMED])) + ", ..." * (len(idle) > _NAMED)
             _log.info(
-                f"{len(idle)} of {len(clients)} clients never take part, as BatchNorm can't train "
-                f"on their single sample: {named}"
+                f"{len(idle)} of {len(clients)} clients have a single sample, on which BatchNorm "
+                f"can't train, and carry no weight: {named}"
             )
 
     def _engine_record(self) -> dict[str, Any] | None:
@@ -768,6 +770,10 @@ class Federation(L.LightningModule):
             kept=self.remembered(clients, starts) if self.client.keeps_memory else None,
             on_client_end=self.on_client_end,
         )
+        idle = ~self.attached_engine.has_batches(updates.clients)
+        if idle.any():  # who has learnt nothing has nothing to say, and weighs nothing
+            sent = starts[torch.isin(clients, updates.clients)]
+            updates = updates.where(~idle | moved(sent, updates.states, self.layout.parameters))
         for listener in self.on_updates:
             listener(updates)
         return updates

@@ -239,6 +239,19 @@ def squared_distance(states: TensorDict, center: Mapping[str, Tensor]) -> Tensor
     return torch.stack(parts).sum(0)
 
 
+def moved(before: TensorDict, after: TensorDict, names: Iterable[str]) -> Tensor:
+    """Return a mask ``[C]`` of the states of a stack in which an entry of these names changed.
+
+    Example:
+        >>> before = TensorDict({"w": torch.zeros(2, 3)}, [2])
+        >>> after = TensorDict({"w": torch.tensor([[0, 0, 0], [0, 1, 0.0]])}, [2])
+        >>> moved(before, after, ["w"])
+        tensor([False,  True])
+    """
+    changes = [rows(before[name] != after[name]).any(dim=1) for name in names]
+    return torch.stack(changes).any(dim=0)
+
+
 def entries(states: TensorDict) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the names and tensors of a stack, as the flat dict that it is."""
     for name, leaf in states.items():

@@ -588,7 +588,7 @@ class SequentialEngine:
     def has_batches(self, clients: Tensor) -> Tensor:
         """Return a mask ``[C]`` of the clients that have a batch to train on."""
         counts = self.data.num_samples("train")[clients.cpu()]
-        return counts > (1 if self._mixes_samples else 0)
+        return (counts > (1 if self._mixes_samples else 0)).to(clients.device)
 
     def _batch_sizes(self, num_samples: int) -> list[int]:
         """Sizes of an epoch's batches.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from tensordict import TensorDict
@@ -49,6 +49,19 @@ class ClientUpdates:
     failures: list[ClientFailure] = field(default_factory=list)
     logs: Logs = field(default_factory=dict)
     kept: TensorDict | None = None
+
+    def where(self, mask: Tensor) -> ClientUpdates:
+        """Return the updates of some of the clients, by a mask ``[C]``."""
+        if mask.all():
+            return self
+        rows = mask.to(self.clients.device).nonzero().flatten()
+        return replace(
+            self,
+            clients=self.clients[rows],
+            states=self.states[rows],
+            num_samples=self.num_samples[rows.cpu()],
+            kept=None if self.kept is None else self.kept[rows],
+        )
 
 
 class Evaluation(NamedTuple):

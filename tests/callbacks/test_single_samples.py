@@ -72,10 +72,24 @@ def test_the_others_train_as_if_they_were_alone(method: str, engine: str) -> Non
         torch.testing.assert_close(left, right)
     for i in range(2):
         torch.testing.assert_close(with_two.client_state(i), without.client_state(i))
-    assert with_two.history[-1].clients == [0, 1]
+    assert with_two.history[-1].clients == [0, 1, 2, 3]
     assert not with_two.history[-1].failed
     for left, right in zip(with_two.history, without.history, strict=True):
-        assert (left.bytes_down, left.bytes_up) == (right.bytes_down, right.bytes_up)
+        assert left.bytes_up == right.bytes_up
+
+
+def test_who_changes_its_model_all_the_same_is_counted() -> None:
+    class Answering(ClientModule):
+        def after_training(self) -> None:
+            self.network[0].weight.fill_(1.0)
+
+    client = batchnorm_client(Answering)
+    state = run(client, small_data([6, 1]), FedAvg("uniform")).server_states()[0]
+    sent, alone = (
+        client.state_dict()["network.0.bias"],
+        run(client, small_data([6]), FedAvg()).server_states()[0]["network.0.bias"],
+    )
+    torch.testing.assert_close(state["network.0.bias"], (sent + alone) / 2)
 
 
 def test_their_models_are_in_no_mixture_of_pfedla() -> None:
@@ -93,9 +107,10 @@ def test_they_are_judged_like_newcomers_and_named_once(caplog: pytest.LogCapture
         {n: v for n, v in federation.client_state(2).items() if n.startswith("network.")},
         {n: v for n, v in federation.server_states()[0].items() if n.startswith("network.")},
     )
-    lines = [line for line in caplog.messages if "never take part" in line]
+    lines = [line for line in caplog.messages if "BatchNorm" in line]
     assert lines == [
-        "1 of 3 clients never take part, as BatchNorm can't train on their single sample: 2"
+        "1 of 3 clients have a single sample, on which BatchNorm can't train, and carry no "
+        "weight: 2"
     ]
 
 
@@ -104,6 +119,6 @@ def test_where_nobody_can_train_nothing_moves(method: str) -> None:
     callback, kind, options = METHODS[method]
     client = batchnorm_client(kind, **options)
     federation = run(client, small_data([1, 1]), callback(), 2)
-    assert [entry.clients for entry in federation.history] == [[], []]
+    assert [entry.bytes_up for entry in federation.history] == [0, 0]
     for name, value in federation.server_states()[0].items():
         assert torch.equal(value, client.state_dict()[name])
