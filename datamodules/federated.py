@@ -49,9 +49,9 @@ class FederatedDataModule(L.LightningDataModule):
         num_classes: Number of classes, labels are ``0 .. num_classes - 1``; ``None`` where a data
             set finds it out and defines it.
         cohort_size: Clients that train in a round; with neither this nor ``participation``, all.
-        participation: Share of the training clients that train in a round, a millionth to 1.
+        participation: Share of the training clients that train in a round, a billionth to 1.
         cohort_sampling: ``uniform``, or ``samples``: in proportion to the clients' sample counts.
-        availability: Probability that a client can be sampled in a round, a millionth to 1.
+        availability: Probability that a client can be sampled in a round, a billionth to 1.
         dropout: Probability that a sampled client never answers.
         batch_size: Samples of a local training batch; ``null`` means all of the client's.
         eval_batch_size: Samples of a batch in evaluation; ``null`` means all of the client's.

@@ -32,7 +32,7 @@ def check_cohort_options(
             f"{participation}"
         )
     check_range(owner, "[1, inf)", cohort_size=size)
-    check_range(owner, "[1e-06, 1]", participation=participation, availability=availability)
+    check_range(owner, "[1e-09, 1]", participation=participation, availability=availability)
     check_range(owner, "[0, 1)", dropout=dropout)
 
 
@@ -55,7 +55,7 @@ class CohortSampler:
         clients: Ids that may be sampled, ``[N]``.
         num_samples: Their training sample counts, ``[N]``.
         size: Clients in a cohort; ``None`` with ``participation=None`` means all.
-        participation: Share of the ``N`` clients in a cohort, from a millionth to 1.
+        participation: Share of the ``N`` clients in a cohort, from a billionth to 1.
         sampling: ``"uniform"``, or ``"samples"`` to sample in proportion to the data.
         availability: Probability that a client can be sampled in a round; where fewer than ``s``
             clients can, the cohort is smaller, and one always can.

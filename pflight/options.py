@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from .errors import ConfigurationError
 
 _MOST = 2**32  # no whole number reaches it, so that sums and products of some stay in 64 bits
+_LARGEST = 2.0**128  # nor does a number this, which is infinite in 32 bits
 _SCALARS = (bool, int, float, str)
 _NAMED = {
     NoneType: "null",
@@ -33,7 +34,7 @@ _RANGES = {  # of what optimizers call their options
     "dampening": "[0, 1]",
     "weight_decay": "[0, inf)",
     "betas": "[0, 1)",
-    "eps": "[0, inf)",
+    "eps": "(0, inf)",
 }
 
 C = TypeVar("C", bound=type)
@@ -42,9 +43,9 @@ C = TypeVar("C", bound=type)
 def checked(kind: C) -> C:
     """Make a class check the arguments of its constructor against their annotations.
 
-    Before the constructor runs, each argument that is given must be what the annotation says:
-    numbers are finite, whole numbers are neither fractions nor ``True`` and below 2**32, and of a
-    ``Literal`` it is one of the values. Ranges are the constructor's own affair:
+    Before the constructor runs, each argument that is given must be what the annotation says: a
+    number is finite in 32 bits, a whole number neither a fraction nor ``True`` and below 2**32, and
+    of a ``Literal`` it is one of the values. Ranges are the constructor's own affair:
     :func:`check_range`.
 
     Raises:
@@ -130,14 +131,14 @@ def check_optimizer(optimizer: Optimizer) -> None:
                 if isinstance(part, Tensor) and part.numel() == 1:
                     part = part.item()
                 if name != "params" and isinstance(part, float | int):
-                    if not isinstance(part, bool) and not math.isfinite(part):
-                        raise _misfit(optimizer, name, _NAMED[float], part)
+                    if not isinstance(part, bool) and math.isnan(number(part)):
+                        raise _misfit(optimizer, name, _described(float, part), part)
                     if name in _RANGES:
                         check_range(optimizer, _RANGES[name], **{name: part})
 
 
 def number(value: Any) -> float:
-    """Return a finite number as it is, and NaN for all else, which no comparison lets pass.
+    """Return a number below 2**128 as it is, and NaN for all else, which no comparison lets pass.
 
     Example:
         >>> number(0.5) > 0, number(None) > 0, number(float("inf")) > 0
@@ -149,7 +150,7 @@ def number(value: Any) -> float:
         exact = float(value)
     except OverflowError:
         return math.nan
-    return exact if math.isfinite(exact) else math.nan
+    return exact if abs(exact) < _LARGEST else math.nan
 
 
 def whole(value: Any) -> float:
@@ -205,6 +206,8 @@ def _words(hint: Any, value: Any) -> list[str]:
         return [repr(part) for part in parts]
     if kind is int and isinstance(value, Integral) and not isinstance(value, bool):
         return ["below 2**32"]
+    if kind is float and isinstance(value, Real) and _LARGEST <= abs(value) < math.inf:
+        return ["below 2**128"]
     if kind in _NAMED:
         return [_NAMED[kind]]
     if kind is Callable or not isinstance(kind, type):

@@ -210,7 +210,7 @@ def _complaint(message: str) -> _Complaint:
         if text.startswith("Given value: "):
             text, value = "", text.removeprefix("Given value: ")
         if value or (text and not text.startswith(_NOISE)):
-            key = ".".join(dict.fromkeys(name for _, name, is_key in places if is_key))
+            key = ".".join(name for _, name, is_key in places if is_key)
             kind = next((name for _, name, is_key in reversed(places) if not is_key), None)
             said = found.get(tuple(places), _Complaint(key, kind, [], None))
             if value and not value.startswith(("NestedArg", "Namespace")):

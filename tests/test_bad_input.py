@@ -91,7 +91,7 @@ def test_a_network_of_another_precision_than_the_data() -> None:
 
 @pytest.mark.parametrize("participation", [0, 0.0, -0.1, 1.01, 2])
 def test_participation_out_of_range(participation: float) -> None:
-    fails(r"participation must be in \[1e-06, 1\]", small_data, participation=participation)
+    fails(r"participation must be in \[1e-09, 1\]", small_data, participation=participation)
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_one_answers_though_all_would_drop_out():
         ({"participation": 0.0}, "participation"),
         ({"participation": 1.5}, "participation"),
         ({"participation": float("nan")}, "participation"),
-        ({"sampling": "weighted"}, "cohort_sampling"),
+        ({"sampling": "weighted"}, "sampling"),
         ({"availability": 0.0}, "availability"),
         ({"availability": 1.1}, "availability"),
         ({"dropout": 1.0}, "dropout"),

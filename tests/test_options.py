@@ -154,6 +154,7 @@ class OwnServer(Server):
         ([2**32], {}, r"Server: rounds must be below 2\*\*32, got 4294967296"),
         ([1, "0.1"], {}, "Server: lr must be a finite number, got '0.1'"),
         ([1, np.float64("nan")], {}, "Server: lr must be a finite number, got "),
+        ([1, 1e39], {}, r"Server: lr must be below 2\*\*128, got 1e\+39"),
         ([1], {"widths": [1, 2, 3]}, r"Server: widths must be a list of int, got \[1, 2, 3\]"),
         ([1], {"widths": [1, 2.5]}, r"Server: widths must be a list of int, got \[1, 2.5\]"),
         ([1], {"rule": "mode"}, "rule must be 'mean', 'median', a function or null, got 'mode'"),
@@ -212,6 +213,7 @@ def test_ranges(interval: str, value: Any, expected: str) -> None:
             "SGD: weight_decay must be",
         ),
         (partial(torch.optim.Adam, lr=0.1, eps=math.inf), "Adam: eps must be a finite number"),
+        (partial(torch.optim.Adam, lr=0.1, eps=0.0), "Adam: eps must be over 0, got 0.0"),
         (partial(torch.optim.RMSprop, lr=0.1, alpha=math.inf), "RMSprop: alpha must be a finite"),
     ],
 )

@@ -77,7 +77,7 @@ CASES: list[tuple[str, Any, str]] = [
     ("model.local_epochs", HUGE, f"Federation: local_epochs must be below 2**32, got {HUGE}"),
     ("data.partition.samples_per_client", HUGE, "ClassesPerClient: samples_per_client must be bel"),
     ("data.num_clients", 10**9, "1797 samples are too few for 1000000000 clients"),
-    ("data.availability", 1e-300, "Digits: availability must be in [1e-06, 1], got 1e-300"),
+    ("data.availability", 1e-300, "Digits: availability must be in [1e-09, 1], got 1e-300"),
     (
         "model.client.optimizer.momentum",
         1.5,

@@ -63,8 +63,9 @@ class AggregationWeights(RepeatedPicture):
         every: int | None = None,
     ) -> None:
         super().__init__(every)
-        for shown in (client, *(clients or ())):
-            check_range(self, "[0, inf)", client=shown)
+        check_range(self, "[0, inf)", client=client)
+        for other in clients or ():
+            check_range(self, "[0, inf)", clients=other)
         self.layers = layers
         self.client = client
         self.clients = clients

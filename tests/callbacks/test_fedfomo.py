@@ -314,7 +314,7 @@ def test_a_loaded_federation_knows_every_model(tmp_path: Any) -> None:
         ({"held_out": 0.0}, r"held_out must be in \(0, 1\), got 0\.0"),
         ({"held_out": 1.0}, r"held_out must be in \(0, 1\), got 1\.0"),
         ({"epsilon": 1.1}, r"epsilon must be in \[0, 1\], got 1\.1"),
-        ({"epsilon": float("nan")}, r"epsilon must be in \[0, 1\], got nan"),
+        ({"epsilon": float("nan")}, r"epsilon must be a finite number, got nan"),
         ({"decay": -0.1}, r"decay must be at least 0, got -0\.1"),
     ],
 )

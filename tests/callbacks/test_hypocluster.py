@@ -295,7 +295,7 @@ class TestStart:
     ("options", "message"),
     [
         ({"num_clusters": 0}, "num_clusters must be at least 1, got 0"),
-        ({"group_rounds": -1}, "group_rounds must not be negative, got -1"),
+        ({"group_rounds": -1}, "group_rounds must be at least 0, got -1"),
         ({"divide_by": "clients"}, "divide_by must be 'cluster' or 'cohort', got 'clients'"),
         ({"weighting": "equal"}, "weighting must be 'samples' or 'uniform', got 'equal'"),
         ({"num_clusters": 3, "centers": C2}, "2 centers were given for num_clusters=3"),

@@ -637,7 +637,11 @@ class TestAggregationWeights:
             (FedAvg, {}, r"layer_weights\(clients\), such as PFedLA; FedAvg has none"),
             (Mixing, {"layers": ["network.third"]}, "unknown layer 'third'; there are first, s"),
             (Mixing, {"client": 6}, "unknown client 6: the ids are 0 to 5"),
-            (Mixing, {"clients": [1, -1]}, "unknown client -1"),
+            (
+                Mixing,
+                {"clients": [1, -1]},
+                "AggregationWeights: clients must be at least 0, got -1",
+            ),
         ],
     )
     def test_what_can_not_be_drawn_is_an_error_before_training(self, callback, options, message):

@@ -71,5 +71,5 @@ def test_one_number_fills_all_channels():
 
 
 def test_a_negative_padding_is_refused():
-    with pytest.raises(ConfigurationError, match="padding must not be negative, got -1"):
+    with pytest.raises(ConfigurationError, match="padding must be at least 0, got -1"):
         CropAndFlip(padding=-1)

@@ -67,5 +67,5 @@ def test_the_draw_depends_on_the_seed_and_the_client() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1, float("nan")])
 def test_a_share_out_of_range(share: float) -> None:
-    with pytest.raises(ConfigurationError, match=r"HeldOut: share must be in \(0, 1\), got"):
+    with pytest.raises(ConfigurationError, match=r"HeldOut: share must be "):
         HeldOut(numbered(4), share)

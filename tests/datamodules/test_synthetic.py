@@ -194,7 +194,7 @@ class TestClusteredSynthetic:
         [
             ({"samples_per_client": 0}, "samples_per_client must be at least 1, got 0"),
             ({"num_features": 0}, "num_features must be at least 1, got 0"),
-            ({"spread": -1.0}, "spread must not be negative, got -1"),
+            ({"spread": -1.0}, "spread must be at least 0, got -1"),
         ],
     )
     def test_bad_options(self, options, message):

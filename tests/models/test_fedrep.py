@@ -295,7 +295,7 @@ def test_what_does_not_fit_is_refused_before_training() -> None:
         fit(dropout_client(FedRepClient, head_epochs=10), local_epochs=2)
     with pytest.raises(ConfigurationError, match="local_steps must be null"):
         fit(dropout_client(FedRepClient), local_epochs=20, local_steps=3)
-    with pytest.raises(ConfigurationError, match="head_epochs must not be negative, got -1"):
+    with pytest.raises(ConfigurationError, match="head_epochs must be at least 0, got -1"):
         dropout_client(FedRepClient, head_epochs=-1)
     with pytest.raises(ConfigurationError, match="the head has no parameter that is trained"):
         dropout_client(FedRepClient, head=Layers())
