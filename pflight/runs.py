@@ -124,17 +124,23 @@ class RunFolder:
     def _newest(self, last: Path) -> Path | None:
         """Return the newest whole checkpoint to go on from; of equally new ones it is ``last``."""
         files = [*sorted(self.checkpoints.glob("*.ckpt")), *self.requeued()]
-        damaged = [path for path in files if not is_whole(path)]
-        steps = {path: steps_so_far(path) for path in files if path not in damaged}
-        steps = {path: step for path, step in steps.items() if step is not None or path == last}
-        why = [f"{path.name} is damaged" for path in damaged]
-        if not steps:
+        steps = {path: steps_so_far(path) for path in files}
+        damaged = [path for path in files if steps[path] is None and not is_whole(path)]
+        found = [(step, path == last, path) for path, step in steps.items() if step is not None]
+        newest = None
+        for _, _, path in sorted(found, reverse=True):
+            if is_whole(path):
+                newest = path
+                break
+            damaged.append(path)
+        why = [f"{path.name} is damaged" for path in sorted(damaged)]
+        if newest is None:
             if why:
+                where = self.checkpoints
                 raise ConfigurationError(
-                    f"there is no whole checkpoint in {self.checkpoints}: {', '.join(why)}"
+                    f"there is no whole checkpoint in {where}: {', '.join(why)}"
                 )
             return None
-        newest = max(steps, key=lambda path: (steps[path] or 0, path == last))
         if newest != last and last not in damaged:
             why.append(f"{last.name} is older" if last in steps else f"there is no {last.name}")
         if why:
