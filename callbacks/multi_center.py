@@ -161,7 +161,7 @@ class MultiCenter(ServerCallback):
 
     def align(self, states: TensorDict, center: State) -> TensorDict:
         """Return the states ``[C]``, with matching permuted to lie nearest to a center."""
-        if self.chain is None:
+        if self.chain is None or not len(states):
             return states
         return stack_states(align(state, center, self.chain) for state in states)
 

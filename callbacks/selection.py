@@ -256,6 +256,7 @@ def _try(
         server_scheduler=federation.server_scheduler,
         engine=federation.hparams["engine"],
         on_client_error=federation.on_client_error,
+        client_timeout=federation.client_timeout,
         seed=federation.seed,
         f1_average=federation.f1_average,
     )

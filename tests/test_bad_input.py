@@ -58,6 +58,10 @@ def test_an_unknown_client(client: int) -> None:
         (nn.Linear(FEATURES, CLASSES + 2), r"\(2, 5\).* 3 classes"),
         (nn.Linear(FEATURES, CLASSES - 1), r"\(2, 2\).* 3 classes"),
         (nn.Sequential(nn.Linear(FEATURES, 3), nn.Unflatten(1, (3, 1))), r"\(2, 3, 1\)"),
+        (
+            nn.RNN(FEATURES, CLASSES),
+            "tuple; it",
+        ),
     ],
 )
 @pytest.mark.parametrize("callback", [FedAvg, lambda: FeSEM(2)])

@@ -124,6 +124,20 @@ class TestFailingClients:
         assert_same(federation.client_state(0), dict(client.state_dict()))
 
     @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+    def test_if_all_fail_once_there_are_clusters_nothing_is_matched(self) -> None:
+        class FailsLater(ClientModule):
+            calls = 0
+
+            def on_train_start(self):
+                type(self).calls += 1
+                assert type(self).calls <= 6
+
+        callback = FeSEM(2, matching="bbp_map")
+        federation = run(dropout_client(FailsLater), small_data(), callback, rounds=2)
+        assert [len(entry.failed) for entry in federation.history] == [0, 6]
+        assert callback.assignments.min() >= 0
+
+    @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
     def test_if_all_fail_a_servers_momentum_does_not_move_it_either(self) -> None:
         class FailsLater(ClientModule):
             calls = 0

@@ -419,15 +419,16 @@ class SequentialEngine:
                 f"({str(x.dtype).removeprefix('torch.')}): {reason}"
             ) from error
         self._copies_input = x._version != version
-        if asked and not isinstance(logits, Tensor):
-            raise ConfigurationError(
-                f"the network gives {type(logits).__name__}; it must give a tensor, the logits"
-            )
-        if asked and tuple(logits.shape[: None if evaluated else 2]) != expected:
-            raise ConfigurationError(
-                f"the network gives outputs of shape {tuple(logits.shape)} for {expected[0]} "
-                f"samples of {expected[1]} classes; it must give {expected}"
-            )
+        if asked:
+            if not isinstance(logits, Tensor):
+                raise ConfigurationError(
+                    f"the network gives {type(logits).__name__}; it must give a tensor, the logits"
+                )
+            if tuple(logits.shape[: None if evaluated else 2]) != expected:
+                raise ConfigurationError(
+                    f"the network gives outputs of shape {tuple(logits.shape)} for {expected[0]} "
+                    f"samples of {expected[1]} classes; it must give {expected}"
+                )
         try:
             ClientModule.configure_optimizers(self.client)
         except STOPS:

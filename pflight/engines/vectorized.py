@@ -124,7 +124,7 @@ class VectorizedEngine(SequentialEngine):
         self._known_phases: dict[tuple[int, int | None], list[Phase] | str] = {}
         self._reused: dict[str, Tensor] = {}
         self.stacks_evaluation = True
-        self._cause: BaseException | None = None  # of an evaluation that failed
+        self._causes: list[BaseException] = []  # why an evaluation fell back
         self._warned = set() if warned is None else warned
         self._some = self._some_samples()
 
@@ -551,10 +551,10 @@ class VectorizedEngine(SequentialEngine):
         self, clients: Tensor, states: TensorDict, split: Split
     ) -> tuple[Evaluation, list[ClientFailure]]:
         """See :meth:`SequentialEngine.evaluate`."""
-        self._cause = None
+        self._causes.clear()
         evaluation, failures = super().evaluate(clients, states, split)
-        if self._cause is not None and not failures:  # else it is the fault of those
-            name, reason = type(self.template).__name__, reason_of(self._cause)
+        if self._causes and not failures:  # else it is the fault of those
+            name, reason = type(self.template).__name__, reason_of(self._causes[0])
             self.warn_once(f"{name} is evaluated one by one from here on: {reason}")
             self.stacks_evaluation = False
         return evaluation, failures
@@ -572,7 +572,7 @@ class VectorizedEngine(SequentialEngine):
         except STOPS:
             raise
         except BaseException as error:
-            self._cause = error
+            self._causes.append(error)
             return None
         shape = sum(len(y) for _, y in samples.values()), self._joint.client.num_classes
         if logits.shape != shape or logits.isnan().any():  # as one by one, perhaps
