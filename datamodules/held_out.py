@@ -40,10 +40,8 @@ class HeldOut(FederatedDataModule):
 
     def __init__(self, data: FederatedDataModule, share: float) -> None:
         check_range(self, "(0, 1)", share=share)
-        options = inspect.unwrap(FederatedDataModule.__init__).__kwdefaults__ or {}
-        super().__init__(
-            num_classes=data.num_classes, **{name: getattr(data, name) for name in options}
-        )
+        options = inspect.signature(FederatedDataModule).parameters
+        super().__init__(**{name: getattr(data, name) for name in options})
         self.num_clients = data.num_clients
         self.fill = data.fill
         self.data = data

@@ -35,9 +35,9 @@ class Evaluator:
     def __init__(self, federation: Federation, split: Literal["val", "test"]) -> None:
         self.federation = federation
         self.split = split
-        rounds = len(federation.history)
-        when = f"{split} after round {federation.history[-1].index}" if rounds else split
-        self.failures = federation.failures_of(when, "it is left out of the metrics")
+        self.failures = federation.failures_of(
+            federation.last_round, f"it is left out of the {split} metrics"
+        )
         models: tuple[Judged, ...] = ("", "server/")
         if federation.finetune_epochs:
             models += ("finetuned/",)
@@ -76,7 +76,7 @@ class Evaluator:
     def _evaluate(self, clients: Tensor, states: TensorDict) -> Evaluation | ClientValues:
         engine = self.federation.attached_engine
         outputs, failures = engine.evaluate(clients, states, self.split)
-        self.federation.note_failures(failures)
+        self.federation.note_failures(failures, f"on its {self.split} samples")
         return outputs
 
     def means(self) -> dict[str, float]:

@@ -19,7 +19,7 @@ class Failures:
     With several ranks the run ends when all of them :meth:`settle`, so that none waits for another.
 
     Args:
-        when: What they failed at, such as ``"round 3"``.
+        round_index: In or after which round.
         consequence: What becomes of them, where the run goes on.
         on_client_error: ``"skip"`` or ``"raise"``.
         together: Whether all ranks will :meth:`settle`; else each stops by itself.
@@ -29,9 +29,9 @@ class Failures:
     """
 
     def __init__(
-        self, when: str, consequence: str, on_client_error: str, together: bool = True
+        self, round_index: int, consequence: str, on_client_error: str, together: bool = True
     ) -> None:
-        self.when = when
+        self.round_index = round_index
         self.consequence = consequence
         self.stop = on_client_error == "raise" or torch.is_anomaly_enabled()
         self.together = together and is_distributed()
@@ -53,7 +53,9 @@ class Failures:
                 continue
             self.clients.add(failure.client)
             failed = f"failed {doing}".rstrip()
-            message = f"{self.when}: client {failure.client} {failed}: {failure.reason}"
+            message = (
+                f"round {self.round_index}: client {failure.client} {failed}: {failure.reason}"
+            )
             if not self.stop:
                 warnings.warn(f"{message}; {self.consequence}", stacklevel=2)
                 continue

@@ -62,10 +62,10 @@ from .options import check_optimizer, check_range, check_types, described
 from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .same_data import difference, record_of
 from .server import ServerModels
-from .state import StateLayout, moved, state_bytes, state_norms, state_tensors
+from .state import StateLayout, largest_values, moved, state_bytes, state_tensors
 
 _log = logging.getLogger("lightning.pytorch.pflight")
-_EXPLODED = 1e6  # times the norm that a client started from
+_EXPLODED = 1e6  # times the largest value that a client started from, or 1
 _CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
 _NAMED = 5  # clients in a message about many
 _PRIVATE = "private"  # the memory slot of entries that never travel
@@ -204,7 +204,7 @@ class Federation(L.LightningModule):
         self._evaluators: dict[str, Evaluator] = {}
         self._round = Round(0, [])
         self._journal, self._traffic = Journal(), Traffic()
-        self._failures = self._predict_failures = self.failures_of("set-up", "it is left out")
+        self._failures = self._predict_failures = self.failures_of(0, "it is left out")
         self._silent = torch.empty(0, dtype=torch.long)
         self._logs: dict[str, tuple[Tensor, int]] = {}
 
@@ -261,7 +261,7 @@ class Federation(L.LightningModule):
             raise ConfigurationError(f"unknown client {client}: {known}")
         clients = torch.tensor([client], device=self.device)
         failures = Failures(
-            "client_state", "its model is taken as it is", self.on_client_error, together=False
+            len(self.history), "its model is taken as it is", self.on_client_error, together=False
         )
         with self._server_work(), self.noting(failures):
             return self.layout.state_dict(ClientModels.of(self, clients).used[0])
@@ -472,9 +472,9 @@ class Federation(L.LightningModule):
 
         return self._ask(clients, sent, gradients, returns)
 
-    def failures_of(self, when: str, consequence: str) -> Failures:
-        """Return an empty list of clients that fail at something; see :class:`Failures`."""
-        return Failures(when, consequence, self.on_client_error)
+    def failures_of(self, round_index: int, consequence: str) -> Failures:
+        """Return an empty set of clients that fail at something; see :class:`Failures`."""
+        return Failures(round_index, consequence, self.on_client_error)
 
     @contextmanager
     def noting(self, failures: Failures) -> Iterator[None]:
@@ -523,6 +523,11 @@ class Federation(L.LightningModule):
     def has_kept(self, clients: Tensor) -> Tensor:
         """Return a mask ``[C]`` of the clients that keep private entries from an earlier round."""
         return self.memory.seen(_PRIVATE, clients)
+
+    @property
+    def last_round(self) -> int:
+        """Index of the last round, 0 before the first."""
+        return self.history[-1].index if self.history else 0
 
     @property
     def server_lr(self) -> float:
@@ -620,7 +625,7 @@ class Federation(L.LightningModule):
         self._round = Round(self.current_epoch, [])
         self._logs = {}
         self._silent = cohort[:0]
-        failures = self.failures_of(f"round {self.current_epoch}", "it is left out of this round")
+        failures = self.failures_of(self.current_epoch, "it is left out of this round")
         with self._server_work(), self.noting(failures):
             self.attached_callback.round(cohort)
         failures.settle()
@@ -685,7 +690,9 @@ class Federation(L.LightningModule):
 
     def on_predict_epoch_start(self) -> None:
         """Start to predict."""
-        self._predict_failures = self.failures_of("predict", "it is left out of the predictions")
+        self._predict_failures = self.failures_of(
+            self.last_round, "it is left out of the predictions"
+        )
 
     def predict_step(
         self, clients: Tensor, batch_idx: int
@@ -701,10 +708,10 @@ class Federation(L.LightningModule):
             engine = self.attached_engine
             if isinstance(engine, ModuleEngine) and not isinstance(self.client, ClientModule):
                 predictions, failures = engine.predict(clients, states, "test")
-                self.note_failures(failures)
+                self.note_failures(failures, "to predict")
                 return predictions
             outputs, failures = engine.evaluate(clients, states, "test")
-            self.note_failures(failures)
+            self.note_failures(failures, "to predict")
         return Evaluation(*(values.cpu() for values in outputs))
 
     def on_predict_epoch_end(self) -> None:
@@ -966,12 +973,11 @@ class Federation(L.LightningModule):
     def _warn_of_explosions(self, updates: ClientUpdates, starts: TensorDict) -> None:
         """Warn of clients whose parameters, or gradient, have grown out of all proportion."""
         names = self.layout.parameters
-        growth = state_norms(updates.states, names) / state_norms(starts, names).clamp(min=1)
+        growth = largest_values(updates.states, names) / largest_values(starts, names).clamp(min=1)
         for row in (growth > _EXPLODED).nonzero().flatten().tolist():
             warnings.warn(
-                f"round {self._round.index}: client {int(updates.clients[row])} exploded: what it "
-                f"returns has {float(growth[row]):.1e} times the norm of what it started from; it "
-                "is taken as it is",
+                f"round {self._round.index}: client {int(updates.clients[row])} exploded: its "
+                f"largest value has grown {float(growth[row]):.1e} times; it is taken as it is",
                 stacklevel=2,
             )
 
@@ -987,7 +993,7 @@ class Federation(L.LightningModule):
             return
         fitting = self.trainer.state.fn == "fit"
         floats = {name: float(value) for name, value in values.items()}
-        step = self.history[-1].index if self.history else 0
+        step = self.last_round
         if fitting:  # at once, so that no checkpoint runs ahead of what was logged
             self.trainer.callback_metrics.update(self._as_tensors(floats))
             for logger in self.loggers:

@@ -37,7 +37,7 @@ _RANGES = {  # of what optimizers call their options
     "dampening": "[0, 1]",
     "weight_decay": "[0, inf)",
     "betas": "[0, 1)",
-    "eps": "[0, inf)",
+    "eps": "(0, inf)",
 }
 
 C = TypeVar("C", bound=type)

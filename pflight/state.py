@@ -311,22 +311,22 @@ def squared_distance(states: TensorDict, center: Mapping[str, Tensor]) -> Tensor
     return torch.stack(parts).sum(0)
 
 
-def state_norms(states: TensorDict, names: Iterable[str]) -> Tensor:
-    """Return the L2 norm ``[C]`` of some entries of each state of a stack, in float64.
+def largest_values(states: TensorDict, names: Iterable[str]) -> Tensor:
+    """Return the largest absolute value ``[C]`` in some entries of each state of a stack.
 
     Example:
         >>> states = TensorDict({"v": torch.zeros(2), "w": torch.tensor([3.0, -4.0])}, [2])
-        >>> state_norms(states, ["v", "w"])
+        >>> largest_values(states, ["v", "w"])
         tensor([3., 4.], dtype=torch.float64)
     """
 
-    def norms(leaf: Tensor) -> Tensor:  # of all rows of an expanded view at once
+    def largest(leaf: Tensor) -> Tensor:  # of all rows of an expanded view at once
         own = rows(leaf[:1] if leaf.stride(0) == 0 else leaf)
-        precise = torch.promote_types(own.dtype, torch.float32)
-        return torch.linalg.vector_norm(own, dim=1, dtype=precise).expand(len(leaf))
+        if not own.shape[1]:
+            return torch.zeros(len(leaf), dtype=torch.double, device=leaf.device)
+        return torch.linalg.vector_norm(own, torch.inf, dim=1).double().expand(len(leaf))
 
-    parts = torch.stack([norms(states[name]) for name in names])
-    return torch.linalg.vector_norm(parts, dim=0, dtype=torch.double)
+    return torch.stack([largest(states[name]) for name in names]).amax(dim=0)
 
 
 def moved(before: TensorDict, after: TensorDict, names: Iterable[str]) -> Tensor:

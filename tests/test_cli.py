@@ -284,10 +284,12 @@ class TestRunFolder:
         )
         assert read_events(f"{root}.1").scalars["train/loss"] == [0, 1]
 
-    def test_home_is_where_the_trainer_thinks(self, monkeypatch):
+    def test_home_is_where_the_trainer_thinks(self, monkeypatch, capsys):
         monkeypatch.setenv("HOME", str(Path("home").resolve()))
         pflight("fit", rounds=1, root="~/run")
-        assert {path.name for path in Path("home/run").iterdir()} >= {"config.yaml", "checkpoints"}
+        pflight("fit", "--ckpt_path=last", rounds=2, root="~/run")
+        assert "continuing after round 1 from" in capsys.readouterr().out
+        assert read_events("home/run").scalars["train/loss"] == [0, 1]
         assert not Path("~").exists()
 
     def test_where_an_earlier_run_can_not_go(self, capsys):

@@ -213,6 +213,7 @@ def test_ranges(interval: str, value: Any, expected: str) -> None:
             "SGD: weight_decay must be",
         ),
         (partial(torch.optim.Adam, lr=0.1, eps=math.inf), "Adam: eps must be a finite number"),
+        (partial(torch.optim.Adam, lr=0.1, eps=0.0), "Adam: eps must be over 0, got 0.0"),
         (partial(torch.optim.RMSprop, lr=0.1, alpha=math.inf), "RMSprop: alpha must be a finite"),
     ],
 )

@@ -88,5 +88,6 @@ def test_failures_are_part_of_the_comparison(one: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failure_that_stops_the_run_stops_all_ranks(rank: int, two: list[dict[str, Any]]) -> None:
-    for said, when in zip(two[rank]["raised"], ("round 0", "val", "predict"), strict=True):
-        assert said == f"{when}: client 3 failed: OSError: its disk is gone"
+    failed = "failed", "failed on its val samples", "failed to predict"
+    for said, how in zip(two[rank]["raised"], failed, strict=True):
+        assert said == f"round 0: client 3 {how}: OSError: its disk is gone"
