@@ -322,7 +322,10 @@ class FederationCLI(LightningCLI):
             "enable_version_counter": False,  # the file of the round before is replaced
         }
         last = RunCheckpoint(filename="last", **always)
-        if not isinstance(self.model, Federation):
+        federation = self.model
+        if not isinstance(federation, Federation):
+            return [last]
+        if not isinstance(federation.client, models.ClientModule):  # whose metrics are its own
             return [last]
         return [RunCheckpoint(filename="best", monitor=_MONITOR, mode="max", **always), last]
 
