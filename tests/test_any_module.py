@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -121,6 +122,19 @@ def test_a_module_of_ones_own_is_trained_by_any_method(method: ServerCallback, t
     assert float(best.best_model_score) == pytest.approx(
         min(entry.metrics["val/macro_mae"] for entry in federation.history)
     )
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+def test_resumed_is_uninterrupted(method: ServerCallback, tmp_path) -> None:
+    def fit(rounds: int, **options: Any) -> Federation:
+        data = hospitals(cohort_size=3)
+        return run(regression(), data, copy.deepcopy(method), rounds, **options)
+
+    fit(2).trainer.save_checkpoint(tmp_path / "half.ckpt")
+    torch.load(tmp_path / "half.ckpt", weights_only=True)
+    resumed, whole = fit(4, ckpt_path=tmp_path / "half.ckpt"), fit(4)
+    for client in range(4):
+        assert_same(resumed.client_state(client), whole.client_state(client))
 
 
 def as_alone(module: L.LightningModule, data: DatasetClients) -> dict[str, Tensor]:
