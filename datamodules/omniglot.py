@@ -188,13 +188,15 @@ def _members(path: Path) -> dict[_Drawing, str]:
     """Return the member of an archive that has each drawing."""
     members: dict[_Drawing, str] = {}
     with _opened(path) as archive:
-        names = archive.namelist()
-        if len(names) != _num_members(path):  # a damaged length can hide some
+        infos = archive.infolist()
+        if len(infos) != _num_members(path):  # a damaged length can hide some
             raise ConfigurationError(f"{path} is damaged: its directory lacks members")
-        for name in names:
-            if name.endswith(("/", ".DS_Store")) or name.startswith("__MACOSX/"):
+        for info in infos:
+            name = info.orig_filename  # as stored: the other one ends at a NUL byte
+            folder = name.endswith("/") and not info.file_size
+            if folder or name.endswith(".DS_Store") or name.startswith("__MACOSX/"):
                 continue
-            if not (found := _MEMBER.fullmatch(name)):
+            if "\0" in name or not (found := _MEMBER.fullmatch(name)):
                 raise ConfigurationError(f"{path}: {name!r} is not the name of a drawing")
             drawing = found["alphabet"], found["character"], found["drawer"]
             if drawing in members:

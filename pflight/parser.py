@@ -68,7 +68,7 @@ _UNKNOWN_OPTIONS = (
     re.compile(r"unrecognized arguments: --(?P<name>[^\s=]+).*"),
 )
 _UNKNOWN_CLASSES = (
-    re.compile(r"(?:Expected a dot import path string|Unexpected import path .*): (?P<name>.*)"),
+    re.compile(r"(?:.*: )?(?:Expected a dot|Unexpected) import path \w+: (?P<name>.*)"),
     re.compile(r"module '(?P<module>[^']+)' has no attribute '(?P<name>[^']+)'.*"),
 )
 

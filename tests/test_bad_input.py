@@ -157,7 +157,7 @@ def test_federation_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_client_that_is_no_client_module() -> None:
-    fails("ClientModule, got Linear", Federation, nn.Linear(2, 2))
+    fails("must be a LightningModule, got Linear", Federation, nn.Linear(2, 2))
 
 
 def test_a_federation_keeps_its_algorithm_and_its_clients() -> None:

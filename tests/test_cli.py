@@ -288,7 +288,7 @@ class TestRunFolder:
         monkeypatch.setenv("HOME", str(Path("home").resolve()))
         pflight("fit", rounds=1, root="~/run")
         pflight("fit", "--ckpt_path=last", rounds=2, root="~/run")
-        assert "continuing after round 1 from" in capsys.readouterr().out
+        assert "continuing with round 1 from" in capsys.readouterr().out
         assert read_events("home/run").scalars["train/loss"] == [0, 1]
         assert not Path("~").exists()
 

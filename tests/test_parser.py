@@ -191,6 +191,13 @@ def test_one_line_on_a_file(config: str, message: str, capsys: pytest.CaptureFix
     assert message in refused(capsys, "--config", "own.yaml")
 
 
+def test_help_for_no_class(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", "--data.help", "Digit"])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == "pflight: error: unknown class Digit: did you mean Digits?\n"
+
+
 def test_several_mistakes_hide_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     mistakes = ["--data.num_client=3", "--model.mu=3", "--trainer.max_epoch=3", "--help"]
     assert "did you mean data.num_clients?" in refused(capsys, *mistakes)

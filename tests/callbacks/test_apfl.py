@@ -177,6 +177,8 @@ def test_options_out_of_range(options: dict[str, float], message: str) -> None:
         linear_client(APFLClient, **options)
 
 
-def test_it_needs_its_client() -> None:
-    with pytest.raises(ConfigurationError, match="APFL needs APFLClient as its client, got Q"):
-        run(quadratic_client(), world_q(), APFL())
+def test_it_needs_no_client_of_its_own() -> None:
+    one = run(quadratic_client(), world_q(), APFL(alpha=1.0), 2)
+    alone = run(quadratic_client(), world_q(), Local(), 2)
+    for i in range(3):
+        assert judged(one, i) == pytest.approx(judged(alone, i))

@@ -21,7 +21,6 @@ from tests.runs import (
     judged,
     linear_client,
     network,
-    quadratic_client,
     run,
     sgd,
     shared,
@@ -106,5 +105,7 @@ def test_a_stronger_pull_keeps_them_closer() -> None:
 def test_options_and_clients_that_do_not_fit() -> None:
     with pytest.raises(ConfigurationError, match="DittoClient: lam must be at least 0, got -1"):
         linear_client(DittoClient, lam=-1)
-    with pytest.raises(ConfigurationError, match="Ditto needs DittoClient as its client, got Q"):
-        run(quadratic_client(), world_q(), Ditto())
+    with pytest.raises(ConfigurationError, match="Ditto: lam must be at least 0, got -1"):
+        Ditto(lam=-1)
+    with pytest.raises(ConfigurationError, match="Ditto and DittoClient both say what clients"):
+        run(linear_client(DittoClient), small_data(), Ditto(lam=0.1))

@@ -24,7 +24,6 @@ from tests.runs import (
     batchnorm_client,
     flat,
     linear_client,
-    quadratic_client,
     quiet_trainer,
     run,
     sgd,
@@ -182,5 +181,5 @@ def test_what_does_not_fit() -> None:
         linear_client(PerFedAvgClient, alpha=-0.1)
     with pytest.raises(ConfigurationError, match="PerFedAvg: steps must be at least 0, got -1"):
         PerFedAvg(steps=-1)
-    with pytest.raises(ConfigurationError, match="PerFedAvg needs PerFedAvgClient as its client"):
-        run(quadratic_client(), world_q(), PerFedAvg())
+    with pytest.raises(ConfigurationError, match="PerFedAvg: alpha must be at least 0, got -1"):
+        PerFedAvg(alpha=-1)

@@ -27,7 +27,6 @@ from tests.runs import (
     judged,
     linear_client,
     network,
-    quadratic_client,
     quiet_trainer,
     run,
     sgd,
@@ -248,5 +247,5 @@ def test_options_out_of_range(options: dict[str, float], message: str) -> None:
 def test_what_does_not_fit() -> None:
     with pytest.raises(ConfigurationError, match="PFedMe: beta must be over 0, got 0"):
         PFedMe(beta=0)
-    with pytest.raises(ConfigurationError, match="PFedMe needs PFedMeClient as its client, got Q"):
-        run(quadratic_client(), world_q(), PFedMe())
+    with pytest.raises(ConfigurationError, match="PFedMe: lam must be over 0, got 0"):
+        PFedMe(lam=0)

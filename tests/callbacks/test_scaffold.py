@@ -14,7 +14,7 @@ from pflight import Federation
 from pflight.callbacks import SCAFFOLD, FedAvg, FedSGD
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.models import ClientModule, ScaffoldClient
+from pflight.models import ScaffoldClient
 from tests import reference
 from tests.runs import (
     CLASSES,
@@ -336,8 +336,10 @@ class Manual(ScaffoldClient):
 
 
 def test_what_does_not_fit_is_refused_before_training() -> None:
-    with pytest.raises(ConfigurationError, match="SCAFFOLD needs a ScaffoldClient as its client, "):
-        run(linear_client(ClientModule), small_data(), SCAFFOLD())
+    with pytest.raises(
+        ConfigurationError, match="SCAFFOLD: option must be 'I', 'II' or null, got 'V'"
+    ):
+        SCAFFOLD(option="V")
     with pytest.raises(ConfigurationError, match="Manual with manual optimization"):
         run(linear_client(Manual), small_data(), SCAFFOLD())
     with pytest.raises(ConfigurationError, match="SCAFFOLD: lr must be over 0, got 0"):

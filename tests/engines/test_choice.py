@@ -115,6 +115,7 @@ def test_batchnorm_of_clients_whose_batches_are_unequal(counts: list[int], engin
         "auto",
         None,
         federation.client,
+        None,
         federation.layout,
         federation.attached_data,
         federation.trainer.strategy.precision_plugin,

@@ -290,8 +290,8 @@ def test_what_does_not_fit_is_refused_before_training() -> None:
     def fit(client: ClientModule, **options: Any) -> Federation:
         return run(client, small_data(), FedRep(), **options)
 
-    with pytest.raises(ConfigurationError, match="FedRep needs a FedRepClient as its client, got"):
-        fit(dropout_client())
+    with pytest.raises(ConfigurationError, match="FedRep: head_epochs must be at least 0, got -1"):
+        FedRep(head_epochs=-1)
     with pytest.raises(ConfigurationError, match="local_epochs=2 must be at least head_epochs=10"):
         fit(dropout_client(FedRepClient, head_epochs=10), local_epochs=2)
     with pytest.raises(ConfigurationError, match="local_steps must be null"):
