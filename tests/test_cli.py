@@ -543,6 +543,7 @@ class TestResume:
         pflight("fit", "--ckpt_path=last", rounds=4)
         assert read_events("run").scalars["train/loss"] == [0, 1, 2, 3]
 
+    @pytest.mark.filterwarnings("ignore:last.ckpt is older")  # killed between the two
     def test_a_killed_run_has_each_point_once(self):
         command = [sys.executable, "-m", "pflight", "fit", "--config", QUICKSTART]
         command += ["--trainer.max_epochs=300", "--data.num_clients=6"]
