@@ -116,7 +116,7 @@ METHODS = [
 def test_a_module_of_ones_own_is_trained_by_any_method(method: ServerCallback, tmp_path) -> None:
     best = ModelCheckpoint(tmp_path, monitor="val/macro_mae", mode="min")
     stop = EarlyStopping("val/macro_mae", mode="min", patience=3)
-    federation = run(regression(), hospitals(), method, 5, best, stop)
+    federation = run(regression(), hospitals(), copy.deepcopy(method), 5, best, stop)
     first, last = (federation.history[place].metrics["val/macro_mae"] for place in (0, -1))
     assert last < first
     assert float(best.best_model_score) == pytest.approx(
