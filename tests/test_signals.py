@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tests.runs import linear_client, quiet_trainer, small_data
 
 STATUS = {signal.SIGTERM: 143, signal.SIGINT: 130}
 QUICKSTART = ["--config=configs/quickstart.yaml", "--data.num_clients=6", "--model.local_epochs=1"]
+TWO_RANKS = ["--trainer.strategy=ddp", "--trainer.devices=2"]
 
 
 class RaisesSignal(L.Callback):
@@ -40,8 +42,13 @@ class RaisesSignal(L.Callback):
         if (trainer.current_epoch, trainer.global_rank) == (1, self.rank):
             os.kill(os.getpid(), self.signum)
             if self.again is not None:
-                threading.Timer(self.again, os.kill, (os.getpid(), self.signum)).start()
+                threading.Thread(target=self._repeat, daemon=True).start()
                 threading.Event().wait()  # as in a collective call
+
+    def _repeat(self) -> None:
+        while self.again is not None:
+            time.sleep(self.again)
+            os.kill(os.getpid(), self.signum)
 
 
 @pytest.fixture(autouse=True)
@@ -240,12 +247,13 @@ def test_signals_of_a_forked_process_are_its_own():
 
 
 class TestProcesses:
-    def start(self, signum: int, *args: str, **raised: Any) -> subprocess.Popen[str]:
+    def fit(self, signum: int, *args: str, **raised: Any) -> tuple[int, str, list[str]]:
+        """Return the exit status, standard output and the lines of errors once all ranks ended."""
         command = [sys.executable, "-m", "pflight", "fit", *QUICKSTART]
         callback = f"--trainer.callbacks+={RaisesSignal.__module__}.{RaisesSignal.__name__}"
         options = {"signum": int(signum), **raised}
         command += [callback, *(f"--trainer.callbacks.{k}={v}" for k, v in options.items())]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*command, "--trainer.default_root_dir=run", "--trainer.max_epochs=1000", *args],
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
             start_new_session=True,
@@ -253,38 +261,32 @@ class TestProcesses:
             stdout=subprocess.PIPE,
             text=True,
         )
-
-    def two_ranks(self, signum: int, rank: int) -> subprocess.Popen[str]:
-        return self.start(signum, "--trainer.strategy=ddp", "--trainer.devices=2", rank=rank)
+        try:  # all ranks write to the pipes, which end with the last one
+            output, errors = process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        return process.returncode, output, errors.splitlines()
 
     def test_a_second_ctrl_c_ends_at_once(self):
-        with self.start(signal.SIGINT, again=0.5) as process:
-            output, errors = process.communicate(timeout=120)
-        assert process.returncode == 130, errors
+        status, output, errors = self.fit(signal.SIGINT, again=0.5)
+        assert status == 130, errors
         assert "stopping after this round; a second Ctrl-C stops at once" in output
         said = "pflight: stopped by SIGINT after 1 round: --ckpt_path last goes on from run"
-        assert errors.splitlines()[-1] == said
+        assert errors[-1] == said
 
     def test_two_ranks_stop_together_when_one_gets_the_signal(self):
-        with self.two_ranks(signal.SIGTERM, rank=1) as process:
-            _, errors = process.communicate(timeout=120)
-        assert process.returncode == 143, errors
+        status, _, errors = self.fit(signal.SIGTERM, *TWO_RANKS, rank=1)
+        assert status == 143, errors
         said = "pflight: stopped by SIGTERM after 2 rounds: --ckpt_path last goes on from run"
-        assert errors.splitlines()[-1] == said
+        assert errors[-1] == said
         assert last()["global_step"] == 2
-        self.assert_all_are_gone(process)
 
     def test_a_rank_that_is_killed_ends_the_others(self):
-        with self.two_ranks(signal.SIGKILL, rank=1) as process:
-            _, errors = process.communicate(timeout=120)
-        assert process.returncode == 1, errors
-        assert errors.splitlines()[-1].startswith("pflight: error: rank 1 ended with status -9")
+        status, _, errors = self.fit(signal.SIGKILL, *TWO_RANKS, rank=1)
+        assert status == 1, errors
+        assert errors[-1].startswith("pflight: error: rank 1 ended with status -9")
         assert last()["global_step"] == 1
-        self.assert_all_are_gone(process)
-
-    def assert_all_are_gone(self, process: subprocess.Popen[str]) -> None:
-        with pytest.raises(ProcessLookupError):  # the group of all ranks
-            os.killpg(process.pid, 0)
 
 
 class TestSlurm:
