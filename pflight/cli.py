@@ -42,7 +42,7 @@ from .callbacks.tensorboard import Primitive
 from .checkpoint import read_checkpoint
 from .checks import check_strategy
 from .config_files import check_config_file
-from .errors import ConfigurationError
+from .errors import ClientError, ConfigurationError
 from .federation import Federation
 from .files import causes, full_disk
 from .parser import FederationParser, refusal
@@ -293,7 +293,8 @@ class FederationCLI(LightningCLI):
     def _undo(self, kind: type[BaseException] | None, *_: object) -> None:
         """Leave the run folder as it was if an error came before there was anything of a run.
 
-        Ctrl-C, of which Lightning makes a ``SystemExit``, leaves the new run in its place.
+        Ctrl-C leaves the new run in its place; where signals are left to Lightning, that is a
+        ``SystemExit``.
         """
         if kind is not None:
             self.folder.drop_empty_events()
@@ -384,7 +385,8 @@ class SaveRunConfig(SaveConfigCallback):
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line; what the user got wrong is one line on stderr and exit status 2.
 
-    A full disk is one line and status 1, SIGTERM one line and 143, Ctrl-C one line and 130.
+    A full disk, or a client that is to stop the run, is one line and status 1, SIGTERM one line and
+    143, Ctrl-C one line and 130.
     """
     _quieten()
     stop = StopBetweenRounds()
@@ -396,6 +398,8 @@ def main(args: Sequence[str] | None = None) -> None:
         if full is not None:
             where = f" ({full.filename})" if full.filename else ""
             _fail(f"{cause or f'{full.strerror}{where}'} {stop.advice()}", status=1)
+        if isinstance(error, ClientError):
+            _fail(f"{error}; the run ended {stop.advice()}", status=1)
         if cause is None:
             raise
         _fail(str(cause))

@@ -1,8 +1,23 @@
 """One thread for every process of the tests: their tensors are tiny, and sums keep their order."""
 
+import logging
 import os
+import warnings
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests start
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _as_loud_as_before() -> Iterator[None]:
+    """Undo what the command line does in a process that is its own."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels, form = [logger.level for logger in loggers], warnings.formatwarning
+    yield
+    warnings.formatwarning = form
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)

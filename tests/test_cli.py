@@ -6,6 +6,7 @@ import csv
 import errno
 import gc
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -488,6 +489,13 @@ class TestResume:
         assert "does not fit" in misfit
         assert contents("run") == before
         assert read_events("run").scalars["train/loss"] == [0, 1, 2]
+
+    def test_a_client_that_is_to_stop_the_run_is_one_line(self, capsys):
+        with pytest.raises(SystemExit) as exit_:
+            pflight("fit", "--model.on_client_error=raise", "--model.client.optimizer.lr=1e38")
+        assert exit_.value.code == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.search(r"client \d+ failed: its result is NaN or infinite; the run ended", line)
 
     def test_the_config_is_left_alone_unless_options_change(self):
         pflight("fit", rounds=2)
