@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.half import Half
-from pflight.models import APFLClient
+from pflight.half import OWN, Half
 from pflight.models.halves import Mixed, Personal
-from pflight.models.personal import PersonalClient
 from pflight.options import checked
 
 from .personal import PersonalFedAvg
@@ -26,11 +24,11 @@ class APFL(PersonalFedAvg):
     :math:`\alpha_i v_i + (1 - \alpha_i)\,\theta`, the mixture of the model that it keeps and the
     server's as it is now; parameters and floating buffers are mixed alike. Its own model and its
     :math:`\alpha_i` never travel; a newcomer's own model is the server's. How they are trained is
-    :class:`~pflight.models.APFLClient`'s.
+    :class:`~pflight.models.halves.Mixed`'s.
 
     Args:
         alpha: Share :math:`\alpha` of the client's own model, or where it starts; by default 0.5,
-            or what an :class:`~pflight.models.APFLClient` says.
+            or what the client's own half says.
         alpha_lr: Step of an adaptive :math:`\alpha`; ``None`` leaves it fixed.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`; those of the clients' own models
@@ -43,8 +41,6 @@ class APFL(PersonalFedAvg):
         Deng et al., Adaptive Personalized Federated Learning, 2020,
         https://arxiv.org/abs/2003.13461.
     """
-
-    client_kind: ClassVar[type[PersonalClient]] = APFLClient
 
     def __init__(
         self,
@@ -75,9 +71,9 @@ class APFL(PersonalFedAvg):
         own = states[personal]
         if not own.is_floating_point():
             return own
-        alpha = states[f"{self.own_prefix}alpha"].view(-1, *[1] * (own.dim() - 1)).to(own.dtype)
+        alpha = states[f"{OWN}alpha"].view(-1, *[1] * (own.dim() - 1)).to(own.dtype)
         return alpha * own + (1 - alpha) * states[shared]
 
     def mixing(self, clients: Tensor) -> Tensor:
         r"""Return :math:`\alpha_i` of the clients ``[C]``."""
-        return self.federation.lay_over(clients, self.broadcast(clients))[f"{self.own_prefix}alpha"]
+        return self.federation.lay_over(clients, self.broadcast(clients))[f"{OWN}alpha"]

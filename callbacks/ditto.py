@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pflight.half import Half
-from pflight.models import DittoClient
 from pflight.models.halves import Personal, Proximal
-from pflight.models.personal import PersonalClient
 from pflight.options import check_range, checked
 
 from .personal import PersonalFedAvg
@@ -29,7 +27,7 @@ class Ditto(PersonalFedAvg):
 
     Args:
         lam: Weight :math:`\lambda` of the pull; with 0 the personal models are trained alone. By
-            default 0.1, or what a :class:`~pflight.models.DittoClient` says.
+            default 0.1, or what the client's own half says.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`; a personal model's stay with it.
 
@@ -40,8 +38,6 @@ class Ditto(PersonalFedAvg):
         Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021,
         https://arxiv.org/abs/2012.04221.
     """
-
-    client_kind: ClassVar[type[PersonalClient]] = DittoClient
 
     def __init__(
         self,

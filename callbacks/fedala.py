@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import copy
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal
 
+import lightning as L
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.optim import Optimizer
 
-from pflight.engines import ClientUpdates, SequentialEngine
+from pflight.engines import ClientUpdates, SequentialEngine, Setting
+from pflight.engines.local import loss_at
 from pflight.errors import ConfigurationError
-from pflight.models.fedala import MixingClient
+from pflight.half import Half
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose
-from pflight.state import StateLayout, entries
+from pflight.state import StateLayout, StateModule, entries, state_tensors
 
 from .fedavg import FedAvg
 
@@ -104,11 +109,11 @@ class FedALA(FedAvg):
 
     def prepare(self) -> None:
         """Get ready to learn weights as clients train, by an engine for them alone."""
-        engine = self.federation.attached_engine
-        client = MixingClient(self.federation.classifier, self.mixed, self.lr)
-        layout = StateLayout.of(client)
-        settings = engine.data, engine.precision, engine.device, engine.seed
-        self.learner = SequentialEngine(client, layout, *settings)
+        setting = self.federation.attached_engine.setting
+        mixing = Mixing(setting.client, self.mixed, self.lr)
+        layout = StateLayout.of(mixing)
+        settings = setting.data, setting.precision, setting.device, setting.seed
+        self.learner = SequentialEngine(Setting(mixing, Half(), layout, *settings))
         self.learner.check_input()
 
     def round(self, cohort: Tensor) -> None:
@@ -141,13 +146,13 @@ class FedALA(FedAvg):
 
     def learn(self, clients: Tensor, sent: TensorDict, kept: TensorDict) -> TensorDict:
         """Return what the clients ``[C]`` keep, with the weights that they learn now."""
-        federation, data, times = self.federation, self.learner.data, kept["times"].cpu()
+        federation, data, times = self.federation, self.learner.setting.data, kept["times"].cpu()
         counts = data.num_samples("train")[clients.cpu()].double()
         batches = (counts / (data.batch_size or counts)).ceil()
         epochs = torch.where(times == 1, self.start_epochs, 1)
         steps = (self.share * batches * epochs).round().clamp(min=1).long() * (times > 0)
         whole = entries(federation.lay_over(clients, sent))
-        states = {f"network.{name}": value for name, value in whole}
+        states = {f"module.{name}": value for name, value in whole}
         starts = TensorDict({**states, **kept.exclude("times")}, batch_size=[len(clients)])
         learned = kept.clone()
         for count in steps[steps > 0].unique().tolist():
@@ -175,3 +180,66 @@ class FedALA(FedAvg):
         """Return each client's mixture, of the server's model as it is now."""
         sent = self.broadcast(clients)
         return self.federation.lay_over(clients, self.mixtures(sent, self.kept(clients, sent)))
+
+
+class Mixing(L.LightningModule):
+    r"""Learns how to mix two models of a client module, number by number.
+
+    In the parameters with the given names it mixes a model :math:`\theta_i` of the client's own
+    with one that it was sent, :math:`\theta`, by weights :math:`W` in [0, 1], the only parameters
+    that it trains:
+
+    .. math:: \hat\theta = \theta_i + (\theta - \theta_i) \odot W, \qquad
+        W \leftarrow \operatorname{clip}(W - \eta \nabla_W f_i(\hat\theta), 0, 1)
+
+    (FedALA, Zhang et al. 2023, algorithm 1). All other tensors are those that were sent. The loss
+    is the given module's, :math:`f_i`.
+
+    Args:
+        module: Whose copy the loss is taken of, with what was sent.
+        names: The parameters to mix, as in ``module.state_dict()``; the weights are in ``weights``,
+            and the own ones in ``own``, under the same names.
+        lr: :math:`\eta`.
+
+    Example:
+        >>> import pflight
+        >>> module = pflight.models.Classifier(nn.nn.Linear(4, 2), num_classes=2)
+        >>> Mixing(module, ["network.bias"], lr=1.0).weights.tensors()["network.bias"]
+        Parameter containing:
+        tensor([1., 1.], requires_grad=True)
+    """
+
+    def __init__(self, module: L.LightningModule, names: Iterable[str], lr: float) -> None:
+        super().__init__()
+        self.module = copy.deepcopy(module).requires_grad_(False)
+        own = {name: state_tensors(module)[name] for name in names}
+        self.own = StateModule(own)
+        self.weights = StateModule({n: torch.ones_like(v) for n, v in own.items()}, parameters=own)
+        self.lr = lr
+
+    def on_train_start(self) -> None:
+        """Let BatchNorm normalise by batches, as where the module trains."""
+        self.module.train()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the module's loss at the mixture."""
+        sent, weights = dict(self.module.named_parameters()), self.weights.tensors()
+        tensors = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        for name, own in self.own.tensors().items():
+            tensors[name] = torch.lerp(own, sent[name], weights[name])
+        return loss_at(self.module, tensors, batch)
+
+    def configure_optimizers(self) -> Optimizer:
+        """Return SGD that keeps the weights in their range."""
+        return _BoundedSGD(self.weights.parameters(), lr=self.lr)
+
+
+class _BoundedSGD(torch.optim.SGD):
+    """SGD that puts every number back into [0, 1] after its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.detach().clamp_(0, 1)
+        return loss

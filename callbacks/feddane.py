@@ -9,15 +9,14 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.half import Half
-from pflight.models import DaneClient
+from pflight.half import OWN, Half
 from pflight.models.halves import Dane
 from pflight.options import checked
 from pflight.randomness import Purpose, derive_seed
 from pflight.state import WeightedMean, entries
 
 from .fedavg import FedAvg
-from .gradients import check_client, own_gradients
+from .gradients import check_gradients, own_gradients
 
 if TYPE_CHECKING:
     from pflight.federation import Federation
@@ -36,14 +35,13 @@ class FedDANE(FedAvg):
 
     Then a second set :math:`S'`, as many clients drawn anew, is sent :math:`g`; each corrects its
     loss by :math:`\langle g - \nabla f_i(\theta), w - \theta \rangle` and trains, as
-    :class:`~pflight.models.DaneClient` says, and the server takes the mean of the models. Clients
+    :class:`~pflight.models.halves.Dane` says, and the server takes the mean of the models. Clients
     in both sets are sent :math:`\theta` once. Buffers change in the second phase only.
 
     Args:
         same_set: Let the clients of the first phase train in the second.
         weighting: Of both means, as in :class:`FedAvg`.
-        mu: Weight of the proximal penalty; by default 0.1, or what a
-            :class:`~pflight.models.DaneClient` says.
+        mu: Weight of the proximal penalty; by default 0.1, or what the client's own half says.
 
     Raises:
         ConfigurationError: If the client is of another kind or its optimization is manual.
@@ -75,7 +73,7 @@ class FedDANE(FedAvg):
 
     def setup_server(self, federation: Federation) -> None:
         """Make the server's model."""
-        check_client(federation, DaneClient, "FedDANE")
+        check_gradients(federation, "FedDANE")
         super().setup_server(federation)
 
     def round(self, cohort: Tensor) -> None:
@@ -96,7 +94,7 @@ class FedDANE(FedAvg):
         for clients in federation.chunks(self.second_set(cohort)):
             sent = self.broadcast(clients)
             for name, own in entries(own_gradients(federation, clients, sent)):
-                sent[f"{self.own_prefix}correction.{name}"] = gradient[name] - own
+                sent[f"{OWN}correction.{name}"] = gradient[name] - own
             self.receive(federation.train_clients(clients, sent))
         self.step()
 
@@ -119,7 +117,5 @@ class FedDANE(FedAvg):
     def sent_names(self) -> tuple[str, ...]:
         """Names of the entries of a state that travel."""
         return tuple(
-            name
-            for name in super().sent_names
-            if not name.startswith(f"{self.own_prefix}correction.")
+            name for name in super().sent_names if not name.startswith(f"{OWN}correction.")
         )

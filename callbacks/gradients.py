@@ -11,9 +11,8 @@ from torch import Tensor
 
 from pflight.engines.stacked import clip
 from pflight.errors import ConfigurationError
-from pflight.half import Half
-from pflight.models import ClientModule
 from pflight.state import entries
+from pflight.task import Task
 
 if TYPE_CHECKING:
     from pflight.federation import Federation
@@ -54,24 +53,18 @@ def clipped(client: LightningModule, gradients: TensorDict) -> TensorDict:
         gradients: Gradients by parameter name ``[C]``; other entries stay as they are.
     """
     limit = getattr(client, "gradient_clip_val", None)
-    if limit is None or not isinstance(client, ClientModule):
+    if limit is None or not isinstance(client, Task):
         return gradients
-    name_of = {id(parameter): name for name, parameter in client.named_parameters()}
     result = dict(entries(gradients))
-    for group in client.clip_groups():
-        names = [name for p in group if (name := name_of[id(p)]) in result]
-        parts = [result[name] for name in names]
-        result.update(zip(names, clip(parts, limit, client.gradient_clip_algorithm), strict=True))
+    names = [name for name, _ in client.named_parameters() if name in result]
+    parts = [result[name] for name in names]
+    result.update(zip(names, clip(parts, limit, client.gradient_clip_algorithm), strict=True))
     return TensorDict(result, batch_size=gradients.batch_size)
 
 
-def check_client(federation: Federation, kind: type[ClientModule], algorithm: str) -> None:
-    """Raise unless a client is of a kind, and its gradients are those of its loss."""
+def check_gradients(federation: Federation, algorithm: str) -> None:
+    """Raise unless the gradients of a client are those of its loss."""
     client = federation.client
-    if not isinstance(federation.client_half, Half) and not isinstance(client, kind):
-        raise ConfigurationError(
-            f"{algorithm} needs a {kind.__name__} as its client, got {type(client).__name__}"
-        )
     if not client.automatic_optimization:
         raise ConfigurationError(
             f"{algorithm} asks for the gradient of training_step's loss, which "

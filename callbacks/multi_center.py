@@ -15,6 +15,7 @@ from pflight.distributed import all_max
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.matching import BBPMAP, MatchedMean, State, align
+from pflight.models.classifier import as_classifier
 from pflight.options import checked
 from pflight.state import WeightedMean, entries, expand_state, stack_states
 
@@ -89,7 +90,7 @@ class MultiCenter(ServerCallback):
                 f"clients that can train ({clients})"
             )
         if self.matching is not None:
-            self.chain = matched_chain(federation.classifier, self.sent_names)
+            self.chain = matched_chain(as_classifier(federation.client), self.sent_names)
         self.assignments = torch.full((federation.num_clients,), -1)
         self.add_centers(self.num_clusters)
         for index, center in enumerate(self.centers or ()):

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pflight.half import Half
-from pflight.models import ElasticClient, ProximalClient
+from pflight.models.halves import Elastic, Proximal
 from pflight.optim import Yogi
 
 from .apfl import APFL
@@ -45,7 +44,7 @@ def algorithm_name(federation: Federation) -> str:
 
 
 def _fedavg(federation: Federation, callback: Any) -> str:
-    names = ["FedProx"] if type(federation.client) is ProximalClient else []
+    names = ["FedProx"] if type(federation.client_half) is Proximal else []
     if federation.server_optimizer is not None:
         optimizer = federation.server_optimizer(list(federation.server.parameters()))
         names += [_STEPPED[type(optimizer)]] if type(optimizer) in _STEPPED else []
@@ -55,8 +54,7 @@ def _fedavg(federation: Federation, callback: Any) -> str:
 
 
 def _apfl(federation: Federation, callback: Any) -> str:
-    half: Any = federation.client_half
-    mixture: Any = half.personal if isinstance(half, Half) else half
+    mixture: Any = federation.client_half.personal
     return "APFL" + " (adaptive)" * (mixture.alpha_lr is not None)
 
 
@@ -66,8 +64,8 @@ def _per_fedavg(federation: Federation, callback: Any) -> str:
 
 
 def _reptile(federation: Federation, callback: Any) -> str:
-    if isinstance(federation.client, ElasticClient):
-        return _CONSTRAINED[federation.client.constraint]
+    if isinstance(half := federation.client_half, Elastic):
+        return _CONSTRAINED[half.constraint]
     if (callback.lr, callback.decay, federation.server_optimizer) == (0.6, None, None):
         return "FedDist" if callback.weighting == "uniform" else "FedDWS"
     return "Reptile"

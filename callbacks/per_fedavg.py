@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.half import Half
-from pflight.models import PerFedAvgClient
 from pflight.models.halves import Adapted
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose
 
 from .fedavg import FedAvg
-from .personal import check_kind
-
-if TYPE_CHECKING:
-    from pflight.federation import Federation
 
 _ALPHA = 0.01
 
@@ -28,13 +23,13 @@ class PerFedAvg(FedAvg):
     r"""Personalized FedAvg (Fallah et al. 2020, algorithm 1): model-agnostic meta-learning.
 
     The server is FedAvg; what clients train for is
-    :class:`~pflight.models.PerFedAvgClient`'s. Each client is judged by the server's model after
+    :class:`~pflight.models.halves.Adapted`'s. Each client is judged by the server's model after
     steps of size :math:`\alpha` on batches of its training samples, for which a federation needs
     its data. A client without samples has the server's model as it is.
 
     Args:
         alpha: Step :math:`\alpha`, as in :class:`~pflight.models.halves.Adapted`; by default 0.01,
-            or what a :class:`~pflight.models.PerFedAvgClient` says.
+            or what the client's own half says.
         hessian: Whether to differentiate through the adaptation; by default not.
         steps: Steps of adaptation before a client is judged; with 0 it is judged by the server's
             model, or as ``finetune_epochs`` of the federation says, also with :math:`\alpha`.
@@ -75,12 +70,6 @@ class PerFedAvg(FedAvg):
     def chooses_half(self) -> bool:
         """Whether options of the adaptation were given."""
         return self.alpha is not None or self.hessian is not None
-
-    def setup_server(self, federation: Federation) -> None:
-        """Make the server's model."""
-        if not isinstance(federation.client_half, Half):
-            check_kind(self, federation.client, PerFedAvgClient)
-        super().setup_server(federation)
 
     def personalize(self, clients: Tensor) -> TensorDict:
         """Return the server's model after each client's adaptation ``[C]``."""

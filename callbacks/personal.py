@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from lightning import LightningModule
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.errors import ConfigurationError
 from pflight.half import PERSONAL
-from pflight.models import ClientModule
-from pflight.models.personal import PersonalClient
 
 from .fedavg import FedAvg
 
@@ -30,24 +25,16 @@ class PersonalFedAvg(FedAvg):
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`; a personal model's stay with it.
 
-    Raises:
-        ConfigurationError: If the client is of another kind than :attr:`client_kind`.
     """
-
-    client_kind: ClassVar[type[PersonalClient]] = PersonalClient
 
     def setup_server(self, federation: Federation) -> None:
         """Make the server's model; keep apart what stays with the clients."""
         layout = federation.layout
-        own = {*layout.own}
         copied = [name for name in layout.own if name.startswith(PERSONAL)]
         self.pairs = [(name.removeprefix(PERSONAL), name) for name in copied]
-        if not own:
-            check_kind(self, federation.client, self.client_kind)
-            own = {name for name in layout.names if not name.startswith("network.")}
-            self.pairs = mirrored(layout.names)
         super().setup_server(federation)
-        self.private = tuple(name for name in layout.names if name in {*self.private, *own})
+        private = {*self.private, *layout.own}
+        self.private = tuple(name for name in layout.names if name in private)
 
     def step(self) -> None:
         """Pull the server's model, and where personal models start, to the clients' mean."""
@@ -74,23 +61,3 @@ class PersonalFedAvg(FedAvg):
             personal: Its name in the personal model.
         """
         return states[personal]
-
-
-def mirrored(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the personal model's names among these, behind those of the network they mirror.
-
-    Example:
-        >>> mirrored(["network.weight", "personal.weight", "alpha"])
-        [('network.weight', 'personal.weight')]
-    """
-    own = [name for name in names if name.startswith("personal.")]
-    return [(name.replace("personal", "network", 1), name) for name in own]
-
-
-def check_kind(callback: FedAvg, client: LightningModule, kind: type[ClientModule]) -> None:
-    """Raise unless a server callback's client is of the kind that it needs."""
-    if not isinstance(client, kind):
-        raise ConfigurationError(
-            f"{type(callback).__name__} needs {kind.__name__} as its client, "
-            f"got {type(client).__name__}"
-        )

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pflight.half import OWN, Half
-from pflight.models import PFedMeClient
 from pflight.models.halves import MoreauEnvelope
 from pflight.options import check_range, checked
 
 from .fedavg import FedAvg
-from .personal import check_kind, mirrored
 
 if TYPE_CHECKING:
     from pflight.federation import Federation
@@ -31,9 +29,9 @@ class PFedMe(FedAvg):
     .. math:: w \leftarrow (1 - \beta)\,w + \beta \sum_{i \in S} p_i w_i
 
     over the clients that answered; buffers are averaged. What a client does is
-    :class:`~pflight.models.PFedMeClient`'s. It is judged by the personal model that it kept. One
-    that has never taken part trains aside, as in a round, and is judged by the personal model that
-    this gives, for which a federation needs its data. With ``finetune_epochs`` it is these models
+    :class:`~pflight.models.halves.MoreauEnvelope`'s. It is judged by the personal model that it
+    kept. One that has never taken part trains aside, as in a round, and is judged by the personal
+    model that this gives, for which a federation needs its data. With ``finetune_epochs`` it is these models
     that are tuned.
 
     Args:
@@ -45,7 +43,7 @@ class PFedMe(FedAvg):
             are sent the server's model and keep their personal one, but send nothing back.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
         lam: As in :class:`~pflight.models.halves.MoreauEnvelope`, like all that follow; by default
-            what it has, or what a :class:`~pflight.models.PFedMeClient` says.
+            what it has, or what the client's own half says.
         personal_lr: Inner step.
         personal_steps: Inner steps on a batch.
         mu: Weight decay of the inner steps.
@@ -98,11 +96,7 @@ class PFedMe(FedAvg):
     def setup_server(self, federation: Federation) -> None:
         """Make the server's model."""
         names, theta = federation.layout.names, f"{OWN}theta."
-        if isinstance(federation.client_half, Half):
-            self.pairs = [(n.removeprefix(theta), n) for n in names if n.startswith(theta)]
-        else:
-            check_kind(self, federation.client, PFedMeClient)
-            self.pairs = mirrored(names)
+        self.pairs = [(n.removeprefix(theta), n) for n in names if n.startswith(theta)]
         super().setup_server(federation)
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:

@@ -10,14 +10,13 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pflight.half import Half
-from pflight.models import ScaffoldClient
+from pflight.half import OWN, Half
 from pflight.models.halves import Controlled
 from pflight.options import check_range, checked
 from pflight.state import entries
 
 from .fedavg import FedAvg
-from .gradients import check_client, own_gradients
+from .gradients import check_gradients, own_gradients
 
 if TYPE_CHECKING:
     from pflight.federation import Federation
@@ -35,11 +34,11 @@ class SCAFFOLD(FedAvg):
 
     over the clients of the round that answered, :math:`N` being all clients that may take part, so
     that :math:`c` stays the mean of all :math:`c_i`. What a client does, and options I and II, are
-    :class:`~pflight.models.ScaffoldClient`'s. Twice the model travels each way.
+    :class:`~pflight.models.halves.Controlled`'s. Twice the model travels each way.
 
     Args:
         option: ``"I"`` or ``"II"``, as in :class:`~pflight.models.halves.Controlled`; by default
-            ``"II"``, or what a :class:`~pflight.models.ScaffoldClient` says.
+            ``"II"``, or what the client's own half says.
         lr: Step :math:`\eta_g` of the default server optimizer, SGD.
 
     Raises:
@@ -69,9 +68,9 @@ class SCAFFOLD(FedAvg):
 
     def setup_server(self, federation: Federation) -> None:
         """Make the server's model and control variate, which starts at 0."""
-        check_client(federation, ScaffoldClient, "SCAFFOLD")
+        check_gradients(federation, "SCAFFOLD")
         super().setup_server(federation)
-        names, own = federation.layout.names, self.own_prefix
+        names, own = federation.layout.names, OWN
         self.controls = tuple(name for name in names if name.startswith(f"{own}control."))
         self.gradients = tuple(name for name in names if name.startswith(f"{own}gradient."))
 
@@ -87,7 +86,7 @@ class SCAFFOLD(FedAvg):
             if self.gradients:
                 uncontrolled = sent.clone(recurse=False).update(self.no_control(sent))
                 for name, own in entries(own_gradients(self.federation, clients, uncontrolled)):
-                    sent[f"{self.own_prefix}gradient.{name}"] = own
+                    sent[f"{OWN}gradient.{name}"] = own
             self.receive(self.federation.train_clients(clients, sent))
         self.step()
 

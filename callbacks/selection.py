@@ -22,7 +22,7 @@ from pflight.datamodules import FederatedDataModule, Split
 from pflight.distributed import all_sum, gather
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
-from pflight.models import ClientModule
+from pflight.models.classifier import Classifier, as_classifier
 from pflight.options import whole
 from pflight.randomness import Purpose, generator, isolated
 from pflight.state import stack_states
@@ -146,7 +146,7 @@ def select_num_clusters(
         )
     if criterion == "distance" and numbers[0] > 1:
         numbers.insert(0, numbers[0] - 1)
-    client = copy.deepcopy(federation.classifier)
+    client = copy.deepcopy(as_classifier(federation.client))
     client.load_state_dict(gather(client.state_dict())[0])  # ranks may have started differently
     accuracy, distance = {}, {}
     for k in numbers:
@@ -243,7 +243,7 @@ class SampledClients(FederatedDataModule):
 
 def _try(
     federation: Federation,
-    client: ClientModule,
+    client: Classifier,
     data: SampledClients,
     callback: FeSEM,
     rounds: int,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import lightning as L
 import torch
@@ -13,17 +13,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pflight.engines import ClientUpdates
-from pflight.errors import ConfigurationError
-from pflight.half import OWN, Half
+from pflight.half import Half, HalfT, half_for
 from pflight.options import arguments, checked
 from pflight.state import state_bytes
 
 if TYPE_CHECKING:
     from pflight.datamodules import FederatedDataModule
     from pflight.federation import Federation
-
-
-HalfT = TypeVar("HalfT", bound=Half)
 
 
 @checked
@@ -69,11 +65,7 @@ class ServerCallback(L.Callback):
 
     def make_half(self, kind: type[HalfT], **options: Any) -> HalfT:
         """Return a client half; an option of it that is out of range is named as this class's."""
-        try:
-            return kind(**options)
-        except ConfigurationError as error:
-            reason = str(error).removeprefix(f"{kind.__name__}: ")
-            raise ConfigurationError(f"{type(self).__name__}: {reason}") from error
+        return half_for(self, kind, **options)
 
     @property
     def half(self) -> Half:
@@ -84,11 +76,6 @@ class ServerCallback(L.Callback):
     def chooses_half(self) -> bool:
         """Whether options of the half were given, which then is not the client module's to say."""
         return type(self.half) is not Half
-
-    @property
-    def own_prefix(self) -> str:
-        """What the half's own entries begin with in a state, where the client has it from here."""
-        return OWN if isinstance(self.federation.client_half, Half) else ""
 
     def local_data(self, data: FederatedDataModule) -> FederatedDataModule:
         """Return the data as the clients are to use them, by default as they are.
@@ -111,12 +98,8 @@ class ServerCallback(L.Callback):
     def bytes_kept(self) -> int:
         """Bytes that each client keeps from the first round on in which it takes part."""
         layout, half = self.federation.layout, self.federation.client_half
-        kept: list[Tensor] = []
-        if not isinstance(half, Half):
-            kept = list(half.remember().values()) if half.keeps_memory else []
-        elif half.keeps_memory:
-            kept = [layout.template[name] for name in half.remembered(layout)]
-        return sum(tensor.nbytes for tensor in [*kept, *(layout.template[n] for n in self.private)])
+        kept = half.remembered(layout) if half.keeps_memory else ()
+        return sum(layout.template[name].nbytes for name in (*kept, *self.private))
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return the server optimizer: SGD with step 1, which sets a model to the aggregate."""

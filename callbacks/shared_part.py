@@ -9,13 +9,11 @@ import lightning as L
 from pflight.errors import ConfigurationError
 from pflight.half import Half
 from pflight.layers import Layers
-from pflight.models import FedRepClient
 from pflight.models.halves import HeadFirst
 from pflight.models.halves.fedrep import LAST_LAYER
 from pflight.options import checked
 
 from .fedavg import FedAvg
-from .gradients import check_client
 
 if TYPE_CHECKING:
     from pflight.federation import Federation
@@ -138,7 +136,8 @@ class FedRep(SharedPart):
     r"""FedRep (Collins et al. 2021, algorithm 1): a shared body, and a head for each client.
 
     The head :math:`h_i` is private, the body :math:`\phi` shared. What the head is, and how a
-    client trains first the one and then the other, is :class:`~pflight.models.FedRepClient`'s. A
+    client trains first the one and then the other, is
+    :class:`~pflight.models.halves.HeadFirst`'s. A
     newcomer has the initial head; with ``finetune_epochs`` up to the client's ``head_epochs`` it
     trains that alone, as the authors do before they test.
 
@@ -182,17 +181,17 @@ class FedRep(SharedPart):
 
     def setup_server(self, federation: Federation) -> None:
         """Make the client's head private."""
-        check_client(federation, FedRepClient, "FedRep")
-        client = federation.client if isinstance(federation.client, FedRepClient) else self._half
+        half = federation.client_half
+        assert isinstance(half, HeadFirst)
         if federation.local_steps is not None:
             raise ConfigurationError("FedRep counts local epochs: local_steps must be null")
-        if federation.local_epochs < client.head_epochs:
+        if federation.local_epochs < half.head_epochs:
             raise ConfigurationError(
                 f"FedRep: local_epochs={federation.local_epochs} must be at least "
-                f"head_epochs={client.head_epochs}"
+                f"head_epochs={half.head_epochs}"
             )
-        self.private_layers = client.head
+        self.private_layers = half.head
         super().setup_server(federation)
         trained = {*self.sent_names} & {*federation.layout.parameters}
-        if federation.local_epochs > client.head_epochs and not trained:
+        if federation.local_epochs > half.head_epochs and not trained:
             raise ConfigurationError("FedRep: no parameter of the body is trained")

@@ -119,14 +119,20 @@ class FederatedDataModule(L.LightningDataModule):
             split: ``"train"``, ``"val"`` or ``"test"``.
 
         Returns:
-            Features ``[n, ...]`` and labels ``[n]`` (int64); ``n`` may be 0. Shape and type of a
-            sample are those of other clients' samples: a client with others fails.
+            Features ``[n, ...]`` and labels ``[n]`` (int64), or any nesting of tensors ``[n, ...]``
+            that the client module's steps take; ``n`` may be 0. Shape and type of a sample are
+            those of other clients' samples: a client with others fails.
         """
         raise NotImplementedError(f"{type(self).__name__} must define samples(client, split)")
 
     def setup(self, stage: str | None = None) -> None:
         """Check the options against the data; doing it again changes nothing."""
         _ = self.cohorts
+
+    @property
+    def holds_tensors(self) -> bool:
+        """Whether :meth:`samples` hands out a client's samples, and not :meth:`batches` alone."""
+        return type(self).samples is not FederatedDataModule.samples
 
     @property
     def knows_classes(self) -> bool:

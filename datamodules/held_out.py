@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from pflight.randomness import Purpose, generator
 
 from .federated import FederatedDataModule, Split
 from .fingerprint import joined
+from .loaders import Visit
 
 
 @checked
@@ -59,6 +62,30 @@ class HeldOut(FederatedDataModule):
         """See :meth:`FederatedDataModule.labels`."""
         y = self.data.labels(client, "train" if split == "held_out" else split)
         return y if split in ("val", "test") else y[self._part(client, len(y), split)]
+
+    @property
+    def holds_tensors(self) -> bool:
+        """Whether the wrapped data are tensors."""
+        return self.data.holds_tensors
+
+    def num_samples(self, split: Split = "train") -> Tensor:
+        """Return each client's number of samples, ``[num_clients]``."""
+        if split in ("val", "test"):
+            return self.data.num_samples(split)
+        counts = self.data.num_samples("train")
+        held = (self.share * counts + 0.5).floor().long().clamp(min=1).minimum(counts - 1)
+        return torch.where(counts < 2, counts, held if split == "held_out" else counts - held)
+
+    def batches(self, split: Split, visits: Sequence[Visit]) -> Iterator[Any]:
+        """See :meth:`FederatedDataModule.batches`."""
+        if split in ("val", "test"):
+            return self.data.batches(split, visits)
+        counts = self.data.num_samples("train")
+        moved = []
+        for visit in visits:
+            place = self._part(visit.client, int(counts[visit.client]), split)
+            moved.append(visit._replace(parts=[place[part] for part in visit.parts]))
+        return self.data.batches("train", moved)
 
     def fingerprint(self) -> Tensor:
         """Return checksums of the wrapped data's fingerprints and of the labels that are left."""

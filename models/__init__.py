@@ -1,7 +1,8 @@
-"""The client half of each algorithm, one file per client module, and the networks."""
+"""Ready-made tasks, the networks, and the client halves of the algorithms."""
 
-from .apfl import APFLClient
-from .client import Batch, ClientModule
+from pflight.task import Batch, Task
+
+from .classifier import Classifier
 from .convolutional import (
     FEMNISTCNN,
     CelebACNN,
@@ -11,48 +12,31 @@ from .convolutional import (
     McMahanCNN,
     PFedHNCNN,
 )
-from .corrected import CorrectedClient
-from .ditto import DittoClient
 from .elastic import ElasticClient
-from .feddane import DaneClient
-from .fedrep import FedRepClient
 from .networks import MLP, LogisticRegression
-from .per_fedavg import PerFedAvgClient
-from .personal import RelocatedClient
-from .pfedme import PFedMeClient
 from .proximal import ProximalClient
+from .regressor import Regressor
 from .resnet import ResNet18
-from .scaffold import ScaffoldClient
 
-
-def is_half(client: ClientModule) -> bool:
-    """Return whether a client module is a client half of an algorithm itself."""
-    halves = CorrectedClient, ElasticClient, FedRepClient, ProximalClient, RelocatedClient
-    return isinstance(client, halves)
-
+ClientModule = Classifier
+"""What :class:`Classifier` was called at first."""
 
 __all__ = [
     "FEMNISTCNN",
     "MLP",
-    "APFLClient",
     "Batch",
     "CelebACNN",
+    "Classifier",
     "ClientModule",
-    "CorrectedClient",
-    "DaneClient",
-    "DittoClient",
     "ElasticClient",
     "FedBNCNN",
     "FedFomoCNN",
     "FedRepCNN",
-    "FedRepClient",
     "LogisticRegression",
     "McMahanCNN",
     "PFedHNCNN",
-    "PFedMeClient",
-    "PerFedAvgClient",
     "ProximalClient",
+    "Regressor",
     "ResNet18",
-    "ScaffoldClient",
-    "is_half",
+    "Task",
 ]

@@ -19,7 +19,7 @@ from .errors import ConfigurationError
 if TYPE_CHECKING:
     from torch.fx import Node
 
-    from .models import ClientModule
+    from .models import Classifier
 
 _WEIGHTED = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear
 _POOLINGS = {
@@ -135,7 +135,7 @@ def find_chain(module: nn.Module) -> Chain:
     return tuple(layers)
 
 
-def matched_chain(client: ClientModule, sent: Collection[str]) -> Chain:
+def matched_chain(client: Classifier, sent: Collection[str]) -> Chain:
     """Find the chain of a client's network, of which everything has to travel.
 
     Args:

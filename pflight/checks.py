@@ -7,31 +7,12 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 
 from .checkpoint import AtomicCheckpointIO
 from .datamodules import FederatedDataModule
 from .errors import ConfigurationError
 from .memory import ClientMemory, MappedMemory
-from .models import ClientModule
 from .options import described, differing, whole
-
-_IGNORED = ("validation_step", "test_step", "predict_step")  # of a client's methods
-
-
-def warn_of_ignored(client: L.LightningModule) -> None:
-    """Warn of a classifier's own steps of evaluation, which no federation calls."""
-    if not isinstance(client, ClientModule):
-        return
-    own = [
-        name for name in _IGNORED if getattr(type(client), name) is not getattr(ClientModule, name)
-    ]
-    if own:
-        rank_zero_warn(
-            f"{type(client).__name__}'s own {' and '.join(own)}, with the metrics in it, is not "
-            "used in a federation: clients are judged by accuracy, F1 and cross-entropy of what "
-            "forward() gives"
-        )
 
 
 def check_trainer(trainer: L.Trainer) -> None:
@@ -39,7 +20,7 @@ def check_trainer(trainer: L.Trainer) -> None:
     if trainer.gradient_clip_val is not None:
         raise ConfigurationError(
             "gradient_clip_val is an option of the client, not of the Trainer: set it in "
-            "ClientModule(gradient_clip_val=...) (--model.client.init_args.gradient_clip_val)"
+            "Classifier(gradient_clip_val=...) (--model.client.init_args.gradient_clip_val)"
         )
     if trainer.accumulate_grad_batches != 1:
         raise ConfigurationError(
@@ -83,7 +64,7 @@ def check_data(data: object, client: L.LightningModule) -> FederatedDataModule:
             f"pflight.datamodules.FederatedDataModule, got {type(data).__name__}"
         )
     has, needs = getattr(data, "num_classes", None), getattr(client, "num_classes", None)
-    if needs is not None and needs != has:
+    if None not in (needs, has) and needs != has:
         raise ConfigurationError(f"the client has num_classes={needs}, the data {has}")
     return data
 

@@ -13,8 +13,8 @@ from .distributed import owned
 from .engines import Evaluation
 from .errors import ConfigurationError
 from .metrics import ClientMetrics, ClientValues, LoggedMetrics
-from .models import ClientModule
 from .randomness import Purpose
+from .task import Task
 
 if TYPE_CHECKING:
     from .federation import Federation
@@ -106,16 +106,18 @@ class Evaluator:
 
     def _new_metrics(self) -> ClientMetrics | LoggedMetrics:
         federation, client = self.federation, self.federation.client
-        if isinstance(client, ClientModule):
-            return ClientMetrics(
-                federation.num_clients, client.num_classes, f1_average=federation.f1_average
-            ).to(federation.device)
+        if isinstance(client, Task):
+            counting = client.client_metrics(federation.num_clients, federation.f1_average)
+            if counting is not None and federation.attached_engine.setting.task is not None:
+                return counting.to(federation.device)
         counts = federation.attached_data.num_samples(self.split)
         return LoggedMetrics(counts, self.split, getattr(client, "lower_is_better", ()))
 
     def _add(self, model: Judged, outputs: Evaluation | ClientValues) -> None:
         """Add the outputs of all but failed clients, for all models of the same."""
         metrics, failed = self._metrics[model], self.failures.clients
+        if isinstance(outputs, Evaluation) and isinstance(metrics, LoggedMetrics):
+            outputs = self._measured(outputs)
         if isinstance(outputs, ClientValues):
             assert isinstance(metrics, LoggedMetrics)
             metrics.update(outputs.without(failed))
@@ -125,8 +127,19 @@ class Evaluator:
             left_out = torch.tensor(sorted(failed), device=outputs.clients.device)
             sound = ~torch.isin(outputs.clients, left_out)
             outputs = Evaluation(*(column[sound] for column in outputs))
-        predictions = outputs.logits.argmax(dim=1)
+        predictions = outputs.outputs.argmax(dim=1) if len(outputs.outputs) else outputs.targets
         metrics.update(outputs.clients, predictions, outputs.targets, outputs.losses)
+
+    def _measured(self, outputs: Evaluation) -> ClientValues:
+        """Return what a task says of each client's outputs."""
+        task, values = self.federation.client, ClientValues()
+        assert isinstance(task, Task)
+        clients, counts = outputs.clients.unique_consecutive(return_counts=True)
+        parts = [column.split(counts.tolist()) for column in outputs[1:]]
+        for client, own, targets, losses in zip(clients.tolist(), *parts, strict=True):
+            measured = {**task.measure(own, targets), "loss": losses.mean()}
+            values.add(client, self.split, measured, task.higher_is_better)
+        return values
 
 
 def _joined(parts: list[Any]) -> Any:

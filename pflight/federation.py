@@ -33,7 +33,6 @@ from .checks import (
     check_same_options,
     check_trainer,
     other_options,
-    warn_of_ignored,
 )
 from .datamodules import FederatedDataModule, Split
 from .distributed import owned
@@ -41,22 +40,21 @@ from .engines import (
     Choice,
     ClientFailure,
     ClientUpdates,
+    Engine,
     EngineName,
     Evaluation,
     Kept,
-    ModuleEngine,
-    SequentialEngine,
+    Setting,
     build_engine,
 )
 from .errors import ConfigurationError
 from .evaluation import ClientModels, Evaluator, Judged
 from .failures import Failures
-from .half import Half, layout_with
+from .half import Half, half_of, layout_with
 from .history import Journal, Round, Traffic, add_logs, load_history
 from .host import check_fits, readable
 from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
-from .models import ClientModule, is_half
 from .monitors import check_monitor, check_monitors
 from .options import check_optimizer, check_range, check_types, described
 from .randomness import Purpose, derive_seed, isolated, seed_everything
@@ -119,6 +117,7 @@ class Federation(L.LightningModule):
             (``"binary"``).
 
     Attributes:
+        client_half: The client half of the algorithm, the server callback's or the client's own.
         history: A :class:`~pflight.history.Round` for every round so far.
         on_updates: Functions that are called with each chunk of a round's updates as it arrives,
             full states, on the rank that trained the clients; for monitors.
@@ -166,7 +165,6 @@ class Federation(L.LightningModule):
         check_range(self, "[1, inf)", local_epochs=local_epochs, **counts)
         check_range(self, "[0, inf)", finetune_epochs=finetune_epochs, seed=seed)
         check_range(self, "(0, inf)", client_timeout=client_timeout)
-        warn_of_ignored(client)
         self.save_hyperparameters(
             ignore=["client", "server_optimizer", "server_scheduler"],
             logger=False,  # they are handed to loggers in setup()
@@ -195,8 +193,8 @@ class Federation(L.LightningModule):
         self.on_client_end: Callable[[int], None] | None = None
         self.on_updates: list[Callable[[ClientUpdates], None]] = []
         self.num_clients = 0
-        self._callback_half: Half | None = None if isinstance(client, ClientModule) else Half()
-        self._engine: SequentialEngine | None = None
+        self.client_half = half_of(client) or Half()
+        self._engine: Engine | None = None
         self._choice: Choice | None = None
         self._warned: set[str] = set()
         self._data: FederatedDataModule | None = None
@@ -214,28 +212,6 @@ class Federation(L.LightningModule):
     def client(self) -> L.LightningModule:
         """The client module as it was given."""
         return self._client[0]
-
-    @property
-    def classifier(self) -> ClientModule:
-        """The client module, where it is a classifier of pflight's, as some methods need it.
-
-        Raises:
-            ConfigurationError: If it is another LightningModule.
-        """
-        if not isinstance(self.client, ClientModule):
-            raise ConfigurationError(
-                f"this asks for logits and classes, which a {ClientModule.__name__} has and "
-                f"{type(self.client).__name__} has not"
-            )
-        return self.client
-
-    @property
-    def client_half(self) -> Half | ClientModule:
-        """The client half of the algorithm, which some client modules are themselves."""
-        if self._callback_half is None:
-            assert isinstance(self.client, ClientModule)
-            return self.client
-        return self._callback_half
 
     @property
     def algorithm(self) -> str:
@@ -298,7 +274,7 @@ class Federation(L.LightningModule):
         checkpoint_path: str | os.PathLike[str],
         map_location: Any = "cpu",
         *,
-        client: ClientModule | None = None,
+        client: L.LightningModule | None = None,
         callback: ServerCallback | None = None,
         **options: Any,
     ) -> Federation:
@@ -513,8 +489,7 @@ class Federation(L.LightningModule):
 
     def remembered(self, clients: Tensor, states: TensorDict) -> Kept:
         """Return what the clients' modules kept, by default entries of ``states`` ``[C]``."""
-        half = self.client_half
-        names = half.remembered(self.layout) if isinstance(half, Half) else tuple(half.remember())
+        names = self.client_half.remembered(self.layout)
         return Kept(
             self.memory.read(_MEMORY, clients, states.select(*names)),
             self.memory.seen(_MEMORY, clients),
@@ -699,20 +674,17 @@ class Federation(L.LightningModule):
     ) -> Evaluation | list[tuple[int, list[Any]]]:
         """Return the outputs of a chunk of clients ``[C]`` on their test samples.
 
-        Of a module that is no classifier these are pairs of a client's id and what its own
+        Of a module that is no task these are pairs of a client's id and what its own
         ``predict_step`` gives for each batch.
         """
         clients = owned(clients)
         with self._server_work(), self.noting(self._predict_failures):
             states = ClientModels.of(self, clients).used
-            engine = self.attached_engine
-            if isinstance(engine, ModuleEngine) and not isinstance(self.client, ClientModule):
-                predictions, failures = engine.predict(clients, states, "test")
-                self.note_failures(failures, "to predict")
-                return predictions
-            outputs, failures = engine.evaluate(clients, states, "test")
+            predictions, failures = self.attached_engine.predict(clients, states, "test")
             self.note_failures(failures, "to predict")
-        return Evaluation(*(values.cpu() for values in outputs))
+        if isinstance(predictions, Evaluation):
+            return Evaluation(*(values.cpu() for values in predictions))
+        return predictions
 
     def on_predict_epoch_end(self) -> None:
         """Stop if a client failed and that is to stop the run."""
@@ -785,19 +757,17 @@ class Federation(L.LightningModule):
         self, wanted: EngineName, clients_at_once: int | None, reason: str | None = None
     ) -> None:
         strategy = self.trainer.strategy
-        self._engine, choice = build_engine(
-            wanted,
-            clients_at_once,
+        setting = Setting(
             self.client,
-            self._callback_half,
+            self.client_half,
             self.layout,
             self.attached_data,
             strategy.precision_plugin,
             strategy.root_device,
             self.seed,
             self.client_timeout,
-            self._warned,
         )
+        self._engine, choice = build_engine(wanted, clients_at_once, setting, self._warned)
         self._choice = replace(choice, reason=reason) if reason else choice
         if self.trainer.is_global_zero:
             _log.info(str(self._choice))
@@ -868,24 +838,29 @@ class Federation(L.LightningModule):
         return self._data
 
     @property
-    def attached_engine(self) -> SequentialEngine:
+    def attached_engine(self) -> Engine:
         """What trains the clients; an error before a Trainer has run this federation."""
         if self._engine is None:
             raise ConfigurationError("local training needs the data: run it with a Trainer")
         return self._engine
 
     def _take_half(self, callback: ServerCallback) -> None:
-        """Take the callback's client half, unless the client module is a half itself."""
-        half, client = callback.half, self.client
-        if isinstance(client, ClientModule):
-            if type(half) is Half or (is_half(client) and not callback.chooses_half):
-                return
-            if is_half(client):
-                raise ConfigurationError(
-                    f"{type(callback).__name__} and {type(client).__name__} both say what clients "
-                    "minimise: give the options to one of them"
-                )
-        self._callback_half = half
+        """Take the callback's client half, or the one that the client module names.
+
+        Raises:
+            ConfigurationError: If they are two, and it was not left to one to say.
+        """
+        brought, named = callback.half, half_of(self.client)
+        half = brought if named is None else named
+        replaces = type(brought) is Half or (
+            type(brought) is type(named) and not callback.chooses_half
+        )
+        if named is not None and not replaces and brought != named:
+            raise ConfigurationError(
+                f"{type(callback).__name__} brings {brought}, and {type(self.client).__name__} "
+                f"names {named}: leave it to one of them to say what clients minimise"
+            )
+        self.client_half = half
         if self.callback is None:
             self.layout = layout_with(half, self.layout)
             self.server = ServerModels(self.layout)

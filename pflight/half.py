@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from lightning import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .errors import ConfigurationError
 from .state import StateLayout
 
 OWN = "pflight_own."
@@ -99,6 +100,13 @@ class LocalClient(Protocol):
         :meth:`task_loss_and_logits`.
         """
 
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean over a batch's samples of what there is of each: values ``[n, ...]``.
+
+        What a sample has several of is added up. A loss has to take its means by this, so that an
+        engine may leave samples out that only fill a batch up.
+        """
+
     def state(self) -> dict[str, Tensor]:
         """Return the tensors of the client's model that may change, by name."""
 
@@ -186,10 +194,44 @@ class Half:
         """Return what a client keeps after its training, under :meth:`remembered` names."""
         return c.state()
 
+    def __eq__(self, other: object) -> bool:
+        """Return whether two halves are of one kind and have the same options."""
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __repr__(self) -> str:
+        """Return the kind with its options, as in Python."""
+        options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({options})"
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
     @property
     def only_adds(self) -> bool:
         """Whether it adds a penalty and nothing else, which manual optimization allows."""
         return type(self).loss is Half.loss and self.personal is None
+
+
+HalfT = TypeVar("HalfT", bound=Half)
+
+
+def half_for(owner: object, kind: type[HalfT], **options: Any) -> HalfT:
+    """Return a half; an option of it that is out of range is named as that of its owner.
+
+    Raises:
+        ConfigurationError: If an option is.
+    """
+    try:
+        return kind(**options)
+    except ConfigurationError as error:
+        reason = str(error).removeprefix(f"{kind.__name__}: ")
+        raise ConfigurationError(f"{type(owner).__name__}: {reason}") from error
+
+
+def half_of(module: LightningModule) -> Half | None:
+    """Return the half that a client module names itself, as its attribute ``client_half``."""
+    half = getattr(module, "client_half", None)
+    return half if isinstance(half, Half) else None
 
 
 def layout_with(half: Half, layout: StateLayout) -> StateLayout:

@@ -235,11 +235,19 @@ def rest_frozen(module: ModuleT) -> ModuleT:
 
     So dropout leaves a frozen backbone alone, and BatchNorm its statistics.
     """
+    for part in resting_parts(module):
+        part.training = False
+    return module
+
+
+def resting_parts(module: nn.Module) -> list[nn.Module]:
+    """Return the parts of a module that have parameters, none of which train, and their parts."""
+    found: list[nn.Module] = []
     for part in module.modules():
         trains = [parameter.requires_grad for parameter in part.parameters()]
         if trains and not any(trains):
-            part.eval()
-    return module
+            found += part.modules()
+    return found
 
 
 def _resting_buffers(client: nn.Module) -> set[str]:

@@ -17,6 +17,7 @@ from pflight.datamodules import Split
 from pflight.distributed import gather, owned
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
+from pflight.models.classifier import as_classifier
 from pflight.options import check_range, checked
 from pflight.palette import point_style
 from pflight.randomness import Purpose, derive_seed
@@ -87,10 +88,11 @@ class EmbeddingTrajectory(Picture):
 
     def start(self, federation: Federation) -> None:
         """Choose the clients."""
-        if not any(isinstance(module, nn.Linear) for module in federation.classifier.modules()):
+        client = as_classifier(federation.client)
+        if not any(isinstance(module, nn.Linear) for module in client.modules()):
             raise ConfigurationError(
                 "EmbeddingTrajectory draws the inputs of the last linear layer, and "
-                f"{type(federation.classifier.network).__name__} has none"
+                f"{type(client.network).__name__} has none"
             )
         clients = federation.trainable_clients
         clients = clients[federation.attached_data.num_samples(self.split)[clients] > 0]

@@ -71,13 +71,13 @@ class Elastic(Half):
         if self.constraint != "kl" or c.memory is None or not self.alpha:
             return super().loss(c, batch)
         loss, logits = c.task_loss_and_logits(batch)
-        divergence = F.kl_div(
+        divergences = F.kl_div(
             logits.log_softmax(dim=1),
             c.logits_with(c.memory).log_softmax(dim=1),
             log_target=True,
-            reduction="batchmean",
+            reduction="none",
         )
-        return loss + self.alpha * c.seen * divergence
+        return loss + self.alpha * c.seen * c.mean(divergences)
 
     @property
     def only_adds(self) -> bool:

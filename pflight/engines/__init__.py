@@ -1,7 +1,7 @@
 """How a cohort's local training runs."""
 
+from .base import Engine, Setting
 from .choice import Choice, EngineName, build_engine
-from .modules import ModuleEngine
 from .sequential import SequentialEngine
 from .updates import ClientFailure, ClientUpdates, Evaluation, Kept
 from .vectorized import VectorizedEngine
@@ -10,11 +10,12 @@ __all__ = [
     "Choice",
     "ClientFailure",
     "ClientUpdates",
+    "Engine",
     "EngineName",
     "Evaluation",
     "Kept",
-    "ModuleEngine",
     "SequentialEngine",
+    "Setting",
     "VectorizedEngine",
     "build_engine",
 ]

@@ -11,21 +11,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-from lightning import LightningModule
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
-from torch import Tensor
 
-from pflight.datamodules import FederatedDataModule
 from pflight.errors import ConfigurationError
-from pflight.half import Half
-from pflight.models import ClientModule
-from pflight.state import StateLayout
 
 from .allocator import keep_freed_memory
-from .modules import ModuleEngine
+from .base import Engine, Setting
 from .operations import count_operations
-from .samples import usual_samples
 from .sequential import SequentialEngine
 from .time_limit import check_timer
 from .vectorized import VectorizedEngine
@@ -82,14 +74,7 @@ class Choice:
         return f"{self.engine} engine{many}: {self.reason}"
 
 
-def choose(
-    wanted: EngineName,
-    chunk: int | None,
-    client: ClientModule,
-    layout: StateLayout,
-    data: FederatedDataModule,
-    device: torch.device,
-) -> Choice:
+def choose(wanted: EngineName, chunk: int | None, setting: Setting) -> Choice:
     """Choose an engine.
 
     Stacking clients saves what PyTorch spends around each operation, which is most of a small
@@ -100,21 +85,21 @@ def choose(
     Args:
         wanted: The engine asked for, or ``"auto"``.
         chunk: Clients at once, if it was given.
-        client: The client module.
-        layout: Its state layout.
-        data: Where the clients' samples come from.
-        device: Where clients train.
+        setting: The client module, its half, and its data.
     """
+    data, layout = setting.data, setting.layout
     if wanted == "sequential":
         return Choice(wanted, 1, "as asked for")
+    if not setting.example:
+        return Choice("sequential", 1, "samples are read one by one")
     if wanted == "auto" and data.cohorts.size == 1:
         return Choice("sequential", 1, "one client in a round")
-    limits = _limits_of(device)
+    limits = _limits_of(setting.device)
     counts = data.num_samples("train")
     batch = min(data.batch_size or math.inf, int(counts[data.train_clients].max()))
-    x, _ = usual_samples(data)
-    total, thin = (batch * count for count in count_operations(client, x[:1].clone()))
-    given, chunk = chunk, chunk or _chunk_size(limits, layout, data, x, total)
+    x = setting.example[0]
+    total, thin = (batch * count for count in count_operations(setting.client, x[:1].clone()))
+    given, chunk = chunk, chunk or _chunk_size(limits, setting, total)
     if wanted == "vectorized":
         return Choice(wanted, chunk, "as asked for")
     if math.isinf(total):
@@ -138,29 +123,19 @@ def _limits_of(device: torch.device) -> _Limits:
     return _LIMITS["cpu" if device.type == "cpu" else "cuda"]
 
 
-def _chunk_size(
-    limits: _Limits, layout: StateLayout, data: FederatedDataModule, x: Tensor, operations: float
-) -> int:
+def _chunk_size(limits: _Limits, setting: Setting, operations: float) -> int:
     """Return how many clients to stack, however many there are."""
-    by_parameters = limits.parameters / layout.nbytes
+    largest = int(setting.data.num_samples("train").max())
+    sample = sum(leaf[0].nbytes for leaf in setting.example)
+    by_parameters = limits.parameters / setting.layout.nbytes
     by_operations = limits.operations / max(operations, 1)
-    by_samples = limits.samples / max(x[0].nbytes * int(data.num_samples("train").max()), 1)
+    by_samples = limits.samples / max(sample * largest, 1)
     return max(1, int(min(max(by_parameters, _FEW), max(by_operations, _FEW), by_samples)))
 
 
 def build_engine(
-    wanted: EngineName,
-    chunk: int | None,
-    client: LightningModule,
-    half: Half | None,
-    layout: StateLayout,
-    data: FederatedDataModule,
-    precision: Precision,
-    device: torch.device,
-    seed: int,
-    client_timeout: float | None = None,
-    warned: set[str] | None = None,
-) -> tuple[SequentialEngine, Choice]:
+    wanted: EngineName, chunk: int | None, setting: Setting, warned: set[str] | None = None
+) -> tuple[Engine, Choice]:
     """Return the engine that trains the clients, ready for use, and why it is the one.
 
     Where clients can't be stacked, or only few at a time, the engine is a vectorized one that
@@ -169,45 +144,31 @@ def build_engine(
     Args:
         wanted: The engine asked for, or ``"auto"``.
         chunk: Clients at once, if it was given.
-        client: The client module.
-        half: The callback's client half; ``None`` where the client module is one itself.
-        layout: Its state layout.
-        data: Where the clients' samples come from.
-        precision: The precision plugin of the federation's Trainer.
-        device: Where clients train.
-        seed: Of all local randomness.
-        client_timeout: Seconds that each client has, one after the other, or ``None``.
+        setting: The client module, its half, and its data.
         warned: As in :class:`VectorizedEngine`.
 
     Raises:
-        ConfigurationError: As in :meth:`SequentialEngine.check_input`, or where clients can't be
-            interrupted.
+        ConfigurationError: As in :meth:`~pflight.engines.base.Engine.check_input`, or where clients
+            can't be interrupted.
     """
     keep_freed_memory()
-    if client_timeout is not None:
+    if setting.client_timeout is None:
+        choice = choose(wanted, chunk, setting)
+    else:
         check_timer()
         if wanted == "vectorized":
             raise ConfigurationError(
                 "client_timeout needs engine='sequential': clients that train together take their "
                 "time together"
             )
-    if half is not None:
-        modules = ModuleEngine(half, client, layout, data, precision, device, seed, client_timeout)
-        modules.check_input()
-        return modules, Choice("sequential", 1, "any LightningModule trains by its own steps")
-    assert isinstance(client, ClientModule)
-    if client_timeout is None:
-        choice = choose(wanted, chunk, client, layout, data, device)
-    else:
         choice = Choice("sequential", 1, "client_timeout is for clients that train one by one")
-    arguments = client, layout, data, precision, device, seed
-    if choice.engine == "sequential":
-        engine = SequentialEngine(*arguments, client_timeout)
+    if choice.engine == "sequential" and wanted != "vectorized":
+        engine = SequentialEngine(setting)
         engine.check_input()
         return engine, choice
-    vectorized = VectorizedEngine(*arguments, chunk=choice.chunk, warned=warned)
+    vectorized = VectorizedEngine(setting, choice.chunk, warned)
     vectorized.check_input()
-    name, asked = type(client).__name__, "engine='vectorized', but"
+    name, asked = type(setting.client).__name__, "engine='vectorized', but"
     if vectorized.obstacle:
         choice = Choice("sequential", 1, f"{name} can't be stacked, {vectorized.obstacle}")
         if wanted == "vectorized":
@@ -218,8 +179,8 @@ def build_engine(
             "on the other samples of a batch"
         )
     elif wanted == "auto" and not vectorized.fills_batches:
-        rows, enough = vectorized.rows_per_call(), _limits_of(device).rows
-        if rows < min(enough, choice.chunk, data.cohorts.size):
+        rows, enough = vectorized.rows_per_call(), _limits_of(setting.device).rows
+        if rows < min(enough, choice.chunk, setting.data.cohorts.size):
             reason = f"only {rows:.1f} clients at a time have batches of one size, on average"
             choice = Choice("sequential", 1, reason)
             vectorized.obstacle = reason

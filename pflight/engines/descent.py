@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,11 @@ _OPTIONS = (
     "foreach",
     "fused",
 )
+
+
+def steps_only(optimizer: Optimizer, own: Container[int]) -> bool:
+    """Return whether an optimizer steps nothing but these parameters, by their ``id``."""
+    return all(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
 class Descent:
@@ -60,13 +65,17 @@ class Descent:
 
     def step(self, loss: Tensor) -> None:
         """Step along the gradient of a scalar; what it does not depend on stays as it is."""
-        gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        awake = [place for place, p in enumerate(self._parameters) if p.requires_grad]
+        found = torch.autograd.grad(
+            loss, [self._parameters[place] for place in awake], allow_unused=True
+        )
+        gradients = dict(zip(awake, found, strict=True))
         first = 0
         with torch.no_grad():
             for group in self._groups:
                 places = range(first, first + len(group["params"]))
                 first = places.stop
-                used = [place for place in places if gradients[place] is not None]
+                used = [place for place in places if gradients.get(place) is not None]
                 momenta = [self._momenta[place] for place in used]
                 sgd(
                     [self._parameters[place] for place in used],

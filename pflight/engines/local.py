@@ -16,11 +16,49 @@ from torch.func import functional_call
 from pflight.datamodules import FederatedDataModule, Split, Visit
 from pflight.half import Half, Phase
 from pflight.state import StateLayout, other_places, rest_frozen, state_tensors
+from pflight.task import Task, trains_as_a_task
 
 from .module_trainer import ModuleTrainer, loss_of, muted
 
 SCALARS = ("num_samples", "mean_samples", "seen", "num_steps")
 """Names of the scalars that a half finds at a client."""
+
+
+class Frozen:
+    """The tensors of a module that never train, as all clients have them.
+
+    Args:
+        module: The module.
+        layout: Its state layout.
+    """
+
+    def __init__(self, module: nn.Module, layout: StateLayout) -> None:
+        tensors = state_tensors(module)
+        self._held = {name: tensors[name] for name in layout.frozen}
+        self._values = {name: tensor.detach().clone() for name, tensor in self._held.items()}
+        self._taken: dict[str, tuple[Tensor, int]] = {}  # held, so that nothing else lies there
+
+    def take(self, state: Mapping[str, Tensor]) -> None:
+        """Take the values of a state, unless they are where those of the last one were."""
+        with torch.no_grad():
+            for name, held in self._held.items():
+                given = state[name]
+                last, version = self._taken.get(name, (None, 0))
+                if last is None or last.data_ptr() != given.data_ptr() or version != given._version:
+                    self._taken[name] = given, given._version
+                    self._values[name].copy_(given)
+                    held.copy_(given)
+
+    def mend(self, module: nn.Module) -> list[str]:
+        """Put back what has changed in a copy of the module; return the names."""
+        if not self._values:
+            return []
+        now = state_tensors(module)
+        changed = [n for n, value in self._values.items() if not torch.equal(now[n], value)]
+        with torch.no_grad():
+            for name in changed:
+                self._held[name].copy_(self._values[name])
+        return changed
 
 
 class Copies:
@@ -34,6 +72,7 @@ class Copies:
         layout: Its state layout.
         precision: The precision plugin of the federation's Trainer.
         device: Where the copies train.
+        channels_last: Whether the channels of a pixel lie side by side.
     """
 
     def __init__(
@@ -42,15 +81,20 @@ class Copies:
         layout: StateLayout,
         precision: Precision,
         device: torch.device,
+        channels_last: bool = False,
     ) -> None:
-        self._pristine = rest_frozen(copy.deepcopy(template))
+        self._pristine = ready(template)
         precision.convert_module(self._pristine).to(device)
+        if channels_last:
+            self._pristine.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         tensors, frozen, own = state_tensors(self._pristine), {*layout.frozen}, {*layout.own}
         names = [name for name in layout.names if name not in own]
         self.live = {name: tensors[name] for name in names if name not in frozen}
-        self._frozen = {name: tensors[name].clone() for name in names if name in frozen}
+        self.frozen = Frozen(self._pristine, layout)
+        self._frozen = {name: tensors[name] for name in layout.frozen}
         self._shared = {id(t): t for t in [*tensors.values(), *self._pristine.parameters()]}
         self.parameters = [name for name in layout.parameters if name in self.live]
+        self._required = [(p, p.requires_grad) for p in self._pristine.parameters()]
         self.trainer = ModuleTrainer(precision, device)
         self.fresh()
 
@@ -59,9 +103,11 @@ class Copies:
         self.module: L.LightningModule = copy.deepcopy(self._pristine, dict(self._shared))
         self.trainer.attach(self.module)
         self._attributes = [(vars(part), dict(vars(part))) for part in self.module.modules()]
-        self._buffers = [
-            (part._buffers, dict(part._buffers)) for part in self.module.modules() if part._buffers
-        ]
+        held = [register for part in self.module.modules() for register in vars(part).values()]
+        self._registers = [register for register in held if isinstance(register, dict)]
+        self._lengths = list(map(len, self._registers))
+        self._held = [(register, dict(register)) for register in self._registers if register]
+        self._kinds = [(t.shape, t.dtype, t.device) for t in self.live.values()]
         self._modes = [part.training for part in self.module.modules()]
         self.plain = all(map(_is_plain, self._attributes))
 
@@ -73,48 +119,49 @@ class Copies:
             prefix: What their names begin with.
             reuse: Go on with the same copy, if nothing but tensors has changed in it.
         """
-        if reuse and self.plain and self._is_as_it_was():
+        if reuse and self._is_as_it_was():
             for part, mode in zip(self.module.modules(), self._modes, strict=True):
                 part.training = mode
         else:
             self.fresh()
-        for parameter in self._pristine.parameters():
+        for parameter, required in self._required:
+            parameter.requires_grad = required
             parameter.grad = None
+        self.frozen.take(start)
         with torch.no_grad():
             columns = [start[f"{prefix}{name}"] for name in self.live]
             torch._foreach_copy_(list(self.live.values()), columns)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what stands in the copy now, by name."""
-        if self.plain and self._is_as_it_was():
+        """Return what stands in the copy now, by name.
+
+        Raises:
+            RuntimeError: If a tensor of the copy is gone, or of another form.
+        """
+        if self._is_as_it_was():
             return {**self.live, **self._frozen}
         held = state_tensors(self.module)
-        return {name: held[name] for name in (*self.live, *self._frozen)}
-
-    def check_whole(self) -> None:
-        """Raise a ``RuntimeError`` if a tensor of the copy is gone, or of another form."""
-        held = state_tensors(self.module)
-        for name, tensor in self.live.items():
+        for name, (shape, dtype, device) in zip(self.live, self._kinds, strict=True):
             if (now := held.get(name)) is None:
                 raise RuntimeError(f"it replaced or deleted its {name}")
-            if (now.shape, now.dtype, now.device) != (tensor.shape, tensor.dtype, tensor.device):
+            if (now.shape, now.dtype, now.device) != (shape, dtype, device):
                 raise RuntimeError(f"it changed the shape, type or device of its {name}")
-
-    def mend_frozen(self) -> list[str]:
-        """Put back what was frozen and has changed; return the names."""
-        if not self._frozen:
-            return []
-        held = state_tensors(self.module)
-        changed = [n for n, value in self._frozen.items() if not torch.equal(held[n], value)]
-        with torch.no_grad():
-            for name in changed:
-                held[name].copy_(self._frozen[name])
-        return changed
+        return {name: held[name] for name in (*self.live, *self._frozen)}
 
     def _is_as_it_was(self) -> bool:
-        return all(_same(now, before) for now, before in self._attributes) and all(
-            _same(now, before) for now, before in self._buffers
+        return (
+            self.plain
+            and list(map(len, self._registers)) == self._lengths
+            and all(_same(now, before) for now, before in self._held)
+            and all(_same(now, before) for now, before in self._attributes)
+            and [(t.shape, t.dtype, t.device) for t in self.live.values()] == self._kinds
         )
+
+
+def ready(template: L.LightningModule) -> L.LightningModule:
+    """Return a copy of a client module in the modes in which it trains."""
+    module = copy.deepcopy(template)
+    return rest_frozen(module.train() if isinstance(module, Task) else module)
 
 
 def _same(now: dict[str, Any], before: dict[str, Any]) -> bool:
@@ -202,6 +249,10 @@ class AloneClient:
         """See :class:`~pflight.half.LocalClient`."""
         return call_again(self.module, tensors, self._calls)
 
+    def mean(self, values: Tensor) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        return values.sum() / len(values)
+
     def state(self) -> dict[str, Tensor]:
         """See :class:`~pflight.half.LocalClient`."""
         held = self.copies.tensors()
@@ -229,6 +280,10 @@ class AloneClient:
         """Run a training step of the module, with what the half makes of its loss."""
         if not self.module.automatic_optimization:
             return own_step()
+        if trains_as_a_task(self.module):
+            loss = self.half.loss(self, batch)
+            self.module.log("train/loss", loss.detach(), batch_size=len(batch[1]))
+            return loss
         output: Any = None
 
         def run() -> Tensor:
@@ -373,6 +428,10 @@ class Stream:
             self._of.setdefault(visit.client, []).append(place)
         self._iterator: Iterator[Any] | None = None
         self._next = 0, 0  # visit and part that the iterator yields next
+
+    def visits(self, client: int) -> list[Visit]:
+        """Return the visits to a client."""
+        return [self._visits[place] for place in self._of.get(client, ())]
 
     def visits_of(self, client: int) -> Iterator[tuple[Visit, Iterator[Any]]]:
         """Yield the visits to a client, each with its batches."""

@@ -143,6 +143,7 @@ class ModuleTrainer:
             self._strategy.setup_optimizers(trainer)
         else:
             self._strategy.optimizers, self._strategy.lr_scheduler_configs = [optimizer], []
+            module.configure_gradient_clipping = _no_clipping  # type: ignore[method-assign]
         own = {id(parameter) for parameter in module.parameters()}
         for optimizer in self._strategy.optimizers:
             for group in optimizer.param_groups:
@@ -350,6 +351,10 @@ class _Results(_ResultCollection):
         if self.training and isinstance(value, Tensor) and value.numel() == 1:
             count = kwargs.get("batch_size") or self.batch_size or 1
             add_logs(self.logs, {name: (value.detach() * count, count)})
+
+
+def _no_clipping(*_: Any, **__: Any) -> None:
+    """Leave the gradients of a half's own optimizer, which a module can't know, as they are."""
 
 
 class _Feed(_DataFetcher):

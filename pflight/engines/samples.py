@@ -7,101 +7,140 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_unflatten,
+)
 
 from pflight.datamodules import FederatedDataModule, Split
 from pflight.errors import ConfigurationError
-from pflight.models import Batch
 
 from .updates import STOPS, ClientFailure
 
 _ASKED = 5  # clients, of which one or two may be odd
 
 
-class Form(NamedTuple):
-    """What the samples of all clients have in common."""
+class Kind(NamedTuple):
+    """Shape and type of one of the tensors of a sample."""
 
-    x: torch.Size
-    x_dtype: torch.dtype
-    y: torch.Size
-    y_dtype: torch.dtype
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} of shape {list(self.shape)}"
+
+
+class Form(NamedTuple):
+    """What the samples of all clients have in common.
+
+    Samples are any nesting of tensors ``[n, ...]``, most often a pair of features and labels.
+    """
+
+    names: tuple[str, ...]
+    """Of the tensors."""
+    kinds: tuple[Kind, ...]
+    """Likewise, of a single sample."""
+    spec: TreeSpec
 
     @classmethod
-    def of(cls, batch: Batch) -> Form:
-        """Return the shapes of a sample and of a label, and their types."""
-        x, y = batch
-        return cls(x.shape[1:], x.dtype, y.shape[1:], y.dtype)
+    def of(cls, samples: Any) -> Form:
+        """Return the form of some samples."""
+        named, spec = tree_flatten_with_path(samples)
+        kinds = tuple(Kind(leaf.shape[1:], leaf.dtype) for _, leaf in named)
+        if _is_pair(samples):
+            return cls(("features", "labels"), kinds, spec)
+        return cls(tuple(f"samples{keystr(path)}" for path, _ in named), kinds, spec)
 
-    def fitted(self, batch: Batch) -> Batch:
-        """Return samples of this form, which nothing at all has.
+    def fitted(self, samples: Any) -> list[Tensor]:
+        """Return the tensors of samples of this form, which nothing at all has.
 
         Raises:
             ValueError: If they are of another.
         """
-        x, y = batch
-        same_types = x.dtype == self.x_dtype and y.dtype == self.y_dtype
-        if same_types and x.shape[1:] == self.x and y.shape[1:] == self.y:
-            return batch
-        if not len(y):
-            empty = x.new_empty((0, *self.x), dtype=self.x_dtype)
-            return empty, y.new_empty((0, *self.y), dtype=self.y_dtype)
-        form = Form.of(batch)
-        parts = ("features", form[:2], self[:2]), ("labels", form[2:], self[2:])
-        what, own, usual = next(part for part in parts if part[1] != part[2])
-        raise ValueError(f"its {what} are {_kind(*own)}, those of other clients {_kind(*usual)}")
+        leaves, _ = tree_flatten(samples)
+        form = Form.of(samples)
+        if form.names != self.names:
+            raise ValueError(
+                f"its samples hold {', '.join(form.names)}, those of other clients "
+                f"{', '.join(self.names)}"
+            )
+        if form.kinds == self.kinds:
+            return leaves
+        if not len(leaves[0]):
+            return [
+                leaf.new_empty((0, *shape), dtype=dtype)
+                for leaf, (shape, dtype) in zip(leaves, self.kinds, strict=True)
+            ]
+        parts = zip(self.names, form.kinds, self.kinds, strict=True)
+        name, own, usual = next(part for part in parts if part[1] != part[2])
+        raise ValueError(f"its {name} are {own}, those of other clients {usual}")
+
+    def batch(self, leaves: list[Tensor]) -> Any:
+        """Return tensors, in the order of :attr:`names`, as the samples that they make up."""
+        return tree_unflatten(leaves, self.spec)
 
 
-def _kind(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')} of shape {list(shape)}"
+def _is_pair(samples: Any) -> bool:
+    return (
+        isinstance(samples, tuple | list)
+        and len(samples) == 2
+        and all(isinstance(part, Tensor) for part in samples)
+    )
 
 
-def read_samples(data: FederatedDataModule, client: int, split: Split) -> Batch:
-    """Return a client's samples, features and as many labels.
+def read_samples(
+    data: FederatedDataModule, client: int, split: Split, of_pairs: bool = True
+) -> Any:
+    """Return a client's samples, tensors of one length.
+
+    Args:
+        data: Where they come from.
+        client: Whose they are.
+        split: Which.
+        of_pairs: Whether they have to be features and labels.
 
     Raises:
-        TypeError: If they are anything but a pair of tensors.
+        TypeError: If they are anything but a pair of tensors, or a nesting of some.
         ValueError: If these are not of one length.
     """
-    pair: Any = data.samples(client, split)
-    of_two = isinstance(pair, tuple | list) and len(pair) == 2
-    if not of_two or not (isinstance(pair[0], Tensor) and isinstance(pair[1], Tensor)):
-        kinds = [type(part).__name__ for part in pair] if isinstance(pair, tuple | list) else []
+    samples: Any = data.samples(client, split)
+    leaves = tree_leaves(samples)
+    if of_pairs and not _is_pair(samples):
+        of_parts = isinstance(samples, tuple | list)
+        kinds = [type(part).__name__ for part in samples] if of_parts else []
         got = f"({', '.join(kinds[:3])}{', ...' * (len(kinds) > 3)})" if kinds else ""
         raise TypeError(
             f"samples() must return a pair of tensors, features and labels, "
-            f"not {got or type(pair).__name__}"
+            f"not {got or type(samples).__name__}"
         )
-    x, y = pair
-    if not x.dim() or not y.dim() or x.shape[0] != y.shape[0]:
-        raise ValueError(
-            f"samples() must return as many labels as features, not features of shape "
-            f"{list(x.shape)} and labels of shape {list(y.shape)}"
-        )
-    return x, y
+    odd = next((leaf for leaf in leaves if not isinstance(leaf, Tensor)), None)
+    if odd is not None or not leaves:
+        what = f"with a {type(odd).__name__} in it" if leaves else "that holds nothing"
+        raise TypeError(f"samples() must return tensors, not a {type(samples).__name__} {what}")
+    if not all(leaf.dim() and len(leaf) == len(leaves[0]) for leaf in leaves):
+        shapes = [list(leaf.shape) for leaf in leaves]
+        if _is_pair(samples):
+            raise ValueError(
+                f"samples() must return as many labels as features, not features of shape "
+                f"{shapes[0]} and labels of shape {shapes[1]}"
+            )
+        raise ValueError(f"samples() must return tensors of one length, not of shapes {shapes}")
+    return samples
 
 
-def check_count(count: int, y: Tensor, order: Tensor) -> None:
+def check_count(count: int, leaf: Tensor, order: Tensor) -> None:
     """Raise a ``ValueError`` unless there are ``count`` samples and an order of them."""
-    if len(y) != count:
-        raise ValueError(f"it has {len(y)} training samples, but num_samples() says {count}")
+    if len(leaf) != count:
+        raise ValueError(f"it has {len(leaf)} training samples, but num_samples() says {count}")
     if len(order) != count:
         raise ValueError(f"order() gives {len(order)} positions for {count} training samples")
 
 
-def check_labels(y: Tensor, num_classes: int) -> None:
-    """Raise a ``ValueError`` unless labels ``[n]`` are classes."""
-    if y.dim() != 1 or y.is_floating_point() or y.is_complex():
-        dtype = str(y.dtype).removeprefix("torch.")
-        raise ValueError(f"its labels must be classes [n], not {dtype} of shape {list(y.shape)}")
-    if len(y) == 0:
-        return
-    smallest, largest = (int(bound) for bound in y.aminmax())
-    if smallest < 0 or largest >= num_classes:
-        raise ValueError(
-            f"its labels go from {smallest} to {largest}, but num_classes is {num_classes}"
-        )
-
-
-def usual_samples(data: FederatedDataModule) -> Batch:
+def usual_samples(data: FederatedDataModule, of_pairs: bool = True) -> Any:
     """Return the training samples of a client that has them in the most frequent form.
 
     Of the first clients; any of these may differ, or fail to hand out its own.
@@ -109,11 +148,11 @@ def usual_samples(data: FederatedDataModule) -> Batch:
     Raises:
         ConfigurationError: If all of them fail.
     """
-    found: list[Batch] = []
+    found: list[Any] = []
     failures: list[ClientFailure] = []
     for client in data.train_clients[:_ASKED].tolist():
         try:
-            found.append(read_samples(data, client, "train"))
+            found.append(read_samples(data, client, "train", of_pairs))
         except STOPS:
             raise
         except BaseException as error:
@@ -123,5 +162,5 @@ def usual_samples(data: FederatedDataModule) -> Batch:
         raise ConfigurationError(
             f"the training samples of client {first.client} can't be used: {first.reason}"
         ) from first.error
-    forms = [Form.of(batch) for batch in found]
+    forms = [Form.of(samples)[:2] for samples in found]
     return found[forms.index(Counter(forms).most_common(1)[0][0])]

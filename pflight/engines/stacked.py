@@ -67,8 +67,8 @@ class Group(NamedTuple):
     rows: slice
     size: int | Tensor
     """Of all these rows' batches; or of each row's ``[rows]``, where they are filled up."""
-    x: Tensor
-    y: Tensor
+    leaves: list[Tensor]
+    """The tensors of their batches ``[rows, batch, ...]``."""
     weights: Tensor | None = None
     """Of the samples ``[rows, batch]``; those that fill a batch up weigh nothing."""
 
@@ -88,10 +88,10 @@ class Batches:
 
     Args:
         plans: The rows' plans, longest training first.
-        reserve: Gets the number of samples for which a row needs room; returns where features are
-            gathered ``[rows, samples, ...]``, and labels likewise.
-        load: Gets rows, an epoch and a number of samples; yields for each row features and labels
-            of all of the client's samples, and which of them come first ``[number]``.
+        reserve: Gets the number of samples for which a row needs room; returns where the tensors
+            of the samples are gathered, each ``[rows, samples, ...]``.
+        load: Gets rows, an epoch and a number of samples; yields for each row the tensors of all of
+            the client's samples, and which of them come first ``[number]``.
         filled: Whether batches may be filled up where their sizes differ. Else only those of equal
             size are taken at once.
     """
@@ -99,15 +99,15 @@ class Batches:
     def __init__(
         self,
         plans: Sequence[Plan],
-        reserve: Callable[[int], tuple[Tensor, Tensor]],
-        load: Callable[[range, int, int], Iterable[tuple[Tensor, Tensor, Tensor]]],
+        reserve: Callable[[int], list[Tensor]],
+        load: Callable[[range, int, int], Iterable[tuple[list[Tensor], Tensor]]],
         filled: bool,
     ) -> None:
         self.runs = runs_of(plans)
         self.load = load
         self.filled = filled and len(self.runs) > 1
         self._largest = max(max(run.plan.sizes, default=0) for run in self.runs)
-        self.features, self.labels = reserve(max(map(self._room, self.runs)))
+        self.held = reserve(max(map(self._room, self.runs)))
 
     def __len__(self) -> int:
         return self.runs[0].plan.steps
@@ -129,8 +129,8 @@ class Batches:
         epoch, count = step // len(run.plan.sizes), run.plan.samples(step)
         room = self._room(run)
         rows = range(run.first, run.last)
-        for row, (x, y, order) in zip(rows, self.load(rows, epoch, count), strict=True):
-            for part, held in ((x, self.features), (y, self.labels)):
+        for row, (leaves, order) in zip(rows, self.load(rows, epoch, count), strict=True):
+            for part, held in zip(leaves, self.held, strict=True):
                 if part.shape[1:] != held.shape[2:] or part.dtype != held.dtype:
                     raise ValueError(
                         f"samples are {part.dtype} of shape {list(part.shape[1:])}, where "
@@ -138,8 +138,8 @@ class Batches:
                     )
             if room > count:  # whatever a loss makes of them, it makes of real samples
                 order = torch.cat([order, order[:1].expand(room - count)])
-            torch.index_select(x, 0, order, out=self.features[row, : len(order)])
-            torch.index_select(y, 0, order, out=self.labels[row, : len(order)])
+            for part, held in zip(leaves, self.held, strict=True):
+                torch.index_select(part, 0, order, out=held[row, : len(order)])
 
     def _group(self, places: Sequence[_Place]) -> Group:
         rows = slice(places[0].run.first, places[-1].run.last)
@@ -147,21 +147,20 @@ class Batches:
         begins = {place.begin for place in places}
         if len(begins) == 1:
             chosen = rows, slice(begin := begins.pop(), begin + size)
-            x, y = self.features[chosen], self.labels[chosen]
+            leaves = [held[chosen] for held in self.held]
         else:
             parts = [
                 (slice(run.first, run.last), slice(begin, begin + size)) for run, begin, _ in places
             ]
-            x, y = (torch.cat([held[p] for p in parts]) for held in (self.features, self.labels))
+            leaves = [torch.cat([held[part] for part in parts]) for held in self.held]
         if not self.filled:
-            return Group(rows, size, x, y)
+            return Group(rows, size, leaves)
         own = [place.size for place in places for _ in range(place.run.first, place.run.last)]
-        sizes = torch.tensor(own, device=x.device)
-        real = torch.arange(size, device=x.device) < sizes.unsqueeze(1)
+        sizes = torch.tensor(own, device=leaves[0].device)
+        real = torch.arange(size, device=sizes.device) < sizes.unsqueeze(1)
         # The same strides in every round, so that what it takes is recorded once.
-        return Group(
-            rows, sizes, x.contiguous(), y.contiguous(), real / sizes.unsqueeze(1).double()
-        )
+        leaves = [leaf.contiguous() for leaf in leaves]
+        return Group(rows, sizes, leaves, real / sizes.unsqueeze(1).double())
 
 
 def rows_per_call(plans: Sequence[Plan], filled: bool) -> float:

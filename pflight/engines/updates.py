@@ -82,9 +82,14 @@ class Evaluation(NamedTuple):
 
     clients: Tensor
     """Whose sample it is ``[B]``."""
-    logits: Tensor
-    """``[B, num_classes]``."""
+    outputs: Tensor
+    """What their models give ``[B, ...]``, such as logits."""
     targets: Tensor
-    """True classes ``[B]``."""
+    """What is right ``[B, ...]``, such as classes."""
     losses: Tensor
-    """Cross-entropy of each sample ``[B]``."""
+    """Of each sample ``[B]``."""
+
+    @property
+    def logits(self) -> Tensor:
+        """The outputs, where they are logits ``[B, num_classes]``."""
+        return self.outputs

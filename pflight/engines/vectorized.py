@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -15,31 +15,35 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.datamodules import Split
+from pflight.half import PERSONAL, Phase
 from pflight.history import Logs, merge_logs
-from pflight.models import Batch, ClientModule
+from pflight.metrics import ClientValues
 from pflight.randomness import Purpose
 from pflight.state import entries
+from pflight.task import Task
 
-from .joint import JointClient, Phase, Stack
+from .base import GRADIENT_BATCH, Setting, are_one, finite_rows
+from .local import ready
 from .mixed import StackedAutocast
+from .outputs import Samples, evaluate_task
+from .probe import Dependence, Probe, reason_of
 from .samples import check_count
-from .sequential import GRADIENT_BATCH, SequentialEngine, are_one, finite_rows
+from .sequential import SequentialEngine
 from .stacked import Batches, Group, Plan, StackedOptimizer, clip, rows_per_call
-from .trial import Dependence, dependence_of, obstacle_to, phases_of, predicts_each_alone, reason_of
+from .stacked_client import ANCHOR, MEMORY, Mode, Stack, StackedClient
 from .updates import STOPS, ClientFailure, ClientUpdates, Evaluation, Kept
 
 _TRIAL = 8  # samples on which a client is tried
 _SIZES, _LARGEST = 8, 64  # and the sizes of the batches that they make
-_EPOCH_HOOKS = {"on_train_epoch_start", "on_train_epoch_end"}  # which may let parameters rest
 
 
 @dataclass(frozen=True)
-class _Task:
+class _Work:
     """What clients are asked for.
 
     Attributes:
         round_index: Keys the order of batches.
-        anchored: Whether penalties hold a client to what it starts from.
+        mode: What clients train with.
         plan: The batches of a client with so many samples.
         run: Does it for a chunk.
         one_by_one: Does it for some clients in the sequential engine.
@@ -48,7 +52,7 @@ class _Task:
     """
 
     round_index: int
-    anchored: bool
+    mode: Mode
     plan: Callable[[int], Plan]
     run: Callable[[_Chunk], None]
     one_by_one: Callable[[Tensor, TensorDict, Kept | None], ClientUpdates]
@@ -65,7 +69,7 @@ class _Chunk:
         plans: Their batches.
         starts: What they start from ``[C, ...]``.
         results: What they return ``[C, ...]``, to be filled in.
-        told: Anchor, memory and scalars ``[C, ...]``, by name in the client.
+        told: Anchor, memory and scalars ``[C, ...]``, by name.
         kept: What they keep ``[C, ...]``, to be filled in.
         losses: Sums over samples of their losses ``[C]``, to be added to.
     """
@@ -93,70 +97,86 @@ class _Chunk:
         )
 
 
-class VectorizedEngine(SequentialEngine):
+class VectorizedEngine:
     """Trains and evaluates clients in chunks, whose parameters are stacked and stepped together.
 
-    The losses of a chunk are one call of the client's ``loss`` under ``vmap``, and one optimizer
-    steps the stacked parameters. Clients see the batches that they see in the sequential engine and
-    get its results to float tolerance. Those with batches of one size share a call; a client that
-    has come to its end drops out of the stack.
+    The losses of a chunk are one call of the module's ``loss`` under ``vmap``, with what the half
+    makes of it, and one optimizer steps the stacked parameters. Clients see the batches that they
+    see in the sequential engine and get its results to float tolerance. Those with batches of one
+    size share a call; a client that has come to its end drops out of the stack.
 
     What can't be run like this is run one by one, for the reason in :attr:`obstacle`. So is a
-    client that raises or whose result is not finite, so that failures read the same.
+    client that raises or whose result is not finite, so that failures read the same. See
+    :class:`~pflight.engines.base.Engine` for what it is asked for.
 
     Args:
-        *args: As in :class:`SequentialEngine`.
+        setting: The client module, its half, and its data.
         chunk: Clients that are trained at once, at most.
         warned: What has been said of clients that are not stacked, and is not said again.
 
     Attributes:
+        alone: The engine that trains one by one.
         obstacle: Why clients are trained one by one, or ``None``; known after
             :meth:`check_input`.
         stacks_evaluation: Whether models of their own are evaluated at once; known then, too.
     """
 
-    def __init__(self, *args: Any, chunk: int, warned: set[str] | None = None) -> None:
-        super().__init__(*args)
+    def __init__(self, setting: Setting, chunk: int, warned: set[str] | None = None) -> None:
+        self.setting = setting
         self.chunk = chunk
+        self.device = setting.device
+        self.alone = SequentialEngine(setting)
         self.obstacle: str | None = None
-        self._joint = JointClient(self.copy_of_client(), self.layout)
+        self.stacks_evaluation = setting.task is not None
+        module = ready(setting.client)
+        setting.precision.convert_module(module).to(setting.device)
+        self._stacked = StackedClient(module, setting.half, setting.layout)
         self._dependence: dict[bool, Dependence] = {}  # by whether there is an anchor
-        self._known_phases: dict[tuple[int, int | None], list[Phase] | str] = {}
+        self._phases: dict[int, list[Phase]] = {}
         self._reused: dict[str, Tensor] = {}
-        self.stacks_evaluation = True
         self._causes: list[BaseException] = []  # why an evaluation fell back
         self._warned = set() if warned is None else warned
-        self._some = self._some_samples()
+        self._some: list[Tensor] = []  # samples on which clients are tried
+        self._logged: Collection[str] = ("train/loss",)  # what their loss is called
+
+    def has_batches(self, clients: Tensor) -> Tensor:
+        """See :class:`~pflight.engines.base.Engine`."""
+        return self.setting.has_batches(clients)
+
+    # Before the start
 
     def check_input(self) -> None:
-        """See :meth:`SequentialEngine.check_input`; find out whether clients can be stacked."""
-        super().check_input()
+        """See :class:`~pflight.engines.base.Engine`; find out whether clients can be stacked."""
+        self.alone.check_input()
+        if self.setting.form is None:
+            self.obstacle = "its samples are no tensors that lie in memory"
+            self.stacks_evaluation = False
+            return
+        self._some = self._some_samples()
+        probe = Probe(self._stacked, self.alone)
         try:
-            self.obstacle = self._find_obstacle()
+            self.obstacle = self._find_obstacle(probe)
         except STOPS:
             raise
         except BaseException as error:
             self.obstacle = f"trying it fails: {reason_of(error)}"
-        self.stacks_evaluation = predicts_each_alone(self._joint, self.layout, self._some[0])
+        if self.stacks_evaluation:
+            self.stacks_evaluation = probe.predicts_each_alone(self._some[0])
 
-    def _find_obstacle(self) -> str | None:
-        client = self._joint.client
-        own = [
-            name
-            for name in ("training_step", "configure_gradient_clipping", "clip_gradients")
-            if getattr(type(client), name) is not getattr(ClientModule, name)
-        ]
-        if hooks := [*sorted(self._hooks - _EPOCH_HOOKS), *own]:
-            return f"it has {hooks[0]} of its own"
-        if not client.automatic_optimization:
-            return "it optimizes manually"
-        counts = self.data.num_samples("train")[self.data.train_clients].unique().tolist()
-        batches, unequal = self._some_batches(counts), len(counts) > 1
+    def _find_obstacle(self, probe: Probe) -> str | None:
+        data, half = self.setting.data, self.setting.half
+        counts = data.num_samples("train")[data.train_clients].unique().tolist()
+        if obstacle := probe.declared_obstacle():
+            return obstacle
+        batches = self._some_batches(counts)
+        obstacle, self._logged = probe.training_step(batches[-1])
+        if obstacle:
+            return obstacle
         for anchored in (True, False):
-            mode = self._joint, self.layout, batches, anchored, anchored and client.keeps_memory
-            if obstacle := obstacle_to(*mode):
+            mode = Mode(anchored, anchored and half.keeps_memory)
+            if obstacle := probe.obstacle(mode, batches):
                 return obstacle
-            self._dependence[anchored] = dependence_of(*mode, unequal)
+            self._dependence[anchored] = probe.dependence(mode, batches, unequal=len(counts) > 1)
         return None
 
     @property
@@ -166,30 +186,33 @@ class VectorizedEngine(SequentialEngine):
 
     def rows_per_call(self) -> float:
         """Return how many of a chunk's clients have their batches taken at once, in the mean."""
-        clients = self.data.train_clients[: min(self.chunk, self.data.cohorts.size)]
-        counts = self.data.num_samples("train")[clients].sort(descending=True).values.tolist()
-        sizes = [tuple(self._batch_sizes(count)) for count in counts]
+        data = self.setting.data
+        clients = data.train_clients[: min(self.chunk, data.cohorts.size)]
+        counts = data.num_samples("train")[clients].sort(descending=True).values.tolist()
+        sizes = [tuple(self.setting.batch_sizes(count)) for count in counts]
         plans = [Plan(own, len(own)) for own in sizes]
         return rows_per_call(plans, self.fills_batches)
 
-    def _some_samples(self) -> Batch:
-        clients = self.data.train_clients
-        largest = clients[self.data.num_samples("train")[clients].argmax()]
+    def _some_samples(self) -> list[Tensor]:
+        data = self.setting.data
+        clients = data.train_clients
+        largest = clients[data.num_samples("train")[clients].argmax()]
         try:
-            x, y = self._samples(int(largest), "train")
+            leaves = self.setting.samples(int(largest), "train")
         except STOPS:
             raise
         except BaseException:  # training will say why
-            x, y = self._example
-        return x[:_TRIAL].clone(), y[:_TRIAL].clone()
+            leaves = self.setting.example
+        return [leaf[:_TRIAL].clone() for leaf in leaves]
 
-    def _some_batches(self, counts: list[int]) -> list[Batch]:
+    def _some_batches(self, counts: list[int]) -> list[list[Tensor]]:
         """Return batches of sizes that occur, small ones above all, where clients may differ."""
-        found = {min(size, _LARGEST) for count in counts for size in self._batch_sizes(count)}
+        found = {
+            min(size, _LARGEST) for count in counts for size in self.setting.batch_sizes(count)
+        }
         sizes = sorted(found or {1})
-        x, y = self._some
-        places = (torch.arange(size) % len(y) for size in {*sizes[:_SIZES], sizes[-1]})
-        return [(x[place], y[place]) for place in places]
+        places = (torch.arange(size) % len(self._some[0]) for size in {*sizes[:_SIZES], sizes[-1]})
+        return [[leaf[place] for leaf in self._some] for place in places]
 
     # Training
 
@@ -205,11 +228,10 @@ class VectorizedEngine(SequentialEngine):
         kept: Kept | None = None,
         on_client_end: Callable[[int], None] | None = None,
     ) -> ClientUpdates:
-        """See :meth:`SequentialEngine.train`."""
-        train_sequentially = super().train
+        """See :class:`~pflight.engines.base.Engine`."""
 
         def one_by_one(clients: Tensor, starts: TensorDict, kept: Kept | None) -> ClientUpdates:
-            return train_sequentially(
+            return self.alone.train(
                 clients,
                 starts,
                 round_index=round_index,
@@ -221,64 +243,70 @@ class VectorizedEngine(SequentialEngine):
             )
 
         def plan(count: int) -> Plan:
-            sizes = tuple(self._batch_sizes(count))
+            sizes = tuple(self.setting.batch_sizes(count))
             whole = epochs * len(sizes) if steps is None else steps
             return Plan(sizes, whole if sizes else 0)
 
-        phases = self._phases(epochs, steps)
-        if isinstance(phases, str):
-            return one_by_one(clients, starts, kept)
-
         def run(chunk: _Chunk) -> None:
-            self._train_chunk(chunk, phases, task)
+            self._train_chunk(chunk, self._phases_of(epochs), work)
 
-        anchored = purpose is Purpose.TRAIN
-        task = _Task(round_index, anchored, plan, run, one_by_one, on_client_end=on_client_end)
-        return self._in_chunks(clients, starts, kept, task)
+        mode = Mode(purpose is Purpose.TRAIN, kept is not None)
+        work = _Work(round_index, mode, plan, run, one_by_one, on_client_end=on_client_end)
+        phased = self.obstacle is None and self._phases_of(epochs)[0] is not None
+        if phased and steps is not None:
+            return one_by_one(clients, starts, kept)
+        return self._in_chunks(clients, starts, kept, work)
 
     def gradients(
         self, clients: Tensor, states: TensorDict, *, round_index: int, batches: int | None = None
     ) -> ClientUpdates:
-        """See :meth:`SequentialEngine.gradients`."""
-        gradients_sequentially = super().gradients
+        """See :class:`~pflight.engines.base.Engine`."""
 
         def one_by_one(clients: Tensor, states: TensorDict, kept: Kept | None) -> ClientUpdates:
-            return gradients_sequentially(clients, states, round_index=round_index, batches=batches)
+            return self.alone.gradients(clients, states, round_index=round_index, batches=batches)
 
         def plan(count: int) -> Plan:
-            whole = sum(self._batch_sizes(count)[:batches])
-            part = max(whole, 1) if self._mixes_samples else GRADIENT_BATCH
+            whole = sum(self.setting.batch_sizes(count)[:batches])
+            part = max(whole, 1) if self.setting.mixes_samples else GRADIENT_BATCH
             sizes = [part] * (whole // part) + [whole % part] * (whole % part > 0)
             return Plan(tuple(sizes), len(sizes))
 
         def run(chunk: _Chunk) -> None:
-            self._add_gradients(chunk, self._batches(chunk, task))
+            self._add_gradients(chunk, self._batches(chunk, work))
 
-        task = _Task(round_index, True, plan, run, one_by_one, shuffled=batches is not None)
-        return self._in_chunks(clients, states, None, task)
+        mode, shuffled = Mode(anchored=True, remembers=False), batches is not None
+        work = _Work(round_index, mode, plan, run, one_by_one, shuffled)
+        return self._in_chunks(clients, states, None, work)
+
+    def losses(
+        self, clients: Tensor, states: TensorDict, split: Split
+    ) -> tuple[Tensor, list[ClientFailure]]:
+        """See :class:`~pflight.engines.base.Engine`."""
+        return self.alone.losses(clients, states, split)
 
     def _in_chunks(
-        self, clients: Tensor, starts: TensorDict, kept: Kept | None, task: _Task
+        self, clients: Tensor, starts: TensorDict, kept: Kept | None, work: _Work
     ) -> ClientUpdates:
-        """Do a task for the clients ``[C]``, longest first, and what fails once more one by one."""
+        """Do a work for the clients ``[C]``, longest first, and what fails once more one by one."""
         if self.obstacle or not len(clients):
-            return task.one_by_one(clients, starts, kept)
-        counts = self.data.num_samples("train")[clients.cpu()].tolist()
-        plan_of = {count: task.plan(count) for count in set(counts)}
+            return work.one_by_one(clients, starts, kept)
+        counts = self.setting.data.num_samples("train")[clients.cpu()].tolist()
+        plan_of = {count: work.plan(count) for count in set(counts)}
         plans = [plan_of[count] for count in counts]
         order = sorted(
             range(len(plans)), key=lambda row: (plans[row].steps, counts[row]), reverse=True
         )
-        everyone = self._chunk_of_all(clients, starts, kept, plans, order, task)
+        everyone = self._chunk_of_all(clients, starts, kept, plans, order, work)
+        self._stacked.take_frozen(everyone.starts)
         failed: dict[int, BaseException | None] = {}  # rows, as they are ordered here
         for part in torch.arange(len(plans)).tensor_split(-(-len(plans) // self.chunk)):
             first, last = int(part[0]), int(part[-1]) + 1
             chunk = everyone[first:last]
             cause = None
             try:
-                task.run(chunk)
+                work.run(chunk)
                 finite = finite_rows(TensorDict(chunk.results, batch_size=[last - first]))
-                if chunk.kept and not self._joint.remembers_its_state:
+                if chunk.kept and not self._stacked.remembers_its_state:
                     keep = finite_rows(TensorDict(chunk.kept, batch_size=[last - first]))
                     finite = list(map(all, zip(finite, keep, strict=True)))
             except STOPS:
@@ -288,9 +316,9 @@ class VectorizedEngine(SequentialEngine):
             for row, client in enumerate(chunk.clients):
                 if not finite[row]:
                     failed[first + row] = cause
-                elif task.on_client_end is not None:
-                    task.on_client_end(client)
-        return self._updates(clients, starts, kept, everyone, order, failed, task)
+                elif work.on_client_end is not None:
+                    work.on_client_end(client)
+        return self._updates(clients, starts, kept, everyone, order, failed, work)
 
     def _chunk_of_all(
         self,
@@ -299,9 +327,10 @@ class VectorizedEngine(SequentialEngine):
         kept: Kept | None,
         plans: list[Plan],
         order: list[int],
-        task: _Task,
+        work: _Work,
     ) -> _Chunk:
         """Stack up all clients ``[C]``, in a new order."""
+        layout, data = self.setting.layout, self.setting.data
         rows = None if order == list(range(len(order))) else torch.tensor(order)
 
         def moved(column: Tensor) -> Tensor:
@@ -310,28 +339,26 @@ class VectorizedEngine(SequentialEngine):
                 return column
             return column[rows.to(self.device)]
 
-        columns = {name: moved(starts[name]) for name in self.layout.names}
+        columns = {name: moved(starts[name]) for name in layout.names}
         results = {
             name: torch.empty_like(column, memory_format=torch.contiguous_format)
             for name, column in columns.items()
-            if name not in self.layout.frozen
+            if name not in layout.frozen
         }
         told: Stack = {}
-        if task.anchored:
-            told |= {f"anchor.{name}": columns[name] for name in self.layout.parameters}
+        if work.mode.anchored:
+            told |= {f"{ANCHOR}{name}": columns[name] for name in self._stacked.parameters}
         memories: Stack = {}
         if kept is not None:
             memories = {name: moved(value) for name, value in entries(kept.states)}
-            told |= {f"memory.{name}": value for name, value in memories.items()}
+            told |= {f"{MEMORY}{name}": value for name, value in memories.items()}
         scalars = {
-            "num_samples": self.data.num_samples("train")[clients.cpu()],
+            "num_samples": data.num_samples("train")[clients.cpu()],
+            "mean_samples": torch.full((len(order),), self.setting.mean_samples),
             "seen": torch.zeros(len(order)) if kept is None else kept.seen,
             "num_steps": torch.tensor([plan.steps for plan in plans]),
         }
-        told |= {
-            name: moved(value).to(getattr(self._joint.client, name))
-            for name, value in scalars.items()
-        }
+        told |= {name: moved(value).to(self.setting.dtype) for name, value in scalars.items()}
         return _Chunk(
             clients=[int(clients[row]) for row in order],
             plans=[plans[row] for row in order],
@@ -350,12 +377,13 @@ class VectorizedEngine(SequentialEngine):
         done: _Chunk,
         order: list[int],
         failed: dict[int, BaseException | None],
-        task: _Task,
+        work: _Work,
     ) -> ClientUpdates:
         """Put results into the clients' own order; do what failed once more, one by one."""
         good = [row for row in range(len(order)) if row not in failed]
         seen = sum(done.plans[row].num_seen for row in good)
-        logs: list[Logs] = [{"train/loss": (done.losses[good].sum(), seen)}] if seen else []
+        total = done.losses[good].sum()
+        logs: list[Logs] = [dict.fromkeys(self._logged, (total, seen))] if seen else []
         place = None if order == sorted(order) else torch.tensor(order).argsort()
 
         def in_order(stack: Stack) -> TensorDict:
@@ -363,12 +391,12 @@ class VectorizedEngine(SequentialEngine):
             return TensorDict(columns, batch_size=[len(order)])
 
         states, keep = in_order(done.results), in_order(done.kept)
-        for name in self.layout.frozen:
+        for name in self.setting.layout.frozen:
             states[name] = starts[name]
         failures, answered = [], torch.ones(len(order), dtype=torch.bool)
         if failed:
             rows = torch.tensor(sorted(order[row] for row in failed))
-            again = task.one_by_one(
+            again = work.one_by_one(
                 clients[rows], starts[rows], kept and Kept(kept.states[rows], kept.seen[rows])
             )
             logs.append(again.logs)
@@ -385,96 +413,91 @@ class VectorizedEngine(SequentialEngine):
         return ClientUpdates(
             clients,
             states,
-            self.data.num_samples("train")[clients.cpu()],
+            self.setting.data.num_samples("train")[clients.cpu()],
             failures,
             merge_logs(logs),
             keep if kept is not None else None,
         )
 
-    def _phases(self, epochs: int, steps: int | None) -> list[Phase] | str | None:
-        """Return the phases of local training; ``None`` if the client's epochs are all alike.
+    def _phases_of(self, epochs: int) -> list[Phase] | list[None]:
+        """Return the phases of local training; a single ``None`` if all epochs are alike."""
+        if epochs not in self._phases:
+            phases = self.setting.half.phases(self.setting.client, epochs)
+            self._phases[epochs] = phases or [None]
+        return self._phases[epochs]
 
-        Where so many epochs can't be stacked it is the reason, of which a warning is given once.
-        """
-        if self.obstacle or self._hooks.isdisjoint(_EPOCH_HOOKS):
-            return None
-        asked = epochs, steps
-        if asked not in self._known_phases:
-            try:
-                if steps is not None:
-                    raise RuntimeError("it has hooks of epochs, and trains for some steps")
-                self._known_phases[asked] = phases_of(self._joint, epochs)
-            except STOPS:
-                raise
-            except BaseException as error:
-                name, reason = type(self.template).__name__, reason_of(error)
-                self.warn_once(f"{name} can't be stacked, {reason}: clients train one by one")
-                self._known_phases[asked] = reason
-        return self._known_phases[asked]
-
-    def _train_chunk(self, chunk: _Chunk, phases: list[Phase] | None, task: _Task) -> None:
+    def _train_chunk(self, chunk: _Chunk, phases: Sequence[Phase | None], work: _Work) -> None:
         """Train the clients of a chunk, in place."""
-        joint, anchored = self._joint, task.anchored
+        stacked = self._stacked
         results = list(chunk.results.values())
         torch._foreach_copy_(results, [chunk.starts[name] for name in chunk.results])
-        joint.prepare(anchored, bool(chunk.kept))
-        if phases is None:
-            self._take_steps(chunk, self._batches(chunk, task), anchored)
-        for phase in phases or ():
-            with joint.phase(phase):
-                self._take_steps(chunk, self._batches(chunk, task, phase), anchored)
-        state = self._others(chunk, (), anchored) | chunk.told  # the number of steps, too
-        if anchored and joint.changes_afterwards:
-            joint.after_training(state)
+        stacked.prepare(work.mode)
+        for phase in phases:
+            with stacked.phase(phase):
+                self._take_steps(chunk, self._batches(chunk, work, phase))
+        state = self._others(chunk, (), unread=()) | chunk.told  # the number of steps, too
+        if work.mode.anchored and stacked.changes_afterwards:
+            stacked.after_training(state)
         if chunk.kept:
-            keep = state if joint.remembers_its_state else joint.remember(state)
+            keep = state if stacked.remembers_its_state else stacked.remember(state)
             for name, value in chunk.kept.items():
                 value.copy_(keep[name])
 
-    def _take_steps(self, chunk: _Chunk, batches: Batches, anchored: bool) -> None:
+    def _take_steps(self, chunk: _Chunk, batches: Batches) -> None:
         """Take the steps of some batches."""
-        joint = self._joint
-        single = joint.optimizer()
+        stacked = self._stacked
+        dependence = self._dependence[stacked.mode.anchored]
+        single, by_half = stacked.optimizer()
         stepped = {id(p) for group in single.param_groups for p in group["params"]}
-        own = dict(joint.client.named_parameters())
-        names = [
-            name
-            for name in self.layout.parameters
-            if id(own[name]) in stepped
-            and own[name].requires_grad
-            and name not in self._dependence[anchored].untouched
+        trained = {
+            name: parameter
+            for name, parameter in stacked.trained().items()
+            if id(parameter) in stepped
+            and parameter.requires_grad
+            and name not in dependence.untouched
+        }
+        parameters = {name: chunk.results[name] for name in trained}
+        others = self._others(chunk, parameters, dependence.unread)
+        models = [
+            names
+            for names in (
+                [name for name in trained if not name.startswith(PERSONAL)],
+                [name for name in trained if name.startswith(PERSONAL)],
+            )
+            if names
         ]
-        parameters = {name: chunk.results[name] for name in names}
-        others = self._others(chunk, parameters, anchored)
-        optimizer = StackedOptimizer(single, {own[name]: parameters[name] for name in names})
-        limit, algorithm = joint.client.gradient_clip_val, joint.client.gradient_clip_algorithm
-        groups = _places([own[name] for name in names], joint.client.clip_groups())
+        optimizers = [
+            StackedOptimizer(single, {trained[name]: parameters[name] for name in names})
+            for names in models
+        ]
+        limit = None if by_half else getattr(stacked.module, "gradient_clip_val", None)
+        algorithm = getattr(stacked.module, "gradient_clip_algorithm", "norm")
         for step in range(len(batches)):
             parts = [
                 self._gradients(group, parameters, others, chunk.losses)
                 for group in batches.groups(step)
             ]
-            gradients = [
-                torch.cat([part[name] for part in parts]) if len(parts) > 1 else parts[0][name]
-                for name in names
-            ]
-            if limit is not None:
-                for places in groups:
-                    clipped = clip([gradients[place] for place in places], limit, algorithm)
-                    for place, gradient in zip(places, clipped, strict=True):
-                        gradients[place] = gradient
-            optimizer.step(gradients)
+            for names, optimizer in zip(models, optimizers, strict=True):
+                gradients = [
+                    torch.cat([part[name] for part in parts]) if len(parts) > 1 else parts[0][name]
+                    for name in names
+                ]
+                if limit is not None:
+                    gradients = clip(gradients, limit, algorithm)
+                optimizer.step(gradients)
 
     def _add_gradients(self, chunk: _Chunk, batches: Batches) -> None:
         """Sum up the gradients of the clients of a chunk, at what they start from."""
-        self._joint.prepare(anchored=True, remembers=False)
+        stacked = self._stacked
+        stacked.prepare(Mode(anchored=True, remembers=False))
+        names = stacked.parameters
         for name, result in chunk.results.items():
-            if name in self.layout.parameters:
+            if name in names:
                 result.zero_()
             else:
                 result.copy_(chunk.starts[name])
-        parameters = {name: chunk.starts[name] for name in self.layout.parameters}
-        others = self._others(chunk, self.layout.parameters, anchored=True)
+        parameters = {name: chunk.starts[name] for name in names}
+        others = self._others(chunk, names, self._dependence[True].unread)
         counts = torch.tensor([plan.num_seen for plan in chunk.plans], device=self.device)
         for step in range(len(batches)):
             for group in batches.groups(step):
@@ -484,126 +507,153 @@ class VectorizedEngine(SequentialEngine):
                     share = share.view(-1, *[1] * (gradient.dim() - 1))
                     chunk.results[name][group.rows] += gradient * share
 
-    def _others(self, chunk: _Chunk, parameters: Collection[str], anchored: bool) -> Stack:
+    def _others(self, chunk: _Chunk, parameters: Collection[str], unread: Collection[str]) -> Stack:
         """Return everything that the loss looks at beside the parameters."""
-        unread = self._dependence[anchored].unread
-        state = {name: chunk.results.get(name, start) for name, start in chunk.starts.items()}
         still = {"num_steps": torch.zeros_like(chunk.told["num_steps"])}  # until they are done
         return {
             name: value
-            for name, value in (state | chunk.told | still).items()
+            for name, value in (chunk.results | chunk.told | still).items()
             if name not in parameters and name not in unread
         }
 
     def _gradients(self, group: Group, parameters: Stack, others: Stack, losses: Tensor) -> Stack:
         """Return the gradients of a group of rows, and add up its losses."""
         rows = group.rows
+        assert self.setting.form is not None
         with self._stacked_context():
-            gradients, mean_losses = self._joint.gradients(
+            gradients, mean_losses = self._stacked.gradients(
                 {name: value[rows] for name, value in parameters.items()},
                 {name: value[rows] for name, value in others.items()},
-                group.x,
-                group.y,
+                self.setting.form.batch(group.leaves),
                 group.weights,
             )
         losses[rows] += mean_losses * group.size
         return gradients
 
-    def _batches(self, chunk: _Chunk, task: _Task, phase: Phase | None = None) -> Batches:
+    def _batches(self, chunk: _Chunk, work: _Work, phase: Phase | None = None) -> Batches:
         """Prepare the batches of a chunk, or those of a phase, in memory that all chunks use."""
-        plans, first = chunk.plans, 0
-        counts = self.data.num_samples("train")[chunk.clients].tolist()
+        data, plans, first = self.setting.data, chunk.plans, 0
+        counts = data.num_samples("train")[chunk.clients].tolist()
         if phase is not None:
             plans = [Plan(plan.sizes, phase.epochs * len(plan.sizes)) for plan in plans]
             first = phase.first
         several = any(plan.steps > len(plan.sizes) for plan in plans)
-        cached: dict[int, Batch] = {}
+        cached: dict[int, list[Tensor]] = {}
 
-        def load(rows: range, epoch: int, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        def load(rows: range, epoch: int, count: int) -> Iterator[tuple[list[Tensor], Tensor]]:
             clients = chunk.clients[rows.start : rows.stop]
-            when = task.round_index, first + epoch
+            when = work.round_index, first + epoch
             orders: Sequence[Tensor] = [torch.arange(counts[rows.start])] * len(rows)
-            if task.shuffled:
-                orders = self.data.orders(clients, *when)
+            if work.shuffled:
+                orders = data.orders(clients, *when)
             for row, client, order in zip(rows, clients, orders, strict=True):
-                x, y = cached[row] if row in cached else self._samples(client, "train")
+                leaves = cached[row] if row in cached else self.setting.samples(client, "train")
                 if several:
-                    cached[row] = x, y
-                check_count(counts[row], y, order)
-                x = self.data.augment(x, client, *when)
-                yield x, y, order[:count].to(self.device)
-            self._check_classes(batches.labels[rows.start : rows.stop, :count].flatten())
+                    cached[row] = leaves
+                check_count(counts[row], leaves[0], order)
+                yield self.setting.augmented(leaves, client, *when), order[:count].to(self.device)
+            if isinstance(task := self.setting.client, Task) and self.setting.has_loss_of_its_kind:
+                labels = batches.held[1][rows.start : rows.stop, :count]
+                task.check_targets(labels.flatten(0, 1))
 
-        def reserve(count: int) -> Batch:
-            (x, y), shape = self._some, (len(chunk.clients), count)
-            features = self._reuse("x", (*shape, *x.shape[1:]), x.dtype)
-            return features, self._reuse("y", (*shape, *y.shape[1:]), y.dtype)
+        def reserve(count: int) -> list[Tensor]:
+            shape = len(chunk.clients), count
+            return [
+                self._reuse(f"{place}", (*shape, *leaf.shape[1:]), leaf.dtype)
+                for place, leaf in enumerate(self._some)
+            ]
 
-        filled = self._dependence[task.anchored].weighs_samples
+        filled = self._dependence[work.mode.anchored].weighs_samples
         batches = Batches(plans, reserve, load, filled)
         return batches
 
     def _stacked_context(self) -> AbstractContextManager[Any]:
         """Return what stacked passes run in."""
-        if isinstance(self.precision, MixedPrecision):
+        if isinstance(self.setting.precision, MixedPrecision):
             return StackedAutocast(torch.bfloat16)  # float16 is refused
-        return self._forward_context()
+        return self.setting.forward_context()
 
     # Evaluation
 
     def evaluate(
         self, clients: Tensor, states: TensorDict, split: Split
-    ) -> tuple[Evaluation, list[ClientFailure]]:
-        """See :meth:`SequentialEngine.evaluate`."""
+    ) -> tuple[Evaluation | ClientValues, list[ClientFailure]]:
+        """See :class:`~pflight.engines.base.Engine`."""
+        if self.setting.task is None:
+            return self.alone.evaluate(clients, states, split)
         self._causes.clear()
-        evaluation, failures = super().evaluate(clients, states, split)
+        names = self.setting.layout.names
+
+        def at_once(samples: Samples) -> dict[int, Tensor] | None:
+            if not self.stacks_evaluation or are_one(states[name] for name in names):
+                return self.alone.outputs_of_one(states, samples)
+            return self._outputs_of_all(states, samples)
+
+        evaluation, failures = evaluate_task(
+            self.setting,
+            clients,
+            split,
+            attempt=self.alone._attempt,
+            at_once=at_once,
+            alone=lambda row, x: self.alone.outputs({n: states[n][row] for n in names}, x),
+            operations=self.alone.operations,
+        )
         if self._causes and not failures:  # else it is the fault of those
-            name, reason = type(self.template).__name__, reason_of(self._causes[0])
+            name, reason = type(self.setting.client).__name__, reason_of(self._causes[0])
             self.warn_once(f"{name} is evaluated one by one from here on: {reason}")
             self.stacks_evaluation = False
         return evaluation, failures
 
-    def _logits_at_once(
-        self, columns: list[Tensor], samples: dict[int, Batch]
-    ) -> dict[int, Tensor] | None:
-        if are_one(columns) or not samples or not self.stacks_evaluation:
-            return super()._logits_at_once(columns, samples)
-        if len(samples) < len(columns[0]):
-            columns = [column[list(samples)] for column in columns]
+    def predict(
+        self, clients: Tensor, states: TensorDict, split: Split
+    ) -> tuple[Evaluation | list[tuple[int, list[Any]]], list[ClientFailure]]:
+        """See :class:`~pflight.engines.base.Engine`."""
+        if self.setting.task is None:
+            return self.alone.predict(clients, states, split)
+        outputs, failures = self.evaluate(clients, states, split)
+        assert isinstance(outputs, Evaluation)
+        return outputs, failures
+
+    def _outputs_of_all(self, states: TensorDict, samples: Samples) -> dict[int, Tensor] | None:
+        """Return the outputs of clients that have models of their own, by row, or ``None``."""
+        task, rows = self.setting.task, list(samples)
+        assert task is not None
+        self._stacked.take_frozen(states)
+        columns = {name: states[name] for name in self._stacked.live}
+        if len(rows) < len(states):
+            columns = {name: column[rows] for name, column in columns.items()}
         try:
-            stacked = self._stacked_logits(columns, list(samples.values()))
-            logits = torch.cat(stacked)
+            stacked = self._stacked_outputs(columns, [x for x, _ in samples.values()])
+            outputs = torch.cat(stacked)
+            task.check_outputs(outputs, torch.cat([y for _, y in samples.values()]))
         except STOPS:
             raise
         except BaseException as error:
             self._causes.append(error)
             return None
-        shape = sum(len(y) for _, y in samples.values()), self._joint.client.num_classes
-        if logits.shape != shape or logits.isnan().any():  # as one by one, perhaps
+        if outputs.isnan().any():  # as one by one, perhaps
             return None
         return dict(zip(samples, stacked, strict=True))
 
-    def _stacked_logits(
-        self, columns: list[Tensor], samples: list[tuple[Tensor, Tensor]]
-    ) -> list[Tensor]:
-        counts = [len(y) for _, y in samples]
+    def _stacked_outputs(self, columns: Stack, inputs: list[Tensor]) -> list[Tensor]:
+        counts = [len(x) for x in inputs]
         order = sorted(range(len(counts)), key=lambda row: counts[row], reverse=True)
         moved = order != sorted(order)
-        logits: dict[int, Tensor] = {}
+        outputs: dict[int, Tensor] = {}
         for first, last in self._evaluated_at_once([counts[row] for row in order]):
             rows = order[first:last]
             taken = rows if moved else slice(first, last)
-            state = {n: c[taken] for n, c in zip(self.layout.names, columns, strict=True)}
-            shape = len(rows), counts[rows[0]], *samples[0][0].shape[1:]
-            x = self._reuse("x", shape, samples[0][0].dtype)
+            state = {name: column[taken] for name, column in columns.items()}
+            shape = len(rows), counts[rows[0]], *inputs[0].shape[1:]
+            x = self._reuse("x", shape, inputs[0].dtype)
             for padded, row in zip(x, rows, strict=True):
-                padded[: counts[row]] = samples[row][0]
+                padded[: counts[row]] = inputs[row]
                 padded[counts[row] :] = 0
             with self._stacked_context():
-                parts = x.split(self.data.eval_batch_size or shape[1] or 1, dim=1)
-                outputs = torch.cat([self._joint.logits(state, part) for part in parts], dim=1)
-            logits |= {row: outputs[i, : counts[row]] for i, row in enumerate(rows)}
-        return [logits[row] for row in range(len(order))]
+                parts = x.split(self.setting.data.eval_batch_size or shape[1] or 1, dim=1)
+                given = torch.cat([self._stacked.outputs(state, part) for part in parts], dim=1)
+            outputs |= {row: given[i, : counts[row]] for i, row in enumerate(rows)}
+        return [outputs[row] for row in range(len(order))]
 
     def _evaluated_at_once(self, counts: list[int]) -> Iterator[tuple[int, int]]:
         """Divide descending numbers of samples into chunks that filling up does not double."""
@@ -651,10 +701,3 @@ class VectorizedEngine(SequentialEngine):
         if held is None or held.numel() < size or held.dtype != dtype:
             held = self._reused[name] = torch.empty(size, dtype=dtype, device=self.device)
         return held[:size].view(shape)
-
-
-def _places(tensors: Sequence[Tensor], groups: Iterable[Iterable[Tensor]]) -> list[list[int]]:
-    """Return where in a sequence the tensors of each group are, without groups of none."""
-    place = {id(tensor): position for position, tensor in enumerate(tensors)}
-    found = ([place[id(t)] for t in group if id(t) in place] for group in groups)
-    return [places for places in found if places]

@@ -1,0 +1,123 @@
+"""Classification: a network that makes logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch.nn.functional as F
+from lightning import LightningModule
+from torch import Tensor, nn
+from torchmetrics.functional.classification import multiclass_accuracy
+
+from pflight.errors import ConfigurationError
+from pflight.metrics import ClientMetrics, F1Average
+from pflight.options import check_range, checked
+from pflight.task import Batch, OptimizerOf, Task, plain_sgd
+
+
+def as_classifier(module: LightningModule) -> Classifier:
+    """Return a client module that is a classifier, as some methods need it.
+
+    Raises:
+        ConfigurationError: If it is another LightningModule.
+    """
+    if not isinstance(module, Classifier):
+        raise ConfigurationError(
+            f"this asks for logits and classes, which a Classifier has and {type(module).__name__} "
+            "has not"
+        )
+    return module
+
+
+@checked
+class Classifier(Task):
+    """A network that classifies, trained on cross-entropy; trains alone under a stock Trainer too.
+
+    Clients are judged by accuracy, F1 and loss (:class:`~pflight.metrics.ClientMetrics`).
+
+    Args:
+        network: Maps a batch of inputs ``[batch, ...]`` to logits ``[batch, num_classes]``.
+        num_classes: Number of classes.
+        optimizer: Builds the optimizer from the trainable parameters, anew at every participation.
+        gradient_clip_val: As in :class:`~pflight.task.Task`.
+        gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    Example:
+        >>> import torch
+        >>> client = Classifier(torch.nn.Linear(4, 2), num_classes=2)
+        >>> client.loss((torch.zeros(3, 4), torch.tensor([0, 1, 1]))).shape
+        torch.Size([])
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        num_classes: int,
+        optimizer: OptimizerOf = plain_sgd,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: Literal["norm", "value"] = "norm",
+    ) -> None:
+        super().__init__(network, optimizer, gradient_clip_val, gradient_clip_algorithm)
+        check_range(self, "[1, inf)", num_classes=num_classes)
+        self.num_classes = num_classes
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return each sample's cross-entropy ``[n]``."""
+        return F.cross_entropy(outputs, targets, reduction="none")
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the mean cross-entropy of a batch."""
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def measure(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
+        """Return the accuracy."""
+        options = {"num_classes": self.num_classes, "average": "micro"}
+        return {"acc": multiclass_accuracy(outputs, targets, **options)}
+
+    def check_targets(self, targets: Tensor) -> None:
+        """Raise if labels ``[n]`` are no classes; they may also be probabilities."""
+        if targets.dim() != 1 or targets.is_floating_point() or not len(targets):
+            return
+        smallest, largest = (int(bound) for bound in targets.aminmax())
+        if smallest < 0 or largest >= self.num_classes:
+            raise ValueError(
+                f"its labels go from {smallest} to {largest}, but num_classes is {self.num_classes}"
+            )
+
+    def check_outputs(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raise unless outputs are logits ``[n, num_classes]``, and targets classes ``[n]``."""
+        if targets.dim() != 1 or targets.is_floating_point() or targets.is_complex():
+            dtype = str(targets.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"its labels must be classes [n], not {dtype} of shape {list(targets.shape)}"
+            )
+        self.check_targets(targets)
+        if outputs.shape != (len(targets), self.num_classes):
+            raise ValueError(
+                f"its model gives outputs of shape {list(outputs.shape)} for {len(targets)} "
+                f"samples of {self.num_classes} classes"
+            )
+
+    def client_metrics(self, num_clients: int, f1_average: F1Average) -> ClientMetrics:
+        """Return accuracy and F1 of all clients."""
+        return ClientMetrics(num_clients, self.num_classes, f1_average=f1_average)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log loss and accuracy when this module is validated by itself."""
+        self._log_quality(batch, "val")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log loss and accuracy when this module is tested by itself."""
+        self._log_quality(batch, "test")
+
+    def _log_quality(self, batch: Batch, stage: str) -> None:
+        x, y = batch
+        outputs = self(x)
+        values = {"loss": F.cross_entropy(outputs, y), **self.measure(outputs, y)}
+        named = {f"{stage}/{name}": value for name, value in values.items()}
+        self.log_dict(named, prog_bar=True, batch_size=len(y))

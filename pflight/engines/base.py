@@ -1,0 +1,268 @@
+"""What all engines know: the client, its data, and how clients are judged by their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from lightning import LightningModule
+from lightning.pytorch.plugins import Precision
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pflight.datamodules import FederatedDataModule, Split
+from pflight.half import Half
+from pflight.metrics import ClientValues
+from pflight.randomness import Purpose
+from pflight.state import StateLayout, entries, resting_parts, rows
+from pflight.task import Task
+
+from .samples import Form, read_samples, usual_samples
+from .time_limit import time_limit
+from .updates import ClientFailure, ClientUpdates, Evaluation, Kept
+
+GRADIENT_BATCH = 512  # samples in one pass where their number does not matter
+ONE_THREAD = 20e6  # operations of a batch's forward pass from which on threads pay
+
+
+class Engine(Protocol):
+    """Trains and evaluates clients: what server callbacks and evaluation ask of an engine.
+
+    Attributes:
+        setting: The client module, its half, and its data.
+        chunk: Clients that are trained at once, at most.
+        device: Where clients train.
+    """
+
+    setting: Setting
+    chunk: int
+    device: torch.device
+
+    def check_input(self) -> None:
+        """Raise unless module, half and data fit together.
+
+        Raises:
+            ConfigurationError: Naming what does not.
+        """
+
+    def has_batches(self, clients: Tensor) -> Tensor:
+        """Return a mask ``[C]`` of the clients that have a batch to train on."""
+
+    def train(
+        self,
+        clients: Tensor,
+        starts: TensorDict,
+        *,
+        round_index: int,
+        epochs: int = 1,
+        steps: int | None = None,
+        purpose: Purpose = Purpose.TRAIN,
+        kept: Kept | None = None,
+        on_client_end: Callable[[int], None] | None = None,
+    ) -> ClientUpdates:
+        """Train the clients ``[C]`` from their starts ``[C]``.
+
+        Args:
+            clients: Ids ``[C]``.
+            starts: What each client starts from, full states ``[C]``; also its anchor.
+            round_index: Keys the order of the batches and all other randomness.
+            epochs: Local epochs, unless ``steps`` is given.
+            steps: Batches to train on, over as many epochs as they take.
+            purpose: ``FINETUNE`` trains without an anchor, so that penalties vanish.
+            kept: What the clients kept, where their half keeps a memory.
+            on_client_end: Called with the id of each client that has trained.
+        """
+
+    def gradients(
+        self, clients: Tensor, states: TensorDict, *, round_index: int, batches: int | None = None
+    ) -> ClientUpdates:
+        """Return each client's gradient of its loss at the states ``[C]``, in training mode.
+
+        The gradient is over all of the client's training samples, or over the first ``batches``
+        mini-batches of its epoch. Buffers in the result are those after the pass.
+        """
+
+    def evaluate(
+        self, clients: Tensor, states: TensorDict, split: Split
+    ) -> tuple[Evaluation | ClientValues, list[ClientFailure]]:
+        """Run each client's model, a row of ``states`` ``[C]``, on its own samples of a split.
+
+        Returns:
+            The outputs of a task's clients, or what other modules log; and the clients that failed.
+
+        Raises:
+            ConfigurationError: If a module logs nothing.
+        """
+
+    def predict(
+        self, clients: Tensor, states: TensorDict, split: Split
+    ) -> tuple[Evaluation | list[tuple[int, list[Any]]], list[ClientFailure]]:
+        """Return a task's outputs, or by client what ``predict_step`` gives for each batch."""
+
+    def losses(
+        self, clients: Tensor, states: TensorDict, split: Split
+    ) -> tuple[Tensor, list[ClientFailure]]:
+        """Return the mean loss ``[C]`` of each client's model on its own samples of a split.
+
+        It is the module's own loss in evaluation mode, without what the half adds; NaN for a client
+        without samples, or that fails.
+        """
+
+
+class Setting:
+    """The client module, its half, and its data.
+
+    Args:
+        client: The client module; engines train copies.
+        half: The client half.
+        layout: The state layout of both.
+        data: Where the clients' samples come from.
+        precision: The precision plugin of the federation's Trainer.
+        device: Where clients train.
+        seed: Of all local randomness, together with round and client.
+        client_timeout: Seconds after which what a client does is interrupted, or ``None``.
+
+    Attributes:
+        task: The client module, where it is a task that is judged by its outputs.
+        has_loss_of_its_kind: Whether its loss is that of a ready-made task.
+        form: Of the clients' samples, where the data module holds them as tensors.
+        example: Two such samples.
+        mean_samples: Mean number of training samples of the clients that may train.
+        mixes_samples: Whether BatchNorm makes a sample's outputs depend on the others of its batch.
+    """
+
+    def __init__(
+        self,
+        client: LightningModule,
+        half: Half,
+        layout: StateLayout,
+        data: FederatedDataModule,
+        precision: Precision,
+        device: torch.device,
+        seed: int,
+        client_timeout: float | None = None,
+    ) -> None:
+        self.client = client
+        self.half = half
+        self.layout = layout
+        self.data = data
+        self.precision = precision
+        self.device = device
+        self.seed = seed
+        self.client_timeout = client_timeout
+        self.task: Task | None = None
+        self.has_loss_of_its_kind = False
+        if isinstance(client, Task):
+            self.has_loss_of_its_kind = _of_its_kind(client, "loss", "losses", "training_step")
+            if data.holds_tensors and _of_its_kind(client, "validation_step", "test_step"):
+                self.task = client
+        counts = data.num_samples("train")[data.train_clients]
+        self.mean_samples = float(counts.double().mean())
+        resting = {id(part) for part in resting_parts(client)}
+        self.mixes_samples = any(
+            isinstance(part, nn.modules.batchnorm._BatchNorm)
+            and id(part) not in resting
+            and (part.training or isinstance(client, Task))
+            for part in client.modules()
+        )
+        self.form: Form | None = None
+        self.example: list[Tensor] = []
+        if data.holds_tensors:
+            with time_limit(client_timeout):
+                usual = usual_samples(data, of_pairs=self._of_pairs)
+                samples = precision.convert_input(usual)
+            self.form = Form.of(samples)
+            self.example = [leaf[:2].to(device, copy=True) for leaf in tree_leaves(samples)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the client's parameters."""
+        return self.layout.template[self.layout.parameters[0]].dtype
+
+    @property
+    def _of_pairs(self) -> bool:
+        return isinstance(self.client, Task)
+
+    def samples(self, client: int, split: Split) -> list[Tensor]:
+        """Return the tensors that a client's samples are made of, on the device.
+
+        Raises:
+            TypeError: If they are no tensors.
+            ValueError: If they have another form than those of other clients.
+        """
+        assert self.form is not None
+        samples = read_samples(self.data, client, split, self._of_pairs)
+        leaves = self.form.fitted(self.precision.convert_input(samples))
+        return [leaf.to(self.device) for leaf in leaves]
+
+    def augmented(self, leaves: list[Tensor], *visit: int) -> list[Tensor]:
+        """Return training samples as a client sees them in one local epoch.
+
+        Args:
+            leaves: The tensors that the samples are made of.
+            *visit: The client, round and epoch.
+        """
+        if self.form is None or self.form.names[0] != "features":
+            return leaves
+        return [self.data.augment(leaves[0], *visit), *leaves[1:]]
+
+    def has_batches(self, clients: Tensor) -> Tensor:
+        """See :meth:`Engine.has_batches`."""
+        counts = self.data.num_samples("train")[clients.cpu()]
+        return (counts > (1 if self.mixes_samples else 0)).to(clients.device)
+
+    def batch_sizes(self, num_samples: int) -> list[int]:
+        """Sizes of an epoch's batches.
+
+        BatchNorm can't train on a single sample: such a last batch joins the one before, and is
+        left out where it is the client's only one (:meth:`has_batches`).
+        """
+        size = self.data.batch_size or max(num_samples, 1)
+        sizes = [size] * (num_samples // size)
+        if rest := num_samples % size:
+            sizes.append(rest)
+        if self.mixes_samples and sizes and sizes[-1] == 1:
+            sizes.pop()
+            if sizes:
+                sizes[-1] += 1
+        return sizes
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Return what the Trainer's precision wants passes to run in."""
+        plain = type(self.precision) is Precision
+        return nullcontext() if plain else self.precision.forward_context()
+
+
+def _of_its_kind(client: Task, *methods: str) -> bool:
+    """Return whether methods of a task are those of the ready-made ones, and not a user's own."""
+    defined = (getattr(type(client), method).__module__ for method in methods)
+    return all(module.split(".")[0] == "pflight" for module in defined)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Compute on so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def are_one(columns: Iterable[Tensor]) -> bool:
+    """Return whether all rows of a stack are views of one state."""
+    return all(len(column) == 1 or column.stride(0) == 0 for column in columns)
+
+
+def finite_rows(states: TensorDict) -> list[bool]:
+    """Tell for each state of a stack whether all its floating values are finite."""
+    finite = []
+    for _, leaf in entries(states):
+        if leaf.is_floating_point():
+            precise = torch.promote_types(leaf.dtype, torch.float32)
+            finite.append(rows(leaf).sum(dim=1, dtype=precise).isfinite())  # faster than a norm
+    return torch.stack(finite).all(dim=0).tolist()

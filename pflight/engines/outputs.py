@@ -1,0 +1,116 @@
+"""The outputs of tasks' clients on their own samples, by which they are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from pflight.datamodules import Split
+from pflight.task import Task
+
+from .base import ONE_THREAD, Setting, threads
+from .time_limit import time_limit
+from .updates import STOPS, ClientFailure, Evaluation
+
+Samples = dict[int, list[Tensor]]
+"""Clients' inputs and targets, by row."""
+Attempt = Callable[[int, list[ClientFailure]], AbstractContextManager[None]]
+"""Notes the failure of a client, by its id."""
+
+
+@torch.no_grad()
+def evaluate_task(
+    setting: Setting,
+    clients: Tensor,
+    split: Split,
+    *,
+    attempt: Attempt,
+    at_once: Callable[[Samples], dict[int, Tensor] | None],
+    alone: Callable[[int, Tensor], Tensor],
+    operations: float,
+) -> tuple[Evaluation, list[ClientFailure]]:
+    """Return the outputs of the clients ``[C]`` that gave any, and what became of the others.
+
+    Their samples can't be read or have targets that are none, the model fails on them, or its
+    losses are not finite.
+
+    Args:
+        setting: Of a task.
+        clients: Ids ``[C]``.
+        split: Of their samples.
+        attempt: Notes failures.
+        at_once: Returns the outputs of all, or ``None`` if that can't be done.
+        alone: Returns the outputs of the client in a row for its inputs.
+        operations: Of a sample's forward pass.
+    """
+    task = setting.task
+    assert task is not None
+    ids, failures = clients.tolist(), list[ClientFailure]()
+    count = int(setting.data.num_samples(split)[clients.cpu()].sum())
+    few = operations * max(count, 1) < ONE_THREAD
+    with threads(1 if few else torch.get_num_threads()):
+        samples = _samples_of_all(setting, task, ids, split, attempt, failures)
+        outputs = at_once(samples) if samples else None
+        if outputs is None:
+            outputs = {}
+            for row, (x, y) in samples.items():
+                with attempt(ids[row], failures):
+                    given = alone(row, x)
+                    task.check_outputs(given, y)
+                    outputs[row] = given
+        evaluation = _joined(setting, task, clients, samples, outputs)
+    finite = evaluation.losses.isfinite()
+    if not finite.all():
+        odd = evaluation.clients[~finite].unique()
+        reason = "the outputs of its model, or their losses, are NaN or infinite"
+        failures += [ClientFailure(client, reason) for client in odd.tolist()]
+        sound = ~torch.isin(evaluation.clients, odd)
+        evaluation = Evaluation(*(column[sound] for column in evaluation))
+    return evaluation, failures
+
+
+def _samples_of_all(
+    setting: Setting,
+    task: Task,
+    ids: list[int],
+    split: Split,
+    attempt: Attempt,
+    failures: list[ClientFailure],
+) -> Samples:
+    """Return the samples of some clients by row, and note who has none."""
+    limit = setting.client_timeout
+    samples: Samples = {}
+    try:
+        with time_limit(limit and limit * len(ids)):
+            samples = {row: setting.samples(client, split) for row, client in enumerate(ids)}
+            if samples:
+                task.check_targets(torch.cat([y for _, y in samples.values()]))
+    except STOPS:
+        raise
+    except BaseException:  # whose it is will be seen one by one
+        samples = {}
+        for row, client in enumerate(ids):
+            with attempt(client, failures):
+                x, y = setting.samples(client, split)
+                task.check_targets(y)
+                samples[row] = [x, y]
+    return samples
+
+
+def _joined(
+    setting: Setting, task: Task, clients: Tensor, samples: Samples, outputs: dict[int, Tensor]
+) -> Evaluation:
+    """Return the outputs of all clients as one."""
+    counts = torch.tensor([len(part) for part in outputs.values()], dtype=torch.long)
+    owners = clients.cpu()[list(outputs)].repeat_interleave(counts).to(setting.device)
+    if not outputs:
+        nothing = torch.empty(0, device=setting.device)
+        return Evaluation(owners, nothing, setting.example[1][:0], nothing)
+    given = torch.cat(list(outputs.values()))
+    if given.dtype.itemsize < 4:  # bfloat16 loses too much of a loss
+        given = given.float()
+    targets = torch.cat([samples[row][1] for row in outputs])
+    return Evaluation(owners, given, targets, task.losses(given, targets))

@@ -1,0 +1,394 @@
+"""One client module that stands for many clients at once."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from lightning import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
+
+from pflight.half import OWN, PERSONAL, Half, Phase
+from pflight.state import StateLayout, other_places
+
+from .embeddings import CheckedEmbeddings
+from .local import Calls, Frozen, call_again, logits_of, noting_calls, resting
+
+# PyTorch's advice on what vmap runs client by client is not for users, and names this file.
+warnings.filterwarnings(
+    "ignore", "There is a performance drop because we have not yet implemented the batching rule"
+)
+
+Stack = dict[str, Tensor]
+"""Tensors ``[C, ...]`` by their names in a client, one row for each of ``C`` clients."""
+
+ANCHOR, MEMORY = "anchor.", "memory."
+"""What the names of those tensors begin with that a client is told, and that are not its state."""
+
+_OFTEN = 12  # calls with the same shapes before the first record; for the second twice as many
+_RECORDS = 16  # at most
+
+
+class Mode(NamedTuple):
+    """What clients train with."""
+
+    anchored: bool
+    """Whether they know what the server sent: in a round, and not in fine-tuning."""
+    remembers: bool
+    """Whether they know what they kept."""
+
+
+class StackedClient:
+    """A client module and its half, whose tensors are replaced by stacks under ``vmap``.
+
+    What its gradients take is recorded when it is asked for again and again, and then repeated, bit
+    for bit, without the module: Python around the operations takes longer than small ones.
+
+    Args:
+        module: A copy of the client module that is this object's own, in the modes in which it
+            trains.
+        half: The client half.
+        layout: The state layout of both.
+    """
+
+    def __init__(self, module: LightningModule, half: Half, layout: StateLayout) -> None:
+        self.module = module
+        self.half = half
+        self.layout = layout
+        stay = {*layout.own, *layout.frozen}
+        own = {*layout.own}
+        self.parameters = [name for name in layout.parameters if name not in own]
+        self.live = [name for name in layout.names if name not in stay]
+        self.buffers = [name for name in self.live if name not in {*self.parameters}]
+        self.memory = half.remembered(layout) if half.keeps_memory else ()
+        self.own = [n.removeprefix(OWN) for n in layout.own if n.startswith(OWN)]
+        self.mode = Mode(anchored=True, remembers=False)
+        self._frozen = Frozen(module, layout)
+        self._tied = other_places(module)
+        self._modes: Hashable = None  # of the modules and parameters
+        self._calls: Counter[Hashable] = Counter()
+        self._records: dict[Hashable, Callable[..., Any]] = {}
+        self._gradients = vmap(grad_and_value(self._loss))
+        self._outputs = vmap(self._output)
+        self._after_training = vmap(self._finish, out_dims=None)
+        self._remember = vmap(self._keep)
+        self._training = [(part, part.training) for part in module.modules()]
+        module._trainer = _NoTrainer()  # type: ignore[assignment]
+        module.log = module.log_dict = _no_logs  # type: ignore[method-assign]
+        self.prepare(self.mode)
+
+    @property
+    def changes_afterwards(self) -> bool:
+        """Whether the half changes entries of its own when training is over."""
+        halves = [self.half] if self.half.personal is None else [self.half, self.half.personal]
+        return any(type(half).after_training is not Half.after_training for half in halves)
+
+    @property
+    def remembers_its_state(self) -> bool:
+        """Whether a client keeps its whole model as it is."""
+        return type(self.half).remember is Half.remember
+
+    def prepare(self, mode: Mode) -> None:
+        """Get ready to train."""
+        self.mode = mode
+        for part, training in self._training:
+            part.training = training
+        self._note_modes()
+
+    def take_frozen(self, states: Mapping[str, Tensor]) -> None:
+        """Let what never trains be as in these states ``[C]``, of which all have the same."""
+        self._frozen.take({name: states[name][0] for name in self.layout.frozen})
+
+    @contextmanager
+    def phase(self, phase: Phase | None) -> Iterator[None]:
+        """Let parameters rest that don't train in a phase."""
+        with resting(self.module, self.layout, phase):
+            self._note_modes()
+            yield
+        self._note_modes()
+
+    def _note_modes(self) -> None:
+        modules, parameters = self.module.modules(), self.module.parameters()
+        self._modes = (
+            tuple(module.training for module in modules),
+            tuple(parameter.requires_grad for parameter in parameters),
+        )
+
+    def optimizer(self) -> tuple[Any, bool]:
+        """Return what a client is trained by, and whether it is the half that says so."""
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        chosen = self.half.optimizer(parameters, self.mode.anchored)
+        return (self.module.configure_optimizers(), False) if chosen is None else (chosen, True)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return the module's parameters by the names that they have in a client's state.
+
+        Where a client trains a personal copy beside the shared model, each of them has two.
+        """
+        parameters = dict(self.module.named_parameters())
+        awake = {name: parameters[name] for name in self.parameters}
+        if self.half.personal is None or not self.mode.anchored:
+            return awake
+        return {**awake, **{f"{PERSONAL}{name}": p for name, p in awake.items()}}
+
+    # What a client does, under vmap
+
+    def loss(self, state: Mapping[str, Tensor], batch: Any) -> Tensor:
+        """Return what a single client minimises, the loss of its personal model included."""
+        return self._loss_of(state, batch)
+
+    def _loss(
+        self, parameters: Stack, others: Stack, batch: Any, weights: Tensor | None = None
+    ) -> Tensor:
+        return self._loss_of({**parameters, **others}, batch, weights)
+
+    def _loss_of(
+        self, tensors: Mapping[str, Tensor], batch: Any, weights: Tensor | None = None
+    ) -> Tensor:
+        client = self._client(tensors, weights)
+        with CheckedEmbeddings(), _attention_on(self.module.device):
+            loss = self.half.loss(client, batch)
+            if self.half.personal is None or not self.mode.anchored:
+                return loss
+            # The personal loss may look at the shared model, but does not train it.
+            shared = self._client({n: t.detach() for n, t in tensors.items()}, weights)
+            personal = StackedRow(self, self.half.personal, tensors, weights, shared)
+            return loss + self.half.personal.loss(personal, batch)
+
+    def _client(self, tensors: Mapping[str, Tensor], weights: Tensor | None = None) -> StackedRow:
+        return StackedRow(self, self.half, tensors, weights)
+
+    def _output(self, tensors: Stack, x: Tensor) -> Tensor:
+        with CheckedEmbeddings(), _attention_on(self.module.device):
+            return self.call("forward", {n: tensors[n] for n in self.live}, x)
+
+    def _finish(self, tensors: Stack) -> None:
+        self.half.after_training(self._client(tensors))
+
+    def _keep(self, tensors: Stack) -> Stack:
+        return dict(self.half.remember(self._client(tensors)))
+
+    def call(self, method: str, tensors: Mapping[str, Tensor], *args: Any) -> Any:
+        """Call a method of the module with other tensors in place of its own."""
+        tied = {alias: tensors[n] for alias, n in self._tied.items() if n in tensors}
+        named = {f"module.{name}": tensor for name, tensor in {**tensors, **tied}.items()}
+        return functional_call(_Method(self.module, method), named, args, tie_weights=False)
+
+    # Of all clients of a stack
+
+    def gradients(
+        self,
+        parameters: Stack,
+        others: Stack,
+        batch: Any,
+        weights: Tensor | None = None,
+    ) -> tuple[Stack, Tensor]:
+        """Return the gradients ``[C, ...]`` of the parameters, and the losses ``[C]``.
+
+        Args:
+            parameters: Stacked parameters.
+            others: All other tensors that differ between clients; buffers are changed in place.
+            batch: What the module's ``loss`` takes, with tensors ``[C, batch, ...]``.
+            weights: Of the samples ``[C, batch]``; ``None`` if all count alike.
+        """
+        extra = () if weights is None else (weights,)
+        arguments = parameters, others, batch, *extra
+        tensors = *parameters.values(), *others.values(), *tree_leaves(batch), *extra
+        key = (
+            self.mode,
+            (*parameters, None, *others),
+            self._modes,
+            tuple((tensor.shape, tensor.stride()) for tensor in tensors),
+        )
+        if key not in self._records:
+            self._calls[key] += 1
+            records = len(self._records)
+            if self._calls[key] < _OFTEN * (records + 1) or records == _RECORDS:
+                return self._gradients(*arguments)
+            self._records[key] = self._record(*arguments)
+        return self._records[key](*arguments)
+
+    def _record(self, parameters: Stack, others: Stack, *batch: Any) -> Callable[..., Any]:
+        """Return the operations behind :meth:`gradients` or, where they can't be had, itself."""
+        copies = {name: _copy(value) for name, value in others.items()}
+        try:
+            return make_fx(lambda *args: self._gradients(*args))(parameters, copies, *batch)
+        except Exception as error:
+            rank_zero_debug(
+                f"the gradients of {type(self.module).__name__} stay unrecorded: {error}"
+            )
+            return self._gradients
+
+    def outputs(self, state: Stack, x: Tensor) -> Tensor:
+        """Return what ``forward`` gives ``[C, batch, ...]`` in evaluation mode."""
+        self.module.eval()
+        return self._outputs({name: state[name] for name in self.live}, x)
+
+    def after_training(self, state: Stack) -> None:
+        """Let the half change all clients' own entries in place."""
+        self._after_training(state)
+
+    def remember(self, state: Stack) -> Stack:
+        """Return what the clients keep."""
+        return self._remember(state)
+
+
+class StackedRow:
+    """One client of a stack, as a half sees it: a :class:`~pflight.half.LocalClient`.
+
+    Args:
+        stacked: All of them.
+        half: The half of this model.
+        tensors: The client's state, and what it is told, by name.
+        sample_weights: Of the samples of a batch ``[batch]``, adding up to 1, or ``None``.
+        shared: For a personal copy, the client whose model it stands beside.
+    """
+
+    def __init__(
+        self,
+        stacked: StackedClient,
+        half: Half,
+        tensors: Mapping[str, Tensor],
+        sample_weights: Tensor | None = None,
+        shared: StackedRow | None = None,
+    ) -> None:
+        self.stacked = stacked
+        self.module = stacked.module
+        self.half = half
+        self.tensors = tensors
+        self.sample_weights = sample_weights
+        self.shared = shared
+        prefix = "" if shared is None else PERSONAL
+        self.weights = {name: tensors[f"{prefix}{name}"] for name in stacked.parameters}
+        self.buffers = {name: tensors[f"{prefix}{name}"] for name in stacked.buffers}
+        self.own = {name: tensors[f"{OWN}{name}"] for name in stacked.own}
+        mode, known = stacked.mode, (stacked.parameters, stacked.memory)
+        self.anchor = Part(tensors, ANCHOR, known[0]) if mode.anchored else None
+        self.memory = Part(tensors, MEMORY, known[1]) if mode.remembers else None
+        self._calls: Calls = []
+
+    @property
+    def num_samples(self) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        return self.tensors["num_samples"]
+
+    @property
+    def mean_samples(self) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        return self.tensors["mean_samples"]
+
+    @property
+    def seen(self) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        return self.tensors["seen"]
+
+    @property
+    def num_steps(self) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        return self.tensors["num_steps"]
+
+    def task_loss(self, batch: Any) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        return self._loss_at(self.state(), batch)
+
+    def task_loss_at(
+        self,
+        weights: Mapping[str, Tensor],
+        batch: Any,
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        held = self.buffers if buffers is None else buffers
+        return self._loss_at({**weights, **held}, batch)
+
+    def task_loss_and_logits(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """See :class:`~pflight.half.LocalClient`."""
+        with noting_calls(self.module) as self._calls:
+            loss = self.task_loss(batch)
+        return loss, logits_of(self._calls)
+
+    def logits_with(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        return call_again(self.module, tensors, self._calls)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        if self.sample_weights is None:
+            return values.sum() / len(values)
+        of_samples = values.flatten(1).sum(1) if values.dim() > 1 else values
+        return (of_samples * self.sample_weights.to(of_samples.dtype)).sum()
+
+    def state(self) -> dict[str, Tensor]:
+        """See :class:`~pflight.half.LocalClient`."""
+        return {**self.weights, **self.buffers}
+
+    def _loss_at(self, tensors: Mapping[str, Tensor], batch: Any) -> Tensor:
+        if self.sample_weights is None:
+            return self.stacked.call("loss", dict(tensors), batch)
+        return self.mean(self.stacked.call("sample_losses", dict(tensors), batch))
+
+
+class Part(Mapping[str, Tensor]):
+    """Those of a client's tensors whose names begin alike, by the rest of their names."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], prefix: str, names: Any) -> None:
+        self._tensors = tensors
+        self._prefix = prefix
+        self._names = names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[f"{self._prefix}{name}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _attention_on(device: torch.device) -> AbstractContextManager[None]:
+    """Return where attention is computed from products of matrices, which can be stacked.
+
+    On a CPU, the kernel that PyTorch would choose has no batching rule, and runs once for each
+    client.
+    """
+    return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
+
+
+def _copy(stack: Tensor) -> Tensor:
+    """Copy a stack with its strides: rows may be the same memory, and are then only read."""
+    return stack[:1].clone().expand_as(stack) if stack.stride(0) == 0 else stack.clone()
+
+
+class _Method(nn.Module):
+    """Calls a method of a module as its forward pass, as ``functional_call`` needs it."""
+
+    def __init__(self, module: LightningModule, method: str) -> None:
+        super().__init__()
+        self.module = module
+        self.method = method
+
+    def forward(self, *args: Any) -> Any:
+        return getattr(self.module, self.method)(*args)
+
+
+class _NoTrainer:
+    """Stands where a module looks for its trainer, and has nothing."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # it is being copied
+            raise AttributeError(name)
+        raise RuntimeError(f"it asks for trainer.{name}")
+
+
+def _no_logs(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError("it logs")

@@ -1,0 +1,137 @@
+"""A ready-made task: a network, and what its outputs mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .metrics import ClientMetrics, F1Average
+from .options import check_range
+
+Batch = tuple[Tensor, Tensor]
+OptimizerOf = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+def plain_sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Return SGD with step 0.01, what tasks train with by default."""
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+class Task(L.LightningModule):
+    """A network and what its outputs mean, as a LightningModule that trains alone as well.
+
+    A federation runs a task faster than any other LightningModule: it trains without what Lightning
+    does around a step, and clients are judged by their outputs, many clients at once. A subclass
+    defines :meth:`losses` and :meth:`measure`, and what they take; one with steps of its own trains
+    and is judged by these, as any LightningModule is.
+
+    Args:
+        network: Maps inputs ``[batch, ...]`` to outputs ``[batch, ...]``.
+        optimizer: Builds the optimizer from the trainable parameters, anew at every participation.
+        gradient_clip_val: Clip this client's gradients at this value (``None``: no clipping). The
+            Trainer's option of the same name can't do it, because the Trainer sees the server only.
+        gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    Attributes:
+        higher_is_better: Of what :meth:`measure` gives, by name.
+    """
+
+    higher_is_better: Mapping[str, bool] = {}
+
+    def __init__(
+        self,
+        network: nn.Module,
+        optimizer: OptimizerOf = plain_sgd,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: Literal["norm", "value"] = "norm",
+    ) -> None:
+        super().__init__()
+        check_range(self, "(0, inf)", gradient_clip_val=gradient_clip_val)
+        self.network = network
+        self.optimizer = optimizer
+        self.gradient_clip_val = gradient_clip_val
+        self.gradient_clip_algorithm = gradient_clip_algorithm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the network's outputs ``[batch, ...]`` for a batch of inputs."""
+        return self.network(x)
+
+    # What the outputs mean
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return each sample's loss ``[n]``, for outputs ``[n, ...]`` and targets ``[n, ...]``."""
+        raise NotImplementedError(f"{type(self).__name__} does not define losses()")
+
+    def measure(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
+        """Return by name what one client is judged by, besides its mean loss: scalars, or NaN."""
+        raise NotImplementedError(f"{type(self).__name__} does not define measure()")
+
+    def check_targets(self, targets: Tensor) -> None:
+        """Raise unless targets ``[n, ...]`` are such as :meth:`losses` takes.
+
+        Raises:
+            ValueError: Saying what is wrong with "its targets".
+        """
+
+    def check_outputs(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raise unless outputs and targets are such as :meth:`measure` takes.
+
+        Raises:
+            ValueError: Saying what is wrong with "its model" or "its targets".
+        """
+
+    def client_metrics(self, num_clients: int, f1_average: F1Average) -> ClientMetrics | None:
+        """Return what counts for all clients at once, where that replaces :meth:`measure`."""
+        return None
+
+    # What trains on them
+
+    def sample_losses(self, batch: Batch) -> Tensor:
+        """Return the losses ``[n]`` of a batch's samples, whose mean is :meth:`loss`."""
+        x, y = batch
+        return self.losses(self(x), y)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the scalar that this task minimises on a batch: the mean of its losses."""
+        return self.sample_losses(batch).mean()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the loss of a batch and log it as ``train/loss``."""
+        loss = self.loss(batch)
+        self.log("train/loss", loss.detach(), batch_size=len(batch[1]))
+        return loss
+
+    def predict_step(self, batch: Batch | Tensor, batch_idx: int = 0) -> Tensor:
+        """Return the outputs ``[batch, ...]`` of a batch, with or without targets."""
+        return self(batch if isinstance(batch, Tensor) else batch[0])
+
+    def configure_optimizers(self) -> Optimizer:
+        """Build the optimizer over the trainable parameters."""
+        return self.optimizer([p for p in self.parameters() if p.requires_grad])
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip at the task's own value, or at the Trainer's when it trains alone under one."""
+        if self.gradient_clip_val is None:
+            super().configure_gradient_clipping(
+                optimizer, gradient_clip_val, gradient_clip_algorithm
+            )
+        else:
+            self.clip_gradients(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
+
+
+def trains_as_a_task(module: Any) -> bool:
+    """Return whether a module trains by a task's own training step."""
+    return isinstance(module, Task) and type(module).training_step is Task.training_step
