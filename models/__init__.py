@@ -2,7 +2,13 @@
 
 from .apfl import APFLClient
 from .client import Batch, ClientModule
-from .convolutional import (
+from .client_halves import is_half
+from .corrected import CorrectedClient
+from .ditto import DittoClient
+from .elastic import ElasticClient
+from .feddane import DaneClient
+from .fedrep import FedRepClient
+from .networks.convolutional import (
     FEMNISTCNN,
     CelebACNN,
     FedBNCNN,
@@ -11,25 +17,12 @@ from .convolutional import (
     McMahanCNN,
     PFedHNCNN,
 )
-from .corrected import CorrectedClient
-from .ditto import DittoClient
-from .elastic import ElasticClient
-from .feddane import DaneClient
-from .fedrep import FedRepClient
-from .networks import MLP, LogisticRegression
+from .networks.dense import MLP, LogisticRegression
+from .networks.resnet import ResNet18
 from .per_fedavg import PerFedAvgClient
-from .personal import RelocatedClient
 from .pfedme import PFedMeClient
 from .proximal import ProximalClient
-from .resnet import ResNet18
 from .scaffold import ScaffoldClient
-
-
-def is_half(client: ClientModule) -> bool:
-    """Return whether a client module is a client half of an algorithm itself."""
-    halves = CorrectedClient, ElasticClient, FedRepClient, ProximalClient, RelocatedClient
-    return isinstance(client, halves)
-
 
 __all__ = [
     "FEMNISTCNN",

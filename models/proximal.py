@@ -38,6 +38,8 @@ class ProximalClient(ClientModule):
     """
 
     averages_samples: ClassVar[bool] = True
+    fedavg_name: ClassVar[str] = "FedProx"
+    """What FedAvg is called with this client."""
 
     def __init__(
         self,

@@ -10,10 +10,10 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 
 from .checkpoint import AtomicCheckpointIO
-from .datamodules import FederatedDataModule
+from .data_module import FederatedDataModule
 from .errors import ConfigurationError
 from .memory import ClientMemory, MappedMemory
-from .models import ClientModule
+from .models.client import ClientModule
 from .options import described, differing, whole
 
 _IGNORED = ("validation_step", "test_step", "predict_step")  # of a client's methods

@@ -29,27 +29,24 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from . import __version__, datamodules, models
-from .callbacks import (
-    FederationProgressBar,
-    PredictionWriter,
-    ResultTable,
-    ServerCallback,
-    TensorBoardReport,
-    pictures,
-)
-from .callbacks.tensorboard import Primitive
+# The packages of what is imported here import their classes, which are then known by short names.
+from .callbacks.monitors.progress import FederationProgressBar
+from .callbacks.monitors.report import PredictionWriter, ResultTable
+from .callbacks.monitors.tensorboard import Primitive, TensorBoardReport
 from .checkpoint import read_checkpoint
 from .checks import check_strategy
 from .config_files import check_config_file
 from .errors import ClientError, ConfigurationError
 from .federation import Federation
 from .files import causes, full_disk
+from .models.client import ClientModule
 from .parser import FederationParser, refusal
 from .runs import RunFolder
+from .server_callback import ServerCallback
 from .signals import SaveWhenStopped, StopBetweenRounds
+from .version import __version__
 
-__all__ = ["FederationCLI", "datamodules", "main", "models", "pictures"]
+__all__ = ["FederationCLI", "main"]
 
 _EPILOG = (
     "Options of the federation: --model.help Federation; of its parts, for example: "
@@ -326,7 +323,7 @@ class FederationCLI(LightningCLI):
         federation = self.model
         if not isinstance(federation, Federation):
             return [last]
-        if not isinstance(federation.client, models.ClientModule):  # whose metrics are its own
+        if not isinstance(federation.client, ClientModule):  # whose metrics are its own
             return [last]
         return [RunCheckpoint(filename="best", monitor=_MONITOR, mode="max", **always), last]
 

@@ -8,13 +8,13 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from .callbacks.server import ServerCallback
 from .distributed import owned
-from .engines import Evaluation
+from .engines.updates import Evaluation
 from .errors import ConfigurationError
 from .metrics import ClientMetrics, ClientValues, LoggedMetrics
-from .models import ClientModule
+from .models.client import ClientModule
 from .randomness import Purpose
+from .server_callback import ServerCallback
 
 if TYPE_CHECKING:
     from .federation import Federation

@@ -636,7 +636,7 @@ class TestEvaluation:
         def broken(*args: object) -> None:
             raise RuntimeError("no")
 
-        monkeypatch.setattr("pflight.callbacks.report.csv.writer", broken)
+        monkeypatch.setattr("pflight.callbacks.monitors.report.csv.writer", broken)
         with pytest.raises(RuntimeError, match="no"):
             pflight("predict", "--data.num_clients=6")
         assert {path: now for path, now in contents("run").items() if path.is_file()} == {

@@ -16,10 +16,10 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from torch import Tensor
 
-from pflight.datamodules import FederatedDataModule
+from pflight.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError
 from pflight.half import Half
-from pflight.models import ClientModule
+from pflight.models.client import ClientModule
 from pflight.state import StateLayout
 
 from .allocator import keep_freed_memory

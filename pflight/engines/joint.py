@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
-from pflight.models import Batch, ClientModule
+from pflight.models.client import Batch, ClientModule
 from pflight.state import StateLayout, StateModule, other_places, state_tensors
 
 from .embeddings import CheckedEmbeddings

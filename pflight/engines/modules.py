@@ -14,11 +14,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from pflight.datamodules import Split, Visit
 from pflight.errors import ConfigurationError
 from pflight.half import OWN, PERSONAL, Half, Phase
+from pflight.loaders import Split, Visit
 from pflight.metrics import ClientValues
-from pflight.models import ClientModule
+from pflight.models.client import ClientModule
 
 from .local import SCALARS, AloneClient, Copies, Stream, phase_of, resting
 from .sequential import GRADIENT_BATCH, ONE_THREAD, SequentialEngine

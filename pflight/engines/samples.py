@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pflight.datamodules import FederatedDataModule, Split
+from pflight.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError
-from pflight.models import Batch
+from pflight.loaders import Split
+from pflight.models.client import Batch
 
 from .updates import STOPS, ClientFailure
 

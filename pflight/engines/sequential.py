@@ -18,10 +18,11 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import LBFGS
 
-from pflight.datamodules import FederatedDataModule, Split
+from pflight.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError
 from pflight.history import Logs, merge_logs
-from pflight.models import Batch, ClientModule
+from pflight.loaders import Split
+from pflight.models.client import Batch, ClientModule
 from pflight.options import check_optimizer
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
 from pflight.state import StateLayout, StateModule, entries, rows, state_tensors

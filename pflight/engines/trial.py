@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pflight.models import Batch, ClientModule
+from pflight.models.client import Batch, ClientModule
 from pflight.randomness import isolated
 from pflight.state import StateLayout, state_tensors
 

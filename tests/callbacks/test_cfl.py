@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam
 
 from pflight.callbacks import FedAvg, FedCluster, Local
-from pflight.clustering import bipartition
+from pflight.callbacks.methods.clustering import bipartition
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.models import ClientModule

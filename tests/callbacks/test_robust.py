@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pflight.callbacks import FedAvg, Robust
-from pflight.clustering import TrimmedMean, trimmed_kmeans
+from pflight.callbacks.methods.clustering import TrimmedMean, trimmed_kmeans
 from pflight.datamodules import TensorClients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError

@@ -25,7 +25,7 @@ from pflight.datamodules import (
     Natural,
     Omniglot,
 )
-from pflight.datamodules.idx import read_idx
+from pflight.datamodules.sources.idx import read_idx
 from pflight.errors import ConfigurationError
 
 

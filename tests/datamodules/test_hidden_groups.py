@@ -13,9 +13,9 @@ from torch import Tensor
 
 from pflight.callbacks import FedAvg
 from pflight.datamodules import IID, Centralized, Digits, FederatedDataModule, TensorClients
-from pflight.datamodules.federated import SPLITS
-from pflight.datamodules.hidden_groups import HiddenGroups
+from pflight.datamodules.partitions.known_clusters import HiddenGroups
 from pflight.errors import ConfigurationError
+from pflight.loaders import SPLITS
 from tests.runs import CLASSES, linear_client, run, small_data
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from pflight.datamodules import IID, Natural
-from pflight.datamodules.leaf import LeafCelebA, LeafFEMNIST
+from pflight.datamodules.sources.leaf import LeafCelebA, LeafFEMNIST
 from pflight.errors import ConfigurationError
 
 SPLITS = ("train", "val", "test")
@@ -132,7 +132,7 @@ def test_the_cache_may_be_elsewhere_and_is_used_again(femnist, tmp_path_factory,
     elsewhere = tmp_path_factory.mktemp("cache")
     opened(femnist, cache_dir=str(elsewhere))
     assert not (femnist / "cache").exists()
-    monkeypatch.setattr("pflight.datamodules.leaf.people", None)
+    monkeypatch.setattr("pflight.datamodules.sources.leaf.people", None)
     same(opened(femnist, cache_dir=str(elsewhere), val_fraction=0), 1, TRAIN["f0001"], "train")
 
 

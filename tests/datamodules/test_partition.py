@@ -6,8 +6,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pflight.datamodules.dealing import largest_remainder, stratified_splits
-from pflight.datamodules.partition import (
+from pflight.datamodules.partitions.dealing import largest_remainder, stratified_splits
+from pflight.datamodules.partitions.partition import (
     IID,
     ClassesPerClient,
     ClassShards,
