@@ -4,7 +4,7 @@ from pflight.fedavg import FedAvg
 from pflight.server_callback import ServerCallback
 
 from .methods.apfl import APFL
-from .methods.cfl import FedCluster
+from .methods.cfl import CFL
 from .methods.ditto import Ditto
 from .methods.fedala import FedALA
 from .methods.feddane import FedDANE
@@ -13,7 +13,7 @@ from .methods.fedfomo import FedFomo
 from .methods.fedprox import FedProx
 from .methods.fedsgd import FedSGD
 from .methods.fesem import FeSEM
-from .methods.ifca import HypoCluster
+from .methods.ifca import IFCA
 from .methods.l2gd import L2GD
 from .methods.local import Local
 from .methods.per_fedavg import PerFedAvg
@@ -24,7 +24,7 @@ from .methods.reptile import Reptile
 from .methods.scaffold import SCAFFOLD
 from .methods.selection import ClusterSelection, select_num_clusters
 from .methods.shared_part import FedRep, SharedPart
-from .methods.trimmed_kmeans import Robust
+from .methods.trimmed_kmeans import TrimmedKMeans
 from .monitors.pictures.clusters import ClusterPlot
 from .monitors.pictures.convergence import ConvergencePlot, convergence_figure
 from .monitors.pictures.embedding import EmbeddingTrajectory
@@ -34,8 +34,14 @@ from .monitors.progress import FederationProgressBar
 from .monitors.report import PredictionWriter, ResultTable
 from .monitors.tensorboard import TensorBoardReport
 
+FedCluster = CFL  # the names of the first edition
+HypoCluster = IFCA
+Robust = TrimmedKMeans
+
 __all__ = [
     "APFL",
+    "CFL",
+    "IFCA",
     "L2GD",
     "SCAFFOLD",
     "AggregationWeights",
@@ -69,6 +75,7 @@ __all__ = [
     "ServerCallback",
     "SharedPart",
     "TensorBoardReport",
+    "TrimmedKMeans",
     "convergence_figure",
     "select_num_clusters",
 ]

@@ -7,15 +7,15 @@ from pflight.loaders import IndexedSamples, Split, Visit
 from .crop_and_flip import CropAndFlip
 from .datasets import DatasetClients
 from .partitions.held_out import HeldOut
-from .partitions.known_clusters import HiddenGroups
+from .partitions.known_clusters import KnownClusters
 from .partitions.partition import (
     IID,
+    ByUser,
     ClassesPerClient,
     ClassShards,
     ConsecutiveClasses,
     Dirichlet,
     DominantClasses,
-    Natural,
     Partition,
 )
 from .partitions.partitioned import PartitionedDataModule
@@ -30,12 +30,16 @@ from .sources.omniglot import Omniglot
 from .sources.synthetic import ClusteredSynthetic, Synthetic
 from .tensors import TensorClients
 
+HiddenGroups = KnownClusters  # the names of the first edition
+Natural = ByUser
+
 __all__ = [
     "CIFAR10",
     "CIFAR100",
     "EMNIST",
     "IID",
     "Augmentation",
+    "ByUser",
     "CIFARDataModule",
     "Centralized",
     "ClassShards",
@@ -54,6 +58,7 @@ __all__ = [
     "HiddenGroups",
     "ImageDataModule",
     "IndexedSamples",
+    "KnownClusters",
     "LabelledImages",
     "LeafCelebA",
     "LeafDataModule",

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .loaders import Split
 from .palette import COLORS
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ _MOST_NAMED = 60
 _MOST_BARS = 200
 
 
-def partition_table(title: Sequence[str], sizes: Mapping[str, Tensor], classes: Tensor) -> str:
+def partition_table(title: Sequence[str], sizes: Mapping[Split, Tensor], classes: Tensor) -> str:
     """Return a table of the clients' sample counts and classes.
 
     Args:

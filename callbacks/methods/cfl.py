@@ -1,4 +1,4 @@
-"""CFL (FedCluster): clusters of clients are split in two where their updates disagree."""
+"""CFL: clusters of clients are split in two where their updates disagree."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Split(NamedTuple):
 
 
 @checked
-class FedCluster(MultiCenter):
-    r"""Clustered federated learning (Sattler et al. 2021); FedCluster, CFL.
+class CFL(MultiCenter):
+    r"""Clustered federated learning (Sattler et al. 2021); CFL, FedCluster.
 
     All clients begin as one cluster. A round is FedAvg inside each cluster :math:`c`, with the
     updates :math:`\Delta_i = \theta_i - \theta_c` of the clients that answered. A cluster where
@@ -83,7 +83,7 @@ class FedCluster(MultiCenter):
         ConfigurationError: If an option is out of range.
 
     Example:
-        >>> FedCluster(eps1=0.4, eps2=1.6).linkage
+        >>> CFL(eps1=0.4, eps2=1.6).linkage
         'single'
 
     References:
@@ -92,7 +92,7 @@ class FedCluster(MultiCenter):
         https://arxiv.org/abs/1910.01991.
     """
 
-    algorithm_name = "CFL (FedCluster)"
+    algorithm_name = "CFL"
     tag = "cfl"
 
     def __init__(

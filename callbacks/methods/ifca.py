@@ -1,4 +1,4 @@
-"""HypoCluster (IFCA): each client chooses the server model with the lowest training loss."""
+"""IFCA: each client chooses the server model with the lowest training loss."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _NONE = Layers()
 
 
 @checked
-class HypoCluster(MultiCenter):
-    r"""Hypothesis-based clustering (Mansour et al. 2020), the same as IFCA (Ghosh et al. 2020).
+class IFCA(MultiCenter):
+    r"""IFCA (Ghosh et al. 2020), the same as hypothesis-based clustering (Mansour et al. 2020).
 
     The server keeps K models :math:`\theta_k` and sends them all. Client i chooses the one with the
     lowest loss over all its training samples, in evaluation mode,
@@ -61,7 +61,7 @@ class HypoCluster(MultiCenter):
         ConfigurationError: If an option is out of range, or equal weights leave nothing to shuffle.
 
     Example:
-        >>> HypoCluster(num_clusters=3).weighting
+        >>> IFCA(num_clusters=3).weighting
         'samples'
 
     References:
@@ -71,7 +71,7 @@ class HypoCluster(MultiCenter):
         https://arxiv.org/abs/2006.04088.
     """
 
-    algorithm_name = "HypoCluster (IFCA)"
+    algorithm_name = "IFCA"
     tag = "hypocluster"
 
     def __init__(
@@ -112,7 +112,7 @@ class HypoCluster(MultiCenter):
             own = server.tensors(k, first)
             if shuffled and all(torch.equal(value, first[name]) for name, value in own.items()):
                 raise ConfigurationError(
-                    "HypoCluster: shuffled weights are no other model, as in each tensor all are "
+                    "IFCA: shuffled weights are no other model, as in each tensor all are "
                     "equal: give centers, or group_rounds of 1 or more"
                 )
 

@@ -88,7 +88,7 @@ class SharedPart(FedAvg):
         if (private, shared) == ([], ["last"]):
             return "LG-FedAvg"
         if (private, shared) == (["types"], []) and self.private_layers is not None:
-            types = self.private_layers.types
+            types: Any = self.private_layers.types
             kinds = types if isinstance(types, list | tuple) else [types]
             if all(issubclass(kind, nn.modules.batchnorm._BatchNorm) for kind in kinds):
                 return "FedBN"

@@ -19,7 +19,7 @@ from .multi_center import MultiCenter
 
 
 @checked
-class Robust(MultiCenter):
+class TrimmedKMeans(MultiCenter):
     r"""Robust federated learning by trimmed k-means (Ghosh et al. 2019), which outliers don't move.
 
     In three stages:
@@ -58,7 +58,7 @@ class Robust(MultiCenter):
         ConfigurationError: If an option is out of range, or there are more clusters than clients.
 
     Example:
-        >>> Robust(num_clusters=2, estimate="median").beta
+        >>> TrimmedKMeans(num_clusters=2, estimate="median").beta
         0.2
 
     References:
@@ -66,7 +66,7 @@ class Robust(MultiCenter):
         2019, https://arxiv.org/abs/1906.06629.
     """
 
-    algorithm_name = "Robust(TKM)"
+    algorithm_name = "TrimmedKMeans"
     tag = "robust"
 
     def __init__(

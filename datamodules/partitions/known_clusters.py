@@ -19,7 +19,7 @@ Difference = Literal["labels", "rotation", "features"]
 
 
 @checked
-class HiddenGroups(FederatedDataModule):
+class KnownClusters(FederatedDataModule):
     """Other data whose clients fall into clusters that see them differently.
 
     Each client belongs to one cluster, drawn at random; the clusters' sizes differ by at most one.
@@ -51,7 +51,7 @@ class HiddenGroups(FederatedDataModule):
     Example:
         >>> from pflight.datamodules import TensorClients
         >>> pairs = [(torch.eye(3), torch.arange(3))] * 4
-        >>> data = HiddenGroups(TensorClients(pairs, num_classes=3), num_clusters=2)
+        >>> data = KnownClusters(TensorClients(pairs, num_classes=3), num_clusters=2)
         >>> data.setup()
         >>> [(int(data.clusters[i]), data.labels(i, "train").tolist()) for i in range(4)]
         [(0, [0, 1, 2]), (1, [1, 2, 0]), (1, [1, 2, 0]), (0, [0, 1, 2])]

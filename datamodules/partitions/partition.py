@@ -415,13 +415,13 @@ class ConsecutiveClasses(Partition):
 
 
 @dataclass(frozen=True)
-class Natural(Partition):
+class ByUser(Partition):
     """One client for each person who made samples: a writer, a drawer, a user.
 
     With ``num_clients`` fewer than there are people, so many are drawn at random.
 
     Example:
-        >>> Natural().split(np.zeros(4, int), None, seed=0, groups=np.array([7, 3, 7, 3]))
+        >>> ByUser().split(np.zeros(4, int), None, seed=0, groups=np.array([7, 3, 7, 3]))
         [array([1, 3]), array([0, 2])]
     """
 
@@ -431,7 +431,7 @@ class Natural(Partition):
         """See :meth:`Partition.split`."""
         if groups is None:
             raise ConfigurationError(
-                "partition Natural() needs to know who made each sample, and these data don't say"
+                "partition ByUser() needs to know who made each sample, and these data don't say"
             )
         people, owner = np.unique(groups, return_inverse=True)
         num_clients = len(people) if num_clients is None else num_clients

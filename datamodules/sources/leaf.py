@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pflight.datamodules.partitions.dealing import Bools, Ints
-from pflight.datamodules.partitions.partition import Natural, Partition
+from pflight.datamodules.partitions.partition import ByUser, Partition
 from pflight.datamodules.partitions.partitioned import PartitionedDataModule
 from pflight.datamodules.partitions.samples import Samples
 from pflight.errors import ConfigurationError
@@ -84,7 +84,7 @@ class LeafDataModule(PartitionedDataModule):
         cache_dir: str | None = None,
         min_samples: int = 1,
         dedupe_first: bool = False,
-        partition: Partition = Natural(),  # noqa: B008 (a frozen value object)
+        partition: Partition = ByUser(),  # noqa: B008 (a frozen value object)
         num_clients: int | None = None,
         official_test: bool | None = None,
         **kwargs: Any,
@@ -108,9 +108,9 @@ class LeafDataModule(PartitionedDataModule):
     def users(self) -> list[str]:
         """Names of the clients' people, in order of the clients' ids."""
         groups = self._held().groups
-        if groups is None or not isinstance(self.partition, Natural):
+        if groups is None or not isinstance(self.partition, ByUser):
             raise ConfigurationError(
-                f"clients are users with partition Natural() only, not with {self.partition}"
+                f"clients are users with partition ByUser() only, not with {self.partition}"
             )
         first = [
             torch.cat([self._indices[split][client] for split in SPLITS])[0]
@@ -134,7 +134,7 @@ class LeafDataModule(PartitionedDataModule):
         has_enough = np.bincount(samples.groups, minlength=1) >= self.min_samples
         if not has_enough.all():
             samples = samples.where(has_enough[samples.groups])
-        wanted = getattr(self, "num_clients", 1) if isinstance(self.partition, Natural) else 1
+        wanted = getattr(self, "num_clients", 1) if isinstance(self.partition, ByUser) else 1
         if has_enough.sum() < wanted:
             raise ConfigurationError(
                 f"{has_enough.sum()} people in {self.root} have {self.min_samples} of the wanted "

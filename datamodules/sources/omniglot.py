@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pflight.datamodules.partitions.partition import Natural, Partition
+from pflight.datamodules.partitions.partition import ByUser, Partition
 from pflight.datamodules.partitions.partitioned import PartitionedDataModule
 from pflight.datamodules.partitions.samples import Samples
 from pflight.errors import ConfigurationError
@@ -38,7 +38,7 @@ class Omniglot(PartitionedDataModule):
 
     Images are read straight from the zip archives and kept as bytes; strokes are 1 on a ground of
     0: features are float32 ``[n, 1, image_size, image_size]`` in [0, 1]. An image that is in two
-    archives counts once. With ``Natural()`` each drawer is a client. As a person has drawn each
+    archives counts once. With ``ByUser()`` each drawer is a client. As a person has drawn each
     character only once, the characters in a drawer's test samples are ones that this drawer does
     not train on, but others do.
 
@@ -65,7 +65,7 @@ class Omniglot(PartitionedDataModule):
         archives: list[str] | None = None,
         target: Literal["character", "alphabet"] = "character",
         image_size: int = 28,
-        partition: Partition = Natural(),  # noqa: B008 (a frozen value object)
+        partition: Partition = ByUser(),  # noqa: B008 (a frozen value object)
         num_clients: int | None = None,
         val_fraction: float = 0.1,
         test_fraction: float = 0.2,

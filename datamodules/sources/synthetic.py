@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from pflight.datamodules.partitions.dealing import Ints
-from pflight.datamodules.partitions.known_clusters import Difference, HiddenGroups
-from pflight.datamodules.partitions.partition import Natural
+from pflight.datamodules.partitions.known_clusters import Difference, KnownClusters
+from pflight.datamodules.partitions.partition import ByUser
 from pflight.datamodules.partitions.partitioned import PartitionedDataModule
 from pflight.datamodules.partitions.samples import Samples
 from pflight.errors import ConfigurationError
@@ -128,7 +128,7 @@ class Synthetic(_Generated):
     ) -> None:
         super().__init__(
             num_classes=num_classes,
-            partition=Natural(),
+            partition=ByUser(),
             num_clients=num_clients,
             val_fraction=val_fraction,
             test_fraction=test_fraction,
@@ -192,7 +192,7 @@ class _Blobs(_Generated):
     def __init__(
         self, samples_per_client: int, num_features: int, spread: float, **kwargs: Any
     ) -> None:
-        super().__init__(partition=Natural(), **kwargs)
+        super().__init__(partition=ByUser(), **kwargs)
         self.samples_per_client = self.least = samples_per_client
         self.num_features = num_features
         self.spread = spread
@@ -207,14 +207,14 @@ class _Blobs(_Generated):
 
 
 @checked
-class ClusteredSynthetic(HiddenGroups):
+class ClusteredSynthetic(KnownClusters):
     """Clients of known clusters, whose data differ in one chosen way.
 
     Class ``c`` is a normal cloud ``N(m_c, spread² I)`` around a point ``m_c ~ N(0, I)``. Each
     client has all classes in equal amounts, to within one sample, and sees them as its cluster
-    does: :class:`HiddenGroups` says how clusters differ. The fewer features there are, the less can
-    one model be right for all clusters: with ``num_classes + num_clusters - 2`` of them, a linear
-    one can leave the offsets of ``features`` out.
+    does: :class:`KnownClusters` says how clusters differ. The fewer features there are, the less
+    can one model be right for all clusters: with ``num_classes + num_clusters - 2`` of them, a
+    linear one can leave the offsets of ``features`` out.
 
     Args:
         num_clusters: Number of clusters.

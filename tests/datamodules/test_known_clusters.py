@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pflight.callbacks import FedAvg
 from pflight.datamodules import IID, Centralized, Digits, FederatedDataModule, TensorClients
-from pflight.datamodules.partitions.known_clusters import HiddenGroups
+from pflight.datamodules.partitions.known_clusters import KnownClusters
 from pflight.errors import ConfigurationError
 from pflight.loaders import SPLITS
 from tests.runs import CLASSES, linear_client, run, small_data
@@ -29,13 +29,13 @@ def images(height: int = 5, width: int = 5, num_clients: int = 8) -> TensorClien
     return TensorClients([(x, torch.tensor([0, 1]))] * num_clients, num_classes=2)
 
 
-def grouped(data: FederatedDataModule, *arguments, **options) -> HiddenGroups:
-    groups = HiddenGroups(data, *arguments, **options)
+def grouped(data: FederatedDataModule, *arguments, **options) -> KnownClusters:
+    groups = KnownClusters(data, *arguments, **options)
     groups.setup()
     return groups
 
 
-def changes(groups: HiddenGroups) -> list[tuple[Tensor, Tensor, int]]:
+def changes(groups: KnownClusters) -> list[tuple[Tensor, Tensor, int]]:
     """Return training features before and after, and the cluster, of each client."""
     return [
         (
@@ -168,20 +168,20 @@ def test_fetching_and_filling_are_left_to_the_wrapped_data():
             self.fetched = True
 
     data = Fetched([(torch.eye(3), torch.arange(3))], num_classes=3)
-    groups = HiddenGroups(data, 1)
+    groups = KnownClusters(data, 1)
     groups.prepare_data()
     assert data.fetched
     assert groups.fill == -1
 
 
 def test_a_federation_trains_and_is_tested_on_it():
-    groups = HiddenGroups(vectors(), 2, cohort_size=4)
+    groups = KnownClusters(vectors(), 2, cohort_size=4)
     federation = run(linear_client(), groups, FedAvg(), rounds=2)
     assert [len(entry.clients) for entry in federation.history] == [4, 4]
 
 
 def test_one_model_can_see_all_of_it():
-    data = Centralized(HiddenGroups(vectors(), 3, "rotation"))
+    data = Centralized(KnownClusters(vectors(), 3, "rotation"))
     data.setup()
     seen = torch.cat([x for x, _ in data.train_dataloader()])
     held = torch.cat([data.data.samples(client, "train")[0] for client in range(8)])
@@ -190,7 +190,7 @@ def test_one_model_can_see_all_of_it():
 
 def test_reading_before_setup_says_so():
     with pytest.raises(ConfigurationError, match="setup"):
-        HiddenGroups(Digits()).samples(0, "train")
+        KnownClusters(Digits()).samples(0, "train")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_reading_before_setup_says_so():
 )
 def test_bad_options(options, message):
     with pytest.raises(ConfigurationError, match=message):
-        HiddenGroups(vectors(), **options)
+        KnownClusters(vectors(), **options)
 
 
 WORDS = TensorClients(
@@ -224,7 +224,7 @@ WORDS = TensorClients(
 )
 def test_data_that_do_not_allow_the_difference(data, num_clusters, difference, message):
     with pytest.raises(ConfigurationError, match=message):
-        HiddenGroups(data, num_clusters, difference).setup()
+        KnownClusters(data, num_clusters, difference).setup()
 
 
 def test_words_can_have_other_labels():
@@ -236,7 +236,7 @@ def test_it_comes_from_a_config():
     parser.add_subclass_arguments(FederatedDataModule, "data")
     wrapped = ["--data.data=Digits", "--data.data.partition=IID", "--data.data.num_clients=7"]
     config = parser.parse_args(
-        ["--data=HiddenGroups", *wrapped, "--data.difference=rotation", "--data.cohort_size=5"]
+        ["--data=KnownClusters", *wrapped, "--data.difference=rotation", "--data.cohort_size=5"]
     )
     text = parser.dump(config)
     assert parser.dump(parser.parse_string(text)) == text

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pflight.callbacks import FedAvg, Robust
+from pflight.callbacks import FedAvg, TrimmedKMeans
 from pflight.callbacks.methods.clustering import TrimmedMean, trimmed_kmeans
 from pflight.datamodules import TensorClients
 from pflight.engines import ClientUpdates
@@ -113,7 +113,7 @@ class TestTrimmedKMeans:
 class TestRounds:
     @pytest.mark.parametrize("rounds", [1, 3])
     def test_c3(self, rounds: int) -> None:
-        callback = Robust(2, cluster_beta=0.2, beta=0.2)
+        callback = TrimmedKMeans(2, cluster_beta=0.2, beta=0.2)
         federation = run(target_client(), targets(*NEAR, *FAR), callback, rounds)
         near, far = callback.assignments[[0, 5]].tolist()
         assert callback.assignments.tolist() == [near] * 5 + [far] * 5
@@ -124,7 +124,7 @@ class TestRounds:
     def test_c3b(self) -> None:
         """From 0, a client that aims at -g has the gradient g."""
         data = targets(*(tuple(-g for g in gradient) for gradient in C3B))
-        callback = Robust(1, cluster_beta=0.2, init_epochs=1)
+        callback = TrimmedKMeans(1, cluster_beta=0.2, init_epochs=1)
         federation = run(quadratic_client(), data, callback)
         expected = [-0.1 * 3.2 / 3, -0.1 * 2.8 / 3]
         assert expected == pytest.approx([-0.1066667, -0.0933333], abs=1e-7)
@@ -132,13 +132,13 @@ class TestRounds:
 
     def test_several_rounds_with_some_of_the_clients(self) -> None:
         data = small_data(cohort_size=4, dtype=torch.float64)
-        callback = Robust(2, beta=0.34, init_epochs=2)
+        callback = TrimmedKMeans(2, beta=0.34, init_epochs=2)
         client = linear_client(double=True)
         first = run(client, data, callback)
         centers = [flat(state) for state in first.server_states()]
         assert first.history[0].clients == [0, 1, 2, 3, 4, 5]
         assignments = callback.assignments.tolist()
-        again = Robust(2, beta=0.34, init_epochs=2)
+        again = TrimmedKMeans(2, beta=0.34, init_epochs=2)
         federation = run(client, data, again, 5)
         clients = range(data.num_clients)
         world = reference.SoftmaxRegression([data.samples(i, "train") for i in clients], CLASSES)
@@ -160,7 +160,7 @@ class TestRounds:
     def test_stage_1_has_epochs_of_its_own(self) -> None:
         data = small_data(dtype=torch.float64)
         client = linear_client(double=True)
-        one = run(client, data, Robust(1, cluster_beta=0, init_epochs=3), local_steps=1)
+        one = run(client, data, TrimmedKMeans(1, cluster_beta=0, init_epochs=3), local_steps=1)
         other = run(client, data, FedAvg("uniform"), local_epochs=3)
         torch.testing.assert_close(
             one.server_states(), other.server_states(), rtol=1e-12, atol=1e-14
@@ -169,7 +169,7 @@ class TestRounds:
     def test_without_trimming_one_cluster_is_uniform_fedavg(self) -> None:
         data = small_data(dtype=torch.float64)
         client = batchnorm_client().double()
-        one = run(client, data, Robust(1, beta=0, cluster_beta=0, init_epochs=1), 4)
+        one = run(client, data, TrimmedKMeans(1, beta=0, cluster_beta=0, init_epochs=1), 4)
         other = run(client, data, FedAvg("uniform"), 4)
         torch.testing.assert_close(
             one.server_states(), other.server_states(), rtol=1e-12, atol=1e-14
@@ -186,13 +186,13 @@ class TestRounds:
         x, y = targets((1, 1)).samples(0, "train")
         honest = [targets((1 + i / 10, 1)).samples(0, "train") for i in range(5)]
         data = TensorClients([*honest, (x.repeat(2, 1), y.repeat(2))], num_classes=2)
-        callback = Robust(1, cluster_beta=0.2, **options)
+        callback = TrimmedKMeans(1, cluster_beta=0.2, **options)
         federation = run(target_client(Attacked), data, callback, 3)
         assert flat(federation.server_states()[0]) == pytest.approx([1.2, 1], abs=0.11)
 
     @pytest.mark.parametrize("trim", ["coordinate", "radius"])
     def test_buffers(self, trim: str) -> None:
-        class Recording(Robust):
+        class Recording(TrimmedKMeans):
             def receive(self, updates: ClientUpdates) -> None:
                 self.received = updates.states
                 super().receive(updates)
@@ -216,7 +216,7 @@ class TestWhoMissesStage1:
     def test_newcomers_go_to_the_nearest_center(self) -> None:
         groups = ((0, 0), (10, 10), (0.5, 0), (10.5, 10)) * 3
         data = targets(*groups, holdout_clients=0.34)
-        callback = Robust(2)
+        callback = TrimmedKMeans(2)
         federation = run(target_client(), data, callback, 2)
         others = [i for i in range(12) if i not in data.new_clients]
         for newcomer in data.new_clients.tolist():
@@ -226,12 +226,12 @@ class TestWhoMissesStage1:
 
     def test_they_begin_with_it_when_they_answer(self) -> None:
         data = small_data(dropout=0.5, dtype=torch.float64)
-        callback = Robust(2, init_epochs=2)
+        callback = TrimmedKMeans(2, init_epochs=2)
         federation = run(linear_client(double=True), data, callback, 1)
         missed = federation.history[0].failed
         assert missed
         assert (callback.assignments[missed] == -1).all()
-        callback = Robust(2, init_epochs=2)
+        callback = TrimmedKMeans(2, init_epochs=2)
         federation = run(linear_client(double=True), data, callback, 8)
         answered = {i for entry in federation.history for i in set(entry.clients) - {*entry.failed}}
         assert (callback.assignments >= 0).nonzero().flatten().tolist() == sorted(answered)
@@ -245,14 +245,14 @@ class TestWhoMissesStage1:
 
         x, y = targets((1, 1)).samples(0, "train")
         data = TensorClients([(x, y)] + [(x.repeat(2, 1), y.repeat(2))] * 2, num_classes=2)
-        callback = Robust(2)
+        callback = TrimmedKMeans(2)
         federation = run(target_client(Failing), data, callback, 2)
         assert [entry.clients for entry in federation.history] == [[0, 1, 2]] * 2
         assert callback.assignments.tolist() == [-1, -1, -1]
         assert flat(federation.client_state(0)).tolist() == [0, 0]
 
     def test_equal_models_fill_no_two_clusters(self) -> None:
-        callback = Robust(3)
+        callback = TrimmedKMeans(3)
         federation = run(target_client(), targets((1, 1), (1, 1), (1, 1), (5, 5)), callback, 3)
         for state in federation.server_states():
             assert flat(state).tolist() in ([1, 1], [5, 5])
@@ -273,5 +273,5 @@ class TestWhoMissesStage1:
     ],
 )
 def test_bad_options(options: dict, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"Robust: {message}"):
-        Robust(**options)
+    with pytest.raises(ConfigurationError, match=f"TrimmedKMeans: {message}"):
+        TrimmedKMeans(**options)

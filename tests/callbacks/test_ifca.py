@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pflight import Federation
-from pflight.callbacks import FedAvg, HypoCluster
+from pflight.callbacks import IFCA, FedAvg
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
@@ -80,7 +80,7 @@ def ifca(
 
 class TestRounds:
     def test_c2(self) -> None:
-        callback = HypoCluster(2, centers=C2)
+        callback = IFCA(2, centers=C2)
         federation = run(quadratic_client(), world_q(), callback)
         assert callback.assignments.tolist() == [0, 0, 1]
         first, second = (flat(state) for state in federation.server_states())
@@ -91,7 +91,7 @@ class TestRounds:
 
     def test_c2_losses(self) -> None:
         federation = Federation(quadratic_client())
-        quiet_trainer(1, HypoCluster(2, centers=C2)).validate(federation, world_q())
+        quiet_trainer(1, IFCA(2, centers=C2)).validate(federation, world_q())
         clients = torch.arange(3)
         for k, expected in enumerate([[1.5, 9.5, 10], [20.5, 27, 0.5]]):
             sent = federation.server.expand(k, federation.layout.names, 3)
@@ -100,7 +100,7 @@ class TestRounds:
 
     def test_several_rounds_with_some_of_the_clients(self) -> None:
         data = small_data(cohort_size=4, dtype=torch.float64)
-        callback = HypoCluster(3, centers=perturbed(3))
+        callback = IFCA(3, centers=perturbed(3))
         federation = run(linear_client(double=True), data, callback, 5, local_epochs=2)
         cohorts = [entry.clients for entry in federation.history]
         starts = [flat(center) for center in perturbed(3)]
@@ -114,7 +114,7 @@ class TestRounds:
 
     def test_divided_by_the_cohort_it_averages_gradients(self) -> None:
         """Of three clients, whose gradients are (-1, 2) and (-6, -1), and (0, -1)."""
-        callback = HypoCluster(2, centers=C2, weighting="uniform", divide_by="cohort")
+        callback = IFCA(2, centers=C2, weighting="uniform", divide_by="cohort")
         federation = run(quadratic_client(), world_q(), callback)
         first, second = (flat(state) for state in federation.server_states())
         assert first == pytest.approx([0.7 / 3, -0.1 / 3], abs=1e-12)
@@ -129,7 +129,7 @@ class TestRounds:
         client, data = batchnorm_client().double(), small_data(dtype=torch.float64)
         layers, head = Layers(first=2), {"network.3.weight", "network.3.bias"}
         options = {"group_rounds": group_rounds, "divide_by": divide_by, "shared": layers}
-        federation = run(client, data, HypoCluster(3, **options), 1)
+        federation = run(client, data, IFCA(3, **options), 1)
         states = federation.server_states()
         assert not torch.equal(states[0]["network.3.weight"], states[1]["network.3.weight"])
         for name in states[0].keys() - head:
@@ -141,12 +141,10 @@ class TestRounds:
                 torch.testing.assert_close(states[2][name], plain[name])
 
     def test_shared_layers_travel_once(self) -> None:
-        federation = run(
-            linear_client(), small_data(), HypoCluster(3, shared=Layers(last=1)), rounds=2
-        )
+        federation = run(linear_client(), small_data(), IFCA(3, shared=Layers(last=1)), rounds=2)
         size = sum(4 * p.numel() for p in linear_client().parameters())
         assert [entry.bytes_down for entry in federation.history] == [6 * size] * 2
-        client, callback = batchnorm_client(), HypoCluster(3, shared=Layers(first=2))
+        client, callback = batchnorm_client(), IFCA(3, shared=Layers(first=2))
         federation = run(client, small_data(), callback, rounds=2)
         model = sum(value.nbytes for value in client.state_dict().values())
         head = sum(p.nbytes for p in client.network[3].parameters())
@@ -154,7 +152,7 @@ class TestRounds:
         assert [e.bytes_up for e in federation.history] == [6 * model] * 2
 
     def test_ties_go_to_the_lowest_index_and_others_stay(self) -> None:
-        callback = HypoCluster(3, centers=[point(0, 0), point(0, 0), point(50, 50)])
+        callback = IFCA(3, centers=[point(0, 0), point(0, 0), point(50, 50)])
         federation = run(quadratic_client(), world_q(), callback)
         assert callback.assignments.tolist() == [0, 0, 0]
         assert flat(federation.server_states()[1]).tolist() == [0, 0]
@@ -164,7 +162,7 @@ class TestRounds:
     def test_one_model_is_fedavg(self, make: callable) -> None:
         data = small_data(cohort_size=3, dtype=torch.float64)
         client = make().double()
-        one = run(client, data, HypoCluster(1), 4)
+        one = run(client, data, IFCA(1), 4)
         other = run(client, data, FedAvg(), 4)
         torch.testing.assert_close(one.server_states(), other.server_states(), rtol=1e-12, atol=0)
         down = [entry.bytes_down for entry in one.history]
@@ -178,7 +176,7 @@ class TestChoice:
         for seed in (50, 60):
             test = [samples(9, seed + i) for i in range(4)]
             data = TensorClients(train, test, test, num_classes=CLASSES, batch_size=4)
-            federation = run(linear_client(), data, HypoCluster(2, centers=perturbed(2)), 3)
+            federation = run(linear_client(), data, IFCA(2, centers=perturbed(2)), 3)
             federation.trainer.validate(federation, data, verbose=False)
             runs.append(federation)
         one, other = runs
@@ -189,7 +187,7 @@ class TestChoice:
     @pytest.mark.parametrize("make", [batchnorm_client, dropout_client])
     def test_it_is_made_in_evaluation_mode(self, make: callable) -> None:
         data = small_data()
-        federation = run(make(), data, HypoCluster(2), 3)
+        federation = run(make(), data, IFCA(2), 3)
         module = make().eval()
         for i in range(6):
             x, y = data.samples(i, "train")
@@ -205,7 +203,7 @@ class TestChoice:
         for mu in (0.0, 100.0):
             client = linear_client(ProximalClient, mu=mu)
             federation = Federation(client)
-            quiet_trainer(1, HypoCluster(2, centers=perturbed(2))).validate(federation, data)
+            quiet_trainer(1, IFCA(2, centers=perturbed(2))).validate(federation, data)
             sent = federation.server.expand(0, federation.layout.names, 6)
             measured = federation.client_losses(torch.arange(6), sent)
             plain = [losses(data, i, flat(perturbed(2)[0]).astype(np.float32)) for i in range(6)]
@@ -213,7 +211,7 @@ class TestChoice:
 
     def test_newcomers_choose_too(self) -> None:
         data = small_data(holdout_clients=0.34, dtype=torch.float64)
-        federation = run(linear_client(double=True), data, HypoCluster(2, centers=perturbed(2)), 3)
+        federation = run(linear_client(double=True), data, IFCA(2, centers=perturbed(2)), 3)
         centers = [flat(state) for state in federation.server_states()]
         for i in data.new_clients.tolist():
             best = min(centers, key=lambda center: losses(data, i, center))
@@ -221,21 +219,21 @@ class TestChoice:
 
     def test_without_training_samples_the_largest_cluster_decides(self) -> None:
         data = small_data(counts=[3, 0, 9, 4], dtype=torch.float64)
-        callback = HypoCluster(2, centers=perturbed(2))
+        callback = IFCA(2, centers=perturbed(2))
         federation = run(linear_client(double=True), data, callback)
         assignments = callback.assignments[[0, 2, 3]]
         sizes = torch.zeros(2).index_add_(0, assignments, torch.tensor([3.0, 9.0, 4.0]))
         assert_same(federation.client_state(1), federation.server_states()[int(sizes.argmax())])
 
     def test_without_its_data_a_client_keeps_what_it_chose_last(self, tmp_path: Path) -> None:
-        data, callback = small_data(holdout_clients=0.34), HypoCluster(2)
+        data, callback = small_data(holdout_clients=0.34), IFCA(2)
         federation = run(linear_client(), data, callback, 3)
         assert (callback.assignments >= 0).sum() == 4  # newcomers have not been judged yet
         federation.trainer.test(federation, data, verbose=False)
         assert (callback.assignments >= 0).all()
         federation.trainer.save_checkpoint(tmp_path / "run.ckpt")
         loaded = Federation.load_from_checkpoint(
-            tmp_path / "run.ckpt", client=linear_client(), callback=HypoCluster(2)
+            tmp_path / "run.ckpt", client=linear_client(), callback=IFCA(2)
         )
         for i in range(6):
             assert_same(loaded.client_state(i), federation.client_state(i))
@@ -244,7 +242,7 @@ class TestChoice:
 class TestStart:
     def test_random_groups_of_equal_size_train_first(self) -> None:
         data = small_data(dtype=torch.float64)
-        callback = HypoCluster(3, group_rounds=2)
+        callback = IFCA(3, group_rounds=2)
         federation = run(linear_client(double=True), data, callback, 3)
         one, two, three = federation.history
         assert [one.metrics[f"hypocluster/size_{k}"] for k in range(3)] == [2, 2, 2]
@@ -254,7 +252,7 @@ class TestStart:
 
     def test_a_group_is_fedavg(self) -> None:
         data = small_data(dtype=torch.float64)
-        callback = HypoCluster(2, group_rounds=2)
+        callback = IFCA(2, group_rounds=2)
         federation = run(linear_client(double=True), data, callback, 2)
         counts = data.num_samples().numpy()
         clients = range(data.num_clients)
@@ -271,7 +269,7 @@ class TestStart:
     def test_shuffled_weights(self) -> None:
         client = linear_client(double=True)
         federation = Federation(client)
-        quiet_trainer(1, HypoCluster(3, group_rounds=0)).validate(
+        quiet_trainer(1, IFCA(3, group_rounds=0)).validate(
             federation, small_data(dtype=torch.float64)
         )
         first, *others = federation.server_states()
@@ -287,8 +285,8 @@ class TestStart:
         nn.init.zeros_(client.network.weight)
         nn.init.zeros_(client.network.bias)
         with pytest.raises(ConfigurationError, match="shuffled weights are no other model"):
-            run(client, small_data(), HypoCluster(2, group_rounds=0))
-        run(client, small_data(), HypoCluster(2))
+            run(client, small_data(), IFCA(2, group_rounds=0))
+        run(client, small_data(), IFCA(2))
 
 
 @pytest.mark.parametrize(
@@ -302,10 +300,10 @@ class TestStart:
     ],
 )
 def test_bad_options(options: dict, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"HypoCluster: {message}"):
-        HypoCluster(**options)
+    with pytest.raises(ConfigurationError, match=f"IFCA: {message}"):
+        IFCA(**options)
 
 
 def test_more_models_than_clients() -> None:
     with pytest.raises(ConfigurationError, match=r"num_clusters \(3\) exceeds .* \(2\)"):
-        run(linear_client(), small_data(counts=[4, 5]), HypoCluster(3))
+        run(linear_client(), small_data(counts=[4, 5]), IFCA(3))
