@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import lightning as L
@@ -217,7 +218,7 @@ class FederationCLI(LightningCLI):
             callbacks.insert(0, self._stop)
         for report in _of(callbacks, TensorBoardReport):
             report.config = report.config or self._dump()
-            report.hparams = report.hparams or _hparams(self.config[self.subcommand], callbacks)
+            report.hparams = report.hparams or _hparams(self.config[self.subcommand])
         trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
         if self._stop is not None:
             self._stop.attend(trainer)
@@ -477,13 +478,13 @@ def _dumped(parser: Any, config: Namespace) -> str:
         return parser.dump(config, skip_none=False)
 
 
-def _hparams(config: Namespace, callbacks: Sequence[L.Callback]) -> dict[str, Primitive]:
+def _hparams(config: Namespace) -> dict[str, Primitive]:
     """Flatten what tells one run from another: algorithm, client, data, optimizer and rounds."""
     trainer, model, data = (config[name].as_dict() for name in ("trainer", "model", "data"))
     flat: dict[str, Primitive] = {"rounds": trainer["max_epochs"] or 0}
-    servers = {type(callback).__name__ for callback in _of(callbacks, ServerCallback)}
     for spec in _as_list(trainer["callbacks"]):
-        if spec["class_path"].rpartition(".")[2] in servers:
+        kind = resolve_name(spec["class_path"])
+        if isinstance(kind, type) and issubclass(kind, ServerCallback):
             flat.update(_flatten("algorithm", spec))
     options = dict(model.get("init_args") or {})
     if (client := options.pop("client", None)) is not None:
