@@ -1,4 +1,4 @@
-"""The server half of each algorithm, one file per algorithm, and the monitors that draw."""
+"""The server half of each algorithm, one file a method, and the monitors that show a run."""
 
 from pflight.fedavg import FedAvg
 from pflight.server_callback import ServerCallback
