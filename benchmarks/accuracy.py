@@ -38,7 +38,7 @@ from pflight.datamodules import (
     DominantClasses,
     FashionMNIST,
     FederatedDataModule,
-    HiddenGroups,
+    KnownClusters,
     Partition,
 )
 from pflight.models import MLP, ClientModule, ElasticClient, PFedHNCNN, ProximalClient
@@ -125,7 +125,7 @@ def data_of(task: Task, options: argparse.Namespace, seed: int) -> FederatedData
     partition = PARTITIONS[options.partition](options.samples)
     shared = {"batch_size": task.batch_size, "cohort_size": options.cohort, "seed": seed}
     data = task.data(partition=partition, num_clients=options.clients, **shared)
-    return HiddenGroups(data, 4, options.groups, **shared) if options.groups else data
+    return KnownClusters(data, 4, options.groups, **shared) if options.groups else data
 
 
 def run(
@@ -159,7 +159,7 @@ def run(
     (tuned,) = trainer.test(federation, datamodule=data, verbose=False)
     last = federation.history[-1].metrics
     values = {**last, **values, "finetuned": tuned["test/finetuned/macro_acc"]}
-    if isinstance(data, HiddenGroups) and isinstance(server, FeSEM):
+    if isinstance(data, KnownClusters) and isinstance(server, FeSEM):
         values["groups"] = adjusted_rand_score(data.clusters, server.assignments)
     return curve, values
 

@@ -22,9 +22,9 @@ from stopwatch import Stopwatch
 
 from pflight import Federation
 from pflight.callbacks import FedAvg, Local
-from pflight.callbacks.server import ServerCallback
 from pflight.datamodules import TensorClients
 from pflight.models import MLP, ClientModule, LogisticRegression
+from pflight.server_callback import ServerCallback
 
 NETWORKS = {
     "logistic regression": partial(LogisticRegression, 784, 10),

@@ -22,12 +22,12 @@ from pflight.datamodules import (
     CIFAR10,
     CIFAR100,
     EMNIST,
+    ByUser,
     ClassesPerClient,
     ClusteredSynthetic,
     Digits,
     FashionMNIST,
     FederatedDataModule,
-    Natural,
     Omniglot,
     PartitionedDataModule,
     Samples,
@@ -62,7 +62,7 @@ def people(count: int, draw: Callable[[np.random.Generator], tuple[int, np.ndarr
         random.choice(len(p), size, p=p / p.sum()) for size, p in zip(sizes, odds, strict=True)
     ]
     owners = np.arange(count).repeat(sizes)
-    return Labels(np.concatenate(labels), owners, partition=Natural())
+    return Labels(np.concatenate(labels), owners, partition=ByUser())
 
 
 def writer(random: np.random.Generator) -> tuple[int, np.ndarray]:

@@ -1,50 +1,47 @@
-"""The server half of each algorithm, one file per algorithm, and the monitors that draw."""
+"""The server half of each algorithm, one file a method, and the monitors that show a run."""
 
-from __future__ import annotations
+from pflight.fedavg import FedAvg
+from pflight.server_callback import ServerCallback
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from .methods.apfl import APFL
+from .methods.cfl import CFL
+from .methods.ditto import Ditto
+from .methods.fedala import FedALA
+from .methods.feddane import FedDANE
+from .methods.fedec import FedEC
+from .methods.fedfomo import FedFomo
+from .methods.fedprox import FedProx
+from .methods.fedsgd import FedSGD
+from .methods.fesem import FeSEM
+from .methods.ifca import IFCA
+from .methods.l2gd import L2GD
+from .methods.local import Local
+from .methods.per_fedavg import PerFedAvg
+from .methods.pfedhn import PFedHN
+from .methods.pfedla import PFedLA
+from .methods.pfedme import PFedMe
+from .methods.reptile import Reptile
+from .methods.scaffold import SCAFFOLD
+from .methods.selection import ClusterSelection, select_num_clusters
+from .methods.shared_part import FedRep, SharedPart
+from .methods.trimmed_kmeans import TrimmedKMeans
+from .monitors.pictures.clusters import ClusterPlot
+from .monitors.pictures.convergence import ConvergencePlot, convergence_figure
+from .monitors.pictures.embedding import EmbeddingTrajectory
+from .monitors.pictures.examples import ClusterExamples
+from .monitors.pictures.weights import AggregationWeights
+from .monitors.progress import FederationProgressBar
+from .monitors.report import PredictionWriter, ResultTable
+from .monitors.tensorboard import TensorBoardReport
 
-from .apfl import APFL
-from .cfl import FedCluster
-from .ditto import Ditto
-from .fedala import FedALA
-from .fedavg import FedAvg
-from .feddane import FedDANE
-from .fedec import FedEC
-from .fedfomo import FedFomo
-from .fedprox import FedProx
-from .fedsgd import FedSGD
-from .fesem import FeSEM
-from .hypocluster import HypoCluster
-from .l2gd import L2GD
-from .local import Local
-from .per_fedavg import PerFedAvg
-from .pfedhn import PFedHN
-from .pfedla import PFedLA
-from .pfedme import PFedMe
-from .reptile import Reptile
-from .robust import Robust
-from .scaffold import SCAFFOLD
-from .selection import ClusterSelection, select_num_clusters
-from .server import ServerCallback
-from .shared_part import FedRep, SharedPart
-
-if TYPE_CHECKING:
-    from .pictures import (
-        AggregationWeights,
-        ClusterExamples,
-        ClusterPlot,
-        ConvergencePlot,
-        EmbeddingTrajectory,
-        convergence_figure,
-    )
-    from .progress import FederationProgressBar
-    from .report import PredictionWriter, ResultTable
-    from .tensorboard import TensorBoardReport
+FedCluster = CFL  # the names of the first edition
+HypoCluster = IFCA
+Robust = TrimmedKMeans
 
 __all__ = [
     "APFL",
+    "CFL",
+    "IFCA",
     "L2GD",
     "SCAFFOLD",
     "AggregationWeights",
@@ -78,26 +75,7 @@ __all__ = [
     "ServerCallback",
     "SharedPart",
     "TensorBoardReport",
+    "TrimmedKMeans",
     "convergence_figure",
     "select_num_clusters",
 ]
-
-# Monitors know the federation, which knows the callbacks above: they are imported on first use.
-_MONITORS = {
-    "AggregationWeights": "pictures",
-    "ClusterExamples": "pictures",
-    "ClusterPlot": "pictures",
-    "ConvergencePlot": "pictures",
-    "EmbeddingTrajectory": "pictures",
-    "FederationProgressBar": "progress",
-    "PredictionWriter": "report",
-    "ResultTable": "report",
-    "TensorBoardReport": "tensorboard",
-    "convergence_figure": "pictures",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MONITORS:
-        return getattr(import_module(f"{__name__}.{_MONITORS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,34 +1,37 @@
 """What the clients of a federation hold: data sets, and how they are dealt to clients."""
 
-from __future__ import annotations
+from pflight.augmentation import Augmentation
+from pflight.data_module import Centralized, ClientData, FederatedDataModule
+from pflight.loaders import IndexedSamples, Split, Visit
 
-from .augmentation import Augmentation, CropAndFlip
-from .cifar import CIFAR10, CIFAR100, CIFARDataModule
+from .crop_and_flip import CropAndFlip
 from .datasets import DatasetClients
-from .digits import Digits
-from .emnist import EMNIST
-from .fashion_mnist import FashionMNIST
-from .federated import Centralized, ClientData, FederatedDataModule, Split
-from .held_out import HeldOut
-from .hidden_groups import HiddenGroups
-from .images import ImageDataModule, LabelledImages
-from .leaf import LeafCelebA, LeafDataModule, LeafFEMNIST
-from .loaders import IndexedSamples, Visit
-from .omniglot import Omniglot
-from .partition import (
+from .partitions.held_out import HeldOut
+from .partitions.known_clusters import KnownClusters
+from .partitions.partition import (
     IID,
+    ByUser,
     ClassesPerClient,
     ClassShards,
     ConsecutiveClasses,
     Dirichlet,
     DominantClasses,
-    Natural,
     Partition,
 )
-from .partitioned import PartitionedDataModule
-from .samples import Samples
-from .synthetic import ClusteredSynthetic, Synthetic
+from .partitions.partitioned import PartitionedDataModule
+from .partitions.samples import Samples
+from .sources.cifar import CIFAR10, CIFAR100, CIFARDataModule
+from .sources.digits import Digits
+from .sources.emnist import EMNIST
+from .sources.fashion_mnist import FashionMNIST
+from .sources.images import ImageDataModule, LabelledImages
+from .sources.leaf import LeafCelebA, LeafDataModule, LeafFEMNIST
+from .sources.omniglot import Omniglot
+from .sources.synthetic import ClusteredSynthetic, Synthetic
 from .tensors import TensorClients
+
+HiddenGroups = KnownClusters  # the names of the first edition
+Natural = ByUser
 
 __all__ = [
     "CIFAR10",
@@ -36,6 +39,7 @@ __all__ = [
     "EMNIST",
     "IID",
     "Augmentation",
+    "ByUser",
     "CIFARDataModule",
     "Centralized",
     "ClassShards",
@@ -54,6 +58,7 @@ __all__ = [
     "HiddenGroups",
     "ImageDataModule",
     "IndexedSamples",
+    "KnownClusters",
     "LabelledImages",
     "LeafCelebA",
     "LeafDataModule",

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler
 
+from pflight.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError
+from pflight.loaders import SPLITS, Split, Visit
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
-
-from .federated import FederatedDataModule
-from .loaders import SPLITS, Split, Visit
 
 _CPU = torch.device("cpu")
 _MASK = (1 << 63) - 1

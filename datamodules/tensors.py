@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pflight.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError
+from pflight.loaders import SPLITS, Split
 from pflight.options import checked
-
-from .federated import SPLITS, FederatedDataModule, Split
 
 Pair = tuple[Tensor, Tensor]
 Pairs = Sequence[Pair]

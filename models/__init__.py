@@ -3,7 +3,8 @@
 from pflight.task import Batch, Task
 
 from .classifier import Classifier
-from .convolutional import (
+from .elastic import ElasticClient
+from .networks.convolutional import (
     FEMNISTCNN,
     CelebACNN,
     FedBNCNN,
@@ -12,11 +13,10 @@ from .convolutional import (
     McMahanCNN,
     PFedHNCNN,
 )
-from .elastic import ElasticClient
-from .networks import MLP, LogisticRegression
+from .networks.dense import MLP, LogisticRegression
+from .networks.resnet import ResNet18
 from .proximal import ProximalClient
 from .regressor import Regressor
-from .resnet import ResNet18
 
 ClientModule = Classifier
 """What :class:`Classifier` was called at first."""

@@ -5,19 +5,20 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from pflight import callbacks, datamodules, engines, models
-    from pflight.errors import ClientError, ConfigurationError
-    from pflight.federation import Federation
-    from pflight.layers import Layers
+from pflight.version import __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from . import callbacks, datamodules, engines, models
+    from .errors import ClientError, ConfigurationError
+    from .federation import Federation
+    from .layers import Layers
 
 __all__ = [
     "ClientError",
     "ConfigurationError",
     "Federation",
     "Layers",
+    "__version__",
     "callbacks",
     "datamodules",
     "engines",

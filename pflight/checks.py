@@ -9,7 +9,7 @@ import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from .checkpoint import AtomicCheckpointIO
-from .datamodules import FederatedDataModule
+from .data_module import FederatedDataModule
 from .errors import ConfigurationError
 from .memory import ClientMemory, MappedMemory
 from .options import described, differing, whole

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import lightning as L
@@ -29,27 +30,24 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from . import __version__, datamodules, models
-from .callbacks import (
-    FederationProgressBar,
-    PredictionWriter,
-    ResultTable,
-    ServerCallback,
-    TensorBoardReport,
-    pictures,
-)
-from .callbacks.tensorboard import Primitive
+# The packages of what is imported here import their classes, which are then known by short names.
+from .callbacks.monitors.progress import FederationProgressBar
+from .callbacks.monitors.report import PredictionWriter, ResultTable
+from .callbacks.monitors.tensorboard import Primitive, TensorBoardReport
 from .checkpoint import read_checkpoint
 from .checks import check_strategy
 from .config_files import check_config_file
 from .errors import ClientError, ConfigurationError
 from .federation import Federation
 from .files import causes, full_disk
+from .models.classifier import Classifier
 from .parser import FederationParser, refusal
 from .runs import RunFolder
+from .server_callback import ServerCallback
 from .signals import SaveWhenStopped, StopBetweenRounds
+from .version import __version__
 
-__all__ = ["FederationCLI", "datamodules", "main", "models", "pictures"]
+__all__ = ["FederationCLI", "main"]
 
 _EPILOG = (
     "Options of the federation: --model.help Federation; of its parts, for example: "
@@ -66,7 +64,7 @@ _TEST = ".test"
 _MONITOR = "val/macro_acc"
 _FEDERATION = {
     "class_path": "pflight.Federation",
-    "init_args": {"client": {"class_path": "pflight.models.ClientModule"}},
+    "init_args": {"client": {"class_path": "pflight.models.Classifier"}},
 }
 
 
@@ -74,7 +72,7 @@ class FederationCLI(LightningCLI):
     """LightningCLI for federations, with one run in one folder.
 
     The model is a :class:`~pflight.Federation` unless another class is named, its client a
-    :class:`~pflight.models.ClientModule`. The run folder is ``trainer.default_root_dir``: it gets
+    :class:`~pflight.models.Classifier`. The run folder is ``trainer.default_root_dir``: it gets
     ``config.yaml``, TensorBoard's events and ``checkpoints/`` with ``last.ckpt`` of every round and
     ``best.ckpt`` by ``val/macro_acc``, unless the configuration brings a logger or a
     ``ModelCheckpoint`` of its own. ``--ckpt_path last`` and ``best`` are those of this folder; all
@@ -220,7 +218,7 @@ class FederationCLI(LightningCLI):
             callbacks.insert(0, self._stop)
         for report in _of(callbacks, TensorBoardReport):
             report.config = report.config or self._dump()
-            report.hparams = report.hparams or _hparams(self.config[self.subcommand], callbacks)
+            report.hparams = report.hparams or _hparams(self.config[self.subcommand])
         trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
         if self._stop is not None:
             self._stop.attend(trainer)
@@ -326,7 +324,7 @@ class FederationCLI(LightningCLI):
         federation = self.model
         if not isinstance(federation, Federation):
             return [last]
-        if not isinstance(federation.client, models.ClientModule):  # whose metrics are its own
+        if not isinstance(federation.client, Classifier):  # whose metrics are its own
             return [last]
         return [RunCheckpoint(filename="best", monitor=_MONITOR, mode="max", **always), last]
 
@@ -480,13 +478,13 @@ def _dumped(parser: Any, config: Namespace) -> str:
         return parser.dump(config, skip_none=False)
 
 
-def _hparams(config: Namespace, callbacks: Sequence[L.Callback]) -> dict[str, Primitive]:
+def _hparams(config: Namespace) -> dict[str, Primitive]:
     """Flatten what tells one run from another: algorithm, client, data, optimizer and rounds."""
     trainer, model, data = (config[name].as_dict() for name in ("trainer", "model", "data"))
     flat: dict[str, Primitive] = {"rounds": trainer["max_epochs"] or 0}
-    servers = {type(callback).__name__ for callback in _of(callbacks, ServerCallback)}
     for spec in _as_list(trainer["callbacks"]):
-        if spec["class_path"].rpartition(".")[2] in servers:
+        kind = resolve_name(spec["class_path"])
+        if isinstance(kind, type) and issubclass(kind, ServerCallback):
             flat.update(_flatten("algorithm", spec))
     options = dict(model.get("init_args") or {})
     if (client := options.pop("client", None)) is not None:

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pflight.errors import ConfigurationError
-from pflight.options import check_range, checked
-from pflight.randomness import Purpose, generator
+from .errors import ConfigurationError
+from .options import check_range, checked
+from .randomness import Purpose, generator
 
 
 def check_cohort_options(

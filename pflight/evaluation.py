@@ -8,12 +8,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from .callbacks.server import ServerCallback
 from .distributed import owned
-from .engines import Evaluation
+from .engines.updates import Evaluation
 from .errors import ConfigurationError
 from .metrics import ClientMetrics, ClientValues, LoggedMetrics
 from .randomness import Purpose
+from .server_callback import ServerCallback
 from .task import Task
 
 if TYPE_CHECKING:

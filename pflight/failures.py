@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 
 from .distributed import gather, is_distributed
-from .engines import ClientFailure
+from .engines.updates import ClientFailure
 from .errors import ClientError
 
 

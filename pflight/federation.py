@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from .callbacks import FedAvg, ServerCallback
-from .callbacks.names import algorithm_name
 from .checkpoint import AtomicCheckpointIO, read_checkpoint
 from .checks import (
     check_data,
@@ -34,25 +32,19 @@ from .checks import (
     check_trainer,
     other_options,
 )
-from .datamodules import FederatedDataModule, Split
+from .data_module import FederatedDataModule
 from .distributed import owned
-from .engines import (
-    Choice,
-    ClientFailure,
-    ClientUpdates,
-    Engine,
-    EngineName,
-    Evaluation,
-    Kept,
-    Setting,
-    build_engine,
-)
+from .engines.base import Engine, Setting
+from .engines.choice import Choice, EngineName, build_engine
+from .engines.updates import ClientFailure, ClientUpdates, Evaluation, Kept
 from .errors import ConfigurationError
 from .evaluation import ClientModels, Evaluator, Judged
 from .failures import Failures
+from .fedavg import FedAvg
 from .half import Half, half_of, layout_with
 from .history import Journal, Round, Traffic, add_logs, load_history
 from .host import check_fits, readable
+from .loaders import Split
 from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
 from .monitors import check_monitor, check_monitors
@@ -60,6 +52,7 @@ from .options import check_optimizer, check_range, check_types, described
 from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .same_data import difference, record_of
 from .server import ServerModels
+from .server_callback import ServerCallback
 from .state import StateLayout, largest_values, moved, state_bytes, state_tensors
 
 _log = logging.getLogger("lightning.pytorch.pflight")
@@ -216,7 +209,9 @@ class Federation(L.LightningModule):
     @property
     def algorithm(self) -> str:
         """What results call the algorithm, such as FedEC for ``Reptile`` with an ElasticClient."""
-        return algorithm_name(self)
+        callback = self.attached_callback
+        tuned = self.finetune_epochs > 0 and not callback.personalizes
+        return callback.algorithm_name + " + fine-tuning" * tuned
 
     def server_states(self) -> list[dict[str, Tensor]]:
         """Return the server's models, each as in ``client.state_dict()``."""

@@ -142,6 +142,7 @@ class Half:
     judged_by_memory: bool = False
     averages_samples: bool = True
     personal: Half | None = None
+    fedavg_name: str | None = None
 
     def check(self, module: LightningModule) -> None:
         """Raise if a module lacks what this half needs.

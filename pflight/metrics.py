@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from pflight.distributed import gather
-from pflight.errors import ConfigurationError
+from .distributed import gather
+from .errors import ConfigurationError
 
 F1Average = Literal["union", "true", "all", "binary"]
 

@@ -22,7 +22,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .datamodules import Augmentation, Partition
+from .augmentation import Augmentation
+from .datamodules.partitions.partition import Partition
 from .errors import ConfigurationError
 
 __all__ = ["FederationParser", "refusal"]

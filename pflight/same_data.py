@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .datamodules import FederatedDataModule, Split
+from .data_module import FederatedDataModule
 from .errors import ConfigurationError
+from .loaders import Split
 
 _WORDS: dict[Split, str] = {"train": "training", "val": "validation", "test": "test"}
 _NAMED = 5  # clients

@@ -16,27 +16,27 @@ from torch import Tensor, nn
 from pflight import Federation
 from pflight.callbacks import (
     APFL,
+    CFL,
+    IFCA,
     L2GD,
     SCAFFOLD,
     Ditto,
     FedALA,
     FedAvg,
-    FedCluster,
     FedDANE,
     FedFomo,
     FedRep,
     FedSGD,
     FeSEM,
-    HypoCluster,
     Local,
     PerFedAvg,
     PFedHN,
     PFedLA,
     PFedMe,
     Reptile,
-    Robust,
     ServerCallback,
     SharedPart,
+    TrimmedKMeans,
 )
 from pflight.datamodules import TensorClients
 from pflight.layers import Layers
@@ -96,15 +96,13 @@ ALGORITHMS = {
     "pFedLA": Algorithm(PFedLA),
     "pFedLA-relu-norm": Algorithm(lambda: PFedLA(weights="relu_norm")),
     "HeurpFedLA": Algorithm(lambda: PFedLA(retain=1)),
-    "CFL": Algorithm(FedCluster),
-    "CFL-splitting": Algorithm(lambda: FedCluster(eps1=1e3, eps2=0, min_size=1, warmup=0)),
-    "HypoCluster": Algorithm(lambda: HypoCluster(2)),
-    "HypoCluster-cohort": Algorithm(
-        lambda: HypoCluster(2, group_rounds=2, divide_by="cohort", buffers="local")
-    ),
-    "Robust": Algorithm(lambda: Robust(2, init_epochs=2)),
-    "Robust-median": Algorithm(
-        lambda: Robust(
+    "CFL": Algorithm(CFL),
+    "CFL-splitting": Algorithm(lambda: CFL(eps1=1e3, eps2=0, min_size=1, warmup=0)),
+    "IFCA": Algorithm(lambda: IFCA(2)),
+    "IFCA-cohort": Algorithm(lambda: IFCA(2, group_rounds=2, divide_by="cohort", buffers="local")),
+    "TrimmedKMeans": Algorithm(lambda: TrimmedKMeans(2, init_epochs=2)),
+    "TrimmedKMeans-median": Algorithm(
+        lambda: TrimmedKMeans(
             2, beta=0.4, init_epochs=1, trim="radius", estimate="median", buffers="reset"
         )
     ),

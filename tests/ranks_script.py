@@ -32,7 +32,7 @@ from tests.runs import (
 
 ROUNDS, SAVED = 4, 2
 ON_DISK = "Local on disk"
-DROPOUT = {"CFL-splitting", "FeSEM", "FeSEM-MA", "HypoCluster", "L2GD", "Local", ON_DISK, "Robust"}
+DROPOUT = {"CFL-splitting", "FeSEM", "FeSEM-MA", "IFCA", "L2GD", "Local", ON_DISK, "TrimmedKMeans"}
 BATCHNORM = {"APFL", "Ditto", "FedALA", "FedAvg", "FedBN", "FedEC", "FedFomo", "FedRep"}
 BATCHNORM |= {"HeurpFedLA", "SCAFFOLD", "pFedHN"}
 OTHERS = {  # which the common tester has without what needs the data of newcomers

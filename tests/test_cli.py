@@ -43,7 +43,7 @@ ALGORITHMS = {  # the two halves of each
     "fedavg": ("FedAvg", "ClientModule"),
     "fedavgm": ("FedAvg", "ClientModule"),
     "fedbn": ("SharedPart", "ClientModule"),
-    "fedcluster": ("FedCluster", "ClientModule"),
+    "fedcluster": ("CFL", "ClientModule"),
     "feddane": ("FedDANE", "DaneClient"),
     "feddist": ("Reptile", "ClientModule"),
     "feddws": ("Reptile", "ClientModule"),
@@ -60,7 +60,7 @@ ALGORITHMS = {  # the two halves of each
     "fesem_auto": ("FeSEM", "ProximalClient"),
     "fesem_ma": ("FeSEM", "ProximalClient"),
     "heurpfedla": ("PFedLA", "ClientModule"),
-    "hypocluster": ("HypoCluster", "ClientModule"),
+    "hypocluster": ("IFCA", "ClientModule"),
     "l2gd": ("L2GD", "ClientModule"),
     "lg_fedavg": ("SharedPart", "ClientModule"),
     "local": ("Local", "ClientModule"),
@@ -71,7 +71,7 @@ ALGORITHMS = {  # the two halves of each
     "pfedla": ("PFedLA", "ClientModule"),
     "pfedme": ("PFedMe", "PFedMeClient"),
     "reptile": ("Reptile", "ClientModule"),
-    "robust": ("Robust", "ClientModule"),
+    "robust": ("TrimmedKMeans", "ClientModule"),
     "scaffold": ("SCAFFOLD", "ScaffoldClient"),
 }
 NETWORKS = {
@@ -636,7 +636,7 @@ class TestEvaluation:
         def broken(*args: object) -> None:
             raise RuntimeError("no")
 
-        monkeypatch.setattr("pflight.callbacks.report.csv.writer", broken)
+        monkeypatch.setattr("pflight.callbacks.monitors.report.csv.writer", broken)
         with pytest.raises(RuntimeError, match="no"):
             pflight("predict", "--data.num_clients=6")
         assert {path: now for path, now in contents("run").items() if path.is_file()} == {

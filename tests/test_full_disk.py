@@ -13,7 +13,7 @@ import torch
 
 from pflight import Federation
 from pflight.callbacks import Local
-from pflight.callbacks.pictures.picture import new_figure
+from pflight.callbacks.monitors.pictures.picture import new_figure
 from pflight.checkpoint import AtomicCheckpointIO
 from pflight.cli import main
 from pflight.files import causes, full_disk
@@ -143,7 +143,7 @@ class TestFit:
         assert_same_runs(Path("disk/run"), straight)
 
     def test_in_a_picture(self, disk, monkeypatch, capfd):
-        picture = "--trainer.callbacks+=pflight.callbacks.pictures.ConvergencePlot"
+        picture = "--trainer.callbacks+=pflight.callbacks.monitors.pictures.ConvergencePlot"
         pflight("fit", picture, rounds=1)
         filling(monkeypatch, disk, type(new_figure()), "draw", call=1, left=0)
         assert_one_line(capfd, lambda: pflight("fit", picture, "--ckpt_path=last", rounds=2))

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import (
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pflight import Federation
-from pflight.callbacks import FedCluster, FeSEM
+from pflight.callbacks import CFL, FeSEM
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.models import ClientModule
@@ -108,7 +108,7 @@ def test_every_metric_of_a_round_is_known(tmp_path: Path) -> None:
 
 
 def test_clusters_have_metrics_of_their_own() -> None:
-    for callback in (FeSEM(2), FedCluster(eps1=1.0, eps2=0.0)):
+    for callback in (FeSEM(2), CFL(eps1=1.0, eps2=0.0)):
         monitor = f"{callback.tag}/size_0"
         federation = run(linear_client(), small_data(), callback, 2, EarlyStopping(monitor))
         assert len(federation.history) == 2

@@ -18,6 +18,7 @@ from jsonargparse import ArgumentParser
 from torch import nn
 
 from pflight import Federation, callbacks, datamodules, models
+from pflight.callbacks.methods.matching import BBPMAP
 from pflight.datamodules import (
     Augmentation,
     Centralized,
@@ -30,7 +31,6 @@ from pflight.datamodules import (
 )
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
-from pflight.matching import BBPMAP
 from pflight.models import ClientModule
 from pflight.optim import Yogi
 from pflight.options import check_optimizer, check_range, checked

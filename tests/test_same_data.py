@@ -16,7 +16,7 @@ from pflight.datamodules import (
     IID,
     ClassesPerClient,
     FederatedDataModule,
-    HiddenGroups,
+    KnownClusters,
     PartitionedDataModule,
     Samples,
     TensorClients,
@@ -48,9 +48,9 @@ def with_labels(change: Callable[[int, Tensor], Tensor], split: str = "train") -
     return TensorClients(pairs["train"], test, pairs["val"], num_classes=CLASSES, batch_size=4)
 
 
-def grouped(**options: Any) -> HiddenGroups:
+def grouped(**options: Any) -> KnownClusters:
     options = {"num_clusters": 2, "difference": "features", **options}
-    return HiddenGroups(small_data(COUNTS), batch_size=4, **options)
+    return KnownClusters(small_data(COUNTS), batch_size=4, **options)
 
 
 class Dealt(PartitionedDataModule):

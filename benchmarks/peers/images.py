@@ -36,7 +36,7 @@ def write_images(folder: Path, root: Path | None) -> None:
 
 
 def _fashion_mnist(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-    from pflight.datamodules.idx import read_idx
+    from pflight.datamodules.sources.idx import read_idx
 
     prefix = {"train": "train", "test": "t10k"}[split]
     arrays = []

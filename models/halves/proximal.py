@@ -31,6 +31,8 @@ class Proximal(Half):
         ConfigurationError: If an option is out of range.
     """
 
+    fedavg_name = "FedProx"
+
     def __init__(self, mu: float = 0.1, scaling: Literal["plain", "eq7"] = "plain") -> None:
         check_range(self, "[0, inf)", mu=mu)
         self.mu = mu

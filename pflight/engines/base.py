@@ -13,8 +13,9 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from pflight.datamodules import FederatedDataModule, Split
+from pflight.data_module import FederatedDataModule
 from pflight.half import Half
+from pflight.loaders import Split
 from pflight.metrics import ClientValues
 from pflight.randomness import Purpose
 from pflight.state import StateLayout, entries, resting_parts, rows

@@ -13,8 +13,9 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pflight.datamodules import FederatedDataModule, Split, Visit
+from pflight.data_module import FederatedDataModule
 from pflight.half import Half, Phase
+from pflight.loaders import Split, Visit
 from pflight.state import StateLayout, other_places, rest_frozen, state_tensors
 from pflight.task import Task, trains_as_a_task
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from pflight.datamodules import Split
+from pflight.loaders import Split
 from pflight.task import Task
 
 from .base import ONE_THREAD, Setting, threads

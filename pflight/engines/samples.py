@@ -16,8 +16,9 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from pflight.datamodules import FederatedDataModule, Split
+from pflight.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError
+from pflight.loaders import Split
 
 from .updates import STOPS, ClientFailure
 

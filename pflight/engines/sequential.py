@@ -15,10 +15,10 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pflight.datamodules import Split, Visit
 from pflight.errors import ConfigurationError
 from pflight.half import OWN, PERSONAL, Half, Phase
 from pflight.history import Logs, add_logs, merge_logs
+from pflight.loaders import Split, Visit
 from pflight.metrics import ClientValues
 from pflight.options import check_optimizer
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything

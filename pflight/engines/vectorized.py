@@ -14,9 +14,9 @@ from lightning.pytorch.plugins import MixedPrecision
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.datamodules import Split
 from pflight.half import PERSONAL, Phase
 from pflight.history import Logs, merge_logs
+from pflight.loaders import Split
 from pflight.metrics import ClientValues
 from pflight.randomness import Purpose
 from pflight.state import entries

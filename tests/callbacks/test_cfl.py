@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import SGD, Adam
 
-from pflight.callbacks import FedAvg, FedCluster, Local
-from pflight.clustering import bipartition
+from pflight.callbacks import CFL, FedAvg, Local
+from pflight.callbacks.methods.clustering import bipartition
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.models import ClientModule
@@ -47,7 +47,7 @@ def target_client(kind: type[ClientModule] = QuadraticClient) -> ClientModule:
 
 class TestSplitting:
     def test_c1(self) -> None:
-        callback = FedCluster(eps1=0.04, eps2=1.0, warmup=0)
+        callback = CFL(eps1=0.04, eps2=1.0, warmup=0)
         federation = run(target_client(), targets(*C1), callback)
         metrics = federation.history[0].metrics
         assert metrics["cfl/mean_norm_0"] == pytest.approx(0.0395285, abs=1e-7)
@@ -77,18 +77,18 @@ class TestSplitting:
         ],
     )
     def test_every_condition_counts(self, options: dict, clusters: int) -> None:
-        callback = FedCluster(**{"eps1": 0.04, "eps2": 1.0, "warmup": 0, **options})
+        callback = CFL(**{"eps1": 0.04, "eps2": 1.0, "warmup": 0, **options})
         federation = run(target_client(), targets(*C1), callback)
         assert len(federation.server_states()) == clusters
 
     def test_rounds_count_from_one(self) -> None:
-        callback = FedCluster(**{**EAGER, "warmup": 2})
+        callback = CFL(**{**EAGER, "warmup": 2})
         federation = run(target_client(), targets((1, 0), (-1, 0)), callback, rounds=4)
         assert callback.splits[0].round == 2
         assert "cfl/mean_norm_0" not in federation.history[1].metrics
 
     def test_successive_splits_keep_a_partition_of_the_clients(self) -> None:
-        callback = FedCluster(**EAGER)
+        callback = CFL(**EAGER)
         federation = run(target_client(), targets(*TREE), callback, rounds=2)
         assert [(s.round, s.cluster, s.new) for s in callback.splits] == [
             (0, 0, 1),  # the new clusters are not tested at once
@@ -106,14 +106,14 @@ class TestSplitting:
         y = torch.zeros(4, dtype=torch.long)
         data = TensorClients([(x[:3], y[:3]), (x[3:], y[3:])], num_classes=2, batch_size=None)
         for weighting, norm in (("samples", 0.5), ("uniform", 0.0)):
-            callback = FedCluster(0.1, 0.5, min_size=1, warmup=0, weighting=weighting)
+            callback = CFL(0.1, 0.5, min_size=1, warmup=0, weighting=weighting)
             federation = run(target_client(), data, callback)
             assert federation.history[0].metrics["cfl/mean_norm_0"] == norm
             assert len(callback.splits) == (weighting == "uniform")
 
     @pytest.mark.parametrize("linkage", ["single", "complete", "average", "spectral"])
     def test_equal_updates_are_split_if_one_insists(self, linkage: str) -> None:
-        callback = FedCluster(linkage=linkage, **EAGER)
+        callback = CFL(linkage=linkage, **EAGER)
         federation = run(target_client(), targets((1, 0), (1, 0), (1, 0)), callback)
         assert sorted(callback.assignments.unique().tolist()) == [0, 1]
         for state in federation.server_states():
@@ -122,7 +122,7 @@ class TestSplitting:
     def test_momentum_goes_to_both_halves(self) -> None:
         """Round 1 goes from 0 to 4; in round 2 both halves add half of that step to their own."""
         data = targets((2, 0), (6, 0))
-        callback = FedCluster(**{**EAGER, "warmup": 1})
+        callback = CFL(**{**EAGER, "warmup": 1})
         optimizer = partial(SGD, lr=1.0, momentum=0.5)
         federation = run(target_client(), data, callback, 2, server_optimizer=optimizer)
         assert [flat(state).tolist() for state in federation.server_states()] == [[4, 0], [8, 0]]
@@ -131,7 +131,7 @@ class TestSplitting:
 class TestPartialParticipation:
     def test_a_cluster_is_tested_when_all_members_are_known(self) -> None:
         data = targets(*C1, cohort_size=2)
-        callback = FedCluster(eps1=0.0, warmup=0)
+        callback = CFL(eps1=0.0, warmup=0)
         federation = run(target_client(), data, callback, rounds=12)
         known: set[int] = set()
         tested = 0
@@ -144,10 +144,10 @@ class TestPartialParticipation:
 
     def test_a_half_without_an_answer_stays_where_it_was(self) -> None:
         data = targets((1, 0), (-1, 0), cohort_size=1)
-        callback = FedCluster(**EAGER)
+        callback = CFL(**EAGER)
         rounds = run(target_client(), data, callback, 12).callback.splits[0].round + 1
         assert rounds > 1
-        callback = FedCluster(**EAGER)
+        callback = CFL(**EAGER)
         federation = run(target_client(), data, callback, rounds)
         (answered,) = federation.history[-1].clients
         assert flat(federation.client_state(answered)).tolist() == [(1, -1)[answered], 0]
@@ -156,7 +156,7 @@ class TestPartialParticipation:
     def test_resumed_while_updates_wait(self, tmp_path: Path) -> None:
         data = small_data(cohort_size=3)
         options = {"server_optimizer": partial(Adam, lr=0.1)}
-        whole, half, rest = (FedCluster(**EAGER) for _ in range(3))
+        whole, half, rest = (CFL(**EAGER) for _ in range(3))
         expected = run(linear_client(), data, whole, 11, **options)
         saved = run(linear_client(), data, half, 5, **options)
         assert half.splits
@@ -170,7 +170,7 @@ class TestPartialParticipation:
         assert torch.equal(whole.assignments, rest.assignments)
 
     def test_an_earlier_checkpoint_has_fewer_models(self, tmp_path: Path) -> None:
-        data, callback = small_data(), FedCluster(**EAGER)
+        data, callback = small_data(), CFL(**EAGER)
         federation = run(linear_client(), data, callback)
         early = federation.server_states()
         federation.trainer.save_checkpoint(tmp_path / "early.ckpt")
@@ -187,7 +187,7 @@ class TestNewcomers:
 
     def federation(self) -> tuple:
         data = targets(*(self.groups * 4), holdout_clients=0.3)
-        callback = FedCluster(**{**EAGER, "min_size": 3})
+        callback = CFL(**{**EAGER, "min_size": 3})
         return data, callback, run(target_client(), data, callback, rounds=3)
 
     def test_they_descend_the_tree(self) -> None:
@@ -205,7 +205,7 @@ class TestNewcomers:
         assert (callback.assignments == callback.assignments[:4].repeat(4)).all()
 
     def test_those_without_samples_get_the_mean_of_the_clusters(self) -> None:
-        callback = FedCluster(**EAGER)
+        callback = CFL(**EAGER)
         data = small_data(counts=[4, 0, 6], dtype=torch.float64)
         federation = run(linear_client(double=True), data, callback)
         models = [flat(state) for state in federation.server_states()]
@@ -223,7 +223,7 @@ class TestNewcomers:
                     raise RuntimeError("out of battery")
                 return super().loss(batch)
 
-        federation = run(target_client(Failing), data, FedCluster(**EAGER))
+        federation = run(target_client(Failing), data, CFL(**EAGER))
         with pytest.warns(UserWarning, match=f"client {newcomer} failed to find its place: .*out"):
             state = federation.client_state(newcomer)
         assert_same(state, federation.server_states()[0])
@@ -234,7 +234,7 @@ class TestReductions:
     def test_never_split_it_is_fedavg(self, weighting: str) -> None:
         data = small_data(cohort_size=3, dtype=torch.float64)
         client = batchnorm_client().double()
-        one = run(client, data, FedCluster(0, 0, warmup=0, weighting=weighting), 4)
+        one = run(client, data, CFL(0, 0, warmup=0, weighting=weighting), 4)
         other = run(client, data, FedAvg(weighting), 4)
         torch.testing.assert_close(
             one.server_states(), other.server_states(), rtol=1e-12, atol=1e-14
@@ -243,7 +243,7 @@ class TestReductions:
     def test_singletons_are_local(self) -> None:
         data = small_data(counts=[5, 12], dtype=torch.float64)
         client = linear_client(double=True)
-        one = run(client, data, FedCluster(**EAGER), 4)
+        one = run(client, data, CFL(**EAGER), 4)
         other = run(client, data, Local(), 4)
         for i in range(2):
             torch.testing.assert_close(
@@ -308,9 +308,9 @@ class TestBipartition:
         ({"warmup": -1}, "warmup must be at least 0"),
         ({"min_size": 0}, "min_size must be at least 1, got 0"),
         ({"linkage": "ward"}, "linkage must be 'single', .*, got 'ward'"),
-        ({"weighting": "equal"}, "FedCluster: weighting must be"),
+        ({"weighting": "equal"}, "CFL: weighting must be"),
     ],
 )
 def test_bad_options(options: dict, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        FedCluster(**options)
+        CFL(**options)

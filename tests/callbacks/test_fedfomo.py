@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from pflight import Federation
 from pflight.callbacks import FedFomo, Local
 from pflight.datamodules import TensorClients
-from pflight.datamodules.held_out import HeldOut
+from pflight.datamodules.partitions.held_out import HeldOut
 from pflight.errors import ConfigurationError
 from pflight.models import ClientModule
 from tests import reference

@@ -8,12 +8,12 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.callbacks import FedAvg, FeSEM, Local
-from pflight.chains import find_chain
+from pflight.callbacks.methods.chains import find_chain
+from pflight.callbacks.methods.matching import BBPMAP, permute
 from pflight.datamodules import TensorClients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
-from pflight.matching import BBPMAP, permute
 from pflight.models import MLP, ClientModule, ProximalClient
 from tests import reference
 from tests.runs import (

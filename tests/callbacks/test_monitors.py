@@ -24,7 +24,7 @@ from pflight.callbacks import (
     ResultTable,
     TensorBoardReport,
 )
-from pflight.callbacks.tensorboard import _best
+from pflight.callbacks.monitors.tensorboard import _best
 from pflight.datamodules import TensorClients
 from pflight.history import Round
 from pflight.models import ClientModule
@@ -68,7 +68,7 @@ def plain(text: str) -> str:
 
 class TestProgressBar:
     def test_draws_rounds_and_the_clients_inside_them(self, data, monkeypatch):
-        monkeypatch.setattr("pflight.callbacks.progress._MIN_INTERVAL", -1)
+        monkeypatch.setattr("pflight.callbacks.monitors.progress._MIN_INTERVAL", -1)
         terminal, file = console(terminal=True)
         module = federation()
         trainer(3, FederationProgressBar(terminal)).fit(module, datamodule=data)
@@ -80,7 +80,7 @@ class TestProgressBar:
         assert module.on_client_end is None
 
     def test_shows_micro_and_macro_accuracy(self, monkeypatch):
-        monkeypatch.setattr("pflight.callbacks.progress._MIN_INTERVAL", -1)
+        monkeypatch.setattr("pflight.callbacks.monitors.progress._MIN_INTERVAL", -1)
         from pflight.datamodules import Digits
 
         terminal, file = console(terminal=True)
@@ -93,7 +93,7 @@ class TestProgressBar:
         assert "evaluate" in shown
 
     def test_does_not_draw_for_every_client(self, data, monkeypatch):
-        monkeypatch.setattr("pflight.callbacks.progress._MIN_INTERVAL", 1000)
+        monkeypatch.setattr("pflight.callbacks.monitors.progress._MIN_INTERVAL", 1000)
         terminal, _ = console(terminal=True)
         bar = FederationProgressBar(terminal)
         bar._open("Round", 1, inner=True)
@@ -130,7 +130,7 @@ class TestProgressBar:
         assert file.getvalue().endswith("\x1b[?25h")  # the cursor is shown again
 
     def test_test_and_predict(self, data, monkeypatch):
-        monkeypatch.setattr("pflight.callbacks.progress._MIN_INTERVAL", -1)
+        monkeypatch.setattr("pflight.callbacks.monitors.progress._MIN_INTERVAL", -1)
         terminal, file = console(terminal=True)
         module, run = federation(), trainer(1, FederationProgressBar(terminal))
         run.fit(module, datamodule=data)

@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 
 from pflight import Federation
 from pflight.callbacks import (
+    CFL,
+    IFCA,
     FedAvg,
     FeSEM,
-    HypoCluster,
     Local,
     PFedLA,
     Reptile,
     ServerCallback,
     SharedPart,
+    TrimmedKMeans,
 )
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
@@ -57,7 +60,7 @@ NAMES: list[tuple[str, ClientModule, ServerCallback, dict[str, Any]]] = [
     ("Reptile", linear_client(), Reptile(lr=0.6, decay="linear"), {}),
     ("FeSEM", linear_client(ProximalClient), FeSEM(2), {}),
     ("FeSEM-MA (K chosen)", linear_client(), FeSEM("auto", matching="bbp_map"), {}),
-    ("HypoCluster (IFCA)", linear_client(), HypoCluster(2), {}),
+    ("IFCA", linear_client(), IFCA(2), {}),
     ("HeurpFedLA(1)", linear_client(), PFedLA(retain=1), {}),
     ("SharedPart", linear_client(), SharedPart(Layers(names="network", last=1)), {}),
 ]
@@ -74,3 +77,20 @@ def test_the_field_has_a_name_for_it(
 def test_before_it_is_set_up_it_has_none() -> None:
     with pytest.raises(ConfigurationError, match="the federation has no server yet"):
         _ = Federation(linear_client()).algorithm
+
+
+@pytest.mark.parametrize(
+    ("former", "options", "kind"),
+    [
+        ("FedCluster", [], CFL),
+        ("HypoCluster", ["num_clusters=2"], IFCA),
+        ("Robust", ["num_clusters=2"], TrimmedKMeans),
+    ],
+)
+def test_former_names_of_classes_are_known(former: str, options: list[str], kind: type) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(ServerCallback, "server")
+    given = [f"--server.{option}" for option in options]
+    config = parser.parse_args([f"--server=pflight.callbacks.{former}", *given])
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
+    assert type(instantiate(config).server) is kind

@@ -21,9 +21,9 @@ from pflight.callbacks import (
     ServerCallback,
     SharedPart,
 )
+from pflight.callbacks.methods.matching import BBPMAP
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
-from pflight.matching import BBPMAP
 from pflight.models import ClientModule, PerFedAvgClient, ProximalClient
 from tests.runs import assert_same, linear_client, quiet_trainer, run, shared, small_data
 

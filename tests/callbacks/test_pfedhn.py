@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from pflight import Federation
 from pflight.callbacks import Local
-from pflight.callbacks.pfedhn import PFedHN, fully_connected
+from pflight.callbacks.methods.pfedhn import PFedHN, fully_connected
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.models import ClientModule

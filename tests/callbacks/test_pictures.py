@@ -28,7 +28,7 @@ from pflight.callbacks import (
     Local,
     convergence_figure,
 )
-from pflight.callbacks.pictures import (
+from pflight.callbacks.monitors.pictures import (
     bars_figure,
     cluster_figure,
     embedding_figure,
@@ -36,9 +36,9 @@ from pflight.callbacks.pictures import (
     examples_figure,
     heatmap_figure,
 )
-from pflight.callbacks.pictures.clusters import fold
-from pflight.callbacks.pictures.embedding import mean_features
-from pflight.callbacks.pictures.picture import RepeatedPicture
+from pflight.callbacks.monitors.pictures.clusters import fold
+from pflight.callbacks.monitors.pictures.embedding import mean_features
+from pflight.callbacks.monitors.pictures.picture import RepeatedPicture
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.history import Round
@@ -51,13 +51,13 @@ from tests.runs import CLASSES, dropout_client, flat, linear_client, network_cli
 @pytest.fixture(autouse=True)
 def _coarse(monkeypatch):
     """Draw at a low resolution, which takes less time."""
-    monkeypatch.setattr("pflight.callbacks.pictures.picture._DPI", 60)
+    monkeypatch.setattr("pflight.callbacks.monitors.pictures.picture._DPI", 60)
 
 
 @pytest.fixture
 def undrawn(monkeypatch):
     """Make the figures of a run, but render none."""
-    monkeypatch.setattr("pflight.callbacks.pictures.picture._write", lambda *_: None)
+    monkeypatch.setattr("pflight.callbacks.monitors.pictures.picture._write", lambda *_: None)
 
 
 class Blank(RepeatedPicture):
@@ -186,7 +186,7 @@ class TestClusterPlot:
             seen["models"], (seen["clusters"], seen["centers"]) = models, rest
             return cluster_figure(models, *rest)
 
-        monkeypatch.setattr("pflight.callbacks.pictures.clusters.cluster_figure", note)
+        monkeypatch.setattr("pflight.callbacks.monitors.pictures.clusters.cluster_figure", note)
         options = {"fast_dev_run": False, "default_root_dir": "unused"}
         callback = FeSEM(2)
         returned: dict[int, Tensor] = {}
@@ -425,7 +425,7 @@ class TestConvergence:
             curves.update(runs)
             return draw(runs, metrics)
 
-        from pflight.callbacks.pictures import convergence
+        from pflight.callbacks.monitors.pictures import convergence
 
         draw = convergence._draw
         monkeypatch.setattr(convergence, "_draw", note)

@@ -8,7 +8,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from pflight import Federation
 from pflight.callbacks import FeSEM
-from pflight.callbacks.selection import (
+from pflight.callbacks.methods.selection import (
     ClusterSelection,
     SampledClients,
     select_num_clusters,

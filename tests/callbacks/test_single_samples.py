@@ -10,12 +10,12 @@ import torch
 from pflight import Federation
 from pflight.callbacks import (
     APFL,
+    CFL,
     L2GD,
     SCAFFOLD,
     Ditto,
     FedALA,
     FedAvg,
-    FedCluster,
     FedDANE,
     FedSGD,
     Local,
@@ -53,7 +53,7 @@ METHODS: dict[str, tuple[Callable[[], ServerCallback], type[ClientModule], dict[
     "FedALA": (FedALA, ClientModule, {}),
     "L2GD": (L2GD, ClientModule, {}),
     "Local": (Local, ClientModule, {}),
-    "CFL": (lambda: FedCluster(1e3, 0, min_size=1, warmup=0), ClientModule, {}),
+    "CFL": (lambda: CFL(1e3, 0, min_size=1, warmup=0), ClientModule, {}),
 }
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchvision.transforms import functional
 
-from pflight.datamodules.augmentation import CropAndFlip
+from pflight.datamodules.crop_and_flip import CropAndFlip
 from pflight.errors import ConfigurationError
 
 BLACK = torch.tensor([-2.0, -1.5, 7.0]).view(3, 1, 1)

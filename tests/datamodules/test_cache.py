@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pflight.datamodules.cache import CachedSamples, SampleWriter, cached_samples
+from pflight.datamodules.sources.cache import CachedSamples, SampleWriter, cached_samples
 from pflight.errors import ConfigurationError
 
 X = np.arange(24, dtype=np.float32).reshape(6, 2, 2)

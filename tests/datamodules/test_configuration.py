@@ -10,6 +10,7 @@ from jsonargparse import ArgumentParser, Namespace
 from pflight import datamodules
 from pflight.datamodules import (
     IID,
+    ByUser,
     Centralized,
     ClassesPerClient,
     Digits,
@@ -17,7 +18,6 @@ from pflight.datamodules import (
     DominantClasses,
     FashionMNIST,
     FederatedDataModule,
-    Natural,
     Omniglot,
 )
 
@@ -55,7 +55,7 @@ def test_a_config_comes_back_as_it_was_printed(name):
         (["Dirichlet", "alpha=0.1", "too_few=move"], Dirichlet(0.1, too_few="move")),
         (["ClassesPerClient", "k=3"], ClassesPerClient(3)),
         (["DominantClasses", "share=0.5"], DominantClasses(2, 0.5)),
-        (["Natural"], Natural()),
+        (["ByUser"], ByUser()),
     ],
 )
 @pytest.mark.parametrize("data", [Digits, FashionMNIST, Omniglot])
@@ -65,6 +65,14 @@ def test_partitions_are_chosen_by_their_short_names(data, arguments, partition):
     config = parser().parse_args(command + [f"--data.partition.{option}" for option in options])
     assert built(config).partition == partition
     assert parser().parse_string(parser().dump(config)) == config
+
+
+def test_former_names_of_classes_are_known():
+    wrapped = ["--data.data=Digits", "--data.data.partition=pflight.datamodules.Natural"]
+    config = parser().parse_args(["--data=pflight.datamodules.HiddenGroups", *wrapped])
+    data = built(config)
+    assert type(data) is datamodules.KnownClusters
+    assert data.data.partition == ByUser()
 
 
 def test_centralized_data_come_from_a_config():

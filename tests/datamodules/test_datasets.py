@@ -19,13 +19,13 @@ from PIL import Image
 
 from pflight.datamodules import (
     IID,
+    ByUser,
     ClassesPerClient,
     Digits,
     FashionMNIST,
-    Natural,
     Omniglot,
 )
-from pflight.datamodules.idx import read_idx
+from pflight.datamodules.sources.idx import read_idx
 from pflight.errors import ConfigurationError
 
 
@@ -92,7 +92,7 @@ def test_centralized_gathers_what_the_clients_hold():
         (lambda: Digits(val_fraction=0.5, test_fraction=0.5), "leave no training data"),
         (lambda: Digits(num_clients=0), "num_clients"),
         (lambda: Digits(num_clients=2000).setup(), "1797 samples are too few for 2000 clients"),
-        (lambda: Digits(Natural()).setup(), "who made each sample"),
+        (lambda: Digits(ByUser()).setup(), "who made each sample"),
         (lambda: Digits(cohort_size=21).setup(), "cohort_size is 21, but only 20"),
         (lambda: Digits().samples(0, "train"), r"call Digits.setup\(\)"),
     ],

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pflight.datamodules import TensorClients
-from pflight.datamodules.held_out import HeldOut
+from pflight.datamodules.partitions.held_out import HeldOut
 from pflight.errors import ConfigurationError
 
 

@@ -16,10 +16,10 @@ from PIL import Image
 from pyarrow import parquet
 from torchvision import datasets
 
-from pflight.datamodules.cifar import CIFAR10, CIFAR100
-from pflight.datamodules.emnist import EMNIST
-from pflight.datamodules.fashion_mnist import FashionMNIST
-from pflight.datamodules.partition import IID
+from pflight.datamodules.partitions.partition import IID
+from pflight.datamodules.sources.cifar import CIFAR10, CIFAR100
+from pflight.datamodules.sources.emnist import EMNIST
+from pflight.datamodules.sources.fashion_mnist import FashionMNIST
 from pflight.errors import ConfigurationError
 
 ALL = {"partition": IID(), "num_clients": 1, "val_fraction": 0, "test_fraction": 0}
@@ -101,7 +101,7 @@ def test_cifar100_is_found_where_hugging_face_puts_it(tmp_path, folder):
 def test_decoded_images_are_kept_in_cache_dir(rows, monkeypatch):
     cache = str(rows / "cache")
     first = held(CIFAR10(str(rows), cache_dir=cache, **ALL))
-    monkeypatch.setattr("pflight.datamodules.cifar.decode_image", None)
+    monkeypatch.setattr("pflight.datamodules.sources.cifar.decode_image", None)
     again = CIFAR10(str(rows), cache_dir=cache, official_test=True, **ALL)
     x, y = held(again)
     test_x, test_y = again.samples(0, "test")

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from pflight.datamodules import IID, Natural
-from pflight.datamodules.leaf import LeafCelebA, LeafFEMNIST
+from pflight.datamodules import IID, ByUser
+from pflight.datamodules.sources.leaf import LeafCelebA, LeafFEMNIST
 from pflight.errors import ConfigurationError
 
 SPLITS = ("train", "val", "test")
@@ -132,7 +132,7 @@ def test_the_cache_may_be_elsewhere_and_is_used_again(femnist, tmp_path_factory,
     elsewhere = tmp_path_factory.mktemp("cache")
     opened(femnist, cache_dir=str(elsewhere))
     assert not (femnist / "cache").exists()
-    monkeypatch.setattr("pflight.datamodules.leaf.people", None)
+    monkeypatch.setattr("pflight.datamodules.sources.leaf.people", None)
     same(opened(femnist, cache_dir=str(elsewhere), val_fraction=0), 1, TRAIN["f0001"], "train")
 
 
@@ -176,7 +176,7 @@ def test_people_with_few_samples_are_left_out(femnist):
 def test_another_partition_mixes_users(femnist):
     data = opened(femnist, partition=IID(), num_clients=5)
     assert data.num_clients == 5
-    with pytest.raises(ConfigurationError, match=r"Natural\(\) only, not with IID\(\)"):
+    with pytest.raises(ConfigurationError, match=r"ByUser\(\) only, not with IID\(\)"):
         _ = data.users
 
 
@@ -674,4 +674,4 @@ def test_without_the_hubs_client_the_error_says_what_to_install(tmp_path, monkey
 
 
 def test_the_default_partition_is_natural():
-    assert LeafFEMNIST().partition == LeafCelebA().partition == Natural()
+    assert LeafFEMNIST().partition == LeafCelebA().partition == ByUser()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from pyarrow import parquet
 
-from pflight.datamodules.parquet import (
+from pflight.datamodules.sources.parquet import (
     decode_image,
     parquet_columns,
     parquet_files,
@@ -113,7 +113,7 @@ def test_a_folder_may_be_called_like_a_file(tmp_path):
 
 
 def test_large_rows_are_read_a_few_at_once_and_larger_ones_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("pflight.datamodules.parquet._BYTES_AT_ONCE", 1 << 20)
+    monkeypatch.setattr("pflight.datamodules.sources.parquet._BYTES_AT_ONCE", 1 << 20)
     path = tmp_path / "a.parquet"
     large = pa.table({"image": [bytes(1 << 18)] * 4})
     parquet.write_table(large, path, compression="zstd", use_dictionary=False)

@@ -6,15 +6,15 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pflight.datamodules.dealing import largest_remainder, stratified_splits
-from pflight.datamodules.partition import (
+from pflight.datamodules.partitions.dealing import largest_remainder, stratified_splits
+from pflight.datamodules.partitions.partition import (
     IID,
+    ByUser,
     ClassesPerClient,
     ClassShards,
     ConsecutiveClasses,
     Dirichlet,
     DominantClasses,
-    Natural,
     Partition,
 )
 from pflight.errors import ConfigurationError
@@ -36,7 +36,7 @@ PARTITIONS = st.one_of(
     ),
     st.builds(DominantClasses, st.integers(1, 4), st.sampled_from([0.3, 0.4, 0.9, 1.0])),
     st.builds(DominantClasses, st.integers(1, 3), st.just(0.5), st.integers(3, 20)),
-    st.just(Natural()),
+    st.just(ByUser()),
 )
 CLASSES = st.sampled_from([-3, 0, 1, 2, 5, 61, 10**12])
 LABELS = hnp.arrays(
@@ -90,7 +90,7 @@ def must_succeed(partition: Partition, labels, num_clients, groups) -> bool:
             return bool(supply.min() >= -(-k * num_clients // len(supply)))
         case ConsecutiveClasses(k=k):
             return k <= len(supply) and bool(supply.min() >= k * num_clients)
-        case Natural():
+        case ByUser():
             return num_clients <= len(np.unique(groups))
     return False
 
@@ -132,7 +132,7 @@ def check(partition: Partition, labels, groups, parts):
             wanted = np.floor(share * sizes[0] + 0.5) if k < num_classes else sizes[0]
             assert (abs(ordered[:, -k:].sum(axis=1) - wanted) <= k).all()
             assert (np.ptp(ordered[:, -k:], axis=1) <= 1).all()
-        case Natural():
+        case ByUser():
             assert all(len(np.unique(groups[part])) == 1 for part in parts)
 
 
@@ -156,7 +156,7 @@ def test_test_samples_are_dealt_as_training_samples(partition, labels, num_clien
     assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() for part in parts)
     again = partition.deal(labels, test, num_clients, seed, groups)
     assert all(map(np.array_equal, parts, again))
-    if isinstance(partition, Natural):
+    if isinstance(partition, ByUser):
         assert all(len(np.unique(groups[part])) == 1 for part in parts)
         return
     assert all(np.array_equal(p[~test[p]], train[k]) for p, k in zip(parts, known, strict=True))
@@ -171,7 +171,7 @@ def test_test_samples_are_dealt_as_training_samples(partition, labels, num_clien
 
 def test_people_keep_their_own_test_samples():
     groups, test = np.array([4, 9, 9, 4, 4, 9]), np.array([0, 0, 1, 1, 0, 0], bool)
-    parts = Natural().deal(np.zeros(6, int), test, None, 0, groups)
+    parts = ByUser().deal(np.zeros(6, int), test, None, 0, groups)
     assert [part.tolist() for part in parts] == [[0, 3, 4], [1, 2, 5]]
 
 
@@ -383,12 +383,12 @@ def test_dirichlet_deals_as_many_samples_as_asked_for_on_average():
 
 def test_natural_draws_some_people_if_fewer_clients_are_asked_for():
     groups = np.repeat([30, 10, 20], 4)
-    parts = Natural().split(np.zeros(12, int), 2, 0, groups)
+    parts = ByUser().split(np.zeros(12, int), 2, 0, groups)
     assert [len(part) for part in parts] == [4, 4]
     with pytest.raises(ConfigurationError, match=r"num_clients is 4, but .* 3 people"):
-        Natural().split(np.zeros(12, int), 4, 0, groups)
+        ByUser().split(np.zeros(12, int), 4, 0, groups)
     with pytest.raises(ConfigurationError, match="who made each sample"):
-        Natural().split(np.zeros(12, int), 2, 0)
+        ByUser().split(np.zeros(12, int), 2, 0)
 
 
 @pytest.mark.parametrize(

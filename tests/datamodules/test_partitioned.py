@@ -8,10 +8,10 @@ import torch
 
 from pflight.datamodules import (
     IID,
+    ByUser,
     ClassesPerClient,
     Digits,
     Dirichlet,
-    Natural,
     Partition,
     PartitionedDataModule,
     Samples,
@@ -44,9 +44,9 @@ def numbers(data: Numbered, split: str) -> list[int]:
     return sorted(torch.cat(every).long().tolist())
 
 
-@pytest.mark.parametrize("partition", [IID(), Dirichlet(1.0), ClassesPerClient(2), Natural()])
+@pytest.mark.parametrize("partition", [IID(), Dirichlet(1.0), ClassesPerClient(2), ByUser()])
 def test_its_own_test_samples_stay_test_samples(partition: Partition) -> None:
-    clients = None if partition == Natural() else 5
+    clients = None if partition == ByUser() else 5
     data = ready(partition, num_clients=clients, official_test=True, val_fraction=0.25)
     assert numbers(data, "test") == list(range(0, 400, 5))
     others = sorted(numbers(data, "train") + numbers(data, "val"))
@@ -63,7 +63,7 @@ def test_a_client_gets_its_share_of_the_test_set(partition: Partition) -> None:
 
 
 def test_natural_clients_keep_their_own_test_samples() -> None:
-    data = ready(Natural(), official_test=True)
+    data = ready(ByUser(), official_test=True)
     for client in range(3):
         for split in ("train", "val", "test"):
             x, _ = data.samples(client, split)

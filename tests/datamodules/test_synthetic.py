@@ -9,9 +9,10 @@ from sklearn.linear_model import LogisticRegression as Fitted
 from sklearn.metrics import adjusted_rand_score
 
 from pflight.callbacks import FeSEM
-from pflight.datamodules.federated import SPLITS, FederatedDataModule
-from pflight.datamodules.synthetic import ClusteredSynthetic, Synthetic
+from pflight.data_module import FederatedDataModule
+from pflight.datamodules.sources.synthetic import ClusteredSynthetic, Synthetic
 from pflight.errors import ConfigurationError
+from pflight.loaders import SPLITS
 from pflight.models import LogisticRegression, ProximalClient
 from tests.runs import run, sgd
 

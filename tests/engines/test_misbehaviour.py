@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pflight import Federation
-from pflight.callbacks import FedAvg, FedSGD, HypoCluster, Local, PerFedAvg, ServerCallback
+from pflight.callbacks import IFCA, FedAvg, FedSGD, Local, PerFedAvg, ServerCallback
 from pflight.datamodules import FederatedDataModule
 from pflight.errors import ClientError, ConfigurationError
 from pflight.models import ClientModule, PerFedAvgClient
@@ -454,7 +454,7 @@ class StuckPerFedAvg(Stuck, PerFedAvgClient):
     [
         (FedAvg, Stuck, {"finetune_epochs": 1}, "to be fine-tuned"),
         (PerFedAvg, StuckPerFedAvg, {}, "to adapt"),
-        (partial(HypoCluster, 2), Stuck, {}, "to tell its loss"),
+        (partial(IFCA, 2), Stuck, {}, "to tell its loss"),
     ],
 )
 def test_what_comes_before_evaluation(
@@ -485,7 +485,7 @@ def test_a_client_that_can_not_tell_its_loss_is_left_out_of_the_round(
     engine: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     data = OwnData(lambda *pair: pair)
-    callback = partial(HypoCluster, 2, group_rounds=0)
+    callback = partial(IFCA, 2, group_rounds=0)
     federation = fitted(data, engine, callback, linear_client(Stuck))
     assert federation.history[0].failed == [BAD]
     (text,) = (text for text in said("round 0: client 3 ", recwarn) if "of this round" in text)

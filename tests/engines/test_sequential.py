@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlatea
 from torch.utils.data import Sampler
 
 from pflight.callbacks import FedAvg, Local
+from pflight.data_module import ClientData
 from pflight.datamodules import TensorClients
-from pflight.datamodules.federated import ClientData
-from pflight.datamodules.loaders import batch_loader
+from pflight.loaders import batch_loader
 from pflight.models import ClientModule
 from tests.runs import (
     CLASSES,

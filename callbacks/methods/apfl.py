@@ -1,0 +1,87 @@
+"""APFL: FedAvg beside personal models that are mixtures with its model."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.half import OWN, Half
+from pflight.models.halves.apfl import Mixed
+from pflight.models.halves.personal import Personal
+from pflight.options import checked
+
+from .personal import PersonalFedAvg
+
+_ALPHA = 0.5
+
+
+@checked
+class APFL(PersonalFedAvg):
+    r"""Adaptive personalized federated learning (Deng et al. 2020, algorithm 1).
+
+    The shared model is that of FedAvg. A client is judged by
+    :math:`\alpha_i v_i + (1 - \alpha_i)\,\theta`, the mixture of the model that it keeps and the
+    server's as it is now; parameters and floating buffers are mixed alike. Its own model and its
+    :math:`\alpha_i` never travel; a newcomer's own model is the server's. How they are trained is
+    :class:`~pflight.models.halves.Mixed`'s.
+
+    Args:
+        alpha: Share :math:`\alpha` of the client's own model, or where it starts; by default 0.5,
+            or what the client's own half says.
+        alpha_lr: Step of an adaptive :math:`\alpha`; ``None`` leaves it fixed.
+        weighting: As in :class:`FedAvg`.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`; those of the clients' own models
+            stay with them.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or the client is of another kind.
+
+    References:
+        Deng et al., Adaptive Personalized Federated Learning, 2020,
+        https://arxiv.org/abs/2003.13461.
+    """
+
+    def __init__(
+        self,
+        weighting: Literal["uniform", "samples"] = "uniform",
+        buffers: Literal["shared", "local", "reset"] = "shared",
+        *,
+        alpha: float | None = None,
+        alpha_lr: float | None = None,
+    ) -> None:
+        super().__init__(weighting, buffers)
+        self.alpha = alpha
+        self.alpha_lr = alpha_lr
+        alpha = _ALPHA if alpha is None else alpha
+        self._half = Personal(self.make_half(Mixed, alpha=alpha, alpha_lr=alpha_lr))
+
+    @property
+    def algorithm_name(self) -> str:
+        """APFL, and whether its mixing weights are trained."""
+        half: Any = self.federation.client_half
+        mixture: Any = half.personal if isinstance(half, Half) else half
+        return "APFL" + " (adaptive)" * (mixture.alpha_lr is not None)
+
+    @property
+    def half(self) -> Half:
+        """A personal copy of the client's module, trained as a part of the mixture."""
+        return self._half
+
+    @property
+    def chooses_half(self) -> bool:
+        """Whether options of the mixture were given."""
+        return self.alpha is not None or self.alpha_lr is not None
+
+    def personal_value(self, states: TensorDict, shared: str, personal: str) -> Tensor:
+        """Return an entry of the mixtures ``[C, ...]``; counters are those of the clients' own."""
+        own = states[personal]
+        if not own.is_floating_point():
+            return own
+        alpha = states[f"{OWN}alpha"].view(-1, *[1] * (own.dim() - 1)).to(own.dtype)
+        return alpha * own + (1 - alpha) * states[shared]
+
+    def mixing(self, clients: Tensor) -> Tensor:
+        r"""Return :math:`\alpha_i` of the clients ``[C]``."""
+        return self.federation.lay_over(clients, self.broadcast(clients))[f"{OWN}alpha"]

@@ -1,0 +1,238 @@
+"""CFL: clusters of clients are split in two where their updates disagree."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.distributed import gather
+from pflight.engines.updates import ClientUpdates
+from pflight.options import check_range, checked
+from pflight.randomness import Purpose, derive_seed
+from pflight.state import expand_state, stack_states
+
+from .clustering import Linkage, bipartition, parameter_vectors
+from .multi_center import MultiCenter
+
+if TYPE_CHECKING:
+    from pflight.federation import Federation
+
+
+class Split(NamedTuple):
+    """A node of the cluster tree: a cluster that was split into two."""
+
+    round: int
+    """Index of the round."""
+    cluster: int
+    """Index of the cluster; the first half keeps it."""
+    new: int
+    """Index of the second half."""
+    state: dict[str, Tensor]
+    """The cluster's model before the split, by name: what clients were sent."""
+    directions: Tensor
+    """Mean of the members' updates, each of length 1, of either half ``[2, d]``."""
+
+
+@checked
+class CFL(MultiCenter):
+    r"""Clustered federated learning (Sattler et al. 2021); CFL, FedCluster.
+
+    All clients begin as one cluster. A round is FedAvg inside each cluster :math:`c`, with the
+    updates :math:`\Delta_i = \theta_i - \theta_c` of the clients that answered. A cluster where
+    FedAvg has come to rest, but its clients have not, is split in two:
+
+    .. math:: \| \sum_{i \in c} w_i \Delta_i \| < \varepsilon_1
+        \quad\text{and}\quad \max_{i \in c} \|\Delta_i\| > \varepsilon_2
+
+    with :math:`w_i` as in the mean. The two halves :math:`c_1, c_2` are those between which the
+    largest cosine of two updates is smallest,
+    :math:`\min_{c_1, c_2} \max_{i \in c_1, j \in c_2} \cos(\Delta_i, \Delta_j)`, which single
+    linkage finds. Each then goes on with the mean of its own members' updates. Norms and
+    cosines are over parameters, not buffers.
+
+    A cluster is tested when every member has an update since its last test; clients that don't take
+    part are never taken for zeros. So with partial participation the server keeps an update of each
+    client, and a client that never answers keeps its cluster from being split.
+
+    A client that was held out, or joins later, descends the tree of splits: at each it trains from
+    the model that was split, and follows the half to whose mean update, of unit vectors, its own
+    has the larger cosine.
+
+    Args:
+        eps1: :math:`\varepsilon_1`; 0 never splits, which is FedAvg.
+        eps2: :math:`\varepsilon_2`.
+        gamma: Split only where :math:`\sqrt{(1 - \max\cos) / 2}` between the halves exceeds this;
+            0 always does.
+        linkage: How the halves are found: ``"single"``, ``"complete"`` or ``"average"`` linkage of
+            cosines, or ``"spectral"`` clustering.
+        min_size: A cluster is split only if it has more members than this.
+        warmup: First rounds, in which nothing is tested and updates don't count.
+        weighting: ``"uniform"`` or ``"samples"``: what a client weighs in the mean update.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`.
+
+    Attributes:
+        assignments: LongTensor ``[num_clients]``, each client's cluster; -1 for those that don't
+            train.
+        splits: The tree: a :class:`Split` for each, in order.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    Example:
+        >>> CFL(eps1=0.4, eps2=1.6).linkage
+        'single'
+
+    References:
+        Sattler, Müller and Samek, Clustered Federated Learning: Model-Agnostic Distributed
+        Multitask Optimization under Privacy Constraints, IEEE TNNLS 2021,
+        https://arxiv.org/abs/1910.01991.
+    """
+
+    algorithm_name = "CFL"
+    tag = "cfl"
+
+    def __init__(
+        self,
+        eps1: float = 0.4,
+        eps2: float = 1.6,
+        gamma: float = 0.0,
+        linkage: Linkage = "single",
+        min_size: int = 2,
+        warmup: int = 20,
+        weighting: Literal["uniform", "samples"] = "uniform",
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__(1, buffers=buffers, weighting=weighting)
+        check_range(self, "[0, inf)", eps1=eps1, eps2=eps2, gamma=gamma, warmup=warmup)
+        check_range(self, "[1, inf)", min_size=min_size)
+        self.eps1, self.eps2, self.gamma = eps1, eps2, gamma
+        self.linkage, self.min_size, self.warmup = linkage, min_size, warmup
+        self.splits: list[Split] = []
+        self._changes: dict[int, Tensor] = {}  # of parameters, by client, since the last test
+
+    def setup_server(self, federation: Federation) -> None:
+        """Make one model, for all clients that may train."""
+        super().setup_server(federation)
+        self.assignments[federation.trainable_clients] = 0
+
+    def round(self, cohort: Tensor) -> None:
+        """Run one round; clients that have joined since the last one descend the tree first."""
+        clients = cohort.cpu()
+        able = torch.isin(clients, self.federation.trainable_clients)
+        late = clients[able & (self.assignments[clients] < 0)]
+        if len(late):
+            self.assignments[late] = self.descend(late.to(cohort.device))
+        super().round(cohort)
+
+    def begin(self) -> None:
+        """Start without updates."""
+        self._updates: list[ClientUpdates] = []
+        self._arrived: dict[int, Tensor] = {}
+
+    def centers_of(self, clients: Tensor) -> Tensor:
+        """Return each client's cluster; newcomers descend the tree."""
+        clusters = super().centers_of(clients)
+        new = clusters < 0
+        if self.splits and new.any():
+            clusters[new] = self.descend(clients[new.to(clients.device)])
+        return clusters
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """Keep a chunk's models and, after the warm-up, their changes."""
+        self._updates.append(updates)
+        if len(self.federation.history) < self.warmup:
+            return
+        clients = updates.clients.cpu()
+        clusters = self.assignments[clients]
+        for k in clusters.unique().tolist():
+            if (self.assignments == k).sum() > self.min_size:
+                ours = clusters == k
+                start = stack_states([self.federation.server.tensors(k)])
+                changes = self._vectors(updates.states[ours]) - self._vectors(start)
+                kept = (change.clone() for change in changes.cpu())
+                self._arrived.update(zip(clients[ours].tolist(), kept, strict=True))
+
+    def step(self) -> None:
+        """Split clusters, then pull each to the mean of its members that answered."""
+        for arrived in gather(self._arrived):
+            self._changes |= arrived
+        for cluster in range(self.num_clusters):
+            self._test(cluster)
+        super().begin()
+        for updates in self._updates:
+            self.assign(updates, self.assignments[updates.clients.cpu()])
+        self._updates.clear()
+        super().step()
+
+    def descend(self, clients: Tensor) -> Tensor:
+        """Return the cluster of each newcomer ``[C]``, -1 where it has no samples to train on.
+
+        One that fails to train goes with the first half.
+        """
+        federation = self.federation
+        clusters = torch.where(federation.num_samples[clients.cpu()] > 0, 0, -1)
+        for split in self.splits:
+            here = (clusters == split.cluster).nonzero().flatten()
+            if not len(here):
+                continue
+            asked = clients[here.to(clients.device)]
+            sent = expand_state(split.state, len(asked)).to(federation.device)
+            tried = federation.try_training(asked, sent, split.round)
+            changes = F.normalize(self._vectors(tried.states) - self._vectors(sent[:1]))
+            cosines = changes @ F.normalize(split.directions).to(changes).T
+            follows = torch.isin(asked, tried.clients[cosines[:, 1] > cosines[:, 0]])
+            clusters[here[follows.cpu()]] = split.new
+        return clusters
+
+    def _test(self, cluster: int) -> None:
+        """Split a cluster if all its members are known and they disagree."""
+        members = (self.assignments == cluster).nonzero().flatten()
+        if len(members) <= self.min_size or not self._changes.keys() >= set(members.tolist()):
+            return
+        changes = torch.stack([self._changes.pop(client) for client in members.tolist()])
+        weights = self.client_weights(members).to(changes)
+        mean = (weights / weights.sum() @ changes).norm().item()
+        largest = changes.norm(dim=1).max().item()
+        norms = {f"cfl/mean_norm_{cluster}": mean, f"cfl/max_norm_{cluster}": largest}
+        self.federation.log_round(norms)
+        if not (mean < self.eps1 and largest > self.eps2):
+            return
+        units = F.normalize(changes)
+        cosines = (units @ units.T).clamp(-1, 1)
+        seed = derive_seed(Purpose.SERVER, self.federation.seed)
+        second = bipartition(cosines, self.linkage, seed)
+        across = cosines[~second][:, second].max().item()
+        if self.gamma and ((1 - across) / 2) ** 0.5 <= self.gamma:
+            return
+        directions = torch.stack([units[~second].mean(0), units[second].mean(0)])
+        self._split(cluster, members[second], directions)
+
+    def _split(self, cluster: int, leaving: Tensor, directions: Tensor) -> None:
+        """Give the clients that leave a cluster a copy of its model."""
+        federation, new = self.federation, self.num_clusters
+        state = federation.server.tensors(cluster, self.sent_names)
+        state = {name: value.detach().clone() for name, value in state.items()}
+        self.splits.append(Split(len(federation.history), cluster, new, state, directions))
+        federation.copy_server_model(cluster)
+        self.assignments[leaving] = new
+        self.num_clusters += 1
+
+    def _vectors(self, states: TensorDict) -> Tensor:
+        """Return the parameters of a stack ``[C]`` as vectors ``[C, d]``."""
+        return parameter_vectors(states, self.federation.layout.parameters)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the tree, and the updates that wait for a test, for the checkpoint."""
+        splits = [split._asdict() for split in self.splits]
+        return {**super().state_dict(), "splits": splits, "_changes": self._changes}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave, with as many models."""
+        splits = [Split(**split) for split in state_dict["splits"]]
+        del self.federation.server[len(splits) + 1 :]
+        self.add_centers(len(splits) + 1)
+        super().load_state_dict({**state_dict, "splits": splits})

@@ -1,0 +1,312 @@
+"""Clustering clients by the models that they send."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.distributed import all_sum, gather, is_distributed
+from pflight.engines.updates import ClientUpdates
+from pflight.state import StateLayout, rows
+
+Linkage = Literal["single", "complete", "average", "spectral"]
+
+
+def parameter_vectors(states: TensorDict, names: Iterable[str]) -> Tensor:
+    """Return entries of a stack ``[C]`` side by side ``[C, d]``, in float32 or more.
+
+    Example:
+        >>> states = TensorDict({"w": torch.ones(2, 3, 4), "b": torch.zeros(2, 3)}, [2])
+        >>> parameter_vectors(states, ["w", "b"]).shape
+        torch.Size([2, 15])
+    """
+    vectors = torch.cat([rows(states[name]) for name in names], dim=1)
+    return vectors.to(torch.promote_types(vectors.dtype, torch.float32))
+
+
+def gather_states(
+    updates: Iterable[ClientUpdates], device: torch.device
+) -> tuple[Tensor, TensorDict]:
+    """Return the clients that answered on any rank, ascending ``[M]``, and their states ``[M]``.
+
+    Every rank has to call it. The ids are on the CPU, the states on the device.
+    """
+    chunks = [(update.clients.cpu(), update.states) for update in updates]
+    if is_distributed():
+        moved = [(clients, states.cpu()) for clients, states in chunks]
+        chunks = [chunk for rank in gather(moved) for chunk in rank]
+    clients, order = torch.cat([clients for clients, _ in chunks]).sort()
+    return clients, TensorDict.cat([states.to(device) for _, states in chunks])[order]
+
+
+def cluster_updates(
+    clients: Tensor,
+    updates: Iterable[ClientUpdates],
+    layout: StateLayout,
+    *,
+    num_clusters: int,
+    restarts: int,
+    seed: int,
+) -> Tensor | None:
+    """Cluster clients by :func:`kmeans` on the parameters of the models that they sent.
+
+    Args:
+        clients: Ids of those that were asked, on any rank, ascending ``[M]``.
+        updates: The updates of this rank's clients.
+        layout: The layout of their states.
+        num_clusters: K.
+        restarts: As in :func:`kmeans`.
+        seed: As in :func:`kmeans`.
+
+    Returns:
+        The cluster of each client ``[M]``, -1 where it did not answer; ``None`` if fewer than K
+        clients answered.
+    """
+    size = sum(layout.template[name].numel() for name in layout.parameters)
+    points = torch.zeros(len(clients), size, dtype=torch.double)
+    answers = torch.zeros(len(clients), dtype=torch.long)
+    for update in updates:
+        members = torch.searchsorted(clients, update.clients.cpu())
+        points[members] = parameter_vectors(update.states, layout.parameters).cpu().double()
+        answers[members] = 1
+    all_sum(points)
+    answered = all_sum(answers) > 0
+    if answered.sum() < num_clusters:
+        return None
+    clusters = torch.full((len(clients),), -1)
+    clusters[answered] = kmeans(points[answered], num_clusters, restarts, seed)
+    return clusters
+
+
+def kmeans(points: Tensor, num_clusters: int, restarts: int, seed: int) -> Tensor:
+    """Return the cluster of each point by Lloyd's algorithm, the best of several starts.
+
+    It starts from K distinct random points, and runs until nothing changes, at most 300 times. A
+    cluster that runs empty starts again from the point farthest from its center.
+
+    Args:
+        points: ``[M, d]``.
+        num_clusters: K.
+        restarts: Number of starts, of which the lowest inertia wins.
+        seed: Of the starts.
+
+    Example:
+        >>> kmeans(torch.tensor([[0.0], [10.0], [1.0]]), num_clusters=1, restarts=1, seed=0)
+        tensor([0, 0, 0])
+    """
+    from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
+
+    estimator = KMeans(
+        num_clusters,
+        init="random",
+        n_init=restarts,
+        max_iter=300,
+        tol=0.0,
+        random_state=seed % 2**32,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # equal points
+        return torch.from_numpy(estimator.fit_predict(points.numpy())).long()
+
+
+def bipartition(similarities: Tensor, linkage: Linkage = "single", seed: int = 0) -> Tensor:
+    """Part M things in two by how similar any two are; return which are not with the first.
+
+    The most similar groups are merged until two are left; of equally similar ones, those with the
+    smallest (i, j). With ``"single"`` linkage the largest similarity across the two is the smallest
+    possible.
+
+    Args:
+        similarities: Symmetric ``[M, M]``, M at least 2.
+        linkage: The similarity of two groups is the largest of their pairs (``"single"``), the
+            smallest (``"complete"``) or the mean (``"average"``); ``"spectral"`` is spectral
+            clustering of cosines, by the affinity ``(1 + cosine) / 2``.
+        seed: Of spectral clustering.
+
+    Returns:
+        BoolTensor ``[M]``; True for some, and False for the first.
+
+    Example:
+        >>> bipartition(torch.tensor([[1.0, 0.2, 0.9], [0.2, 1.0, -0.5], [0.9, -0.5, 1.0]]))
+        tensor([False,  True, False])
+    """
+    similarities = torch.maximum(similarities, similarities.T)  # rounding may differ
+    if linkage == "spectral":
+        groups = _spectral(similarities, seed)
+    else:
+        groups = _agglomerate(similarities.double().numpy(force=True).copy(), linkage)
+    return torch.from_numpy(groups != groups[0])
+
+
+def _agglomerate(similarities: NDArray[np.float64], linkage: Linkage) -> NDArray[np.int64]:
+    """Merge until two groups are left; SciPy's linkages take equal pairs in another order."""
+    count = len(similarities)
+    groups, sizes = np.arange(count), np.ones(count)
+    np.fill_diagonal(similarities, -np.inf)
+    for _ in range(count - 2):
+        i, j = divmod(int(similarities.argmax()), count)
+        one, other = similarities[i], similarities[j]
+        if linkage == "single":
+            merged = np.maximum(one, other)
+        elif linkage == "complete":
+            merged = np.minimum(one, other)
+        else:
+            merged = (sizes[i] * one + sizes[j] * other) / (sizes[i] + sizes[j])
+        similarities[i] = similarities[:, i] = merged
+        similarities[j] = similarities[:, j] = similarities[i, i] = -np.inf
+        groups[groups == j] = i
+        sizes[i] += sizes[j]
+    return groups
+
+
+def _spectral(cosines: Tensor, seed: int) -> NDArray[np.int64]:
+    from sklearn.cluster import SpectralClustering
+
+    affinity = ((1 + cosines.double()) / 2).clamp(min=0).numpy(force=True)
+    estimator = SpectralClustering(2, affinity="precomputed", random_state=seed % 2**32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # few points, equal points, points without any affinity
+        return estimator.fit_predict(affinity)
+
+
+@dataclass(frozen=True)
+class TrimmedMean:
+    """A mean, or median, of M things that is not moved far by a few of them.
+
+    Args:
+        beta: Share that is left out: ``floor(beta * M)``, but always less than a half.
+        trim: ``"coordinate"`` leaves out so many of the smallest and of the largest values of each
+            coordinate; ``"radius"`` so many of the things, those farthest from the median of all.
+        estimate: ``"mean"`` or ``"median"`` of what remains, by coordinate.
+
+    Example:
+        >>> TrimmedMean(beta=0.2)(torch.tensor([[0.0], [1.0], [2.0], [3.0], [50.0]]))
+        tensor([2.])
+    """
+
+    beta: float
+    trim: Literal["coordinate", "radius"] = "coordinate"
+    estimate: Literal["mean", "median"] = "mean"
+
+    def near(self, points: Tensor) -> Tensor:
+        """Return which of the points ``[M, d]`` are not left out as a whole, as indices."""
+        indices = torch.arange(len(points), device=points.device)
+        if self.trim == "coordinate" or not self._cut(len(points)):
+            return indices
+        distances = (points - _median(points)).square().sum(1)
+        return distances.argsort(stable=True)[: len(points) - self._cut(len(points))].sort().values
+
+    def rest(self, values: Tensor) -> Tensor:
+        """Return the values ``[M, ...]``, cut at both ends of each coordinate if these are cut."""
+        cut = self._cut(len(values)) if self.trim == "coordinate" else 0
+        return values.sort(dim=0).values[cut:-cut] if cut else values
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return the mean or median ``[...]`` of values ``[M, ...]`` that are :meth:`near`."""
+        rest = self.rest(values)
+        return rest.mean(0) if self.estimate == "mean" else _median(rest)
+
+    def _cut(self, count: int) -> int:
+        return min(math.floor(self.beta * count + 1e-9), (count - 1) // 2)
+
+
+def _median(values: Tensor) -> Tensor:
+    """Return the median over the first dimension; the mean of the middle two of an even number."""
+    count = len(values)
+    return values.sort(dim=0).values[(count - 1) // 2 : count // 2 + 1].mean(0)
+
+
+def trimmed_kmeans(
+    points: Tensor,
+    num_clusters: int,
+    mean: TrimmedMean,
+    *,
+    restarts: int,
+    iterations: int,
+    seed: int,
+) -> tuple[Tensor, Tensor]:
+    """Cluster points as Lloyd's algorithm does, with centers that outliers don't move far.
+
+    It starts from K distinct random points. A cluster that runs empty starts again from the point
+    farthest from its center. Of all starts, the one with the lowest inertia wins, over what the
+    trimmed means left in.
+
+    Args:
+        points: ``[M, d]``, at least K.
+        num_clusters: K.
+        mean: How a center is made of the points of its cluster.
+        restarts: Number of starts.
+        iterations: At most so many steps in each.
+        seed: Of the starts.
+
+    Returns:
+        The cluster of each point ``[M]``, and the centers ``[K, d]``.
+
+    Example:
+        >>> points = torch.tensor([[1.0], [1.0], [1.0], [1.0], [-50.0], [9.0], [9.0], [9.0]])
+        >>> clusters, centers = trimmed_kmeans(
+        ...     points, 2, TrimmedMean(beta=0.2), restarts=5, iterations=8, seed=0)
+        >>> centers.sort(dim=0).values.flatten()
+        tensor([1., 9.])
+    """
+    random = torch.Generator().manual_seed(seed)
+
+    @lru_cache(maxsize=4 * num_clusters)  # starts meet the same clusters again and again
+    def center_of(*members: int) -> tuple[Tensor, float]:
+        chosen = points[list(members)]
+        chosen = chosen[mean.near(chosen)]
+        center = mean(chosen)
+        return center, (mean.rest(chosen) - center).square().sum().item()
+
+    best = points[:0], points[:0]
+    lowest = math.inf
+    for _ in range(restarts):
+        centers = points[torch.randperm(len(points), generator=random)[:num_clusters]]
+        clusters = torch.full((len(points),), -1, device=points.device)
+        for _ in range(iterations):
+            before, clusters = clusters, _assign(points, centers)
+            if torch.equal(before, clusters):
+                break
+            inertia = 0.0
+            for k in clusters.unique().tolist():
+                centers[k], part = center_of(*(clusters == k).nonzero().flatten().tolist())
+                inertia += part
+        if inertia < lowest:
+            lowest, best = inertia, (clusters, centers)
+    return best
+
+
+def nearest(points: Tensor, centers: Tensor) -> Tensor:
+    """Return the index of the center ``[K, d]`` nearest to each point ``[M, d]``.
+
+    Example:
+        >>> nearest(torch.tensor([[0.0], [6.0]]), torch.tensor([[1.0], [9.0]]))
+        tensor([0, 1])
+    """
+    return _distances(points, centers).argmin(dim=1)
+
+
+def _distances(points: Tensor, centers: Tensor) -> Tensor:
+    """Return L2 distances ``[M, K]``, of which close ones keep their precision."""
+    return torch.cdist(points, centers, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def _assign(points: Tensor, centers: Tensor) -> Tensor:
+    """Return the center nearest to each point; the farthest point goes to one without any."""
+    distances, clusters = _distances(points, centers).min(dim=1)
+    for k in range(len(centers)):
+        if not (clusters == k).any():
+            farthest = distances.argmax()
+            clusters[farthest], distances[farthest] = k, 0
+    return clusters

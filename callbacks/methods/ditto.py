@@ -1,0 +1,62 @@
+"""Ditto: FedAvg beside personal models that are pulled to its model."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pflight.half import Half
+from pflight.models.halves.personal import Personal
+from pflight.models.halves.proximal import Proximal
+from pflight.options import check_range, checked
+
+from .personal import PersonalFedAvg
+
+_LAM = 0.1
+
+
+@checked
+class Ditto(PersonalFedAvg):
+    r"""Ditto (Li et al. 2021, algorithm 1): FedAvg whose clients keep personal models.
+
+    The shared model is that of FedAvg, whatever the personal ones are. On the same batches each
+    client trains a copy of its module, :math:`v_i`, on
+
+    .. math:: f_i(v_i) + \frac{\lambda}{2} \|v_i - \theta\|^2
+
+    with :math:`\theta` what the server sent (objective (Ditto)). Traffic is FedAvg's. A client is
+    judged by its personal model, which for a newcomer is the shared one.
+
+    Args:
+        lam: Weight :math:`\lambda` of the pull; with 0 the personal models are trained alone. By
+            default 0.1, or what the client's own half says.
+        weighting: As in :class:`FedAvg`.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`; a personal model's stay with it.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or the client is of another kind.
+
+    References:
+        Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021,
+        https://arxiv.org/abs/2012.04221.
+    """
+
+    def __init__(
+        self,
+        weighting: Literal["samples", "uniform"] = "samples",
+        buffers: Literal["shared", "local", "reset"] = "shared",
+        *,
+        lam: float | None = None,
+    ) -> None:
+        super().__init__(weighting, buffers)
+        check_range(self, "[0, inf)", lam=lam)
+        self.lam = lam
+
+    @property
+    def half(self) -> Half:
+        """A personal copy of the client's module, pulled to what the server sent."""
+        return Personal(Proximal(_LAM if self.lam is None else self.lam))
+
+    @property
+    def chooses_half(self) -> bool:
+        """Whether the pull was given."""
+        return self.lam is not None

@@ -1,0 +1,121 @@
+"""FedDANE: clients train on losses corrected by the mean gradient."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.fedavg import FedAvg
+from pflight.half import OWN, Half
+from pflight.models.halves.corrected import Dane
+from pflight.options import checked
+from pflight.randomness import Purpose, derive_seed
+from pflight.state import WeightedMean, entries
+
+from .gradients import check_gradients, own_gradients
+
+if TYPE_CHECKING:
+    from pflight.federation import Federation
+
+_MU = 0.1
+
+
+@checked
+class FedDANE(FedAvg):
+    r"""Federated Newton-type method (Li et al. 2019, algorithm 2).
+
+    A round has two phases. The clients of the cohort :math:`S` send their gradients at
+    :math:`\theta` over all their samples, and the server takes the mean
+
+    .. math:: g = \sum_{i \in S} w_i \nabla f_i(\theta).
+
+    Then a second set :math:`S'`, as many clients drawn anew, is sent :math:`g`; each corrects its
+    loss by :math:`\langle g - \nabla f_i(\theta), w - \theta \rangle` and trains, as
+    :class:`~pflight.models.halves.Dane` says, and the server takes the mean of the models. Clients
+    in both sets are sent :math:`\theta` once. Buffers change in the second phase only.
+
+    Args:
+        same_set: Let the clients of the first phase train in the second.
+        weighting: Of both means, as in :class:`FedAvg`.
+        mu: Weight of the proximal penalty; by default 0.1, or what the client's own half says.
+
+    Raises:
+        ConfigurationError: If the client is of another kind or its optimization is manual.
+
+    References:
+        Li et al., FedDANE: A Federated Newton-Type Method, 2019, https://arxiv.org/abs/2001.01920.
+    """
+
+    def __init__(
+        self,
+        same_set: bool = False,
+        weighting: Literal["samples", "uniform"] = "samples",
+        mu: float | None = None,
+    ) -> None:
+        super().__init__(weighting)
+        self.same_set = same_set
+        self.mu = mu
+        self._half = self.make_half(Dane, mu=_MU if mu is None else mu)
+
+    @property
+    def half(self) -> Half:
+        """The correction and the proximal penalty of a client."""
+        return self._half
+
+    @property
+    def chooses_half(self) -> bool:
+        """Whether the penalty's weight was given."""
+        return self.mu is not None
+
+    def setup_server(self, federation: Federation) -> None:
+        """Make the server's model."""
+        check_gradients(federation, "FedDANE")
+        super().setup_server(federation)
+
+    def round(self, cohort: Tensor) -> None:
+        """Collect gradients from the cohort, then models from the second set."""
+        federation = self.federation
+        parameters = federation.layout.parameters
+        self.informed = cohort[:0]  # the clients that have been sent the model
+        self.mean = WeightedMean(federation.server.tensors(0, parameters))
+        for clients in federation.chunks(cohort):
+            sent = self.broadcast(clients)
+            self.receive(federation.client_gradients(clients, sent, returns=parameters))
+        self.mean.all_reduce()
+        if not self.mean.weights[0] > 0:
+            return
+        gradient = self.mean.compute()[0]
+        self.informed = cohort
+        self.begin()
+        for clients in federation.chunks(self.second_set(cohort)):
+            sent = self.broadcast(clients)
+            for name, own in entries(own_gradients(federation, clients, sent)):
+                sent[f"{OWN}correction.{name}"] = gradient[name] - own
+            self.receive(federation.train_clients(clients, sent))
+        self.step()
+
+    def second_set(self, cohort: Tensor) -> Tensor:
+        """Return the clients of the second phase ``[S']``."""
+        if self.same_set:
+            return cohort
+        cohorts = copy.copy(self.federation.attached_data.cohorts)
+        cohorts.seed = derive_seed(Purpose.COHORT, cohorts.seed)
+        return cohorts.sample(self.federation.current_epoch).to(cohort.device)
+
+    def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
+        """Return the bytes sent to the clients ``[C]``: the model if they lack it, and g."""
+        model = sent.select(*self.sent_names)
+        lacking = clients[~torch.isin(clients, self.informed)]
+        gradient = sent.exclude(*self.sent_names)
+        return super().bytes_down(lacking, model) + super().bytes_down(clients, gradient)
+
+    @property
+    def sent_names(self) -> tuple[str, ...]:
+        """Names of the entries of a state that travel."""
+        return tuple(
+            name for name in super().sent_names if not name.startswith(f"{OWN}correction.")
+        )

@@ -1,0 +1,212 @@
+"""FedFomo: every client mixes its model with those of others that do better on its samples."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.datamodules.partitions.held_out import HeldOut
+from pflight.distributed import all_max, share_owned
+from pflight.engines.updates import ClientUpdates
+from pflight.options import check_range, checked
+from pflight.randomness import Purpose, generator
+from pflight.state import entries, rows, state_bytes
+
+from .hypernetworks import weighted_sums
+from .stored import StoredModels
+
+if TYPE_CHECKING:
+    from pflight.data_module import FederatedDataModule
+    from pflight.federation import Federation
+
+
+@checked
+class FedFomo(StoredModels):
+    r"""Federated first-order model optimization (Zhang et al. 2021, section 3).
+
+    The server stores the last model of each client that has answered. Client i, with model
+    :math:`\theta_i`, is sent M of the others' and compares them by the loss :math:`L_i` on training
+    samples that it holds out. The score of a model is how much better it is, by distance,
+
+    .. math:: w_n = \max\Big(0, \frac{L_i(\theta_i) - L_i(\theta_n)}{\|\theta_n - \theta_i\|}\Big),
+        \qquad \theta_i \leftarrow \theta_i + \sum_n \frac{w_n}{\sum_m w_m}(\theta_n - \theta_i).
+
+    From there it trains on its other samples, and returns its model and the scores. Where no model
+    is better it starts from its own. All mixtures of a round are formed from the same stored
+    models. Norms are over parameters; losses are the client module's, in evaluation mode.
+
+    The server adds the scores up, :math:`P_{in} \leftarrow P_{in} + w_n`, and next time sends
+    client i the models with the largest :math:`P_{in}`, random ones of those that are equal. Each
+    of the M is any other model instead with probability :math:`\max(0, \varepsilon - \delta t)` in
+    round t.
+
+    A client is judged by its own model as it was last trained, and by the common initial model if
+    it has never been; what it would start from now is judged as ``server/``. Buffers stay with the
+    clients. The server's memory grows with N models, a round's traffic with M.
+
+    Args:
+        num_models: M; fewer are sent where fewer have been received. 0 is Local, on fewer samples.
+        held_out: Share of each client's training samples that it compares models by; a client with
+            a single sample trains on it as well.
+        epsilon: :math:`\varepsilon`, the probability that a model is a random one.
+        decay: :math:`\delta`, by how much that is less each round.
+
+    Attributes:
+        stored: The models of all clients, without buffers; every tensor is ``[num_clients, ...]``.
+        received: BoolTensor ``[num_clients]``, which of them are not the initial model.
+        affinity: :math:`P`, ``[num_clients, num_clients]``, a row for each client that is sent to.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    Example:
+        >>> FedFomo(num_models=10).epsilon
+        0.3
+
+    References:
+        Zhang et al., Personalized Federated Learning with First Order Model Optimization, ICLR
+        2021, https://arxiv.org/abs/2012.08565.
+    """
+
+    def __init__(
+        self,
+        num_models: int = 5,
+        held_out: float = 0.2,
+        epsilon: float = 0.3,
+        decay: float = 0.05,
+    ) -> None:
+        super().__init__()
+        check_range(self, "[0, inf)", num_models=num_models, decay=decay)
+        check_range(self, "(0, 1)", held_out=held_out)
+        check_range(self, "[0, 1]", epsilon=epsilon)
+        self.num_models = num_models
+        self.held_out = held_out
+        self.epsilon = epsilon
+        self.decay = decay
+
+    def local_data(self, data: FederatedDataModule) -> FederatedDataModule:
+        """Return the data with samples held out."""
+        return HeldOut(data, self.held_out)
+
+    def setup_server(self, federation: Federation) -> None:
+        """Store the initial model for every client, of whom nothing is known yet."""
+        super().setup_server(federation)
+        count = federation.num_clients
+        self.received = torch.zeros(count, dtype=torch.bool)
+        self.affinity = torch.zeros(count, count, dtype=torch.double)
+
+    def more_memory(self, federation: Federation) -> dict[str, int]:
+        """Return the bytes of all scores, those of a round apart."""
+        return {"scores": 3 * federation.num_clients**2 * torch.double.itemsize}
+
+    def round(self, cohort: Tensor) -> None:
+        """Run one round; no stored model changes before all clients have trained."""
+        self.begin()
+        for clients in self.federation.chunks(cohort):
+            scores = self.scores(clients)
+            updates = self.federation.train_clients(clients, self.mixtures(clients, scores))
+            self._scores[updates.clients.cpu()] = scores[torch.isin(clients, updates.clients)].cpu()
+            self.receive(updates)
+        self.step()
+
+    def begin(self) -> None:
+        """Start without updates and scores."""
+        self._updates: list[ClientUpdates] = []
+        self._scores = torch.zeros_like(self.affinity)
+
+    def broadcast(self, clients: Tensor) -> TensorDict:
+        """Return the mixtures from which the clients would train now."""
+        return self.mixtures(clients, self.scores(clients))
+
+    def mixtures(self, clients: Tensor, scores: Tensor) -> TensorDict:
+        """Return the clients' mixtures ``[C]`` by their scores ``[C, num_clients]``."""
+        total = scores.sum(dim=1, keepdim=True)
+        own = F.one_hot(clients, scores.shape[1]).to(scores)
+        weights = torch.where(total > 0, scores / torch.where(total > 0, total, 1), own)
+        mixtures = {
+            name: weighted_sums(leaf, clients, weights.to(leaf))
+            for name, leaf in self.stored.tensors().items()
+        }
+        return TensorDict(mixtures, batch_size=[len(clients)])
+
+    def scores(self, clients: Tensor) -> Tensor:
+        """Return each client's scores of what it is sent, ``[C, num_clients]``; 0 elsewhere."""
+        scores = torch.zeros(len(clients), len(self.received), device=clients.device).double()
+        sent = self.choose(clients)
+        if not sent.shape[1]:
+            return scores
+        own = self._models(clients)
+        loss = self.federation.client_losses(clients, own, "held_out")
+        for others in sent.unbind(dim=1):
+            models = self._models(others)
+            gain = loss - self.federation.client_losses(clients, models, "held_out")
+            apart = [rows(models[name] - start).double() for name, start in entries(own)]
+            distance = torch.linalg.vector_norm(torch.cat(apart, dim=1), dim=1)
+            score = (gain / torch.where(distance > 0, distance, 1e-5)).clamp(min=0)
+            scores.scatter_(1, others.unsqueeze(1), score.nan_to_num(0).unsqueeze(1))
+        return scores
+
+    def choose(self, clients: Tensor) -> Tensor:
+        """Return whose models each client is sent now ``[C, M]``, its own for want of others."""
+        now = len(self.federation.history)
+        epsilon = max(0.0, self.epsilon - self.decay * now)
+        known = self.received.nonzero().flatten()
+        chosen = clients.unsqueeze(1).repeat(1, min(self.num_models, len(known)))
+        for row, client in enumerate(clients.tolist()):
+            random = generator(Purpose.SERVER, self.federation.seed, now, client)
+            others = known[known != client]
+            drawn, tied = (others[torch.randperm(len(others), generator=random)] for _ in range(2))
+            best = tied[self.affinity[client, tied].argsort(descending=True, stable=True)]
+            sent: list[int] = []
+            chances = torch.rand(len(chosen[row]), generator=random, dtype=torch.double)
+            for chance in chances[: len(others)].tolist():
+                queue = drawn if chance < epsilon else best
+                sent.append(next(other for other in queue.tolist() if other not in sent))
+            chosen[row, : len(sent)] = torch.tensor(sent)
+        return chosen
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """Keep a chunk's models."""
+        self._updates.append(updates)
+
+    def step(self) -> None:
+        """Store the models of those that answered, and add their scores up."""
+        answered = torch.zeros_like(self.received)
+        for updates in self._updates:
+            answered[updates.clients.cpu()] = True
+        answered = all_max(answered.long()).bool()
+        clients = answered.nonzero().flatten()
+        for name, leaf in self.stored.tensors().items():
+            for updates in self._updates:
+                leaf.index_copy_(0, updates.clients, updates.states[name])
+            share_owned(leaf, clients.to(leaf.device))
+        share_owned(self._scores, clients)
+        self.affinity += self._scores
+        self.received |= answered
+        self._updates.clear()
+
+    def personalize(self, clients: Tensor) -> TensorDict:
+        """Return each client's model as it was last trained."""
+        return self.federation.lay_over(clients, self._models(clients))
+
+    def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
+        """Return the bytes of the models sent, and of the initial one until a client answers."""
+        received = self.received[clients.cpu()].long()
+        models = (self.received.sum() - received).clamp(max=self.num_models)
+        return int((models + 1 - received).sum()) * state_bytes(sent)
+
+    def _models(self, clients: Tensor) -> TensorDict:
+        models = {name: leaf[clients] for name, leaf in self.stored.tensors().items()}
+        return TensorDict(models, batch_size=[len(clients)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return who has answered and all scores, for the checkpoint."""
+        return {"received": self.received, "affinity": self.affinity}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave."""
+        vars(self).update(state_dict)

@@ -1,0 +1,77 @@
+"""FedSGD: clients send gradients, the server takes the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pflight.errors import ConfigurationError
+from pflight.fedavg import FedAvg
+from pflight.options import check_range, checked
+
+from .gradients import clipped
+
+if TYPE_CHECKING:
+    from pflight.federation import Federation
+
+
+@checked
+class FedSGD(FedAvg):
+    r"""Federated SGD (McMahan et al. 2017): :math:`\theta \leftarrow \theta - \eta \sum_i w_i g_i`.
+
+    :math:`g_i` is the gradient of client i's loss at the server's model, in training mode, clipped
+    as the client module says. With one full-batch local step FedAvg gives the same.
+
+    Args:
+        lr: Step :math:`\eta` of the default server optimizer, SGD.
+        weighting: As in :class:`FedAvg`.
+        batches: Take the gradient over this many mini-batches instead of all the client's samples.
+        buffers: As in :class:`ServerCallback`.
+    """
+
+    def __init__(
+        self,
+        lr: float = 0.01,
+        weighting: Literal["samples", "uniform"] = "samples",
+        batches: int | None = None,
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__(weighting, buffers)
+        check_range(self, "(0, inf)", lr=lr)
+        check_range(self, "[1, inf)", batches=batches)
+        self.lr = lr
+        self.batches = batches
+
+    def setup_server(self, federation: Federation) -> None:
+        """Make the server's model; refuse clients that take their steps themselves."""
+        super().setup_server(federation)
+        if not federation.client.automatic_optimization:
+            raise ConfigurationError(
+                "FedSGD asks for the gradient of training_step's loss, which "
+                f"{type(federation.client).__name__} with manual optimization does not give"
+            )
+
+    def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Return SGD with this callback's step."""
+        return torch.optim.SGD(parameters, lr=self.lr)
+
+    def round(self, cohort: Tensor) -> None:
+        """Broadcast, collect gradients, and step."""
+        self.begin()
+        for clients in self.federation.chunks(cohort):
+            sent = self.broadcast(clients)
+            updates = self.federation.client_gradients(clients, sent, self.batches)
+            gradients = clipped(self.federation.client, updates.states)
+            self.receive(replace(updates, states=gradients))
+        self.step()
+
+    def step(self) -> None:
+        """Set the server's gradient to the mean of the clients' gradients."""
+        self.mean.all_reduce()
+        if self.mean.weights[0] > 0:
+            self.federation.server.descend(0, self.mean.compute()[0])

@@ -1,0 +1,218 @@
+"""FeSEM: several server models, clients clustered by the distance of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.cohort import sample_clients
+from pflight.engines.updates import ClientUpdates
+from pflight.errors import ConfigurationError
+from pflight.half import Half
+from pflight.models.halves.proximal import Proximal
+from pflight.options import check_range, checked
+from pflight.randomness import Purpose, derive_seed
+from pflight.server_callback import ServerCallback
+from pflight.state import squared_distance
+
+from .clustering import cluster_updates
+from .matching import BBPMAP
+from .multi_center import MultiCenter
+from .selection import CANDIDATES, ClusterSelection, Criterion, check_candidates, select_for
+
+Distance = Callable[[TensorDict, Mapping[str, Tensor]], Tensor]
+"""Distances ``[C]`` of a stack ``[C]`` of states to a center, over the names of the center."""
+
+
+@checked
+class FeSEM(MultiCenter):
+    r"""Multi-center federated learning by stochastic EM (Long et al. 2022, algorithm 1).
+
+    The server keeps K models, the centers. Each client starts from the center it is assigned to;
+    with ``mu`` it also stays near it (eq. 7). As an update
+    :math:`W_i` arrives, the E-step assigns the client to the nearest center as sent,
+    :math:`r_i = \arg\min_k \|W_i - C_k\|^2` over parameters (eq. 8); after the last one, the M-step
+    sets each center to the plain mean of the members that answered (eq. 9). Centers without such
+    members stay as they are. Updates stream: memory grows with K, not with the number of clients.
+
+    The first round is the initialisation: up to ``init_clients`` clients train once from the common
+    start, and k-means on their models, with ``num_restarts`` restarts of which the lowest inertia
+    wins, gives the first centers; the sample's updates are kept until then. A client that has not
+    trained yet is sent the mean of the centers, weighted by the samples of their members.
+
+    With ``matching`` this is FeSEM-MA: the M-step is
+    :func:`~pflight.callbacks.methods.matching.matched_mean` of the members, and the E-step takes
+    distances after permuting the neurons of :math:`W_i` to each center's. The last layer is
+    averaged by the members' training samples of each class. The network must be a chain of layers,
+    as :func:`~pflight.callbacks.methods.chains.find_chain` takes it, and all updates of a round are
+    kept until its end.
+
+    Args:
+        num_clusters: K, the number of server models; ``"auto"`` chooses it with
+            :func:`select_num_clusters` before the first round, on ``init_clients`` clients.
+        num_restarts: Random starts of k-means.
+        init_clients: Clients of the seeded sample that trains in the first round; all if fewer.
+        matching: How neurons are aligned: ``None`` takes them as they stand, ``"bbp_map"`` matches
+            them, and a :class:`~pflight.callbacks.methods.matching.BBPMAP` does so with other
+            options; not with ``grow``, as clients can't start from centers that are wider than
+            their network.
+        centers: K states, as from ``federation.server_states()``, that replace the initialisation.
+        buffers: As in :class:`ServerCallback`.
+        distance: Of the E-step: ``"l2"`` for :math:`\|W_i - C_k\|^2`, or a function of a stack of
+            states ``[C]`` and a center that returns ``[C]``. The initialisation is k-means anyway.
+        candidates: Numbers of clusters that ``"auto"`` tries.
+        criterion: How ``"auto"`` chooses, by ``"accuracy"`` or by ``"distance"``.
+        mu: The paper's :math:`\lambda`, by which clients are held to their center (eq. 7); by
+            default 0, or what a :class:`~pflight.models.ProximalClient` says.
+        scaling: Of the penalty, as in :class:`~pflight.models.halves.Proximal`.
+
+    Attributes:
+        assignments: LongTensor ``[num_clients]``, each client's center; -1 if not yet seen.
+        selection: With ``"auto"``, what ``num_clusters`` was chosen from, a
+            :class:`ClusterSelection`; ``num_clusters`` is 0 before.
+
+    Raises:
+        ConfigurationError: On more clusters than clients, options out of range, or a network that
+            can't be matched.
+
+    References:
+        Long et al., Multi-Center Federated Learning: Clients Clustering for Better Personalization,
+        World Wide Web 2023, https://arxiv.org/abs/2108.08647.
+    """
+
+    tag = "fesem"
+
+    def __init__(
+        self,
+        num_clusters: int | Literal["auto"],
+        num_restarts: int = 20,
+        init_clients: int = 100,
+        matching: Literal["bbp_map"] | BBPMAP | None = None,
+        centers: Sequence[Mapping[str, Any]] | None = None,
+        buffers: Literal["shared", "local", "reset"] = "shared",
+        distance: Literal["l2"] | Distance = "l2",
+        candidates: Sequence[int] = CANDIDATES,
+        criterion: Criterion = "accuracy",
+        *,
+        mu: float | None = None,
+        scaling: Literal["plain", "eq7"] = "eq7",
+    ) -> None:
+        check_candidates(candidates, criterion)
+        counts = {} if num_clusters == "auto" else {"num_clusters": num_clusters}
+        check_range(
+            self, "[1, inf)", num_restarts=num_restarts, init_clients=init_clients, **counts
+        )
+        most = max(candidates) if num_clusters == "auto" else num_clusters
+        if init_clients < most:
+            raise ConfigurationError(
+                f"FeSEM: init_clients ({init_clients}) must not be below num_clusters ({most})"
+            )
+        if centers is not None and num_clusters == "auto":
+            raise ConfigurationError(
+                f"FeSEM: {len(centers)} centers were given for num_clusters=auto"
+            )
+        super().__init__(
+            0 if num_clusters == "auto" else num_clusters,
+            BBPMAP() if matching == "bbp_map" else matching,
+            buffers,
+            centers,
+        )
+        self.num_restarts = num_restarts
+        self.init_clients = init_clients
+        self.distance = squared_distance if distance == "l2" else distance
+        self.candidates = candidates
+        self.criterion = criterion
+        self.initialized = centers is not None
+        self.selection: ClusterSelection | None = None
+        self.mu = mu
+        self._half = Half() if mu is None else self.make_half(Proximal, mu=mu, scaling=scaling)
+
+    @property
+    def algorithm_name(self) -> str:
+        """FeSEM, or FeSEM-MA with ``matching``, and whether the number of clusters is chosen."""
+        chosen = " (K chosen)" * (self._given.get("num_clusters") == "auto")
+        return ("FeSEM" if self.matching is None else "FeSEM-MA") + chosen
+
+    @property
+    def half(self) -> Half:
+        """What holds clients to their center, if anything does."""
+        return self._half
+
+    def prepare(self) -> None:
+        """Choose the number of clusters, unless it is known; until then there is one model."""
+        if not self.num_clusters:
+            self.selection = select_for(self.federation, self)
+            self.add_centers(self.selection.num_clusters)
+
+    def round(self, cohort: Tensor) -> None:
+        """Run one round; the first is the initialisation, with clients of its own."""
+        if self.initialized:
+            super().round(cohort)
+        else:
+            self._initialize()
+            self.log_sizes()
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """E-step: assign each client to the nearest center as sent, and add it to its mean."""
+        distances = [self.distances(updates.states, k) for k in range(self.num_clusters)]
+        self.assign(updates, torch.stack(distances, dim=1).argmin(dim=1))
+
+    def distances(self, states: TensorDict, center: int) -> Tensor:
+        """Return the distances ``[C]`` of states ``[C]`` to a center."""
+        parameters = [n for n in self.federation.layout.parameters if n in self.sent_names]
+        target = self.federation.server.tensors(center, parameters)
+        return self.distance(self.align(states, target), target)
+
+    def _initialize(self) -> None:
+        """Train a sample of clients once and cluster their models by k-means."""
+        federation = self.federation
+        seed = federation.seed + federation.current_epoch  # others, where too few have answered
+        sample = sample_clients(federation.trainable_clients, self.init_clients, seed)
+        updates = [
+            federation.train_clients(clients, ServerCallback.broadcast(self, clients))
+            for clients in federation.chunks(sample)
+        ]
+        clusters = cluster_updates(
+            sample,
+            updates,
+            federation.layout,
+            num_clusters=self.num_clusters,
+            restarts=self.num_restarts,
+            seed=derive_seed(Purpose.SERVER, federation.seed),
+        )
+        if clusters is None:
+            rank_zero_warn(
+                f"round {federation.current_epoch} failed to find {self.num_clusters} centers: too "
+                f"few of {len(sample)} clients answered; the next round tries others"
+            )
+            return
+        self.begin()
+        for update in updates:
+            self.assign(update, clusters[torch.searchsorted(sample, update.clients.cpu())])
+        means = self.means()
+        for k in range(self.num_clusters):
+            # With fewer distinct models than clusters, an empty one repeats another's center.
+            federation.server.replace(k, means.get(k, means[min(means)]))
+        self.initialized = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return assignments and what belongs to them, for the checkpoint."""
+        return {
+            **super().state_dict(),
+            "initialized": self.initialized,
+            "num_clusters": self.num_clusters,
+            "selection": self.selection and asdict(self.selection),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave."""
+        if not self.num_clusters:
+            self.add_centers(state_dict["num_clusters"])
+        selection = state_dict["selection"] and ClusterSelection(**state_dict["selection"])
+        super().load_state_dict({**state_dict, "selection": selection})

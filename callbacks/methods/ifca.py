@@ -1,0 +1,193 @@
+"""IFCA: each client chooses the server model with the lowest training loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning as L
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.engines.updates import ClientUpdates
+from pflight.errors import ConfigurationError
+from pflight.layers import Layers
+from pflight.options import check_range, checked
+from pflight.randomness import Purpose, generator
+from pflight.state import WeightedMean
+
+from .multi_center import MultiCenter
+
+if TYPE_CHECKING:
+    from pflight.federation import Federation
+
+_NONE = Layers()
+
+
+@checked
+class IFCA(MultiCenter):
+    r"""IFCA (Ghosh et al. 2020), the same as hypothesis-based clustering (Mansour et al. 2020).
+
+    The server keeps K models :math:`\theta_k` and sends them all. Client i chooses the one with the
+    lowest loss over all its training samples, in evaluation mode,
+    :math:`k_i = \arg\min_k f_i(\theta_k)`, the lowest index on ties, and trains from it. Each model
+    becomes the mean of the clients that chose it and answered; one that nobody chose stays as it
+    is. Clients are judged by the model that they would choose now, newcomers too; never by test
+    samples. A client without training samples is judged by the model whose members have the most.
+
+    Models that start out equal would all but one never be chosen. So in the first ``group_rounds``
+    rounds clients don't choose, but train in K random groups of equal size, as IFCA on FEMNIST.
+
+    Args:
+        num_clusters: K.
+        group_rounds: Length of that start. 0 lets clients choose at once between random models: the
+            first has the client module's weights, the others have them in random places, each
+            tensor shuffled by itself, which is another draw where they were drawn independently.
+        centers: K states, as from ``federation.server_states()``, to choose from at once.
+        weighting: ``"samples"`` or ``"uniform"``: what a client weighs in the mean of its cluster.
+        divide_by: ``"cluster"`` as above; ``"cohort"`` adds up the weighted changes of a cluster's
+            clients and divides them by the weight of all that answered. With uniform weights and
+            one full-batch local step this is IFCA's gradient averaging.
+        shared: Layers that are the same in all models, and become the mean of all clients that
+            answered, whatever they chose; for IFCA on FEMNIST these are all but the last.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`.
+
+    Attributes:
+        assignments: LongTensor ``[num_clients]``, what each client chose when it last trained, or
+            was evaluated; -1 if never. Without its data it is served this.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or equal weights leave nothing to shuffle.
+
+    Example:
+        >>> IFCA(num_clusters=3).weighting
+        'samples'
+
+    References:
+        Mansour et al., Three Approaches for Personalization with Applications to Federated
+        Learning, 2020, https://arxiv.org/abs/2002.10619.
+        Ghosh et al., An Efficient Framework for Clustered Federated Learning, NeurIPS 2020,
+        https://arxiv.org/abs/2006.04088.
+    """
+
+    algorithm_name = "IFCA"
+    tag = "hypocluster"
+
+    def __init__(
+        self,
+        num_clusters: int = 3,
+        group_rounds: int = 1,
+        centers: Sequence[Mapping[str, Any]] | None = None,
+        weighting: Literal["samples", "uniform"] = "samples",
+        divide_by: Literal["cluster", "cohort"] = "cluster",
+        shared: Layers = _NONE,
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__(num_clusters, buffers=buffers, centers=centers, weighting=weighting)
+        check_range(self, "[1, inf)", num_clusters=num_clusters)
+        check_range(self, "[0, inf)", group_rounds=group_rounds)
+        self.group_rounds = 0 if centers else group_rounds
+        self.shared = shared
+        self.divide_by = divide_by
+
+    def setup_server(self, federation: Federation) -> None:
+        """Make K models, and deal clients into groups, or make the models different."""
+        super().setup_server(federation)
+        self._chosen = torch.full_like(self.assignments, -1)
+        clients = federation.trainable_clients
+        random = generator(Purpose.SERVER, federation.seed)
+        dealt = clients[torch.randperm(len(clients), generator=random)]
+        self._groups = torch.zeros_like(self.assignments)
+        self._groups[dealt] = torch.arange(len(clients)) % self.num_clusters
+        layers, server = federation.layout.layers, federation.server
+        names = {name for layer in self.shared.of(federation.client) for name in layers[layer]}
+        self.common = tuple(name for name in self.sent_names if name in names)
+        first = server.tensors(0, federation.layout.parameters)
+        for k in range(1, self.num_clusters):
+            own = server.tensors(k, first)
+            if shuffled := not self.centers and not self.group_rounds:
+                own = {name: _shuffle(value, random) for name, value in first.items()}
+            server.replace(k, {**own, **server.tensors(0, self.common)})
+            own = server.tensors(k, first)
+            if shuffled and all(torch.equal(value, first[name]) for name, value in own.items()):
+                raise ConfigurationError(
+                    "IFCA: shuffled weights are no other model, as in each tensor all are "
+                    "equal: give centers, or group_rounds of 1 or more"
+                )
+
+    def begin(self) -> None:
+        """Start empty means; nobody has chosen."""
+        super().begin()
+        self._chosen.fill_(-1)
+
+    def centers_of(self, clients: Tensor) -> Tensor:
+        """Return what each of the clients ``[C]`` chooses, in the first rounds its group."""
+        chosen = self._groups[clients.cpu()] if self._grouping else self._choose(clients)
+        self._chosen[clients.cpu()] = chosen
+        return chosen
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """Add a chunk's models to the means of what they chose."""
+        self.assign(updates, self._chosen[updates.clients.cpu()])
+
+    def means(self) -> dict[int, TensorDict]:
+        """Return the mean of each center that was chosen in this round; shared layers for all."""
+        means = super().means()
+        common = WeightedMean(self.federation.server.tensors(0, self.common))
+        for k, mean in means.items():
+            common.add(mean.unsqueeze(0), self.mean.weights[k : k + 1])
+        if self.divide_by == "cohort":
+            shares = self.mean.weights / self.mean.weights.sum()
+            for k, mean in means.items():
+                start = self.federation.server.tensors(k, self.federation.layout.parameters)
+                for name, value in start.items():
+                    mean[name] = torch.lerp(value, mean[name], shares[k].item())
+        if means and self.common:
+            (together,) = common.compute()
+            means = {k: means.get(k, together).update(together) for k in range(self.num_clusters)}
+        return means
+
+    def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
+        """Return the bytes of all K models for each of the clients ``[C]``, shared layers once."""
+        model = super().bytes_down(clients, sent)
+        own = model - super().bytes_down(clients, sent.select(*self.common))
+        return model if self._grouping else model + (self.num_clusters - 1) * own
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let clients choose anew."""
+        self._chosen.fill_(-1)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take over what all clients have chosen."""
+        self.settle(self._chosen)
+
+    on_test_epoch_start = on_validation_epoch_start
+    on_test_epoch_end = on_validation_epoch_end
+
+    @property
+    def _grouping(self) -> bool:
+        return len(self.federation.history) < self.group_rounds
+
+    def _choose(self, clients: Tensor) -> Tensor:
+        """Return the center with the lowest training loss, by client ``[C]``."""
+        server, names = self.federation.server, self.sent_names
+        losses = torch.stack(
+            [
+                self.federation.client_losses(clients, server.expand(k, names, len(clients)))
+                for k in range(self.num_clusters)
+            ]
+        ).cpu()
+        before = self.assignments[clients.cpu()]
+        before = torch.where(before < 0, self.weights.argmax(), before)
+        lowest = losses.nan_to_num(torch.inf, torch.inf).argmin(dim=0)
+        return torch.where(losses.isnan().all(dim=0), before, lowest)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return assignments and groups, for the checkpoint."""
+        return {**super().state_dict(), "_groups": self._groups}
+
+
+def _shuffle(values: Tensor, random: torch.Generator) -> Tensor:
+    order = torch.randperm(values.numel(), generator=random)
+    return values.detach().flatten()[order.to(values.device)].view_as(values)

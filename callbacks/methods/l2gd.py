@@ -1,0 +1,147 @@
+"""L2GD: clients keep models of their own, and a coin says when these move to their mean."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.distributed import all_sum, owned
+from pflight.engines.updates import ClientUpdates
+from pflight.errors import ConfigurationError
+from pflight.fedavg import FedAvg
+from pflight.options import check_range, checked
+from pflight.randomness import Purpose, generator
+
+if TYPE_CHECKING:
+    from pflight.federation import Federation
+
+_SENT = "l2gd"  # the memory slot of the models that clients have sent
+
+
+@checked
+class L2GD(FedAvg):
+    r"""Loopless local gradient descent (Hanzely and Richtárik 2020, algorithm 1).
+
+    The objective is
+    :math:`\frac{1}{N} \sum_i f_i(x_i) + \frac{\lambda}{2N} \sum_i \|x_i - \bar x\|^2`, where every
+    client has a model of its own. In each iteration a coin shows, with probability :math:`1 - p`, a
+    local step, and else the step
+
+    .. math:: x_i \leftarrow (1 - c)\,x_i + c\,\bar x, \qquad c = \frac{\alpha\lambda}{N p}.
+
+    A round here is one local training with all steps to the mean that come before it: they leave
+    the mean as it is, so that m in a row are one step of :math:`1 - (1 - c)^m`. Clients send their
+    models at the end of a round if the next one begins with such steps, for which they are then
+    sent the mean; nothing else travels after the initial model. The paper's local step is a single
+    one of SGD with ``lr`` :math:`\alpha / (N (1 - p))` on all samples (``local_steps=1``).
+
+    Where not all clients take part, which is outside the paper, only those that do take steps, and
+    :math:`\bar x` is the mean of the models that clients sent last. Buffers stay with the clients.
+    Newcomers start at :math:`\bar x`.
+
+    Args:
+        alpha: The paper's step :math:`\alpha`.
+        lam: Weight :math:`\lambda` of the distance to the mean; with 0 clients train alone.
+        p: Probability of a step to the mean.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or c is over 1.
+
+    References:
+        Hanzely and Richtárik, Federated Learning of a Mixture of Global and Local Models, 2020,
+        https://arxiv.org/abs/2002.05516.
+    """
+
+    def __init__(self, alpha: float = 1.0, lam: float = 0.5, p: float = 0.9) -> None:
+        super().__init__("uniform", buffers="local")
+        check_range(self, "(0, inf)", alpha=alpha)
+        check_range(self, "[0, inf)", lam=lam)
+        check_range(self, "(0, 1)", p=p)
+        self.alpha = alpha
+        self.lam = lam
+        self.p = p
+
+    def setup_server(self, federation: Federation) -> None:
+        """Keep the common initial model as the first mean; everything is private to the clients."""
+        super().setup_server(federation)
+        self.private = federation.layout.names
+        clients = len(federation.trainable_clients)
+        self.c = self.alpha * self.lam / (clients * self.p)
+        if self.c > 1:
+            raise ConfigurationError(
+                f"L2GD: c = alpha lam / (N p) must not be over 1, got {self.c:.4g} with "
+                f"alpha={self.alpha}, lam={self.lam}, N={clients}, p={self.p}"
+            )
+
+    @property
+    def bytes_kept(self) -> int:
+        """Bytes that a client keeps: its model, and the one that it has sent."""
+        template = self.federation.layout.template
+        return super().bytes_kept + sum(template[name].nbytes for name in self.sent_names)
+
+    def tosses(self, round_index: int) -> int:
+        """Return how many steps to the mean the coin shows before a round's local training."""
+        random = generator(Purpose.SERVER, self.federation.seed, round_index)
+        count = 0
+        while torch.rand((), dtype=torch.float64, generator=random) < self.p:
+            count += 1
+        return count
+
+    def share(self, round_index: int) -> float:
+        """Return the share of the mean that a round begins with; there is no mean at first."""
+        return 1 - (1 - self.c) ** self.tosses(round_index) if round_index else 0.0
+
+    def round(self, cohort: Tensor) -> None:
+        """Run a round, which clients begin with their steps to the mean."""
+        federation, now = self.federation, len(self.federation.history)
+        share, due = self.share(now), self.share(now + 1)
+        means = federation.server.tensors(0, self.sent_names if share else ())
+        self.begin()
+        for clients in federation.chunks(cohort):
+            starts = self.personalize(clients)
+            moved = {name: torch.lerp(starts[name], mean, share) for name, mean in means.items()}
+            returns = self.sent_names if due else ()
+            updates = federation.train_clients(clients, starts.update(moved), returns=returns)
+            if due:
+                self.receive(updates)
+        self.step()
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """Add how far a chunk's models are from those that the clients sent before, or the mean."""
+        clients, states, memory = updates.clients, updates.states, self.federation.memory
+        before = memory.read(_SENT, clients, self.broadcast(clients))
+        memory.write(_SENT, clients, states)
+        super().receive(replace(updates, states=states.sub(before)))
+
+    def step(self) -> None:
+        """Move the mean to that of all clients' last models."""
+        self.mean.all_reduce()
+        federation = self.federation
+        known = federation.memory.seen(_SENT, owned(torch.arange(federation.num_clients)))
+        count = all_sum(known.sum())
+        if self.mean.weights[0] > 0:
+            change, share = self.mean.compute()[0], self.mean.weights[0].cpu() / count
+            means = federation.server.tensors(0, self.sent_names).items()
+            moved = {name: mean + share.to(mean) * change[name] for name, mean in means}
+            federation.server.pull(0, moved)
+
+    def personalize(self, clients: Tensor) -> TensorDict:
+        """Return the clients' own models ``[C]``, those of newcomers at the mean."""
+        return self.federation.lay_over(clients, TensorDict({}, batch_size=[len(clients)]))
+
+    def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
+        """Return the bytes of the mean where it is needed, and of a newcomer's first model."""
+        federation, layout = self.federation, self.federation.layout
+        asking = clients
+        if not self.share(len(federation.history)):
+            asking = clients[~federation.has_kept(clients)]
+        return len(asking) * sum(layout.template[name].nbytes for name in layout.parameters)
+
+    @property
+    def sent_names(self) -> tuple[str, ...]:
+        """Names of the entries of a state that travel, its parameters."""
+        return self.federation.layout.parameters

@@ -1,0 +1,208 @@
+"""Several server models, each of them the mean of the clients that are assigned to it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.distributed import all_max
+from pflight.engines.updates import ClientUpdates
+from pflight.errors import ConfigurationError
+from pflight.models.classifier import as_classifier
+from pflight.options import checked
+from pflight.server_callback import ServerCallback
+from pflight.state import WeightedMean, entries, expand_state, stack_states
+
+from .chains import Chain, matched_chain
+from .matching import BBPMAP, MatchedMean, State, align
+
+if TYPE_CHECKING:
+    from pflight.federation import Federation
+
+
+@checked
+class MultiCenter(ServerCallback):
+    """The server half of clustered methods: K models, the centers, and a center for each client.
+
+    A subclass assigns clients, in :meth:`receive`, with :meth:`assign`. A round then sets each
+    center to the mean of the clients that were assigned to it in this round; a center without any
+    stays as it is. A client that has not been assigned yet is sent the mean of the centers,
+    weighted by the samples of their members, unless a subclass knows better
+    (:meth:`centers_of`).
+
+    Args:
+        num_clusters: K; 0 if a subclass calls :meth:`add_centers` before the first round.
+        matching: Options of matched averaging; ``None`` averages neurons as they stand.
+        buffers: As in :class:`ServerCallback`.
+        centers: K states, as from ``federation.server_states()``, to start from in place of K
+            times the client module's own.
+        weighting: ``"uniform"`` or ``"samples"``: what a client weighs in the mean of its cluster.
+
+    Attributes:
+        assignments: LongTensor ``[num_clients]``, each client's center; -1 if not yet seen.
+
+    Raises:
+        ConfigurationError: On an unknown option, more clusters than clients, or other than K
+            centers.
+    """
+
+    tag: ClassVar[str]
+    """Prefix of what is logged."""
+
+    def __init__(
+        self,
+        num_clusters: int,
+        matching: BBPMAP | None = None,
+        buffers: Literal["shared", "local", "reset"] = "shared",
+        centers: Sequence[Mapping[str, Any]] | None = None,
+        weighting: Literal["uniform", "samples"] = "uniform",
+    ) -> None:
+        super().__init__(buffers)
+        if centers is not None and len(centers) != num_clusters:
+            raise ConfigurationError(
+                f"{type(self).__name__}: {len(centers)} centers were given for "
+                f"num_clusters={num_clusters}"
+            )
+        if matching is not None and matching.grow:
+            raise ConfigurationError(
+                f"{type(self).__name__}: matching with grow=True makes centers wider than the "
+                "clients' network, which can't start from them"
+            )
+        self.num_clusters = num_clusters
+        self.matching = matching
+        self.centers = centers
+        self.weighting = weighting
+        self.chain: Chain | None = None
+        self.assignments = torch.empty(0, dtype=torch.long)
+
+    def setup_server(self, federation: Federation) -> None:
+        """Make K models, equal at first unless ``centers`` were given."""
+        super().setup_server(federation)
+        clients = len(federation.trainable_clients)
+        if self.num_clusters > clients:
+            raise ConfigurationError(
+                f"{type(self).__name__}: num_clusters ({self.num_clusters}) exceeds the number of "
+                f"clients that can train ({clients})"
+            )
+        if self.matching is not None:
+            self.chain = matched_chain(as_classifier(federation.client), self.sent_names)
+        self.assignments = torch.full((federation.num_clients,), -1)
+        self.add_centers(self.num_clusters)
+        for index, center in enumerate(self.centers or ()):
+            federation.server.replace(index, center)
+
+    def add_centers(self, count: int) -> None:
+        """Copy the first model until there are ``count`` of them."""
+        server = self.federation.server
+        server.extend(copy.deepcopy(server[0]) for _ in range(count - len(server)))
+        self.num_clusters = count
+        self.weights = torch.zeros(count, dtype=torch.double)
+
+    def round(self, cohort: Tensor) -> None:
+        """Run one round and log the sizes of the clusters."""
+        super().round(cohort)
+        self.log_sizes()
+
+    def log_sizes(self) -> None:
+        """Log how many clients each center has, and the assignments."""
+        known = self.assignments[self.assignments >= 0]
+        sizes = known.bincount(minlength=self.num_clusters).tolist()
+        self.federation.log_round({f"{self.tag}/size_{k}": float(n) for k, n in enumerate(sizes)})
+        self.federation.log_histogram(f"{self.tag}/assignments", self.assignments)
+
+    def begin(self) -> None:
+        """Start empty means, one per center."""
+        federation, groups = self.federation, self.num_clusters
+        self.mean: WeightedMean | MatchedMean
+        if self.chain is None or self.matching is None:
+            self.mean = WeightedMean(federation.server.tensors(0, self.sent_names), groups)
+        else:
+            counts = federation.attached_data.class_counts("train")
+            keys = federation.seed, len(federation.history)
+            self.mean = MatchedMean(self.chain, counts, groups, self.matching, keys)
+        self._assigned = torch.full_like(self.assignments, -1)
+
+    def centers_of(self, clients: Tensor) -> Tensor:
+        """Return the center that each of the clients ``[C]`` is sent, -1 for the mean of all."""
+        return self.assignments[clients.cpu()]
+
+    def broadcast(self, clients: Tensor) -> TensorDict:
+        """Return each client's center, or the weighted mean of all centers if it has none yet."""
+        index = self.centers_of(clients).tolist()
+        models = {k: self._sent_as(k) for k in set(index)}
+        if len(models) == 1:
+            return expand_state(models[index[0]], len(clients))
+        return stack_states(models[k] for k in index)
+
+    def broadcast_groups(self, clients: Tensor) -> Iterator[tuple[Tensor, TensorDict]]:
+        """Split the clients ``[C]`` by their centers."""
+        index = self.centers_of(clients).to(clients.device)
+        for k in index.unique().tolist():
+            group = clients[index == k]
+            yield group, expand_state(self._sent_as(k), len(group))
+
+    def _sent_as(self, center: int) -> State:
+        """Return a center, or for -1 the weighted mean of all."""
+        server = self.federation.server
+        if center >= 0 or self.num_clusters <= 1:
+            return server.tensors(max(center, 0), self.sent_names)
+        centers = stack_states(server.tensors(k, self.sent_names) for k in range(self.num_clusters))
+        mean = WeightedMean(server.tensors(0, self.sent_names))
+        weights = self.weights if self.weights.any() else torch.ones_like(self.weights)
+        mean.add(self.align(centers, centers[0]), weights)
+        return dict(entries(mean.compute()[0]))
+
+    def align(self, states: TensorDict, center: State) -> TensorDict:
+        """Return the states ``[C]``, with matching permuted to lie nearest to a center."""
+        if self.chain is None or not len(states):
+            return states
+        return stack_states(align(state, center, self.chain) for state in states)
+
+    def assign(self, updates: ClientUpdates, clusters: Tensor) -> None:
+        """Assign the clients of a chunk to clusters ``[C]``, and add their models to the means."""
+        if isinstance(self.mean, MatchedMean):
+            self.mean.add(updates.states, updates.clients, clusters)
+        else:
+            self.mean.add(updates.states, self.client_weights(updates.clients), clusters)
+        self._assigned[updates.clients.cpu()] = clusters.cpu()
+
+    def client_weights(self, clients: Tensor) -> Tensor:
+        """Return what each of the clients ``[C]`` weighs in the mean of its cluster."""
+        if self.weighting == "samples":
+            return self.federation.num_samples[clients.cpu()]
+        return torch.ones(len(clients))
+
+    def step(self) -> None:
+        """Pull each center to the mean of its members that answered."""
+        for k, mean in self.means().items():
+            self.federation.server.pull(k, mean)
+
+    def means(self) -> dict[int, TensorDict]:
+        """Combine all ranks; return the mean of each center that has members in this round."""
+        self.mean.all_reduce()
+        self.settle(self._assigned)
+        means = self.mean.compute()
+        filled = self.mean.weights.nonzero().flatten().tolist()
+        return {k: means[k].to(self.federation.device) for k in filled}
+
+    def settle(self, assigned: Tensor) -> None:
+        """Take over the centers that all ranks assigned ``[num_clients]``, -1 for no change."""
+        assigned = all_max(assigned)
+        self.assignments = torch.where(assigned >= 0, assigned, self.assignments)
+        known = self.assignments >= 0
+        samples = self.federation.num_samples[known].double()
+        weights = torch.zeros(self.num_clusters, dtype=torch.double)
+        self.weights = weights.index_add_(0, self.assignments[known], samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return assignments and what belongs to them, for the checkpoint."""
+        return {"assignments": self.assignments, "weights": self.weights}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave."""
+        vars(self).update(state_dict)

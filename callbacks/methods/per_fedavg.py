@@ -1,0 +1,94 @@
+"""Per-FedAvg: FedAvg of models that are a step of adaptation away from good ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.fedavg import FedAvg
+from pflight.half import Half
+from pflight.models.halves.per_fedavg import Adapted
+from pflight.options import check_range, checked
+from pflight.randomness import Purpose
+
+if TYPE_CHECKING:
+    pass
+
+_ALPHA = 0.01
+
+
+@checked
+class PerFedAvg(FedAvg):
+    r"""Personalized FedAvg (Fallah et al. 2020, algorithm 1): model-agnostic meta-learning.
+
+    The server is FedAvg; what clients train for is
+    :class:`~pflight.models.halves.Adapted`'s. Each client is judged by the server's model after
+    steps of size :math:`\alpha` on batches of its training samples, for which a federation needs
+    its data. A client without samples has the server's model as it is.
+
+    Args:
+        alpha: Step :math:`\alpha`, as in :class:`~pflight.models.halves.Adapted`; by default 0.01,
+            or what the client's own half says.
+        hessian: Whether to differentiate through the adaptation; by default not.
+        steps: Steps of adaptation before a client is judged; with 0 it is judged by the server's
+            model, or as ``finetune_epochs`` of the federation says, also with :math:`\alpha`.
+        weighting: As in :class:`FedAvg`.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or the client is of another kind.
+
+    References:
+        Fallah et al., Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic
+        Meta-Learning Approach, NeurIPS 2020, https://arxiv.org/abs/2002.07948.
+    """
+
+    def __init__(
+        self,
+        steps: int = 1,
+        weighting: Literal["uniform", "samples"] = "uniform",
+        buffers: Literal["shared", "local", "reset"] = "shared",
+        *,
+        alpha: float | None = None,
+        hessian: bool | None = None,
+    ) -> None:
+        super().__init__(weighting, buffers)
+        self.alpha = alpha
+        self.hessian = hessian
+        alpha = _ALPHA if alpha is None else alpha
+        self._half = self.make_half(Adapted, alpha=alpha, hessian=bool(hessian))
+        check_range(self, "[0, inf)", steps=steps)
+        self.steps = steps
+
+    @property
+    def algorithm_name(self) -> str:
+        """Per-FedAvg, and how it takes its second derivatives."""
+        half: Any = self.federation.client_half
+        return f"Per-FedAvg ({'HF' if half.hessian else 'FO'})"
+
+    @property
+    def half(self) -> Half:
+        """The loss of a client after a step of adaptation."""
+        return self._half
+
+    @property
+    def chooses_half(self) -> bool:
+        """Whether options of the adaptation were given."""
+        return self.alpha is not None or self.hessian is not None
+
+    def personalize(self, clients: Tensor) -> TensorDict:
+        """Return the server's model after each client's adaptation ``[C]``."""
+        states = super().personalize(clients)
+        if not self.steps:
+            return states
+        history = self.federation.history
+        adapted = self.federation.attached_engine.train(
+            clients, states, round_index=len(history), steps=self.steps, purpose=Purpose.FINETUNE
+        )
+        self.federation.note_failures(adapted.failures, "to adapt")
+        states = states.clone()
+        states[torch.isin(clients, adapted.clients)] = adapted.states
+        return states

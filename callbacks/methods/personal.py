@@ -1,0 +1,62 @@
+"""The server half of methods whose clients train a personal model beside the shared one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.fedavg import FedAvg
+from pflight.half import PERSONAL
+
+if TYPE_CHECKING:
+    from pflight.federation import Federation
+
+
+class PersonalFedAvg(FedAvg):
+    """FedAvg of the clients' networks; everything else that a client has stays with it.
+
+    A newcomer's personal model starts as the shared one. Clients are judged by what a subclass
+    makes of the two in :meth:`personal_value`, by default the personal one.
+
+    Args:
+        weighting: As in :class:`FedAvg`.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`; a personal model's stay with it.
+
+    """
+
+    def setup_server(self, federation: Federation) -> None:
+        """Make the server's model; keep apart what stays with the clients."""
+        layout = federation.layout
+        copied = [name for name in layout.own if name.startswith(PERSONAL)]
+        self.pairs = [(name.removeprefix(PERSONAL), name) for name in copied]
+        super().setup_server(federation)
+        private = {*self.private, *layout.own}
+        self.private = tuple(name for name in layout.names if name in private)
+
+    def step(self) -> None:
+        """Pull the server's model, and where personal models start, to the clients' mean."""
+        self.mean.all_reduce()
+        if self.mean.weights[0] > 0:
+            mean = self.mean.compute()[0]
+            for shared, personal in self.pairs:
+                if shared in self.sent_names:
+                    mean[personal] = mean[shared]
+            self.federation.server.pull(0, mean)
+
+    def personalize(self, clients: Tensor) -> TensorDict:
+        """Return the clients' states with what they are judged by as their network ``[C]``."""
+        states = super().personalize(clients)
+        judged = {shared: self.personal_value(states, shared, own) for shared, own in self.pairs}
+        return states.update(judged)
+
+    def personal_value(self, states: TensorDict, shared: str, personal: str) -> Tensor:
+        """Return an entry ``[C, ...]`` of the networks that clients are judged by.
+
+        Args:
+            states: The clients' states ``[C]``.
+            shared: The entry's name in the network.
+            personal: Its name in the personal model.
+        """
+        return states[personal]

@@ -1,0 +1,263 @@
+"""pFedHN: one hypernetwork generates the model of every client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+from pflight.distributed import gather
+from pflight.errors import ConfigurationError
+from pflight.options import check_range, checked
+from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
+from pflight.server_callback import ServerCallback
+from pflight.state import stack_states
+
+if TYPE_CHECKING:
+    from pflight.federation import Federation
+
+
+@checked
+class PFedHN(ServerCallback):
+    r"""Personalized federated learning by hypernetworks (Shamsian et al. 2021, algorithm 1).
+
+    The server has an embedding :math:`v_i` of each client and a network :math:`h` with parameters
+    :math:`\varphi`, which makes a client's model of it, :math:`\theta_i = h(v_i; \varphi)`.
+    Client i trains from :math:`\theta_i` and returns its change :math:`\Delta\theta_i`, which
+    stands for a step down its loss. So the server moves both up along :math:`\Delta\theta_i`,
+
+    .. math:: \varphi \leftarrow \varphi + \kappa \, (\nabla_\varphi \theta_i)^T \Delta\theta_i,
+        \qquad v_i \leftarrow v_i + \kappa_v \, (\nabla_{v_i} \theta_i)^T \Delta\theta_i,
+
+    by a step of the server optimizer before the next client is sent its model. So the clients of a
+    round train one after the other, in the order of their ids, and a round of S clients is S rounds
+    of the paper. Embeddings of the others stay where they are, whatever the optimizer. A client is
+    judged by :math:`h(v_i; \varphi)` as it is.
+
+    The hypernetwork makes parameters; buffers stay with the clients. It never travels, and no model
+    is stored on the server. With ``private_layers=1`` this is pFedHN-PC: the last layer, the
+    classifier, is each client's own.
+
+    A client that was held out finds its embedding when it is tested, while :math:`\varphi` stays
+    fixed: it trains and its embedding takes a step, ``newcomer_steps`` times. Nothing of this is
+    kept.
+
+    Args:
+        private_layers: The number of last layers with parameters that stay with the clients.
+        embedding_dim: Size of :math:`v_i`; by default 1 and a fourth of the number of clients.
+        hidden_dim: Width of the hypernetwork's hidden layers.
+        hidden_layers: How many there are after the first.
+        lr: :math:`\kappa`, the step of the default server optimizer: SGD with momentum 0.9 and
+            weight decay 0.001.
+        embedding_lr: :math:`\kappa_v`; by default :math:`\kappa`.
+        clip: The largest norm of the gradient of :math:`\varphi` and :math:`v_i` together, or
+            ``None``.
+        newcomer_steps: How often a held-out client trains to find its embedding, by SGD with step
+            :math:`\kappa_v`; 0 leaves it where it was drawn.
+
+    Attributes:
+        hypernetwork: Builds :math:`h`, a module that maps ``[embedding_dim]`` to ``[size]``, from
+            these two numbers.
+        embeddings: Vectors ``[embedding_dim]``, one for each client.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or no layer is left to generate.
+
+    Example:
+        >>> PFedHN(private_layers=1).clip
+        50.0
+
+    References:
+        Shamsian et al., Personalized Federated Learning using Hypernetworks, ICML 2021,
+        https://arxiv.org/abs/2103.04628.
+    """
+
+    def __init__(
+        self,
+        private_layers: int = 0,
+        embedding_dim: int | None = None,
+        hidden_dim: int = 100,
+        hidden_layers: int = 3,
+        lr: float = 0.01,
+        embedding_lr: float | None = None,
+        clip: float | None = 50.0,
+        newcomer_steps: int = 20,
+    ) -> None:
+        super().__init__(buffers="local")
+        counts = {"private_layers": private_layers, "hidden_layers": hidden_layers}
+        check_range(self, "[0, inf)", newcomer_steps=newcomer_steps, **counts)
+        check_range(self, "[1, inf)", hidden_dim=hidden_dim, embedding_dim=embedding_dim)
+        check_range(self, "[0, inf)", lr=lr, embedding_lr=embedding_lr)
+        check_range(self, "(0, inf)", clip=clip)
+        self.private_layers = private_layers
+        self.embedding_dim = embedding_dim
+        self.lr = lr
+        self.embedding_lr = lr if embedding_lr is None else embedding_lr
+        self.clip = clip
+        self.newcomer_steps = newcomer_steps
+        self.hypernetwork: Callable[[int, int], nn.Module] = partial(
+            fully_connected, hidden_dim=hidden_dim, hidden_layers=hidden_layers
+        )
+        self._found: dict[int, TensorDict] = {}  # models of newcomers, since the last round
+
+    @property
+    def algorithm_name(self) -> str:
+        """pFedHN, or pFedHN-PC where the clients keep a classifier of their own."""
+        return "pFedHN" + "-PC" * (self.private_layers > 0)
+
+    def setup_server(self, federation: Federation) -> None:
+        """Draw the hypernetwork and the embeddings."""
+        super().setup_server(federation)
+        layout, count = federation.layout, federation.num_clients
+        layers = [names for names in layout.layers.values() if {*names} & {*layout.parameters}]
+        if self.private_layers >= len(layers):
+            raise ConfigurationError(
+                f"PFedHN: private_layers={self.private_layers} leaves nothing to generate of "
+                f"{len(layers)} layers"
+            )
+        kept = {name for names in layers[len(layers) - self.private_layers :] for name in names}
+        self.generated = tuple(name for name in layout.parameters if name not in kept)
+        self.private = tuple(n for n in layout.names if n in {*kept, *layout.buffers})
+        initial = [layout.template[name] for name in self.generated]
+        dim = self.embedding_dim or 1 + count // 4
+        self._check_memory(dim, sum(value.numel() for value in initial))
+        with isolated(federation.device):
+            seed_everything(derive_seed(Purpose.SERVER, federation.seed), federation.device)
+            self.embeddings = nn.ParameterList(torch.randn(dim) for _ in range(count))
+            self.network = self.hypernetwork(dim, sum(value.numel() for value in initial))
+        for name, module in (("embeddings", self.embeddings), ("hypernetwork", self.network)):
+            module.to(torch.promote_types(initial[0].dtype, torch.float))
+            federation.add_module(name, module)
+
+    def _check_memory(self, dim: int, size: int) -> None:
+        """Raise unless there is memory for embeddings of a size, and a network from there."""
+        try:
+            with isolated(self.federation.device), torch.device("meta"):
+                network = self.hypernetwork(dim, size)
+        except Exception:  # a user's own, which can't be had without its numbers
+            return
+        count = self.federation.num_clients
+        parts = {
+            "embeddings": 4 * dim * count,
+            "the hypernetwork": sum(p.nbytes for p in network.parameters()),
+        }
+        if self.federation.server_optimizer is None:  # SGD with momentum, which steps all of these
+            parts["gradients and momentum"] = 2 * sum(parts.values())
+        self.federation.check_memory(self, parts)
+
+    def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Return SGD with the steps of the hypernetwork and of the embeddings."""
+        own = {id(embedding) for embedding in self.embeddings}
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in parameters if id(p) not in own]},
+            {"params": list(self.embeddings), "lr": self.embedding_lr},
+        ]
+        return torch.optim.SGD(groups, lr=self.lr, momentum=0.9, weight_decay=1e-3)
+
+    def generate(self, embedding: Tensor) -> dict[str, Tensor]:
+        """Return what the hypernetwork makes of an embedding: parameters by name."""
+        like = self.federation.server.tensors(0, self.generated)
+        parts = self.network(embedding).split([value.numel() for value in like.values()])
+        return {
+            name: part.view_as(value).to(value)
+            for part, (name, value) in zip(parts, like.items(), strict=True)
+        }
+
+    def server_states(self) -> list[dict[str, Tensor]]:
+        """Return what is generated for every client, laid over the initial model."""
+        initial = self.federation.server.tensors(0)
+        return [{**initial, **self.generate(embedding)} for embedding in self.embeddings]
+
+    def round(self, cohort: Tensor) -> None:
+        """Run one round, client by client: each is sent what those before it have changed."""
+        self._found.clear()
+        mine = torch.cat([cohort[:0], *self.federation.chunks(cohort)])
+        for client in cohort.split(1):
+            change = self.change(client) if torch.isin(client, mine) else {}
+            for answer in gather(change):
+                if answer:
+                    self.climb(int(client), answer)
+
+    def broadcast(self, clients: Tensor) -> TensorDict:
+        """Return the model that is generated for each of the clients."""
+        return stack_states(self.generate(self.embeddings[i]) for i in clients.tolist())
+
+    def change(self, client: Tensor) -> dict[str, Tensor]:
+        """Let a client ``[1]`` train; return how far it moved, or nothing if it did not answer."""
+        sent = self.broadcast(client)
+        updates = self.federation.train_clients(client, sent)
+        if not len(updates.clients):
+            return {}
+        return {name: (updates.states[name][0] - sent[name][0]).cpu() for name in self.generated}
+
+    def climb(self, client: int, change: dict[str, Tensor]) -> None:
+        """Move what is generated for a client along its change, by a step of the optimizer."""
+        optimizer = self.federation.optimizers(use_pl_optimizer=False)
+        assert isinstance(optimizer, Optimizer)
+        embedding = self.embeddings[client]
+        with torch.enable_grad():
+            generated = self.generate(embedding)
+        downhill = [-change[name].to(value) for name, value in generated.items()]
+        torch.autograd.backward(list(generated.values()), downhill)
+        if self.clip is not None:
+            clip_grad_norm_([*self.network.parameters(), embedding], self.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def personalize(self, clients: Tensor) -> TensorDict:
+        """Return what is generated for each of the clients; newcomers find their embedding."""
+        states = super().personalize(clients)
+        known = self.federation.trainable_clients.to(clients.device)
+        new = (~torch.isin(clients, known)).nonzero().flatten().tolist()
+        if not new or not self.newcomer_steps:
+            return states
+        states = states.clone()
+        for row, client in zip(new, clients[new].tolist(), strict=True):
+            if client not in self._found:
+                self._found[client] = self._find(client, states[row : row + 1])
+            states[row : row + 1] = self._found[client]
+        return states
+
+    def _find(self, client: int, state: TensorDict) -> TensorDict:
+        """Return the model ``[1]`` of a newcomer whose embedding has followed its changes."""
+        federation = self.federation
+        if not federation.num_samples[client]:
+            return state
+        clients = torch.tensor([client], device=federation.device)
+        embedding = self.embeddings[client].detach().clone().requires_grad_()
+        for step in range(self.newcomer_steps):
+            tried = federation.try_training(clients, state, len(federation.history) + step)
+            if not len(tried.clients):
+                break
+            with torch.enable_grad():
+                generated = self.generate(embedding)
+            changes = [state[name][0] - tried.states[name][0] for name in generated]
+            (slope,) = torch.autograd.grad(list(generated.values()), embedding, changes)
+            embedding.data.add_(slope, alpha=-self.embedding_lr)
+            found = stack_states([self.generate(embedding)])
+            state = TensorDict({**tried.states, **found}, batch_size=[1])
+        return state
+
+
+def fully_connected(
+    embedding_dim: int, size: int, hidden_dim: int = 100, hidden_layers: int = 3
+) -> nn.Sequential:
+    """Return a network from ``[embedding_dim]`` to ``[size]``.
+
+    A linear map to ``hidden_dim`` features is followed by ``hidden_layers`` more, each after a
+    ReLU, and by the output, which is linear in the last features.
+
+    Example:
+        >>> fully_connected(3, 8)(torch.zeros(3)).shape
+        torch.Size([8])
+    """
+    layers: list[nn.Module] = [nn.Linear(embedding_dim, hidden_dim)]
+    for _ in range(hidden_layers):
+        layers += [nn.ReLU(), nn.Linear(hidden_dim, hidden_dim)]
+    return nn.Sequential(*layers, nn.Linear(hidden_dim, size))

@@ -1,0 +1,253 @@
+"""pFedLA: every client starts from its own layer-wise mixture of all clients' models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pflight.distributed import all_max, all_sum, share_owned
+from pflight.engines.updates import ClientUpdates
+from pflight.errors import ConfigurationError
+from pflight.options import check_range, checked
+from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
+from pflight.state import rows
+
+from .hypernetworks import BLOCK, HyperNetwork, HyperNetworks, weighted_sums
+from .stored import StoredModels
+
+if TYPE_CHECKING:
+    from pflight.federation import Federation
+
+
+@checked
+class PFedLA(StoredModels):
+    r"""Layer-wised model aggregation (Ma et al. 2022, algorithms 1 and 2).
+
+    The server stores the last model :math:`\theta_j` of each of the N clients that may train, and
+    trains a hypernetwork for each. Client i starts from a mixture of its own, layer by layer,
+
+    .. math:: \bar\theta_i^l = \sum_{j=1}^N \alpha_i^{l,j} \theta_j^l,
+        \qquad \alpha_i^l = HN_i^l(v_i; \psi_i)
+
+    (eq. 3 to 6), and returns its change :math:`\Delta\theta_i`. The mixtures of a round are all
+    formed from the same stored models; then :math:`\theta_i = \bar\theta_i + \Delta\theta_i`.
+    As the change stands for a step down the client's loss, the hypernetwork moves up along
+
+    .. math:: \nabla_{v_i, \psi_i} \sum_l \langle \bar\theta_i^l, \Delta\theta_i^l \rangle
+        = \sum_{l, j} \langle \theta_j^l, \Delta\theta_i^l \rangle \nabla \alpha_i^{l,j}
+
+    (eq. 10 and 11), for which inner products of models are enough. Only the clients that answered
+    are updated, whatever the server optimizer; the others' models stay in the mixtures.
+
+    A newcomer, or a client without training samples, gets the mean of the N models, and its own
+    does not count. A layer is a module with parameters of its own; buffers stay with the clients,
+    where they start as the client module was given, and never travel. Memory on the server grows
+    with N models and, in the hypernetworks, with the square of N.
+
+    With ``retain=k`` it is HeurpFedLA(k): a client keeps the k layers in which its own model weighs
+    most. It starts these from its own last values, which are sent only when it first takes part,
+    and they don't train its hypernetwork. Clients always return all layers.
+
+    Args:
+        retain: k, the number of layers that a client keeps.
+        weights: How logits become weights: ``"softmax"``, starting from the uniform mean, or
+            ``"relu_norm"``, positive parts divided by their sum, starting from random weights; a
+            client without positive logits keeps the layer.
+        embedding_dim: Size of a client's embedding :math:`v_i`.
+        hidden_dim: Width of the hypernetworks' hidden layers.
+        lr: The step of the default server optimizer, SGD, which trains the hypernetworks. Their
+            gradients are of the size of the clients' squared changes in a round: the smaller these
+            are, the larger a step it takes to leave the uniform mean in as many rounds.
+
+    Attributes:
+        hypernetwork: Builds one client's hypernetwork, a module without inputs that gives logits
+            ``[layers, N]``, from these two sizes; by default a
+            :class:`~pflight.callbacks.methods.hypernetworks.HyperNetwork`.
+        layers: The names of the tensors of each layer.
+        stored: The models of all clients, without buffers; every tensor is ``[num_clients, ...]``.
+        hypernetworks: One for each client.
+        seen: BoolTensor ``[num_clients]``, which clients have answered so far.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or more layers are retained than there
+            are.
+
+    Example:
+        >>> PFedLA(retain=1).weights
+        'softmax'
+
+    References:
+        Ma et al., Layer-wised Model Aggregation for Personalized Federated Learning, CVPR 2022,
+        https://arxiv.org/abs/2205.03993.
+    """
+
+    def __init__(
+        self,
+        retain: int = 0,
+        weights: Literal["softmax", "relu_norm"] = "softmax",
+        embedding_dim: int = 100,
+        hidden_dim: int = 100,
+        lr: float = 0.5,
+    ) -> None:
+        super().__init__()
+        check_range(self, "[0, inf)", retain=retain, lr=lr)
+        check_range(self, "[1, inf)", embedding_dim=embedding_dim, hidden_dim=hidden_dim)
+        self.retain = retain
+        self.weights = weights
+        self.lr = lr
+        self.hypernetwork: Callable[[int, int], nn.Module] = partial(
+            HyperNetwork, embedding_dim=embedding_dim, hidden_dim=hidden_dim, weights=weights
+        )
+        self.layers: dict[str, tuple[str, ...]] = {}
+        self.seen = torch.empty(0, dtype=torch.bool)
+
+    @property
+    def algorithm_name(self) -> str:
+        """pFedLA, or HeurpFedLA where layers are retained."""
+        return f"HeurpFedLA({self.retain})" if self.retain else "pFedLA"
+
+    def setup_server(self, federation: Federation) -> None:
+        """Store the initial model for every client, and draw the hypernetworks."""
+        super().setup_server(federation)
+        count, stored = federation.num_clients, self.stored.tensors()
+        layers = federation.layout.layers
+        self.layers = {name: names for name, names in layers.items() if stored.keys() & names}
+        self._layer_of = {
+            name: index for index, names in enumerate(self.layers.values()) for name in names
+        }
+        if self.retain > len(self.layers):
+            raise ConfigurationError(
+                f"PFedLA: retain={self.retain} exceeds the number of layers ({len(self.layers)}): "
+                f"{', '.join(self.layers)}"
+            )
+        with isolated(federation.device):
+            seed_everything(derive_seed(Purpose.SERVER, federation.seed), federation.device)
+            networks = (self.hypernetwork(len(self.layers), count) for _ in range(count))
+            mixed = torch.isin(torch.arange(count), federation.trainable_clients.cpu())
+            self.hypernetworks = HyperNetworks(networks, self.weights, mixed)
+        dtype = next(iter(stored.values())).dtype
+        self.hypernetworks.to(torch.promote_types(dtype, torch.float))
+        federation.add_module("hypernetworks", self.hypernetworks)
+        self.seen = torch.zeros(count, dtype=torch.bool)
+
+    def more_memory(self, federation: Federation) -> dict[str, int]:
+        """Return the bytes of all hypernetworks, and of the gradients of a round's."""
+        count, layout = federation.num_clients, federation.layout
+        layers = sum(not {*layout.parameters}.isdisjoint(own) for own in layout.layers.values())
+        try:
+            with isolated(federation.device), torch.device("meta"):
+                network = self.hypernetwork(layers, count)
+        except Exception:  # a user's own, which can't be had without its numbers
+            return {}
+        one, cohort = sum(p.nbytes for p in network.parameters()), federation.cohort_size
+        return {"hypernetworks": count * one, "gradients of a round's hypernetworks": cohort * one}
+
+    def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Return SGD with the step of the hypernetworks."""
+        return torch.optim.SGD(parameters, lr=self.lr)
+
+    @torch.no_grad()
+    def layer_weights(self, clients: Tensor | Sequence[int]) -> dict[str, Tensor]:
+        """Return by layer what the models of all N clients weigh for some clients, ``[C, N]``."""
+        if not self.layers:
+            raise ConfigurationError(
+                "PFedLA has no hypernetworks yet: run it with a Trainer, or load a checkpoint"
+            )
+        weights = self.hypernetworks(torch.as_tensor(clients))
+        return dict(zip(self.layers, weights.unbind(dim=1), strict=True))
+
+    def round(self, cohort: Tensor) -> None:
+        """Run one round; no stored model changes before all clients have trained."""
+        self.begin()
+        for clients in self.federation.chunks(cohort, whole=BLOCK):
+            self._sent = clients, self.broadcast(clients)
+            self.receive(self.federation.train_clients(*self._sent))
+        self.step()
+
+    def begin(self) -> None:
+        """Start without updates and with inner products of zero."""
+        self._updates: list[ClientUpdates] = []
+        weights = self.hypernetworks(torch.arange(1))
+        self._products = weights.new_zeros(len(self.hypernetworks), *weights.shape[1:])
+
+    def broadcast(self, clients: Tensor) -> TensorDict:
+        """Return each client's mixture, with the layers that it retains as it had them last."""
+        weights = self.hypernetworks(clients)
+        own = F.one_hot(clients, weights.shape[2]).unsqueeze(1).to(weights)
+        retained = self._retained(clients, weights).unsqueeze(2)
+        weights = torch.where(retained, own, weights)
+        mixtures = {
+            name: weighted_sums(leaf, clients, weights[:, self._layer_of[name]])
+            for name, leaf in self.stored.tensors().items()
+        }
+        return TensorDict(mixtures, batch_size=[len(clients)])
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """Keep a chunk's models, and multiply their changes with all stored models."""
+        asked, mixtures = self._sent
+        if len(updates.clients) < len(asked):
+            mixtures = mixtures[torch.isin(asked, updates.clients)]
+        for name, leaf in self.stored.tensors().items():
+            change = rows(updates.states[name] - mixtures[name])
+            products = change.to(self._products) @ rows(leaf).to(self._products).T
+            self._products[updates.clients, self._layer_of[name]] += products
+        self._updates.append(updates)
+
+    def step(self) -> None:
+        """Give the hypernetworks of those that answered their gradients; store their models."""
+        answered = torch.zeros_like(self.seen)
+        for updates in self._updates:
+            answered[updates.clients.cpu()] = True
+        answered = all_max(answered.long()).bool()
+        if not answered.any():
+            return
+        clients = answered.nonzero().flatten().to(self._products.device)
+        products = all_sum(self._products)
+        for part in clients.split(BLOCK):  # all at once would take the memory of their networks
+            with torch.enable_grad():
+                weights = self.hypernetworks(part)
+            retained = self._retained(part, weights).unsqueeze(2)
+            self.hypernetworks.descend(part, weights, -products[part].masked_fill(retained, 0))
+        for name, leaf in self.stored.tensors().items():
+            for updates in self._updates:
+                leaf.index_copy_(0, updates.clients, updates.states[name])
+            share_owned(leaf, clients)
+        self._updates.clear()
+        self.seen |= answered
+
+    def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
+        """Return the bytes of all layers, of retained ones until a client has answered once."""
+        if not self.retain:
+            return super().bytes_down(clients, sent)
+        sizes = torch.zeros(len(self.layers), dtype=torch.long)
+        for name, leaf in self.stored.tensors().items():
+            sizes[self._layer_of[name]] += leaf[0].nbytes
+        retained = self._retained(clients, self.hypernetworks(clients)).cpu()
+        travels = ~(retained & self.seen[clients.cpu()].unsqueeze(1))
+        return int((travels * sizes).sum())
+
+    def _retained(self, clients: Tensor, weights: Tensor) -> Tensor:
+        """Return which layers the clients keep ``[C, layers]``; ties go to the lower index.
+
+        Clients that never train have nothing to keep.
+        """
+        own = weights[torch.arange(len(clients)), :, clients]
+        order = own.argsort(dim=1, descending=True, stable=True)
+        retained = torch.zeros_like(own, dtype=torch.bool)
+        retained.scatter_(1, order[:, : self.retain], True)
+        return retained & self.hypernetworks.mixed[clients].unsqueeze(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which clients have answered so far, for the checkpoint."""
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave."""
+        self.seen = state_dict["seen"]

@@ -1,0 +1,106 @@
+"""Reptile: the server takes a step towards the mean of the clients' models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import lightning as L
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from pflight.errors import ConfigurationError
+from pflight.fedavg import FedAvg
+from pflight.models.elastic import ElasticClient
+from pflight.options import check_range, checked
+
+CONSTRAINED = {"kl": "FedEC", "l2": "FedEC-l2", None: "FedEC-wo"}
+
+
+@checked
+class Reptile(FedAvg):
+    r"""Reptile across clients; with the elastic client it is FedEC.
+
+    The server's model moves by
+
+    .. math:: \phi \leftarrow \phi + \varepsilon \sum_{i \in S} w_i (\theta_i - \phi)
+
+    (Nichol et al. 2018, algorithm 2; FedEC, Lan et al. 2023, eq. 8). The pseudo-gradient is that of
+    FedAvg, and the step :math:`\varepsilon` is the server optimizer's, so that ``lr=1`` is FedAvg
+    with the same weights. Floating buffers move by the same step. FedDist is ``Reptile(lr=0.6)``,
+    FedDWS ``Reptile("samples", lr=0.6)``.
+
+    Args:
+        weighting: ``"uniform"`` for :math:`w_i = 1 / |S|`, ``"samples"`` for
+            :math:`w_i = n_i / \sum_{j \in S} n_j`; both over the clients that answered.
+        lr: The step :math:`\varepsilon` of the default server optimizer, SGD.
+        decay: ``"linear"`` lowers the step to 0 over the Trainer's ``max_epochs``, ``None`` does
+            not.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    Example:
+        >>> Reptile("samples", lr=0.6).weighting
+        'samples'
+
+    References:
+        Nichol et al., On First-Order Meta-Learning Algorithms, 2018,
+        https://arxiv.org/abs/1803.02999.
+    """
+
+    def __init__(
+        self,
+        weighting: Literal["uniform", "samples"] = "uniform",
+        lr: float = 1.0,
+        decay: Literal["linear"] | None = None,
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__(weighting, buffers)
+        check_range(self, "(0, inf)", lr=lr)
+        self.lr = lr
+        self.decay = decay
+
+    @property
+    def algorithm_name(self) -> str:
+        """FedEC with an elastic client, FedDist or FedDWS with their options, or Reptile."""
+        federation = self.federation
+        if isinstance(federation.client, ElasticClient):
+            return CONSTRAINED[federation.client.constraint]
+        if (self.lr, self.decay, federation.server_optimizer) == (0.6, None, None):
+            return "FedDist" if self.weighting == "uniform" else "FedDWS"
+        return "Reptile"
+
+    def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Return SGD with the outer step."""
+        return torch.optim.SGD(parameters, lr=self.lr)
+
+    def configure_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Return the linear decay over all rounds, if there is one."""
+        if self.decay is None:
+            return None
+        rounds = self.federation.trainer.max_epochs
+        if rounds is None or rounds < 1:
+            raise ConfigurationError("Reptile: a linear decay needs the Trainer's max_epochs")
+        return LambdaLR(optimizer, lambda round: max(0.0, 1 - round / rounds))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the step of this run's decay, where an earlier run had fewer rounds."""
+        scheduler = pl_module.lr_schedulers()
+        if isinstance(scheduler, LambdaLR):
+            (decay,), (base,) = scheduler.lr_lambdas, scheduler.base_lrs
+            scheduler.optimizer.param_groups[0]["lr"] = base * decay(scheduler.last_epoch)
+
+    def step(self) -> None:
+        """Step towards the mean of the clients that answered."""
+        self.mean.all_reduce()
+        if not self.mean.weights[0] > 0:
+            return
+        federation, mean = self.federation, self.mean.compute()[0]
+        for name, buffer in federation.server.tensors(0, federation.layout.averaged).items():
+            if name in self.sent_names:
+                mean[name] = torch.lerp(buffer, mean[name], federation.server_lr)
+        federation.server.pull(0, mean)

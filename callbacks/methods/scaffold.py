@@ -1,0 +1,123 @@
+"""SCAFFOLD: control variates correct the drift of clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pflight.fedavg import FedAvg
+from pflight.half import OWN, Half
+from pflight.models.halves.corrected import Controlled
+from pflight.options import check_range, checked
+from pflight.state import entries
+
+from .gradients import check_gradients, own_gradients
+
+if TYPE_CHECKING:
+    from pflight.federation import Federation
+
+
+@checked
+class SCAFFOLD(FedAvg):
+    r"""Stochastic controlled averaging (Karimireddy et al. 2020, algorithm 1).
+
+    The server keeps its model :math:`x` and a control variate :math:`c`, sends both, and takes the
+    steps (eq. 5)
+
+    .. math:: x \leftarrow x + \frac{\eta_g}{|S|} \sum_{i \in S} (y_i - x), \qquad
+        c \leftarrow c + \frac{1}{N} \sum_{i \in S} (c_i^+ - c_i)
+
+    over the clients of the round that answered, :math:`N` being all clients that may take part, so
+    that :math:`c` stays the mean of all :math:`c_i`. What a client does, and options I and II, are
+    :class:`~pflight.models.halves.Controlled`'s. Twice the model travels each way.
+
+    Args:
+        option: ``"I"`` or ``"II"``, as in :class:`~pflight.models.halves.Controlled`; by default
+            ``"II"``, or what the client's own half says.
+        lr: Step :math:`\eta_g` of the default server optimizer, SGD.
+
+    Raises:
+        ConfigurationError: If the step is out of range, or the client is of another kind.
+
+    References:
+        Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML
+        2020, https://arxiv.org/abs/1910.06378.
+    """
+
+    def __init__(self, lr: float = 1.0, option: Literal["I", "II"] | None = None) -> None:
+        super().__init__("uniform")
+        check_range(self, "(0, inf)", lr=lr)
+        self.lr = lr
+        self.option = option
+        self._half = Controlled("II" if option is None else option)
+
+    @property
+    def half(self) -> Half:
+        """The control variates of a client."""
+        return self._half
+
+    @property
+    def chooses_half(self) -> bool:
+        """Whether the option was given."""
+        return self.option is not None
+
+    def setup_server(self, federation: Federation) -> None:
+        """Make the server's model and control variate, which starts at 0."""
+        check_gradients(federation, "SCAFFOLD")
+        super().setup_server(federation)
+        names, own = federation.layout.names, OWN
+        self.controls = tuple(name for name in names if name.startswith(f"{own}control."))
+        self.gradients = tuple(name for name in names if name.startswith(f"{own}gradient."))
+
+    def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Return SGD with this callback's step."""
+        return torch.optim.SGD(parameters, lr=self.lr)
+
+    def round(self, cohort: Tensor) -> None:
+        """Run a round; with option I clients take their gradients before they train."""
+        self.begin()
+        for clients in self.federation.chunks(cohort):
+            sent = self.broadcast(clients)
+            if self.gradients:
+                uncontrolled = sent.clone(recurse=False).update(self.no_control(sent))
+                for name, own in entries(own_gradients(self.federation, clients, uncontrolled)):
+                    sent[f"{OWN}gradient.{name}"] = own
+            self.receive(self.federation.train_clients(clients, sent))
+        self.step()
+
+    def step(self) -> None:
+        """Pull the server's model to the mean, and move the control variate."""
+        federation = self.federation
+        self.mean.all_reduce()
+        answered = self.mean.weights[0]
+        if not answered > 0:
+            return
+        mean = self.mean.compute()[0]
+        share = answered / len(federation.trainable_clients)
+        for name, control in federation.server.tensors(0, self.controls).items():
+            mean[name] = control + share * mean[name]
+        federation.server.pull(0, mean)
+
+    def client_controls(self, clients: Tensor) -> TensorDict:
+        """Return :math:`c_i` of the clients, a stack ``[C]``; 0 for those that never answered."""
+        start = self.no_control(self.broadcast(clients))
+        return self.federation.remembered(clients, start).states
+
+    def no_control(self, sent: TensorDict) -> TensorDict:
+        """Return control variates of zeros for the clients ``[C]`` of a stack."""
+        zeros = {name: torch.zeros_like(sent[name]) for name in self.controls}
+        return TensorDict(zeros, batch_size=sent.batch_size)
+
+    def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
+        """Return the bytes sent to the clients ``[C]``; their own gradients don't travel."""
+        return super().bytes_down(clients, sent.select(*self.sent_names))
+
+    @property
+    def sent_names(self) -> tuple[str, ...]:
+        """Names of the entries of a state that travel."""
+        return tuple(name for name in super().sent_names if name not in self.gradients)

@@ -1,0 +1,309 @@
+"""How many clusters: candidates are compared on a sample of the clients before training."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.cohort import sample_clients
+from pflight.data_module import FederatedDataModule
+from pflight.distributed import all_sum, gather
+from pflight.engines.updates import ClientUpdates
+from pflight.errors import ConfigurationError
+from pflight.loaders import Split
+from pflight.models.classifier import Classifier, as_classifier
+from pflight.options import whole
+from pflight.randomness import Purpose, generator, isolated
+from pflight.state import stack_states
+
+if TYPE_CHECKING:
+    from pflight.federation import Federation
+
+    from .fesem import FeSEM
+
+Criterion = Literal["accuracy", "distance"]
+CANDIDATES = (2, 3, 4, 5, 6)
+
+# Lightning's handler shows what is logged here; the level is its own, whatever Lightning's is.
+_log = logging.getLogger("lightning.pytorch.pflight")
+_log.setLevel(logging.INFO)
+
+
+@dataclass(frozen=True)
+class ClusterSelection:
+    """What numbers of clusters came to in a trial, and which one is the best.
+
+    Attributes:
+        criterion: ``"accuracy"``: the best is the number with the highest accuracy;
+            ``"distance"``: the one at which the distance, which falls anyway, falls by the greatest
+            share of what it was at the next smaller number. The smaller one wins a tie.
+        accuracy: Macro accuracy on validation samples, by number of clusters.
+        distance: Mean distance of a client's trained model to its center, by number of clusters.
+
+    Example:
+        >>> selection = ClusterSelection("distance", {1: 0.6, 2: 0.9, 3: 0.8}, {1: 8, 2: 2, 3: 1})
+        >>> selection.num_clusters
+        2
+    """
+
+    criterion: Criterion
+    accuracy: dict[int, float]
+    distance: dict[int, float]
+
+    @property
+    def num_clusters(self) -> int:
+        """The best number of clusters."""
+        if self.criterion == "accuracy" or len(self.distance) == 1:
+            return max(sorted(self.accuracy), key=self.accuracy.__getitem__)
+        drops = {
+            k: 1 - self.distance[k] / self.distance[fewer] if self.distance[fewer] else 0.0
+            for fewer, k in pairwise(sorted(self.distance))
+        }
+        return max(drops, key=drops.__getitem__)
+
+    @property
+    def table(self) -> str:
+        """All numbers as a table in Markdown."""
+        rows = [
+            f"| {k}{' (chosen)' * (k == self.num_clusters)} | {accuracy:.4f} | "
+            f"{self.distance[k]:.4g} |"
+            for k, accuracy in self.accuracy.items()
+        ]
+        return "\n".join(["| num_clusters | val/macro_acc | distance |", "|---|---|---|", *rows])
+
+
+def select_num_clusters(
+    federation: Federation,
+    data: FederatedDataModule,
+    candidates: Sequence[int] = CANDIDATES,
+    criterion: Criterion = "accuracy",
+    *,
+    callback: FeSEM | None = None,
+    rounds: int = 3,
+    **trainer: Any,
+) -> ClusterSelection:
+    """Try numbers of clusters for :class:`FeSEM` in short runs on the same sample of clients.
+
+    Each candidate trains a new federation, with the client module, options and seed of the one
+    given, on up to ``callback.init_clients`` clients, all of which take part in every round. They
+    are judged on their validation samples or, where the sample has none, on a seeded fifth of
+    their training samples, which is held out. ``"distance"`` also tries one cluster fewer than the
+    first candidate, for its drop. The federation, and all random numbers, are left as they were.
+
+    Args:
+        federation: Whose number of clusters it is; it need not have been set up.
+        data: The clients.
+        candidates: Numbers of clusters; those above the number of clients are left out.
+        criterion: ``"accuracy"`` or ``"distance"``, as in :class:`ClusterSelection`.
+        callback: Gives the options of the algorithm other than the number of clusters.
+        rounds: Length of each run, the initialisation included.
+        **trainer: Arguments of the Trainers that run them, such as ``accelerator``.
+
+    Raises:
+        ConfigurationError: If no candidate is left, or the clients have too few samples to hold
+            any out.
+
+    Example:
+        >>> import pflight
+        >>> data = pflight.datamodules.ClusteredSynthetic(num_clusters=2, num_clients=8)
+        >>> client = pflight.models.ClientModule(torch.nn.Linear(4, 10), num_classes=10)
+        >>> federation = pflight.Federation(client, local_epochs=2)
+        >>> selection = select_num_clusters(federation, data, (1, 2), accelerator="cpu")
+        >>> sorted(selection.accuracy)
+        [1, 2]
+    """
+    from .fesem import FeSEM
+
+    check_candidates(candidates, criterion)
+    if not whole(rounds) >= 2:
+        raise ConfigurationError(f"select_num_clusters: rounds must be at least 2, got {rounds}")
+    callback = FeSEM(1) if callback is None else callback
+    data.prepare_data()
+    data.setup("fit")
+    sample = SampledClients(
+        data, sample_clients(data.train_clients, callback.init_clients, federation.seed)
+    )
+    numbers = sorted({k for k in candidates if k <= sample.num_clients})
+    if not numbers:
+        raise ConfigurationError(
+            f"num_clusters can't be chosen from {list(candidates)}: there are only "
+            f"{sample.num_clients} clients to train"
+        )
+    if not sample.num_samples("val").any():
+        raise ConfigurationError(
+            "num_clusters can't be chosen: no client has validation samples, or five to train on"
+        )
+    if criterion == "distance" and numbers[0] > 1:
+        numbers.insert(0, numbers[0] - 1)
+    client = copy.deepcopy(as_classifier(federation.client))
+    client.load_state_dict(gather(client.state_dict())[0])  # ranks may have started differently
+    accuracy, distance = {}, {}
+    for k in numbers:
+        trial = copy.copy(callback)
+        trial.num_clusters, trial.centers, trial.initialized = k, None, False
+        with isolated(federation.device), _quiet():
+            accuracy[k], distance[k] = _try(federation, client, sample, trial, rounds, trainer)
+        _say(f"num_clusters {k}: val/macro_acc {accuracy[k]:.4f}, distance {distance[k]:.4g}")
+    selection = ClusterSelection(criterion, accuracy, distance)
+    _say(f"num_clusters {selection.num_clusters} is chosen by {criterion}")
+    return selection
+
+
+def select_for(federation: Federation, callback: FeSEM) -> ClusterSelection:
+    """Choose the number of clusters of a federation that its Trainer is about to train."""
+    trainer = federation.trainer
+    device = trainer.strategy.root_device
+    selection = select_num_clusters(
+        federation,
+        federation.attached_data,
+        callback.candidates,
+        callback.criterion,
+        callback=callback,
+        accelerator=device.type,
+        devices=1 if device.index is None else [device.index],
+        precision=trainer.precision,
+    )
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+            logger.experiment.add_text("fesem/num_clusters", selection.table, 0)
+    return selection
+
+
+def check_candidates(candidates: Sequence[int], criterion: str) -> None:
+    """Raise unless there is something to choose from, and a known way to do it."""
+    if not candidates or not all(whole(count) >= 1 for count in candidates):
+        raise ConfigurationError(
+            f"FeSEM: candidates must be numbers of clusters, 1 or more, got {candidates!r}"
+        )
+    if criterion not in ("accuracy", "distance"):
+        raise ConfigurationError(
+            f"FeSEM: criterion must be 'accuracy' or 'distance', got {criterion!r}"
+        )
+
+
+class SampledClients(FederatedDataModule):
+    """Some of the clients of other data, numbered anew, all of which take part in every round.
+
+    If none of them has validation samples, each holds out a seeded fifth of its training samples.
+
+    Args:
+        data: The data of all clients.
+        clients: Ids of those to take ``[M]``.
+    """
+
+    def __init__(self, data: FederatedDataModule, clients: Tensor) -> None:
+        super().__init__(
+            num_classes=data.num_classes,
+            batch_size=data.batch_size,
+            eval_batch_size=data.eval_batch_size,
+            eval_chunk=data.eval_chunk,
+            augmentation=data.augmentation,
+            seed=data.seed,
+        )
+        self.data = data
+        self.clients = clients
+        self.num_clients = len(clients)
+        self.fill = data.fill
+        self.holds_out = not data.num_samples("val")[clients].any()
+
+    def samples(self, client: int, split: Split) -> tuple[Tensor, Tensor]:
+        """See :meth:`FederatedDataModule.samples`."""
+        origin = int(self.clients[client])
+        if not self.holds_out:
+            return self.data.samples(origin, split)
+        x, y = self.data.samples(origin, "train")
+        part = self._part(origin, len(y), split)
+        return x[part], y[part]
+
+    def labels(self, client: int, split: Split) -> Tensor:
+        """See :meth:`FederatedDataModule.labels`."""
+        origin = int(self.clients[client])
+        if not self.holds_out:
+            return self.data.labels(origin, split)
+        y = self.data.labels(origin, "train")
+        return y[self._part(origin, len(y), split)]
+
+    def _part(self, origin: int, count: int, split: Split) -> Tensor:
+        """Return the positions of a split among a client's ``count`` training samples."""
+        order = torch.randperm(count, generator=generator(Purpose.SAMPLE, self.seed, origin))
+        held_out, rest = order[: count // 5], order[count // 5 :]
+        return {"train": rest, "val": held_out, "test": order[:0]}[split].sort().values
+
+
+def _try(
+    federation: Federation,
+    client: Classifier,
+    data: SampledClients,
+    callback: FeSEM,
+    rounds: int,
+    options: dict[str, Any],
+) -> tuple[float, float]:
+    """Train a federation; return its accuracy and the clients' distance to their centers."""
+    trial = type(federation)(
+        client,
+        local_epochs=federation.local_epochs,
+        local_steps=federation.local_steps,
+        finetune_epochs=federation.finetune_epochs,
+        server_optimizer=federation.server_optimizer,
+        server_scheduler=federation.server_scheduler,
+        engine=federation.hparams["engine"],
+        on_client_error=federation.on_client_error,
+        client_timeout=federation.client_timeout,
+        seed=federation.seed,
+        f1_average=federation.f1_average,
+    )
+    models: dict[int, TensorDict] = {}
+
+    def keep(updates: ClientUpdates) -> None:
+        models.update(zip(updates.clients.tolist(), updates.states, strict=True))
+
+    trial.on_updates.append(keep)
+    trainer = L.Trainer(
+        max_epochs=rounds,
+        check_val_every_n_epoch=rounds,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **options,
+    )
+    trainer.fit(trial, datamodule=data)
+    total = torch.zeros(2, dtype=torch.double)
+    with torch.no_grad():
+        for member, model in models.items():
+            center = int(callback.assignments[member])
+            total[0] += callback.distances(stack_states([model.to(trial.device)]), center).item()
+            total[1] += 1
+    total = all_sum(total)
+    return trial.history[-1].metrics["val/macro_acc"], float(total[0] / total[1])
+
+
+@rank_zero_only
+def _say(line: str) -> None:
+    _log.info(line)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Lightning from announcing each of the Trainers inside."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

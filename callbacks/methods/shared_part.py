@@ -1,0 +1,214 @@
+"""Partial sharing: the server averages some layers, and the others stay with the clients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning as L
+from torch import nn
+
+from pflight.errors import ConfigurationError
+from pflight.fedavg import FedAvg
+from pflight.half import Half
+from pflight.layers import Layers
+from pflight.models.halves.fedrep import LAST_LAYER, HeadFirst
+from pflight.options import checked
+
+if TYPE_CHECKING:
+    from pflight.federation import Federation
+
+
+@checked
+class SharedPart(FedAvg):
+    r"""FedAvg over a part of the network, while the other part stays with each client.
+
+    A client's model is :math:`(\theta, v_i)`, the shared part and its private part. It trains both
+    together, and sends :math:`\theta_i`, of which the server takes the mean
+    :math:`\theta \leftarrow \sum_{i \in S} w_i \theta_i`. Private parts start alike, as the client
+    module was given, and never travel; buffers go with their layer. A client is judged by the
+    server's :math:`\theta` together with its :math:`v_i`. A newcomer has the initial private part,
+    which it trains with ``finetune_epochs``.
+
+    - FedPer (Arivazhagan et al. 2019): the last layers are private, ``private=Layers(last=1)``.
+    - LG-FedAvg (Liang et al. 2020): the first layers are private, ``shared=Layers(last=2)``.
+    - FedBN (Li et al. 2021): normalisation is private, ``private=Layers(types=nn.BatchNorm2d)``.
+
+    With nothing private it is FedAvg; with nothing shared it is
+    :class:`~pflight.callbacks.Local`.
+
+    Args:
+        private: The layers that stay with the clients; by default all that are not ``shared``.
+        shared: The layers that the server averages; by default all that are not ``private``.
+        weighting: As in :class:`FedAvg`.
+        buffers: As in :class:`ServerCallback`, for the shared layers.
+
+    Raises:
+        ConfigurationError: If neither part is given, or both don't have every layer once.
+
+    Attributes:
+        parts: ``"private"`` or ``"shared"`` for every layer by name, once there is a federation.
+
+    Example:
+        >>> callback = SharedPart(private=Layers(last=1))
+
+    References:
+        Arivazhagan et al., Federated Learning with Personalization Layers, 2019,
+        https://arxiv.org/abs/1912.00818; Liang et al., Think Locally, Act Globally: Federated
+        Learning with Local and Global Representations, 2020, https://arxiv.org/abs/2001.01523;
+        Li et al., FedBN: Federated Learning on Non-IID Features via Local Batch Normalization,
+        ICLR 2021, https://arxiv.org/abs/2102.07623.
+    """
+
+    def __init__(
+        self,
+        private: Layers | None = None,
+        shared: Layers | None = None,
+        weighting: Literal["samples", "uniform"] = "samples",
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__(weighting, buffers)
+        if private is None and shared is None:
+            raise ConfigurationError("SharedPart: name the layers that are private, or shared")
+        self.private_layers = private
+        self.shared_layers = shared
+        self.parts: dict[str, str] = {}
+
+    @property
+    def algorithm_name(self) -> str:
+        """FedPer, LG-FedAvg or FedBN, where it is one of these."""
+        private, shared = (
+            [] if layers is None else [by for by, value in vars(layers).items() if value]
+            for layers in (self.private_layers, self.shared_layers)
+        )
+        if (private, shared) == (["last"], []):
+            return "FedPer"
+        if (private, shared) == ([], ["last"]):
+            return "LG-FedAvg"
+        if (private, shared) == (["types"], []) and self.private_layers is not None:
+            types: Any = self.private_layers.types
+            kinds = types if isinstance(types, list | tuple) else [types]
+            if all(issubclass(kind, nn.modules.batchnorm._BatchNorm) for kind in kinds):
+                return "FedBN"
+        return "SharedPart"
+
+    def setup_server(self, federation: Federation) -> None:
+        """Divide the layers, and make the server's model."""
+        super().setup_server(federation)
+        layout = federation.layout
+        self.parts = self._divide(federation)
+        stay = {*self.private}
+        for layer, names in layout.layers.items():
+            if self.parts[layer] == "private":
+                stay.update(names)
+        self.private = tuple(n for n in layout.names if n in stay and n not in layout.frozen)
+        if self.shared_layers is not None and not {*self.sent_names} & {*layout.parameters}:
+            raise ConfigurationError("SharedPart: no parameter of the shared layers is trained")
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Print which layers are shared and which are private."""
+        if not trainer.is_global_zero:
+            return
+        from rich.console import Console
+        from rich.table import Table
+
+        layout = self.federation.layout
+        table = Table("part", "layers", "parameters", title=type(self).__name__)
+        for part in ("shared", "private"):
+            layers = [layer for layer in self.parts if self.parts[layer] == part]
+            names = {name for layer in layers for name in layout.layers[layer]}
+            size = sum(layout.template[n].numel() for n in layout.parameters if n in names)
+            table.add_row(part, ", ".join(layers), f"{size:,}")
+        Console().print(table)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the names of what is private."""
+        return {"private": list(self.private)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Check that the checkpoint has the same private layers."""
+        if differing := {*state_dict["private"]} ^ {*self.private}:
+            raise ConfigurationError(
+                f"{type(self).__name__}: the checkpoint is of another division, which differs in "
+                f"{', '.join(sorted(differing))}"
+            )
+
+    def _divide(self, federation: Federation) -> dict[str, str]:
+        """Return the part of every layer."""
+        layers = federation.layout.layers
+        private, shared = (
+            None if given is None else {*given.of(federation.client)}
+            for given in (self.private_layers, self.shared_layers)
+        )
+        if private is None:
+            private = {*layers} - (shared or set())
+        for layer in layers:
+            if shared is not None and (layer in private) == (layer in shared):
+                which = "both private and shared" if layer in private else "in neither part"
+                raise ConfigurationError(f"SharedPart: layer {layer} is {which}")
+        return {layer: "private" if layer in private else "shared" for layer in layers}
+
+
+@checked
+class FedRep(SharedPart):
+    r"""FedRep (Collins et al. 2021, algorithm 1): a shared body, and a head for each client.
+
+    The head :math:`h_i` is private, the body :math:`\phi` shared. What the head is, and how a
+    client trains first the one and then the other, is
+    :class:`~pflight.models.halves.HeadFirst`'s. A
+    newcomer has the initial head; with ``finetune_epochs`` up to the client's ``head_epochs`` it
+    trains that alone, as the authors do before they test.
+
+    Args:
+        weighting: As in :class:`FedAvg`.
+        buffers: As in :class:`ServerCallback`, for the body.
+
+    Raises:
+        ConfigurationError: If the client is of another kind, or the local epochs end before those
+            of the head, or there is no body for the others.
+
+    References:
+        Collins et al., Exploiting Shared Representations for Personalized Federated Learning, ICML
+        2021, https://arxiv.org/abs/2102.07078.
+    """
+
+    def __init__(
+        self,
+        weighting: Literal["samples", "uniform"] = "samples",
+        buffers: Literal["shared", "local", "reset"] = "shared",
+        *,
+        head: Layers | None = None,
+        head_epochs: int | None = None,
+    ) -> None:
+        super().__init__(private=Layers(), weighting=weighting, buffers=buffers)
+        self.head = head
+        self.head_epochs = head_epochs
+        head = LAST_LAYER if head is None else head
+        epochs = 1 if head_epochs is None else head_epochs
+        self._half = self.make_half(HeadFirst, head=head, head_epochs=epochs)
+
+    @property
+    def half(self) -> Half:
+        """The two phases of a client's training."""
+        return self._half
+
+    @property
+    def chooses_half(self) -> bool:
+        """Whether the head or its epochs were given."""
+        return self.head is not None or self.head_epochs is not None
+
+    def setup_server(self, federation: Federation) -> None:
+        """Make the client's head private."""
+        half = federation.client_half
+        assert isinstance(half, HeadFirst)
+        if federation.local_steps is not None:
+            raise ConfigurationError("FedRep counts local epochs: local_steps must be null")
+        if federation.local_epochs < half.head_epochs:
+            raise ConfigurationError(
+                f"FedRep: local_epochs={federation.local_epochs} must be at least "
+                f"head_epochs={half.head_epochs}"
+            )
+        self.private_layers = half.head
+        super().setup_server(federation)
+        trained = {*self.sent_names} & {*federation.layout.parameters}
+        if federation.local_epochs > half.head_epochs and not trained:
+            raise ConfigurationError("FedRep: no parameter of the body is trained")

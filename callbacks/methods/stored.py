@@ -1,0 +1,50 @@
+"""A server that keeps the last model of every client."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from pflight.server_callback import ServerCallback
+from pflight.state import StateModule, entries, expand_state
+
+if TYPE_CHECKING:
+    from pflight.federation import Federation
+
+
+class StoredModels(ServerCallback):
+    """Keeps the parameters of a model for every client, at first the initial ones.
+
+    Buffers stay with the clients. A subclass decides what clients are sent, and what becomes of
+    what they send back.
+
+    Attributes:
+        stored: The parameters of all models ``[num_clients, ...]``, part of the federation.
+    """
+
+    stored: StateModule
+
+    def __init__(self) -> None:
+        super().__init__(buffers="local")
+
+    def setup_server(self, federation: Federation) -> None:
+        """Store the initial model for every client, if there is memory for that."""
+        super().setup_server(federation)
+        initial = {name: federation.layout.template[name] for name in federation.layout.parameters}
+        models = federation.num_clients * sum(value.nbytes for value in initial.values())
+        federation.check_memory(self, {"models": models, **self.more_memory(federation)})
+        self.stored = StateModule(dict(entries(expand_state(initial, federation.num_clients))))
+        federation.add_module("stored", self.stored)
+
+    def more_memory(self, federation: Federation) -> dict[str, int]:
+        """Return the bytes that the server takes beside the models, by what takes them."""
+        return {}
+
+    def server_states(self) -> list[dict[str, Tensor]]:
+        """Return the stored model of every client, with the initial buffers."""
+        initial, stored = self.federation.server.tensors(0), self.stored.tensors()
+        return [
+            {**initial, **{name: leaf[client] for name, leaf in stored.items()}}
+            for client in range(self.federation.num_clients)
+        ]

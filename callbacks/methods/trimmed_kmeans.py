@@ -1,0 +1,202 @@
+"""Robust(TKM): clusters by trimmed k-means, and trimmed means inside them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.engines.updates import ClientUpdates
+from pflight.options import check_range, checked
+from pflight.randomness import Purpose, derive_seed
+from pflight.server_callback import ServerCallback
+from pflight.state import entries, expand_state
+
+from .clustering import TrimmedMean, gather_states, nearest, parameter_vectors, trimmed_kmeans
+from .multi_center import MultiCenter
+
+
+@checked
+class TrimmedKMeans(MultiCenter):
+    r"""Robust federated learning by trimmed k-means (Ghosh et al. 2019), which outliers don't move.
+
+    In three stages:
+
+    1. The first round: all clients, whatever the cohort, train for ``init_epochs`` epochs from the
+       common start, and send their models once.
+    2. The server clusters these by
+       :func:`~pflight.callbacks.methods.clustering.trimmed_kmeans`: Lloyd's algorithm, in which
+       each center is the trimmed mean or the median of its members. Assignments are final.
+    3. From then on clients train from their cluster's model, which becomes the trimmed mean or the
+       median of its members that answered, coordinate by coordinate; one without any stays as it
+       is. Floating buffers are averaged in the same way, integer ones take their maximum.
+
+    A client that missed the first round begins with stage 1 when it first answers; one that was
+    held out does so when it is judged. It is assigned to the nearest center of stage 2.
+
+    With ``beta = cluster_beta = 0`` and one cluster this is FedAvg with uniform weights.
+
+    Args:
+        num_clusters: K.
+        beta: Share that stage 3 leaves out at either end of a coordinate: ``floor(beta * m)`` of m
+            values, but always less than a half of them.
+        cluster_beta: The same of stage 2.
+        trim: ``"coordinate"``, or ``"radius"`` to leave out the ``floor(beta * m)`` models that are
+            farthest from the median of all.
+        estimate: ``"mean"`` or ``"median"`` of what remains.
+        init_epochs: Local epochs of stage 1.
+        num_restarts: Random starts of k-means.
+        num_iterations: Steps of k-means.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`.
+
+    Attributes:
+        assignments: LongTensor ``[num_clients]``, each client's cluster; -1 if not yet seen.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or there are more clusters than clients.
+
+    Example:
+        >>> TrimmedKMeans(num_clusters=2, estimate="median").beta
+        0.2
+
+    References:
+        Ghosh, Hong, Yin and Ramchandran, Robust Federated Learning in a Heterogeneous Environment,
+        2019, https://arxiv.org/abs/1906.06629.
+    """
+
+    algorithm_name = "TrimmedKMeans"
+    tag = "robust"
+
+    def __init__(
+        self,
+        num_clusters: int = 3,
+        beta: float = 0.2,
+        cluster_beta: float = 0.05,
+        trim: Literal["coordinate", "radius"] = "coordinate",
+        estimate: Literal["mean", "median"] = "mean",
+        init_epochs: int = 10,
+        num_restarts: int = 20,
+        num_iterations: int = 8,
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__(num_clusters, buffers=buffers)
+        iterations = {"num_restarts": num_restarts, "num_iterations": num_iterations}
+        check_range(
+            self, "[1, inf)", num_clusters=num_clusters, init_epochs=init_epochs, **iterations
+        )
+        check_range(self, "[0, 0.5)", beta=beta, cluster_beta=cluster_beta)
+        self.beta = beta
+        self.init_epochs = init_epochs
+        self.num_restarts = num_restarts
+        self.num_iterations = num_iterations
+        self._cluster_mean = TrimmedMean(cluster_beta, trim, estimate)
+        self._round_mean = TrimmedMean(beta, trim, estimate)
+        self._start: dict[str, Tensor] = {}
+        self._centers: Tensor | None = None  # of stage 2 [K, d]
+
+    def round(self, cohort: Tensor) -> None:
+        """Run one round; the first is stages 1 and 2, with all clients."""
+        if self._centers is None:
+            self._cluster()
+        else:
+            new = (self.assignments[cohort.cpu()] < 0).to(cohort.device)
+            if new.any():
+                clients, states = self._train_from_start(cohort[new])
+                self._place(clients, self._nearest(states))
+            if not new.all():
+                ServerCallback.round(self, cohort[~new])
+        self.log_sizes()
+
+    def begin(self) -> None:
+        """Start without updates."""
+        self._updates: list[ClientUpdates] = []
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """Keep a chunk's models."""
+        self._updates.append(updates)
+
+    def step(self) -> None:
+        """Pull each cluster's model to the trimmed mean of its members that answered."""
+        clients, states = gather_states(self._updates, self.federation.device)
+        self._updates.clear()
+        for k, mean in self._means(self._round_mean, states, self.assignments[clients]).items():
+            self.federation.server.pull(k, mean)
+
+    def centers_of(self, clients: Tensor) -> Tensor:
+        """Return each client's cluster; newcomers with samples find the nearest center."""
+        clusters, federation = super().centers_of(clients), self.federation
+        if self._centers is None or (clusters >= 0).all():
+            return clusters
+        able = federation.num_samples[clients.cpu()] > 0
+        new = clients[(able & (clusters < 0)).to(clients.device)]
+        sent = expand_state(self._start, len(new)).to(federation.device)
+        tried = federation.try_training(new, sent, round_index=0, epochs=self.init_epochs)
+        clusters[torch.isin(clients, tried.clients).cpu()] = self._nearest(tried.states)
+        return clusters
+
+    def _cluster(self) -> None:
+        """Train all clients once from the common start, and cluster their models."""
+        federation, count = self.federation, self.num_clusters
+        start = federation.server.tensors(0, self.sent_names)
+        self._start = {name: value.detach().clone() for name, value in start.items()}
+        clients, states = self._train_from_start(federation.trainable_clients)
+        if len(clients) < count:
+            return  # too few answered: the next round tries again
+        clusters, self._centers = trimmed_kmeans(
+            self._vectors(states),
+            count,
+            self._cluster_mean,
+            restarts=self.num_restarts,
+            iterations=self.num_iterations,
+            seed=derive_seed(Purpose.SERVER, federation.seed),
+        )
+        self._place(clients, clusters.cpu())
+        means = self._means(self._cluster_mean, states, clusters.cpu())
+        for k in range(count):
+            # With fewer distinct models than clusters, an empty one repeats another's center.
+            federation.server.replace(k, means.get(k, means[min(means)]))
+
+    def _train_from_start(self, clients: Tensor) -> tuple[Tensor, TensorDict]:
+        """Return who answered, on any rank, and the models of stage 1."""
+        federation = self.federation
+        updates = []
+        for chunk in federation.chunks(clients):
+            sent = expand_state(self._start, len(chunk)).to(federation.device)
+            updates.append(federation.train_clients(chunk, sent, epochs=self.init_epochs))
+        return gather_states(updates, federation.device)
+
+    def _place(self, clients: Tensor, clusters: Tensor) -> None:
+        """Assign clients ``[M]`` to clusters ``[M]`` for good."""
+        assigned = torch.full_like(self.assignments, -1)
+        assigned[clients] = clusters
+        self.settle(assigned)
+
+    def _nearest(self, states: TensorDict) -> Tensor:
+        """Return the nearest center of stage 2 to the models of stage 1 ``[M]``."""
+        assert self._centers is not None
+        points = self._vectors(states)
+        return nearest(points, self._centers.to(points)).cpu()
+
+    def _means(
+        self, mean: TrimmedMean, states: TensorDict, clusters: Tensor
+    ) -> dict[int, dict[str, Tensor]]:
+        """Return the trimmed mean of each cluster's states, of states ``[M]`` in all."""
+        means = {}
+        for k in clusters.unique().tolist():
+            members = states[clusters == k]
+            if mean.trim == "radius":
+                members = members[mean.near(self._vectors(members))]
+            means[k] = {
+                name: mean(leaf) if leaf.is_floating_point() else leaf.amax(dim=0)
+                for name, leaf in entries(members)
+            }
+        return means
+
+    def _vectors(self, states: TensorDict) -> Tensor:
+        return parameter_vectors(states, self.federation.layout.parameters)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return assignments, the start and the centers of stage 2, for the checkpoint."""
+        return {**super().state_dict(), "_start": self._start, "_centers": self._centers}

@@ -1,0 +1,1 @@
+"""What shows how a run is going: progress, tables, TensorBoard and pictures."""

@@ -1,0 +1,159 @@
+"""What TensorBoard shows of a federation besides its scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from pflight.data_module import FederatedDataModule
+from pflight.federation import Federation
+from pflight.history import Round
+from pflight.options import checked
+
+from .quality import columns
+
+Primitive = bool | int | float | str
+
+_COMPARED = (
+    "val/macro_acc",
+    "val/micro_acc",
+    "val/macro_f1",
+    "val/worst_decile_acc",
+    "val/server/macro_acc",
+    "val/acc",
+    "val/loss",
+    "train/loss",
+)
+_BEST = "best/"
+_HPARAMS = ".hparams"
+
+
+@checked
+class TensorBoardReport(L.Callback):
+    """Adds to TensorBoard what a run was: config, partition, and hyper-parameters with results.
+
+    The HParams page compares runs by the final value of their metrics and, under ``best/``, by the
+    best of any round. Scalars are flushed before every checkpoint is written, so that a run that is
+    killed and resumed has each point once.
+
+    Args:
+        config: The resolved configuration as text; the command line fills it in.
+        hparams: Hyper-parameters for the HParams page and ``hparams.yaml``; by default the
+            federation's options, the client module and the data by name. The algorithm, as
+            ``federation.algorithm`` calls it, is added.
+    """
+
+    def __init__(
+        self, config: str | None = None, hparams: Mapping[str, Primitive] | None = None
+    ) -> None:
+        self.config = config
+        self.hparams = hparams
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Have the logger write the hyper-parameters that were given to ``hparams.yaml``."""
+        logger = _tensorboard(trainer)
+        if logger is not None and self.hparams is not None:
+            logger.hparams.update(self.hparams)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the config and the partition, once per run."""
+        logger = _tensorboard(trainer)
+        if logger is None:
+            return
+        if trainer.current_epoch > 0:  # a run that goes on has all this already
+            return
+        writer = logger.experiment
+        if self.config is not None:
+            writer.add_text("config", _code(self.config), 0)
+        data = getattr(trainer, "datamodule", None)
+        if isinstance(data, FederatedDataModule) and data.knows_classes:
+            from matplotlib import pyplot
+
+            writer.add_text("data/summary", _code(data.summary()), 0)
+            figure = data.partition_figure()
+            writer.add_figure("data/partition", figure, 0, close=False)
+            pyplot.close(figure)
+        writer.flush()
+
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Flush what has been logged so far: a checkpoint never runs ahead of it."""
+        logger = _tensorboard(trainer)
+        if logger is not None:
+            logger.experiment.flush()
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the hyper-parameters, with the metrics by which the HParams page compares runs."""
+        logger = _tensorboard(trainer)
+        if logger is None:
+            return
+        from torch.utils.tensorboard import FileWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        metrics: dict[str, Any] = dict(trainer.callback_metrics)
+        if isinstance(pl_module, Federation):  # also where a finished run had nothing left to do
+            metrics = {k: v for entry in pl_module.history for k, v in entry.metrics.items()}
+        shown = [f"val/{metric}" for metric in columns(metrics, "val")]
+        compared = {
+            tag: float(metrics[tag])
+            for tag in dict.fromkeys([*_COMPARED, *shown])
+            if tag in metrics
+        }
+        if isinstance(pl_module, Federation):
+            compared |= _best(pl_module.history)
+        # A file of its own, which a resumed run replaces: TensorBoard shows the first record only.
+        folder = Path(logger.log_dir)
+        for earlier in folder.glob(f"events.out.tfevents.*{_HPARAMS}"):
+            earlier.unlink()
+        writer = FileWriter(str(folder), filename_suffix=_HPARAMS)
+        given = self.hparams if self.hparams is not None else describe(trainer)
+        if isinstance(pl_module, Federation):
+            given = {"algorithm": pl_module.algorithm, **given}
+        for summary in hparams(dict(given), compared):
+            writer.add_summary(summary)
+        writer.close()
+
+
+def _best(history: Sequence[Round]) -> dict[str, float]:
+    """Return the best value of each validation metric in any round, of a loss the lowest."""
+    values = {
+        tag: [entry.metrics[tag] for entry in history if tag in entry.metrics]
+        for tag in _COMPARED
+        if tag.startswith("val/")
+    }
+    return {
+        _BEST + tag: (min if tag.endswith("loss") else max)(found)
+        for tag, found in values.items()
+        if found
+    }
+
+
+def describe(trainer: L.Trainer) -> dict[str, Primitive]:
+    """Return what the objects of a run tell: their names, and the federation's options."""
+    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    described: dict[str, Primitive] = {"rounds": trainer.max_epochs or 0}
+    if isinstance(module, Federation):
+        described["client"] = type(module.client).__name__
+    else:
+        described["model"] = type(module).__name__
+    if data is not None:
+        described["data"] = type(data).__name__
+    options = {k: v for k, v in module.hparams.items() if isinstance(v, Primitive)}
+    return described | options
+
+
+def _tensorboard(trainer: L.Trainer) -> TensorBoardLogger | None:
+    if not trainer.is_global_zero:
+        return None
+    found = (logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger))
+    return next(found, None)
+
+
+def _code(text: str) -> str:
+    """Return text as a block of code in TensorBoard's Markdown."""
+    return "\n".join(f"    {line}" for line in text.splitlines())

@@ -1,0 +1,1 @@
+"""How samples are dealt to clients, and clients to groups."""

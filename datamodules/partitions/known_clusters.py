@@ -1,0 +1,200 @@
+"""Known groups of clients, to test what finds groups."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from pflight.data_module import FederatedDataModule
+from pflight.errors import ConfigurationError
+from pflight.fingerprint import checksum_of, joined
+from pflight.loaders import Split
+from pflight.options import check_range, checked
+from pflight.randomness import Purpose, generator
+
+Difference = Literal["labels", "rotation", "features"]
+
+
+@checked
+class KnownClusters(FederatedDataModule):
+    """Other data whose clients fall into clusters that see them differently.
+
+    Each client belongs to one cluster, drawn at random; the clusters' sizes differ by at most one.
+    Cluster 0 keeps the data as they are, cluster ``k`` has its own
+
+    * ``labels``: class ``y`` is called ``(y + k) mod num_classes``, so that no two clusters agree
+      on any class and a model that is right for one is wrong for all others. Permuted labels are
+      the test of Sattler et al. (2021).
+    * ``rotation``: images ``[n, C, H, W]`` are turned anticlockwise by ``k`` times 90 degrees, as
+      in IFCA (Ghosh et al., 2020); they must be square, and clusters at most four. Vectors
+      ``[n, d]`` are multiplied by a random orthogonal matrix.
+    * ``features``: one offset is added to all samples, an independent normal number of standard
+      deviation ``shift`` for each feature, like the fixed pattern of a sensor.
+
+    What clients hold is up to the wrapped data, with its partition and its seed. Cohorts, batches,
+    newcomers and augmentation follow the options given here, not those of the wrapped data.
+
+    Args:
+        data: The data of the clients.
+        num_clusters: Number of clusters.
+        difference: What differs between clusters: ``labels``, ``rotation`` or ``features``.
+        shift: Standard deviation of the offsets, in units of the features; for ``features`` only.
+        **kwargs: Further arguments of :class:`FederatedDataModule`. ``seed`` also draws the
+            clusters and their differences.
+
+    Raises:
+        ConfigurationError: An option is out of its range, or the data do not allow the difference.
+
+    Example:
+        >>> from pflight.datamodules import TensorClients
+        >>> pairs = [(torch.eye(3), torch.arange(3))] * 4
+        >>> data = KnownClusters(TensorClients(pairs, num_classes=3), num_clusters=2)
+        >>> data.setup()
+        >>> [(int(data.clusters[i]), data.labels(i, "train").tolist()) for i in range(4)]
+        [(0, [0, 1, 2]), (1, [1, 2, 0]), (1, [1, 2, 0]), (0, [0, 1, 2])]
+
+    References:
+        Ghosh et al., An Efficient Framework for Clustered Federated Learning, NeurIPS 2020, section
+        6, https://arxiv.org/abs/2006.04088.
+        Sattler et al., Clustered Federated Learning: Model-Agnostic Distributed Multitask
+        Optimization under Privacy Constraints, IEEE TNNLS 2021, https://arxiv.org/abs/1910.01991.
+    """
+
+    def __init__(
+        self,
+        data: FederatedDataModule,
+        num_clusters: int = 4,
+        difference: Difference = "labels",
+        shift: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(num_classes=None, **kwargs)
+        check_range(self, "[1, inf)", num_clusters=num_clusters)
+        check_range(self, "(0, inf)", shift=shift)
+        self.data = data
+        self.num_clusters = num_clusters
+        self.difference = difference
+        self.shift = shift
+
+    @property
+    def num_clients(self) -> int:  # type: ignore[override]
+        """Number of clients of the wrapped data."""
+        return self.data.num_clients
+
+    @property
+    def num_classes(self) -> int:  # type: ignore[override]
+        """Number of classes of the wrapped data."""
+        return self.data.num_classes
+
+    @property
+    def fill(self) -> Tensor:  # type: ignore[override]
+        """What lies outside of an image of the wrapped data."""
+        return self.data.fill
+
+    @cached_property
+    def clusters(self) -> Tensor:
+        """The cluster of each client, ``[num_clients]``; known after ``setup``."""
+        random = generator(Purpose.PARTITION, self.seed, 3)
+        return torch.randperm(self.num_clients, generator=random) % self.num_clusters
+
+    def prepare_data(self) -> None:
+        """Fetch what the wrapped data need."""
+        self.data.prepare_data()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Set the wrapped data up and check that the clusters can differ."""
+        self.data.setup(stage)
+        self._check()
+        super().setup(stage)
+
+    def samples(self, client: int, split: Split) -> tuple[Tensor, Tensor]:
+        """See :meth:`FederatedDataModule.samples`."""
+        x, y = self.data.samples(client, split)
+        cluster = int(self.clusters[client])
+        if self.difference == "labels":
+            return x, self._relabelled(y, cluster)
+        if self.difference == "features":
+            return x + self._offsets[cluster].to(x), y
+        if x.ndim == 4:
+            return x.rot90(cluster, dims=(2, 3)), y
+        return x @ self._rotations[cluster].to(x), y
+
+    def num_samples(self, split: Split = "train") -> Tensor:
+        """See :meth:`FederatedDataModule.num_samples`."""
+        return self.data.num_samples(split)
+
+    def labels(self, client: int, split: Split) -> Tensor:
+        """See :meth:`FederatedDataModule.labels`."""
+        y = self.data.labels(client, split)
+        return self._relabelled(y, int(self.clusters[client])) if self.difference == "labels" else y
+
+    def fingerprint(self) -> Tensor:
+        """Return checksums of the wrapped data's, the clusters, how they differ and the labels."""
+        kind = get_args(Difference).index(self.difference)
+        drawn = checksum_of(torch.tensor([kind, self.shift, self.seed], dtype=torch.double))
+        differences = torch.full_like(self.clusters, drawn)
+        own = self.clusters, differences, super().fingerprint()
+        return joined(self.data.fingerprint(), *own)
+
+    def _relabelled(self, y: Tensor, cluster: int) -> Tensor:
+        return (y + cluster) % self.num_classes
+
+    @cached_property
+    def _sample(self) -> Tensor:
+        """The features of no sample, ``[0, ...]``: their shape and type."""
+        return self.data.samples(0, "train")[0][:0]
+
+    @cached_property
+    def _offsets(self) -> Tensor:
+        """What is added to each cluster's features, ``[num_clusters, ...]``."""
+        offsets = self.shift * self._normal(self._sample.shape[1:])
+        offsets[0] = 0
+        return offsets
+
+    @cached_property
+    def _rotations(self) -> Tensor:
+        """The orthogonal matrix of each cluster, ``[num_clusters, d, d]``."""
+        size = self._sample.shape[1]
+        rotations = torch.linalg.qr(self._normal((size, size))).Q
+        rotations[0] = torch.eye(size)
+        return rotations
+
+    def _normal(self, shape: tuple[int, ...]) -> Tensor:
+        random = generator(Purpose.DATA, self.seed, 3)
+        return torch.randn(self.num_clusters, *shape, generator=random, dtype=torch.float64)
+
+    def _check(self) -> None:
+        """Raise unless each cluster can have clients and a difference of its own."""
+        if self.num_clusters > self.num_clients:
+            raise ConfigurationError(
+                f"num_clusters is {self.num_clusters}, but there are only {self.num_clients} "
+                "clients"
+            )
+        if self.difference == "labels":
+            if self.num_clusters > self.num_classes:
+                raise ConfigurationError(
+                    f"difference 'labels' makes at most num_classes = {self.num_classes} clusters, "
+                    f"got num_clusters {self.num_clusters}"
+                )
+            return
+        shape = list(self._sample.shape[1:])
+        if not self._sample.is_floating_point():
+            raise ConfigurationError(
+                f"difference {self.difference!r} needs floating-point features, but those of "
+                f"{self.data} are {self._sample.dtype}"
+            )
+        if self.difference == "features":
+            return
+        if len(shape) not in (1, 3) or (len(shape) == 3 and shape[1] != shape[2]):
+            raise ConfigurationError(
+                f"difference 'rotation' needs vectors or square images, but the features of "
+                f"{self.data} have the shape {shape}"
+            )
+        if len(shape) == 3 and self.num_clusters > 4:
+            raise ConfigurationError(
+                "difference 'rotation' makes at most 4 clusters of images, got num_clusters "
+                f"{self.num_clusters}"
+            )

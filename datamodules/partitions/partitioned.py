@@ -1,0 +1,142 @@
+"""Data sets that are held once and dealt to clients by a partition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pflight.data_module import FederatedDataModule
+from pflight.errors import ConfigurationError
+from pflight.fingerprint import checksum_of
+from pflight.loaders import SPLITS, IndexedSamples, Split
+from pflight.options import check_range, checked
+from pflight.randomness import Purpose, numpy_generator
+
+from .dealing import Ints, stratified_splits
+from .partition import Partition
+from .samples import Samples
+
+
+@checked
+class PartitionedDataModule(FederatedDataModule):
+    """One data set in memory, dealt to clients as lists of positions in it.
+
+    A data set of one's own defines :meth:`load`, and :meth:`transform` if its features are kept in
+    a compact form. Each client's samples are split into training, validation and test parts with
+    the same label distribution.
+
+    Args:
+        partition: How samples are dealt to clients.
+        num_clients: Number of clients; ``null`` where the partition finds them in the data.
+        val_fraction: Share of each client's samples for validation; with ``official_test``, share
+            of those it could train on.
+        test_fraction: Share of each client's samples for testing.
+        official_test: Whether the data set's own test samples stay test samples, of which each
+            client gets the share that it has of the training samples of a class. Otherwise both
+            are pooled.
+        **kwargs: Further arguments of :class:`FederatedDataModule`.
+
+    Raises:
+        ConfigurationError: An option is out of its range.
+    """
+
+    def __init__(
+        self,
+        *,
+        partition: Partition,
+        num_clients: int | None = None,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.2,
+        official_test: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        check_range(self, "[0, 1)", val_fraction=val_fraction, test_fraction=test_fraction)
+        if val_fraction + test_fraction >= 1:
+            raise ConfigurationError(
+                f"{type(self).__name__}: val_fraction {val_fraction} and test_fraction "
+                f"{test_fraction} leave no training data"
+            )
+        check_range(self, "[1, inf)", num_clients=num_clients)
+        if num_clients is not None:
+            self.num_clients = num_clients
+        self.partition = partition
+        self.val_fraction = val_fraction
+        self.test_fraction = test_fraction
+        self.official_test = official_test
+        self._samples: Samples | None = None
+        self._indices: dict[Split, list[Tensor]] = {}
+
+    def load(self) -> Samples:
+        """Read the whole data set."""
+        raise NotImplementedError(f"{type(self).__name__} must define load()")
+
+    def transform(self, x: Tensor) -> Tensor:
+        """Turn gathered features into what a network gets; by default, leave them as they are."""
+        return x
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load and deal the data; doing it again changes nothing."""
+        if self._samples is None:
+            try:
+                samples = self.load()
+            except MemoryError as error:
+                raise ConfigurationError(
+                    f"the data set does not fit into memory: {error}"
+                ) from error
+            self._indices = {
+                split: [torch.from_numpy(part) for part in parts]
+                for split, parts in zip(SPLITS, self._deal(samples), strict=True)
+            }
+            self._samples, self.num_clients = samples, len(self._indices["train"])
+        super().setup(stage)
+
+    def _deal(self, samples: Samples) -> tuple[list[Ints], list[Ints], list[Ints]]:
+        """Return each client's positions for training, for validation and for testing."""
+        labels, test = samples.y.numpy(), samples.test
+        arguments = getattr(self, "num_clients", None), self.seed, samples.groups
+        random = numpy_generator(Purpose.PARTITION, self.seed, 1)
+        if not self.official_test:
+            parts = self.partition.split(labels, *arguments)
+            return stratified_splits(labels, parts, self.val_fraction, self.test_fraction, random)
+        if test is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} has no test set of its own: official_test must be false"
+            )
+        parts = self.partition.deal(labels, test, *arguments)
+        known = [part[~test[part]] for part in parts]
+        train, val, _ = stratified_splits(labels, known, self.val_fraction, 0.0, random)
+        return train, val, [part[test[part]] for part in parts]
+
+    def samples(self, client: int, split: Split) -> tuple[Tensor, Tensor]:
+        """See :meth:`FederatedDataModule.samples`."""
+        held = self._held()
+        self.check_client(client)
+        indices = self._indices[split][client]
+        return self.transform(held.x[held.rows_of(indices)]), held.y[indices]
+
+    def labels(self, client: int, split: Split) -> Tensor:
+        """See :meth:`FederatedDataModule.labels`."""
+        held = self._held()
+        self.check_client(client)
+        return held.y[self._indices[split][client]]
+
+    def fingerprint(self) -> Tensor:
+        """Return checksums of each client's labels and of their positions in the data set."""
+        checksums = super().fingerprint().tolist()
+        for parts in self._indices.values():
+            checksums = [*map(checksum_of, parts, checksums)]
+        return torch.tensor(checksums)
+
+    def dataset(self, clients: Tensor, split: Split) -> IndexedSamples:
+        """See :meth:`FederatedDataModule.dataset`; nothing is copied."""
+        held = self._held()
+        indices = torch.cat([self._indices[split][client] for client in clients.tolist()])
+        return IndexedSamples(held.x, held.y[indices], held.rows_of(indices), self.transform)
+
+    def _held(self) -> Samples:
+        if self._samples is None:
+            raise ConfigurationError(f"call {type(self).__name__}.setup() before reading its data")
+        return self._samples

@@ -1,0 +1,1 @@
+"""Data sets, and how their files are read."""

@@ -1,0 +1,70 @@
+"""FedAvg: the server takes the mean of the clients' models."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from .engines.updates import ClientUpdates
+from .optim import Yogi
+from .options import checked
+from .server_callback import ServerCallback
+from .state import WeightedMean
+
+_STEPPED = {torch.optim.Adam: "FedAdam", torch.optim.Adagrad: "FedAdagrad", Yogi: "FedYogi"}
+
+
+@checked
+class FedAvg(ServerCallback):
+    r"""Federated averaging (McMahan et al. 2017, algorithm 1); FedProx with a proximal client.
+
+    The pseudo-gradient is :math:`\theta - \sum_{i \in S} w_i \theta_i`, so that the default server
+    optimizer, SGD with step 1, sets the server's model to the mean of the returned models.
+
+    Args:
+        weighting: ``"samples"`` for :math:`w_i = n_i / \sum_{j \in S} n_j`, ``"uniform"`` for
+            :math:`w_i = 1 / |S|`; both over the clients of the round that answered.
+        buffers: As in :class:`ServerCallback`.
+
+    Example:
+        >>> FedAvg(weighting="uniform").weighting
+        'uniform'
+    """
+
+    def __init__(
+        self,
+        weighting: Literal["samples", "uniform"] = "samples",
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__(buffers)
+        self.weighting = weighting
+
+    @property
+    def algorithm_name(self) -> str:
+        """FedAvg, or what it is called with the client's half or the server optimizer."""
+        federation = self.federation
+        name = getattr(federation.client_half, "fedavg_name", None)
+        names = [] if name is None else [name]
+        if federation.server_optimizer is not None:
+            optimizer = federation.server_optimizer(list(federation.server.parameters()))
+            names += [_STEPPED[type(optimizer)]] if type(optimizer) in _STEPPED else []
+            sgd = type(optimizer) is torch.optim.SGD
+            names += ["FedAvgM"] if sgd and optimizer.defaults["momentum"] else []
+        return " + ".join(names) or "FedAvg"
+
+    def begin(self) -> None:
+        """Start an empty mean."""
+        self.mean = WeightedMean(self.federation.server.tensors(0, self.sent_names))
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """Add a chunk's models to the mean."""
+        counts = updates.num_samples
+        weights = counts if self.weighting == "samples" else counts.new_ones(len(counts))
+        self.mean.add(updates.states, weights)
+
+    def step(self) -> None:
+        """Pull the server's model to the mean of the clients that answered."""
+        self.mean.all_reduce()
+        if self.mean.weights[0] > 0:
+            self.federation.server.pull(0, self.mean.compute()[0])

@@ -1,0 +1,196 @@
+"""The server half of an algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import lightning as L
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from .engines.updates import ClientUpdates
+from .half import Half, HalfT, half_for
+from .options import arguments, checked
+from .state import state_bytes
+
+if TYPE_CHECKING:
+    from .data_module import FederatedDataModule
+    from .federation import Federation
+
+
+@checked
+class ServerCallback(L.Callback):
+    """The server half of an algorithm: what is sent, how updates are aggregated, who gets what.
+
+    A new algorithm is one file with a subclass. Most override :meth:`receive` and :meth:`step`, and
+    :meth:`personalize` where a client's model is not simply what the server sends:
+
+    - :meth:`setup_server` makes the server's models, once per federation;
+    - :meth:`round` is one communication round: :meth:`broadcast`, local training,
+      :meth:`receive` for every chunk of updates as it arrives, then :meth:`step`;
+    - :meth:`step` turns partial sums into pseudo-gradients, which the server optimizer applies;
+    - :meth:`personalize` gives the model by which each client is judged.
+
+    State that a resumed run needs goes into ``state_dict`` and ``load_state_dict``, which Lightning
+    calls. Partial sums are added up over ranks before they are used, as
+    :class:`pflight.state.WeightedMean` does it.
+
+    Args:
+        buffers: What becomes of buffers such as BatchNorm's statistics: ``"shared"`` averages them
+            like parameters, ``"local"`` keeps them with the client, ``"reset"`` starts every
+            participation from the initial ones.
+
+    Attributes:
+        federation: Set before :meth:`setup_server` is called.
+        private: Names of the entries of a state that stay with the client and never travel, in the
+            layout's order.
+    """
+
+    federation: Federation
+    _given: dict[str, Any]
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Note the options, which tell two servers of a kind apart."""
+        callback = super().__new__(cls)
+        callback._given = arguments(cls.__init__, callback, *args, **options)
+        return callback
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Call an algorithm as its class, unless the class itself says otherwise."""
+        super().__init_subclass__(**options)
+        if "algorithm_name" not in vars(cls):
+            cls.algorithm_name = ServerCallback.algorithm_name  # type: ignore[method-assign]
+
+    def __init__(self, buffers: Literal["shared", "local", "reset"] = "shared") -> None:
+        self.buffers = buffers
+        self.private: tuple[str, ...] = ()
+
+    def make_half(self, kind: type[HalfT], **options: Any) -> HalfT:
+        """Return a client half; an option of it that is out of range is named as this class's."""
+        return half_for(self, kind, **options)
+
+    @property
+    def algorithm_name(self) -> str:
+        """What the field calls the algorithm with these options; not inherited by subclasses."""
+        return type(self).__name__
+
+    @property
+    def half(self) -> Half:
+        """The client half of the algorithm: what it adds to the training of a client's module."""
+        return Half()
+
+    @property
+    def chooses_half(self) -> bool:
+        """Whether options of the half were given, which then is not the client module's to say."""
+        return type(self.half) is not Half
+
+    def local_data(self, data: FederatedDataModule) -> FederatedDataModule:
+        """Return the data as the clients are to use them, by default as they are.
+
+        Called before anything else, each time that a Trainer runs the federation.
+        """
+        return data
+
+    def setup_server(self, federation: Federation) -> None:
+        """Make the server's parameters, by default one model; called once per federation.
+
+        The federation knows the client's layout, the data and the number of clients here. Raise
+        :class:`~pflight.errors.ConfigurationError` for options that don't fit them.
+        """
+        federation.server.add(1)
+        if self.buffers == "local":
+            self.private = federation.layout.buffers
+
+    @property
+    def bytes_kept(self) -> int:
+        """Bytes that each client keeps from the first round on in which it takes part."""
+        layout, half = self.federation.layout, self.federation.client_half
+        kept = half.remembered(layout) if half.keeps_memory else ()
+        return sum(layout.template[name].nbytes for name in (*kept, *self.private))
+
+    def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Return the server optimizer: SGD with step 1, which sets a model to the aggregate."""
+        return torch.optim.SGD(parameters, lr=1.0)
+
+    def configure_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Return a scheduler of the server optimizer, stepped once a round; by default none."""
+        return None
+
+    def prepare(self) -> None:
+        """Get ready to train: the last moment to add models, before the server optimizer is built.
+
+        Called at the start of every ``fit``, after a checkpoint has been loaded.
+        """
+
+    def round(self, cohort: Tensor) -> None:
+        """Run one communication round with the clients of ``cohort`` ``[S]``."""
+        self.begin()
+        for clients in self.federation.chunks(cohort):
+            self.receive(self.federation.train_clients(clients, self.broadcast(clients)))
+        self.step()
+
+    def begin(self) -> None:
+        """Make empty partial sums for a new round."""
+
+    def broadcast(self, clients: Tensor) -> TensorDict:
+        """Return what each of the clients ``[C]`` is sent: a stack ``[C]`` without private entries.
+
+        It is laid over what the client kept, and counted as traffic. By default the first server
+        model, as a view.
+        """
+        return self.federation.server.expand(0, self.sent_names, len(clients))
+
+    def broadcast_groups(self, clients: Tensor) -> Iterator[tuple[Tensor, TensorDict]]:
+        """Split the clients ``[C]`` into groups, each with what :meth:`broadcast` sends it.
+
+        Evaluation runs a group at once: clients that are sent one and the same model, as a view,
+        are best in a group of their own. By default all are one group.
+        """
+        yield clients, self.broadcast(clients)
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """Fold the updates of a chunk of clients into partial sums."""
+        raise NotImplementedError(f"{type(self).__name__} does not define receive()")
+
+    def step(self) -> None:
+        """Turn the partial sums into pseudo-gradients of the server's parameters."""
+        raise NotImplementedError(f"{type(self).__name__} does not define step()")
+
+    def personalize(self, clients: Tensor) -> TensorDict:
+        """Return the model each of the clients ``[C]`` is judged by: a stack of full states.
+
+        By default what the server sends, laid over what the client kept; or, where the client
+        module says so, what the client remembers.
+        """
+        federation = self.federation
+        states = federation.lay_over(clients, self.broadcast(clients))
+        if not federation.client_half.judged_by_memory:
+            return states
+        return federation.complete(clients, federation.remembered(clients, states).states)
+
+    @property
+    def personalizes(self) -> bool:
+        """Whether a client may be judged by another model than what the server sends."""
+        overridden = type(self).personalize is not ServerCallback.personalize
+        return overridden or bool(self.private) or self.federation.client_half.judged_by_memory
+
+    def server_states(self) -> list[dict[str, Tensor]]:
+        """Return the server's models, full states, by default those of ``federation.server``."""
+        models = self.federation.server
+        return [models.tensors(index) for index in range(len(models))]
+
+    def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
+        """Return the bytes sent to the clients ``[C]`` in all, by default those of ``sent``."""
+        return len(clients) * state_bytes(sent)
+
+    @property
+    def sent_names(self) -> tuple[str, ...]:
+        """Names of the entries of a state that travel."""
+        layout = self.federation.layout
+        reset = layout.buffers if self.buffers == "reset" else ()
+        stay = {*self.private, *layout.frozen, *reset}
+        return tuple(name for name in layout.names if name not in stay)
