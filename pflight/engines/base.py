@@ -21,7 +21,7 @@ from pflight.randomness import Purpose
 from pflight.state import StateLayout, entries, resting_parts, rows
 from pflight.task import Task
 
-from .samples import Form, read_samples, usual_samples
+from .samples import Form, checked, usual_samples
 from .time_limit import time_limit
 from .updates import ClientFailure, ClientUpdates, Evaluation, Kept
 
@@ -179,6 +179,10 @@ class Setting:
             self.example = [leaf[:2].to(device, copy=True) for leaf in tree_leaves(samples)]
 
     @property
+    def _as_they_are(self) -> bool:
+        return type(self.precision) is Precision
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the client's parameters."""
         return self.layout.template[self.layout.parameters[0]].dtype
@@ -195,9 +199,11 @@ class Setting:
             ValueError: If they have another form than those of other clients.
         """
         assert self.form is not None
-        samples = read_samples(self.data, client, split, self._of_pairs)
-        leaves = self.form.fitted(self.precision.convert_input(samples))
-        return [leaf.to(self.device) for leaf in leaves]
+        samples: Any = self.data.samples(client, split)
+        if not self._as_they_are or not self.form.fits_pair(samples):
+            samples = self.precision.convert_input(checked(samples, self._of_pairs))
+            samples = self.form.fitted(samples)
+        return [leaf.to(self.device) for leaf in samples]
 
     def augmented(self, leaves: list[Tensor], *visit: int) -> list[Tensor]:
         """Return training samples as a client sees them in one local epoch.
@@ -233,8 +239,7 @@ class Setting:
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Return what the Trainer's precision wants passes to run in."""
-        plain = type(self.precision) is Precision
-        return nullcontext() if plain else self.precision.forward_context()
+        return nullcontext() if self._as_they_are else self.precision.forward_context()
 
 
 def _of_its_kind(client: Task, *methods: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import lightning as L
@@ -106,10 +107,9 @@ class Copies:
         self._attributes = [(vars(part), dict(vars(part))) for part in self.module.modules()]
         held = [register for part in self.module.modules() for register in vars(part).values()]
         self._registers = [register for register in held if isinstance(register, dict)]
-        self._lengths = list(map(len, self._registers))
-        self._held = [(register, dict(register)) for register in self._registers if register]
+        self._held = self._registered()
         self._kinds = [(t.shape, t.dtype, t.device) for t in self.live.values()]
-        self._modes = [part.training for part in self.module.modules()]
+        self._modes = [(part, part.training) for part in self.module.modules()]
         self.plain = all(map(_is_plain, self._attributes))
 
     def load(self, start: Mapping[str, Tensor], prefix: str, reuse: bool) -> None:
@@ -120,10 +120,7 @@ class Copies:
             prefix: What their names begin with.
             reuse: Go on with the same copy, if nothing but tensors has changed in it.
         """
-        if reuse and self._is_as_it_was():
-            for part, mode in zip(self.module.modules(), self._modes, strict=True):
-                part.training = mode
-        else:
+        if not (reuse and self._is_as_it_was()):
             self.fresh()
         for parameter, required in self._required:
             parameter.requires_grad = required
@@ -150,25 +147,32 @@ class Copies:
         return {name: held[name] for name in (*self.live, *self._frozen)}
 
     def _is_as_it_was(self) -> bool:
+        """Return whether nothing but tensors has changed in the copy; set its modes back."""
+        if not self.plain:
+            return False
+        for part, mode in self._modes:
+            if part.training is not mode:
+                part.training = mode
+        try:
+            same = all(now == before for now, before in self._attributes)
+        except Exception:  # what has been put there can't be compared
+            return False
         return (
-            self.plain
-            and list(map(len, self._registers)) == self._lengths
-            and all(_same(now, before) for now, before in self._held)
-            and all(_same(now, before) for now, before in self._attributes)
+            same
+            and self._registered() == self._held
             and [(t.shape, t.dtype, t.device) for t in self.live.values()] == self._kinds
         )
+
+    def _registered(self) -> tuple[list[int], list[int]]:
+        """Return how much the registers of the copy hold, and what, by its ``id``."""
+        values = chain.from_iterable(map(dict.values, self._registers))
+        return list(map(len, self._registers)), list(map(id, values))
 
 
 def ready(template: L.LightningModule) -> L.LightningModule:
     """Return a copy of a client module in the modes in which it trains."""
     module = copy.deepcopy(template)
     return rest_frozen(module.train() if isinstance(module, Task) else module)
-
-
-def _same(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    return len(now) == len(before) and all(
-        now.get(name) is value for name, value in before.items() if name != "training"
-    )
 
 
 def _is_plain(attributes: tuple[dict[str, Any], dict[str, Any]]) -> bool:

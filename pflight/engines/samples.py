@@ -18,7 +18,6 @@ from torch.utils._pytree import (
 
 from pflight.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError
-from pflight.loaders import Split
 
 from .updates import STOPS, ClientFailure
 
@@ -56,6 +55,21 @@ class Form(NamedTuple):
             return cls(("features", "labels"), kinds, spec)
         return cls(tuple(f"samples{keystr(path)}" for path, _ in named), kinds, spec)
 
+    def fits_pair(self, samples: Any) -> bool:
+        """Return whether these are features and as many labels of this form, found out fast."""
+        if len(self.kinds) != 2 or not _is_pair(samples):
+            return False
+        (x, y), (of_x, of_y) = samples, self.kinds
+        return (
+            x.shape[1:] == of_x.shape
+            and y.shape[1:] == of_y.shape
+            and x.dtype == of_x.dtype
+            and y.dtype == of_y.dtype
+            and x.dim() > 0 < y.dim()
+            and x.shape[0] == y.shape[0]
+            and self.names[0] == "features"
+        )
+
     def fitted(self, samples: Any) -> list[Tensor]:
         """Return the tensors of samples of this form, which nothing at all has.
 
@@ -82,7 +96,7 @@ class Form(NamedTuple):
 
     def batch(self, leaves: list[Tensor]) -> Any:
         """Return tensors, in the order of :attr:`names`, as the samples that they make up."""
-        return tree_unflatten(leaves, self.spec)
+        return tuple(leaves) if self.names[0] == "features" else tree_unflatten(leaves, self.spec)
 
 
 def _is_pair(samples: Any) -> bool:
@@ -93,22 +107,17 @@ def _is_pair(samples: Any) -> bool:
     )
 
 
-def read_samples(
-    data: FederatedDataModule, client: int, split: Split, of_pairs: bool = True
-) -> Any:
+def checked(samples: Any, of_pairs: bool = True) -> Any:
     """Return a client's samples, tensors of one length.
 
     Args:
-        data: Where they come from.
-        client: Whose they are.
-        split: Which.
+        samples: What the client hands out.
         of_pairs: Whether they have to be features and labels.
 
     Raises:
         TypeError: If they are anything but a pair of tensors, or a nesting of some.
         ValueError: If these are not of one length.
     """
-    samples: Any = data.samples(client, split)
     leaves = tree_leaves(samples)
     if of_pairs and not _is_pair(samples):
         of_parts = isinstance(samples, tuple | list)
@@ -153,7 +162,7 @@ def usual_samples(data: FederatedDataModule, of_pairs: bool = True) -> Any:
     failures: list[ClientFailure] = []
     for client in data.train_clients[:_ASKED].tolist():
         try:
-            found.append(read_samples(data, client, "train", of_pairs))
+            found.append(checked(data.samples(client, "train"), of_pairs))
         except STOPS:
             raise
         except BaseException as error:
