@@ -351,8 +351,7 @@ class Federation(L.LightningModule):
             whole: Chunks are of a multiple of this many clients, if they hold more, and the last
                 has the rest; by default they are of about the same size.
         """
-        answers = self.attached_data.cohorts.answers(self._round.index, clients.cpu())
-        self._silent = clients[~answers.to(clients.device)]
+        self._silent = self._draw_silent(clients)
         size = max(self.attached_engine.chunk, _CHUNK_BYTES // max(1, self.layout.nbytes))
         mine = owned(clients)
         if not len(mine):
@@ -594,7 +593,7 @@ class Federation(L.LightningModule):
         optimizer.zero_grad()
         self._round = Round(self.current_epoch, [])
         self._logs = {}
-        self._silent = cohort[:0]
+        self._silent = self._draw_silent(cohort)
         failures = self.failures_of(self.current_epoch, "it is left out of this round")
         with self._server_work(), self.noting(failures):
             self.attached_callback.round(cohort)
@@ -908,6 +907,13 @@ class Federation(L.LightningModule):
         for listener in self.on_updates:
             listener(updates)
         return updates
+
+    def _draw_silent(self, clients: Tensor) -> Tensor:
+        """Return those of all clients ``[S]`` of a round that never answer."""
+        if not len(clients):
+            return clients
+        answers = self.attached_data.cohorts.answers(self._round.index, clients.cpu())
+        return clients[~answers.to(clients.device)]
 
     def _ask(
         self,

@@ -196,13 +196,19 @@ class Setting:
 
         Raises:
             TypeError: If they are no tensors.
-            ValueError: If they have another form than those of other clients.
+            ValueError: If they have another form than those of other clients, or are not as many
+                as the data module says.
         """
         assert self.form is not None
         samples: Any = self.data.samples(client, split)
         if not self._as_they_are or not self.form.fits_pair(samples):
             samples = self.precision.convert_input(checked(samples, self._of_pairs))
             samples = self.form.fitted(samples)
+        if len(samples[0]) != (count := int(self.data.num_samples(split)[client])):
+            called = {"train": "training", "val": "validation"}.get(split, split.replace("_", " "))
+            raise ValueError(
+                f"it has {len(samples[0])} {called} samples, but num_samples() says {count}"
+            )
         return [leaf.to(self.device) for leaf in samples]
 
     def augmented(self, leaves: list[Tensor], *visit: int) -> list[Tensor]:

@@ -12,7 +12,6 @@ from pflight.loaders import Split
 from pflight.task import Task
 
 from .base import ONE_THREAD, Setting, threads
-from .time_limit import time_limit
 from .updates import STOPS, ClientFailure, Evaluation
 
 Samples = dict[int, list[Tensor]]
@@ -42,7 +41,8 @@ def evaluate_task(
         clients: Ids ``[C]``.
         split: Of their samples.
         attempt: Notes failures.
-        at_once: Returns the outputs of all, or ``None`` if that can't be done.
+        at_once: Returns the outputs of all, or ``None`` if that can't be done; not asked where each
+            client has a limit of time.
         alone: Returns the outputs of the client in a row for its inputs.
         operations: Of a sample's forward pass.
     """
@@ -53,7 +53,7 @@ def evaluate_task(
     few = operations * max(count, 1) < ONE_THREAD
     with threads(1 if few else torch.get_num_threads()):
         samples = _samples_of_all(setting, task, ids, split, attempt, failures)
-        outputs = at_once(samples) if samples else None
+        outputs = at_once(samples) if samples and setting.client_timeout is None else None
         if outputs is None:
             outputs = {}
             for row, (x, y) in samples.items():
@@ -81,22 +81,22 @@ def _samples_of_all(
     failures: list[ClientFailure],
 ) -> Samples:
     """Return the samples of some clients by row, and note who has none."""
-    limit = setting.client_timeout
     samples: Samples = {}
-    try:
-        with time_limit(limit and limit * len(ids)):
+    if setting.client_timeout is None:
+        try:
             samples = {row: setting.samples(client, split) for row, client in enumerate(ids)}
             if samples:
                 task.check_targets(torch.cat([y for _, y in samples.values()]))
-    except STOPS:
-        raise
-    except BaseException:  # whose it is will be seen one by one
-        samples = {}
-        for row, client in enumerate(ids):
-            with attempt(client, failures):
-                x, y = setting.samples(client, split)
-                task.check_targets(y)
-                samples[row] = [x, y]
+            return samples
+        except STOPS:
+            raise
+        except BaseException:  # whose it is will be seen one by one
+            samples = {}
+    for row, client in enumerate(ids):
+        with attempt(client, failures):
+            x, y = setting.samples(client, split)
+            task.check_targets(y)
+            samples[row] = [x, y]
     return samples
 
 

@@ -142,10 +142,8 @@ def checked(samples: Any, of_pairs: bool = True) -> Any:
     return samples
 
 
-def check_count(count: int, leaf: Tensor, order: Tensor) -> None:
-    """Raise a ``ValueError`` unless there are ``count`` samples and an order of them."""
-    if len(leaf) != count:
-        raise ValueError(f"it has {len(leaf)} training samples, but num_samples() says {count}")
+def check_order(count: int, order: Tensor) -> None:
+    """Raise a ``ValueError`` unless this is an order of ``count`` samples."""
     if len(order) != count:
         raise ValueError(f"order() gives {len(order)} positions for {count} training samples")
 

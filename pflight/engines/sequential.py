@@ -30,7 +30,7 @@ from .descent import Descent, steps_only
 from .local import SCALARS, AloneClient, Copies, Stream, phase_of, resting
 from .operations import count_operations
 from .outputs import Samples, evaluate_task
-from .samples import check_count
+from .samples import check_order
 from .time_limit import time_limit
 from .updates import STOPS, ClientFailure, ClientUpdates, Evaluation, Kept
 
@@ -83,6 +83,7 @@ class SequentialEngine:
         self._threads = torch.get_num_threads()
         self._channels_last = False
         self._stream: Stream | None = None
+        self._visits_to: Callable[[int], list[Visit]] = lambda client: []
         self._drifted: set[str] = set()
         self._phases: dict[int, list[Phase] | None] = {}
         self._build()
@@ -248,8 +249,10 @@ class SequentialEngine:
                 on_client_end(client)
             return self.state(), logs
 
-        visits = self._visits(clients, round_index, epochs, steps)
-        with self._streaming("train", visits):
+        def visits(client: int) -> list[Visit]:
+            return self._visits(client, round_index, epochs, steps)
+
+        with self._visiting("train", clients, visits):
             return self._for_each_client(clients, starts, round_index, purpose, train_one, kept)
 
     def gradients(
@@ -261,7 +264,10 @@ class SequentialEngine:
             gradients, logs = self._gradient(client)
             return {**self.state(), **gradients}, logs
 
-        with self._streaming("train", self._visits_for_gradients(clients, round_index, batches)):
+        def visits(client: int) -> list[Visit]:
+            return [self._visit_for_gradients(client, round_index, batches)]
+
+        with self._visiting("train", clients, visits):
             return self._for_each_client(clients, states, round_index, Purpose.TRAIN, gradient)
 
     def _for_each_client(
@@ -444,73 +450,76 @@ class SequentialEngine:
 
     # Batches
 
-    def _visits(
-        self, clients: Tensor, round_index: int, epochs: int, steps: int | None
-    ) -> list[Visit]:
-        """Return the local epochs of some clients, each with the samples of its batches."""
+    def _visits(self, client: int, round_index: int, epochs: int, steps: int | None) -> list[Visit]:
+        """Return the local epochs of a client, each with the samples of its batches."""
         data, visits = self.setting.data, []
-        for client in clients.tolist():
-            sizes = self.setting.batch_sizes(int(data.num_samples("train")[client]))
-            left = steps if steps is not None else epochs * len(sizes)
-            for epoch in range(-(-left // len(sizes)) if sizes else 0):
-                used = sizes[: min(left, len(sizes))]
-                order = data.order(client, round_index, epoch)
-                visits.append(Visit(client, round_index, epoch, order[: sum(used)].split(used)))
-                left -= len(sizes)
+        count = int(data.num_samples("train")[client])
+        sizes = self.setting.batch_sizes(count)
+        left = steps if steps is not None else epochs * len(sizes)
+        for epoch in range(-(-left // len(sizes)) if sizes else 0):
+            used = sizes[: min(left, len(sizes))]
+            order = data.order(client, round_index, epoch)
+            check_order(count, order)
+            visits.append(Visit(client, round_index, epoch, order[: sum(used)].split(used)))
+            left -= len(sizes)
         return visits
 
-    def _visits_for_gradients(
-        self, clients: Tensor, round_index: int, batches: int | None
-    ) -> list[Visit]:
-        """Return one visit to each client, with some of its batches or all samples as they lie."""
-        data, visits = self.setting.data, []
-        for client in clients.tolist():
-            sizes = self.setting.batch_sizes(int(data.num_samples("train")[client]))[:batches]
-            if batches is None:
-                # A module that mixes the samples of a batch has to see them all at once.
-                mixes = self.setting.mixes_samples
-                size = max(sum(sizes), 1) if mixes else GRADIENT_BATCH
-                parts = torch.arange(sum(sizes)).split(size)
-            else:
-                parts = data.order(client, round_index, 0)[: sum(sizes)].split(sizes)
-            visits.append(Visit(client, round_index, 0, parts if sizes else ()))
-        return visits
-
-    def _batches(self, client: int, split: Split) -> Iterator[tuple[Visit, Iterator[Any]]]:
-        """Yield the visits to a client, each with its batches."""
-        assert self._stream is not None
-        form = self.setting.form
-        if form is None:
-            yield from self._stream.visits_of(client)
-            return
-        leaves: list[Tensor] = []
-        for visit in self._stream.visits(client):
-            leaves = leaves or self._checked_samples(client, split)
-            seen = leaves
-            if visit.round is not None:
-                seen = self.setting.augmented(leaves, client, visit.round, visit.epoch)
-            order = torch.cat(visit.parts).to(self.device)
-            sizes = list(map(len, visit.parts))
-            parts = zip(*(leaf[order].split(sizes) for leaf in seen), strict=True)
-            yield visit, (form.batch(list(part)) for part in parts)
-
-    def _checked_samples(self, client: int, split: Split) -> list[Tensor]:
-        setting = self.setting
-        leaves = setting.samples(client, split)
-        count = int(setting.data.num_samples(split)[client])
-        if split == "train":
-            check_count(count, leaves[0], leaves[0])
-        if isinstance(setting.client, Task) and setting.has_loss_of_its_kind:
-            setting.client.check_targets(leaves[1])
-        return leaves
+    def _visit_for_gradients(self, client: int, round_index: int, batches: int | None) -> Visit:
+        """Return a visit to a client, with some of its batches or all samples as they lie."""
+        data = self.setting.data
+        sizes = self.setting.batch_sizes(int(data.num_samples("train")[client]))[:batches]
+        if batches is None:
+            # A module that mixes the samples of a batch has to see them all at once.
+            size = max(sum(sizes), 1) if self.setting.mixes_samples else GRADIENT_BATCH
+            parts = torch.arange(sum(sizes)).split(size)
+        else:
+            parts = data.order(client, round_index, 0)[: sum(sizes)].split(sizes)
+        return Visit(client, round_index, 0, parts if sizes else ())
 
     @contextmanager
-    def _streaming(self, split: Split, visits: list[Visit]) -> Iterator[None]:
-        outer, self._stream = self._stream, Stream(self.setting.data, split, visits)
+    def _visiting(
+        self, split: Split, clients: Tensor, visits: Callable[[int], list[Visit]]
+    ) -> Iterator[None]:
+        """Make ready to visit the clients ``[C]``, whose batches may be read ahead."""
+        outer = self._visits_to, self._stream
+        self._visits_to, self._stream = visits, None
+        if self.setting.form is None:
+            planned = [visit for client in clients.tolist() for visit in visits(client)]
+            self._stream = Stream(self.setting.data, split, planned)
         try:
             yield
         finally:
-            self._stream = outer
+            self._visits_to, self._stream = outer
+
+    def _batches(self, client: int, split: Split) -> Iterator[tuple[Visit, Iterator[Any]]]:
+        """Yield the visits to a client, each with its batches."""
+        if self._stream is not None:
+            yield from self._stream.visits_of(client)
+            return
+        setting, visits = self.setting, self._visits_to(client)
+        leaves = self._samples(client, split) if visits else []
+        for visit in visits:
+            seen = leaves
+            if visit.round is not None:
+                seen = setting.augmented(leaves, client, visit.round, visit.epoch)
+            yield visit, self._cut(seen, visit)
+
+    def _cut(self, leaves: list[Tensor], visit: Visit) -> Iterator[Any]:
+        """Yield the batches of a visit, cut out of a client's samples."""
+        form = self.setting.form
+        assert form is not None
+        if not visit.parts:
+            return
+        order, sizes = torch.cat(visit.parts).to(self.device), list(map(len, visit.parts))
+        for part in zip(*(leaf[order].split(sizes) for leaf in leaves), strict=True):
+            yield form.batch(list(part))
+
+    def _samples(self, client: int, split: Split) -> list[Tensor]:
+        """Return a client's samples, whose targets are such as the loss takes."""
+        leaves, task = self.setting.samples(client, split), self.setting.client
+        if isinstance(task, Task) and self.setting.has_loss_of_its_kind:
+            task.check_targets(leaves[1])
+        return leaves
 
     # Evaluation
 
@@ -542,14 +551,13 @@ class SequentialEngine:
         """Return the outputs of clients that have one and the same model, by row, or ``None``."""
         if not are_one(states[name] for name in self.setting.layout.names):
             return None
-        task, limit = self.setting.task, self.setting.client_timeout
+        task = self.setting.task
         assert task is not None
         counts = [len(y) for _, y in samples.values()]
         try:
-            with time_limit(limit and limit * len(samples)):
-                x, y = (torch.cat(leaves) for leaves in zip(*samples.values(), strict=True))
-                outputs = self.outputs(_row(states, 0), x)
-                task.check_outputs(outputs, y)
+            x, y = (torch.cat(leaves) for leaves in zip(*samples.values(), strict=True))
+            outputs = self.outputs(_row(states, 0), x)
+            task.check_outputs(outputs, y)
         except STOPS:
             raise
         except BaseException:  # whose it is will be seen one by one
@@ -564,20 +572,17 @@ class SequentialEngine:
         values, step = ClientValues(), "test_step" if split == "test" else "validation_step"
         if not is_overridden(step, module):  # as Lightning does
             return values, []
-        failures: list[ClientFailure] = []
-        for _, client, visit, batches in self._rows(clients, states, split):
-            logged: dict[str, Tensor] = {}
-            with self._attempt(client, failures):
-                logged, directions = self.client.trainer.evaluate(split, visit.parts, batches)
-            if failures and failures[-1].client == client:
-                continue
+
+        def judge(_: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
+            logged, directions = self.client.trainer.evaluate(split, visit.parts, batches)
             if not logged:
                 raise ConfigurationError(
                     f"{type(module).__name__}.{step} logs nothing to judge clients by: "
                     f"call self.log('{split}/...', value) in it"
                 )
             values.add(client, split, logged, directions)
-        return values, failures
+
+        return values, self._visit_each(clients, states, split, judge)
 
     def predict(
         self, clients: Tensor, states: TensorDict, split: Split
@@ -587,48 +592,67 @@ class SequentialEngine:
             outputs, failures = self.evaluate(clients, states, split)
             assert isinstance(outputs, Evaluation)
             return outputs, failures
-        predictions, failures = [], list[ClientFailure]()
-        for _, client, _, batches in self._rows(clients, states, split):
-            with self._attempt(client, failures):
-                predictions.append((client, self.client.trainer.predict(batches)))
-        return predictions, failures
+        predictions: list[tuple[int, list[Any]]] = []
+
+        def predict(_: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
+            predictions.append((client, self.client.trainer.predict(batches)))
+
+        return predictions, self._visit_each(clients, states, split, predict)
 
     @torch.no_grad()
     def losses(
         self, clients: Tensor, states: TensorDict, split: Split
     ) -> tuple[Tensor, list[ClientFailure]]:
         """See :class:`~pflight.engines.base.Engine`."""
-        failures: list[ClientFailure] = []
         means = torch.full((len(clients),), torch.nan, dtype=torch.double, device=self.device)
+
+        def measure(row: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
+            model = self.client
+            model.module.eval()
+            model.num_samples.fill_(int(self.setting.data.num_samples("train")[client]))
+            total = torch.zeros((), dtype=torch.double, device=self.device)
+            for part, batch in zip(visit.parts, batches, strict=True):
+                loss = model.trainer.loss(batch, len(part), model.task_loss)
+                total = total + loss.double() * len(part)
+            means[row] = total / sum(map(len, visit.parts))
+
         with threads(self._threads):
-            for row, client, visit, batches in self._rows(clients, states, split):
-                model = self.client
-                model.module.eval()
-                model.num_samples.fill_(int(self.setting.data.num_samples("train")[client]))
-                with self._attempt(client, failures):
-                    total = torch.zeros((), dtype=torch.double, device=self.device)
-                    for part, batch in zip(visit.parts, batches, strict=True):
-                        loss = model.trainer.loss(batch, len(part), model.task_loss)
-                        total = total + loss.double() * len(part)
-                    means[row] = total / sum(map(len, visit.parts))
+            failures = self._visit_each(clients, states, split, measure)
         return means, failures
 
-    def _rows(
-        self, clients: Tensor, states: TensorDict, split: Split
-    ) -> Iterator[tuple[int, int, Visit, Iterator[Any]]]:
-        """Load each client's model in turn; go on to the next where it has no samples."""
+    def _visit_each(
+        self,
+        clients: Tensor,
+        states: TensorDict,
+        split: Split,
+        work: Callable[[int, int, Visit, Iterator[Any]], None],
+    ) -> list[ClientFailure]:
+        """Do something with each client's model and samples, of which some have none.
+
+        Args:
+            clients: Ids ``[C]``.
+            states: Their models ``[C]``.
+            split: Of their samples.
+            work: Gets the client's row, its id, what is visited, and the batches.
+        """
+        failures: list[ClientFailure] = []
         size = self.setting.data.eval_batch_size
         counts = self.setting.data.num_samples(split)
-        visits = {}
-        for client in clients.tolist():
-            if count := int(counts[client]):
-                visits[client] = Visit(client, None, 0, torch.arange(count).split(size or count))
-        with self._streaming(split, list(visits.values())):
+
+        def visits(client: int) -> list[Visit]:
+            count = int(counts[client])
+            parts = torch.arange(count).split(size or max(count, 1))
+            return [Visit(client, None, 0, parts)] if count else []
+
+        with self._visiting(split, clients, visits):
             for row, client in enumerate(clients.tolist()):
-                if client in visits:
+                if not counts[client]:
+                    continue
+                with self._attempt(client, failures):
                     self.load(_row(states, row), anchored=False)
                     for visit, batches in self._batches(client, split):
-                        yield row, client, visit, batches
+                        work(row, client, visit, batches)
+        return failures
 
     # The copies in which clients train
 

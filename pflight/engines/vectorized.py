@@ -27,7 +27,7 @@ from .local import ready
 from .mixed import StackedAutocast
 from .outputs import Samples, evaluate_task
 from .probe import Dependence, Probe, reason_of
-from .samples import check_count
+from .samples import check_order
 from .sequential import SequentialEngine
 from .stacked import Batches, Group, Plan, StackedOptimizer, clip, rows_per_call
 from .stacked_client import ANCHOR, MEMORY, Mode, Stack, StackedClient
@@ -550,7 +550,7 @@ class VectorizedEngine:
                 leaves = cached[row] if row in cached else self.setting.samples(client, "train")
                 if several:
                     cached[row] = leaves
-                check_count(counts[row], leaves[0], order)
+                check_order(counts[row], order)
                 yield self.setting.augmented(leaves, client, *when), order[:count].to(self.device)
             if isinstance(task := self.setting.client, Task) and self.setting.has_loss_of_its_kind:
                 labels = batches.held[1][rows.start : rows.stop, :count]
