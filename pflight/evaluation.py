@@ -28,55 +28,62 @@ class Evaluator:
     """Judges the models of all clients in one pass over their samples of a split.
 
     Args:
-        federation: Whose clients are judged.
+        clients: The clients.
+        callback: The server half, which says what they are judged by.
         split: ``"val"`` or ``"test"``; also the prefix of the tags.
+        f1_average: As of :class:`~pflight.metrics.ClientMetrics`.
     """
 
-    def __init__(self, federation: Federation, split: Literal["val", "test"]) -> None:
-        self.federation = federation
+    def __init__(
+        self,
+        clients: Clients,
+        callback: ServerCallback,
+        split: Literal["val", "test"],
+        f1_average: F1Average,
+    ) -> None:
+        self.clients = clients
+        self.callback = callback
         self.split = split
-        self.failures = federation.failures_of(
-            federation.last_round, f"it is left out of the {split} metrics"
+        self.f1_average: F1Average = f1_average
+        self.failures = clients.failures_of(
+            clients.last_round, f"it is left out of the {split} metrics"
         )
         models: tuple[Judged, ...] = ("", "server/")
-        if federation.finetune_epochs:
+        if clients.training.finetune_epochs:
             models += ("finetuned/",)
         with torch.inference_mode(False):
             self._metrics = {model: self._new_metrics() for model in models}
 
-    def judge(self, clients: Tensor) -> None:
+    def judge(self, ids: Tensor) -> None:
         """Run all models of those of the clients ``[C]`` that this rank owns."""
-        federation = self.federation
-        clients = owned(clients)
-        if not len(clients):
+        ids = owned(ids)
+        if not len(ids):
             return
-        with federation.noting(self.failures):
-            outputs = self._outputs(clients)
+        with self.clients.noting(self.failures):
+            outputs = self._outputs(ids)
         for model, evaluation in outputs.items():
             self._add(model, evaluation)
 
-    def _outputs(self, clients: Tensor) -> dict[Judged, Evaluation | ClientValues]:
-        federation = self.federation
-        callback = federation.attached_callback
+    def _outputs(self, ids: Tensor) -> dict[Judged, Evaluation | ClientValues]:
+        clients, callback = self.clients, self.callback
         parts = [
-            self._evaluate(group, federation.complete(group, sent))
-            for group, sent in callback.broadcast_groups(clients)
+            self._evaluate(group, clients.completed(group, sent))
+            for group, sent in callback.broadcast_groups(ids)
         ]
         server = _joined(parts)
         outputs: dict[Judged, Evaluation | ClientValues] = {"server/": server, "": server}
-        if callback.personalizes or federation.finetune_epochs:
-            models = ClientModels.of(federation, clients)
-            outputs[""] = self._evaluate(clients, models.used)
+        if callback.personalizes or clients.training.finetune_epochs:
+            models = ClientModels.of(clients, callback, ids)
+            outputs[""] = self._evaluate(ids, models.used)
             if models.finetuned is models.used:
                 outputs["finetuned/"] = outputs[""]
             elif models.finetuned is not None:
-                outputs["finetuned/"] = self._evaluate(clients, models.finetuned)
+                outputs["finetuned/"] = self._evaluate(ids, models.finetuned)
         return outputs
 
-    def _evaluate(self, clients: Tensor, states: TensorDict) -> Evaluation | ClientValues:
-        engine = self.federation.attached_engine
-        outputs, failures = engine.evaluate(clients, states, self.split)
-        self.federation.note_failures(failures, f"on its {self.split} samples")
+    def _evaluate(self, ids: Tensor, states: TensorDict) -> Evaluation | ClientValues:
+        outputs, failures = self.clients.attached_engine.evaluate(ids, states, self.split)
+        self.clients.note_failures(failures, f"on its {self.split} samples")
         return outputs
 
     def means(self) -> dict[str, float]:
@@ -86,8 +93,8 @@ class Evaluator:
             ClientError: On all ranks, if a client of any of them failed and that stops the run.
         """
         self.failures.settle()
-        newcomers = self.federation.attached_data.new_clients
-        everyone = torch.arange(self.federation.num_clients)
+        newcomers = self.clients.newcomers
+        everyone = torch.arange(self.clients.num_clients)
         groups = {"": everyone[~torch.isin(everyone, newcomers)]}
         if self.split == "test" and len(newcomers):
             groups["new/"] = newcomers
@@ -105,13 +112,14 @@ class Evaluator:
         return {name: value.cpu() for name, value in self._metrics[model].per_client().items()}
 
     def _new_metrics(self) -> ClientMetrics | LoggedMetrics:
-        federation, client = self.federation, self.federation.client
-        if isinstance(client, Task):
-            counting = client.client_metrics(federation.num_clients, federation.f1_average)
-            if counting is not None and federation.attached_engine.setting.task is not None:
-                return counting.to(federation.device)
-        counts = federation.attached_data.num_samples(self.split)
-        return LoggedMetrics(counts, self.split, getattr(client, "lower_is_better", ()))
+        clients, module = self.clients, self.clients.module
+        task = clients.attached_engine.setting.task
+        if task is not None:
+            counting = task.client_metrics(clients.num_clients, self.f1_average)
+            if counting is not None:
+                return counting.to(clients.device)
+        counts = clients.attached_data.num_samples(self.split)
+        return LoggedMetrics(counts, self.split, getattr(module, "lower_is_better", ()))
 
     def _add(self, model: Judged, outputs: Evaluation | ClientValues) -> None:
         """Add the outputs of all but failed clients, for all models of the same."""
@@ -132,7 +140,7 @@ class Evaluator:
 
     def _measured(self, outputs: Evaluation) -> ClientValues:
         """Return what a task says of each client's outputs."""
-        task, values = self.federation.client, ClientValues()
+        task, values = self.clients.module, ClientValues()
         assert isinstance(task, Task)
         clients, counts = outputs.clients.unique_consecutive(return_counts=True)
         parts = [column.split(counts.tolist()) for column in outputs[1:]]
@@ -162,38 +170,15 @@ class ClientModels(NamedTuple):
     are judged by what they remember, whatever the server callback."""
 
     @classmethod
-    def of(cls, federation: Federation, clients: Tensor) -> ClientModels:
+    def of(cls, clients: Clients, callback: ServerCallback, ids: Tensor) -> ClientModels:
         """Return the models of the clients ``[C]``."""
-        callback = federation.attached_callback
-        if not federation.finetune_epochs:
-            return cls(callback.personalize(clients), None)
+        epochs = clients.training.finetune_epochs
+        if not epochs:
+            return cls(callback.personalize(ids), None)
         own = type(callback).personalize is not ServerCallback.personalize
-        if own or not federation.client_half.judged_by_memory:
-            tuned = finetune(federation, clients, callback.personalize(clients))
+        if own or not clients.half.judged_by_memory:
+            tuned = clients.finetune(ids, callback.personalize(ids), epochs=epochs)
             return cls(tuned, tuned)
-        starts = federation.lay_over(clients, callback.broadcast(clients))
-        tuned = finetune(federation, clients, starts)
-        return cls(
-            federation.complete(clients, federation.remembered(clients, tuned).states), tuned
-        )
-
-
-def finetune(federation: Federation, clients: Tensor, states: TensorDict) -> TensorDict:
-    """Return copies of the models ``[C]`` trained on the clients' training samples.
-
-    The loss is the task's alone: without an anchor, penalties vanish. A client whose training fails
-    keeps its model.
-    """
-    updates = federation.attached_engine.train(
-        clients,
-        states,
-        round_index=len(federation.history),
-        epochs=federation.finetune_epochs,
-        purpose=Purpose.FINETUNE,
-    )
-    federation.note_failures(updates.failures, "to be fine-tuned")
-    if not updates.failures:
-        return updates.states
-    tuned = states.clone()
-    tuned[torch.isin(clients, updates.clients)] = updates.states
-    return tuned
+        starts = clients.start_states(ids, callback.broadcast(ids))
+        tuned = clients.finetune(ids, starts, epochs=epochs)
+        return cls(clients.completed(ids, clients.remembered(ids, tuned).states), tuned)

@@ -1,0 +1,523 @@
+"""The clients of a federation, as its server half knows them: asked to train, and what they send."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal, Protocol
+
+import lightning as L
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from .data_module import FederatedDataModule
+from .distributed import owned
+from .engines.base import Engine
+from .engines.updates import ClientFailure, ClientUpdates, Kept
+from .errors import ConfigurationError
+from .failures import Failures
+from .half import Half
+from .history import Logs, Round, Traffic, add_logs
+from .host import check_fits, readable
+from .loaders import Split
+from .memory import ClientMemory, MappedMemory
+from .randomness import Purpose
+from .server import ServerModels
+from .state import StateLayout, largest_values, moved, state_bytes
+
+_CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
+_EXPLODED = 1e6  # times the largest value that a client started from, or 1
+_PRIVATE = "private"  # the memory slot of entries that never travel
+_MEMORY = "memory"  # and of what halves remember
+
+
+class ServerHalf(Protocol):
+    """What the clients have to know of the server half of an algorithm."""
+
+    @property
+    def private(self) -> tuple[str, ...]:
+        """Names of the entries of a state that stay with the client."""
+
+    @property
+    def sent_names(self) -> tuple[str, ...]:
+        """Names of the entries of a state that travel."""
+
+    def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
+        """Return the bytes sent to the clients ``[C]``."""
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """How clients train and are judged.
+
+    Attributes:
+        epochs: Epochs of local training in a round.
+        steps: Batches in place of epochs, or ``None``.
+        finetune_epochs: Epochs of fine-tuning before a client is judged.
+        on_client_error: What becomes of a client that fails.
+        seed: Keys all randomness.
+    """
+
+    epochs: int = 1
+    steps: int | None = None
+    finetune_epochs: int = 0
+    on_client_error: Literal["skip", "raise"] = "skip"
+    seed: int = 0
+
+
+@dataclass
+class CurrentRound:
+    """What is known of a round while it goes on.
+
+    Attributes:
+        entry: Its entry in the history.
+        silent: The clients that never answer ``[S]``.
+        logs: What the clients logged.
+        histograms: Distributions for TensorBoard, by name.
+    """
+
+    entry: Round
+    silent: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    logs: Logs = field(default_factory=dict)
+    histograms: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Clients:
+    """All clients of a federation, of which each rank simulates those that it owns.
+
+    A server half asks them to train, for gradients or losses, and gets what they send, chunk by
+    chunk; traffic, failures and logs are counted on the way. What they keep, private entries and
+    what their half remembers, stays here.
+
+    Args:
+        module: The client module.
+        layout: Its state layout, with all that the half adds.
+        half: The client half.
+        server: The server's models.
+        memory: Where the clients keep things.
+        training: How they train.
+
+    Attributes:
+        num_clients: Number of clients; 0 before there is data.
+        data: Their samples, or ``None`` before a Trainer has run them.
+        engine: What trains them, likewise.
+        server_half: The server half of the algorithm.
+        history: An entry for every round so far.
+        current: The round that goes on.
+        traffic: The bytes of all rounds so far.
+        on_updates: Functions that are called with each chunk of updates, full states, as it comes.
+        on_client_end: Called with the id of each client that has trained.
+    """
+
+    def __init__(
+        self,
+        module: L.LightningModule,
+        layout: StateLayout,
+        half: Half,
+        server: ServerModels,
+        memory: ClientMemory,
+        training: LocalTraining,
+    ) -> None:
+        self.module = module
+        self.layout = layout
+        self.half = half
+        self.server = server
+        self.memory = memory
+        self.training = training
+        self.num_clients = 0
+        self.data: FederatedDataModule | None = None
+        self.engine: Engine | None = None
+        self.server_half: ServerHalf | None = None
+        self.history: list[Round] = []
+        self.current = CurrentRound(Round(0, []))
+        self.traffic = Traffic()
+        self.on_updates: list[Callable[[ClientUpdates], None]] = []
+        self.on_client_end: Callable[[int], None] | None = None
+        self._failures = self.failures_of(0, "it is left out")
+
+    # Who they are
+
+    @property
+    def seed(self) -> int:
+        """Keys all randomness of local training and of the server."""
+        return self.training.seed
+
+    @property
+    def device(self) -> torch.device:
+        """Where the clients train, and the server's models are."""
+        return next(self.server.parameters()).device if len(self.server) else torch.device("cpu")
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds there have been."""
+        return len(self.history)
+
+    @property
+    def last_round(self) -> int:
+        """Index of the last round, 0 before the first."""
+        return self.history[-1].index if self.history else 0
+
+    @property
+    def trainable(self) -> Tensor:
+        """Ids of the clients that may train, ascending; all if there is no data.
+
+        One whose only batch is left out, a single sample in a network with BatchNorm, can't.
+        """
+        if self.data is None:
+            return torch.arange(self.num_clients)
+        clients = self.data.train_clients
+        able = clients if self.engine is None else clients[self.engine.has_batches(clients)]
+        return able if len(able) else clients  # where nobody learns anything, nothing moves
+
+    @property
+    def newcomers(self) -> Tensor:
+        """Ids of the clients that never train."""
+        return self.attached_data.new_clients
+
+    @property
+    def cohort_size(self) -> int:
+        """Clients in a round, at most; 0 if there is no data."""
+        return 0 if self.data is None else self.data.cohorts.size
+
+    @property
+    def num_samples(self) -> Tensor:
+        """Number of training samples of every client ``[num_clients]``."""
+        return self.attached_data.num_samples("train")
+
+    @property
+    def attached_data(self) -> FederatedDataModule:
+        """The clients' data; an error before a Trainer has run them."""
+        if self.data is None:
+            raise ConfigurationError("the federation has no data yet: run it with a Trainer")
+        return self.data
+
+    @property
+    def attached_engine(self) -> Engine:
+        """What trains the clients; an error before a Trainer has run them."""
+        if self.engine is None:
+            raise ConfigurationError("local training needs the data: run it with a Trainer")
+        return self.engine
+
+    def check_memory(self, whose: str, parts: Mapping[str, int]) -> str:
+        """Return in words what a server half is about to take of the memory for all clients.
+
+        Args:
+            whose: The server half.
+            parts: Bytes by what takes them.
+
+        Raises:
+            ConfigurationError: If there is not so much left, with all numbers.
+        """
+        whose = f"{whose} with num_clients={self.num_clients}"
+        device = self.device if self.engine is None else self.engine.device
+        for place in {torch.device("cpu"), device}:  # where it is made, and where it is then
+            check_fits(place, whose, parts, "take fewer clients, or a smaller network")
+        words = ", ".join(f"{readable(size)} for {part}" for part, size in parts.items())
+        return f"{whose} takes {words}"
+
+    # What they are asked for
+
+    def train(
+        self,
+        clients: Tensor,
+        send: Callable[[Tensor], TensorDict],
+        *,
+        epochs: int | None = None,
+        returns: Iterable[str] | None = None,
+        whole: int | None = None,
+    ) -> Iterator[ClientUpdates]:
+        """Have clients train locally; yield what they send, chunk by chunk of this rank's.
+
+        What is sent is laid over what a client kept; private entries of the result are kept again
+        and don't appear in the updates. Traffic, failures and the clients' logs are recorded.
+
+        Args:
+            clients: All clients that take part ``[S]``; which of them never answer is drawn here.
+            send: Gets ids ``[C]``; returns what these clients are sent ``[C]``.
+            epochs: Local epochs, in place of the federation's own epochs or steps.
+            returns: Names of the entries that they send back; by default all that travel.
+            whole: Chunks are of a multiple of this many clients, if they hold more, and the last
+                has the rest; by default they are of about the same size.
+        """
+        work = partial(self._train, epochs=epochs)
+        for chunk in self._chunks(clients, whole):
+            yield self._ask(chunk, send(chunk), work, returns)
+
+    def gradients(
+        self,
+        clients: Tensor,
+        send: Callable[[Tensor], TensorDict],
+        *,
+        batches: int | None = None,
+        returns: Iterable[str] | None = None,
+    ) -> Iterator[ClientUpdates]:
+        """Have clients take their gradients at what they are sent; yield them chunk by chunk.
+
+        Args:
+            clients: All clients that take part ``[S]``.
+            send: As in :meth:`train`.
+            batches: Take them over so many mini-batches in place of all samples.
+            returns: As in :meth:`train`.
+        """
+
+        def gradients(ids: Tensor, states: TensorDict) -> ClientUpdates:
+            engine, index = self.attached_engine, self.current.entry.index
+            updates = engine.gradients(ids, states, round_index=index, batches=batches)
+            return updates.where(engine.has_batches(updates.clients))
+
+        for chunk in self._chunks(clients):
+            yield self._ask(chunk, send(chunk), gradients, returns)
+
+    def losses(self, clients: Tensor, sent: TensorDict, split: Split = "train") -> Tensor:
+        """Return the clients' mean losses ``[C]`` on a split at what they are sent ``[C]``.
+
+        Losses are the client module's own, in evaluation mode; NaN for a client without samples or
+        that fails, and is then left out of the round, and for all as long as there is no data.
+        """
+        if self.engine is None:
+            return torch.full((len(clients),), torch.nan, dtype=torch.double)
+        losses, failures = self.engine.losses(clients, self.start_states(clients, sent), split)
+        self.note_failures(failures, "to tell its loss")
+        failed = torch.tensor([failure.client for failure in failures], dtype=torch.long)
+        silent = self.current.silent
+        self.current.silent = torch.cat([silent, failed.to(silent.device)])
+        return losses
+
+    def train_aside(
+        self, clients: Tensor, sent: TensorDict, round_index: int, epochs: int | None = None
+    ) -> ClientUpdates:
+        """Train the clients ``[C]`` aside from any round: nothing is recorded or kept.
+
+        So a newcomer finds out where it belongs.
+
+        Args:
+            clients: Ids ``[C]``.
+            sent: What they start from ``[C]``, laid over what they kept.
+            round_index: Keys the order of batches and all other randomness.
+            epochs: As in :meth:`train`.
+        """
+        updates = self.attached_engine.train(
+            clients,
+            self.start_states(clients, sent),
+            round_index=round_index,
+            epochs=epochs or self.training.epochs,
+            steps=None if epochs else self.training.steps,
+        )
+        self.note_failures(updates.failures, "to find its place")
+        return updates
+
+    def finetune(
+        self,
+        clients: Tensor,
+        states: TensorDict,
+        *,
+        epochs: int = 1,
+        steps: int | None = None,
+        doing: str = "to be fine-tuned",
+    ) -> TensorDict:
+        """Return copies of the models ``[C]`` trained on the clients' training samples.
+
+        The loss is the task's alone: without an anchor, penalties vanish. A client whose training
+        fails keeps its model.
+
+        Args:
+            clients: Ids ``[C]``.
+            states: Their models ``[C]``.
+            epochs: Local epochs.
+            steps: Batches in place of epochs.
+            doing: What they do, for messages.
+        """
+        updates = self.attached_engine.train(
+            clients,
+            states,
+            round_index=self.rounds,
+            epochs=epochs,
+            steps=steps,
+            purpose=Purpose.FINETUNE,
+        )
+        self.note_failures(updates.failures, doing)
+        if not updates.failures:
+            return updates.states
+        tuned = states.clone()
+        tuned[torch.isin(clients, updates.clients)] = updates.states
+        return tuned
+
+    # What they start from, and keep
+
+    def start_states(self, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return full states ``[C]``: what is sent, over what was kept, over the initial model."""
+        assert self.server_half is not None
+        private = self.server_half.private
+        if not private:
+            return self.completed(clients, sent)
+        initial = self.server.expand(0, private, len(clients))
+        kept = self.memory.read(_PRIVATE, clients, initial)
+        return self.completed(clients, TensorDict({**kept, **sent}, batch_size=[len(clients)]))
+
+    def completed(self, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return full states ``[C]``: what is sent, over the initial model's other entries."""
+        states = {**self.server.expand(0, self.layout.names, len(clients)), **sent}
+        return TensorDict(states, batch_size=[len(clients)])
+
+    def remembered(self, clients: Tensor, states: TensorDict) -> Kept:
+        """Return what the clients' halves kept, by default entries of ``states`` ``[C]``."""
+        names = self.half.remembered(self.layout)
+        return Kept(
+            self.memory.read(_MEMORY, clients, states.select(*names)),
+            self.memory.seen(_MEMORY, clients),
+        )
+
+    def has_memory(self, clients: Tensor) -> Tensor:
+        """Return a mask ``[C]`` of the clients that keep private entries from an earlier round."""
+        return self.memory.seen(_PRIVATE, clients)
+
+    # Failures
+
+    def failures_of(self, round_index: int, consequence: str, together: bool = True) -> Failures:
+        """Return an empty set of clients that fail at something; see :class:`Failures`."""
+        return Failures(round_index, consequence, self.training.on_client_error, together)
+
+    @contextmanager
+    def noting(self, failures: Failures) -> Iterator[None]:
+        """Note the clients that fail meanwhile among these failures."""
+        before, self._failures = self._failures, failures
+        try:
+            yield
+        finally:
+            self._failures = before
+
+    def note_failures(self, failures: Iterable[ClientFailure], doing: str = "") -> None:
+        """Leave clients out of what is going on and warn, or stop, as ``on_client_error`` says.
+
+        Args:
+            failures: Clients of this rank.
+            doing: What they did when they failed, after "failed"; by default they trained.
+
+        Raises:
+            ClientError: To stop the run.
+        """
+        self._failures.note(failures, doing)
+
+    # A round
+
+    def check_memory_of_rounds(self, size: int, rounds: int | None) -> None:
+        """Raise if what the clients of all rounds are going to keep does not fit into RAM.
+
+        Args:
+            size: Bytes that a client keeps.
+            rounds: Rounds that there will be; ``None`` or negative for no end.
+        """
+        asked = len(self.trainable)
+        if rounds is not None and rounds >= 0:
+            asked = min(asked, rounds * self.cohort_size)
+        if not isinstance(self.memory, MappedMemory) and asked:
+            check_fits(
+                torch.device("cpu"),
+                "client_memory='ram'",
+                {f"{asked} clients that keep {readable(size)} each": asked * size},
+                "use client_memory='disk', or fewer clients",
+            )
+
+    def begin_round(self, index: int, cohort: Tensor) -> None:
+        """Forget the round before, and draw who of a cohort ``[S]`` never answers."""
+        self.current = CurrentRound(Round(index, []))
+        self.current.silent = self._draw_silent(cohort)
+
+    def end_round(self, failed: Iterable[int]) -> dict[str, float]:
+        """Combine the round over ranks, enter it into the history, and return what to log of it.
+
+        Args:
+            failed: The clients of this rank that failed.
+        """
+        entry = self.current.entry
+        entry.failed += failed
+        entry.combine_ranks(self.current.logs)
+        self.history.append(entry)
+        return entry.metrics | self.traffic.count(entry)
+
+    def _draw_silent(self, clients: Tensor) -> Tensor:
+        if not len(clients):
+            return clients
+        cohorts = self.attached_data.cohorts
+        answers = cohorts.answers(self.current.entry.index, clients.cpu())
+        return clients[~answers.to(clients.device)]
+
+    def _chunks(self, clients: Tensor, whole: int | None = None) -> Iterator[Tensor]:
+        """Split the clients of a round, this rank's, into chunks whose models fit into memory."""
+        self.current.silent = self._draw_silent(clients)
+        size = max(self.attached_engine.chunk, _CHUNK_BYTES // max(1, self.layout.nbytes))
+        mine = owned(clients)
+        if not len(mine):
+            return
+        if whole is not None and size > whole:
+            yield from mine.split(size - size % whole)
+        else:
+            yield from mine.tensor_split(-(-len(mine) // size))
+
+    def _train(
+        self, clients: Tensor, starts: TensorDict, epochs: int | None = None
+    ) -> ClientUpdates:
+        engine = self.attached_engine
+        updates = engine.train(
+            clients,
+            starts,
+            round_index=self.current.entry.index,
+            epochs=epochs or self.training.epochs,
+            steps=None if epochs else self.training.steps,
+            kept=self.remembered(clients, starts) if self.half.keeps_memory else None,
+            on_client_end=self.on_client_end,
+        )
+        idle = ~engine.has_batches(updates.clients)
+        if idle.any():  # who has learnt nothing has nothing to say, and weighs nothing
+            sent = starts[torch.isin(clients, updates.clients)]
+            updates = updates.where(~idle | moved(sent, updates.states, self.layout.parameters))
+        for listener in self.on_updates:
+            listener(updates)
+        return updates
+
+    def _ask(
+        self,
+        clients: Tensor,
+        sent: TensorDict,
+        work: Callable[[Tensor, TensorDict], ClientUpdates],
+        returns: Iterable[str] | None = None,
+    ) -> ClientUpdates:
+        current, half = self.current, self.server_half
+        assert half is not None
+        entry = current.entry
+        entry.clients += clients.tolist()
+        entry.bytes_down += half.bytes_down(clients, sent)
+        starts = self.start_states(clients, sent)
+        silent = torch.isin(clients, current.silent)
+        if silent.any():
+            entry.failed += clients[silent].tolist()
+            clients, starts = clients[~silent], starts[~silent]
+        updates = work(clients, starts)
+        self.note_failures(updates.failures)
+        if len(updates.clients) < len(clients):
+            starts = starts[torch.isin(clients, updates.clients)]
+        self._warn_of_explosions(updates, starts)
+        add_logs(current.logs, updates.logs)
+        if updates.kept is not None:
+            self.memory.write(_MEMORY, updates.clients, updates.kept)
+        if half.private:
+            self.memory.write(_PRIVATE, updates.clients, updates.states.select(*half.private))
+        returned = half.sent_names if returns is None else returns
+        updates = replace(updates, states=updates.states.select(*returned))
+        entry.bytes_up += len(updates.clients) * state_bytes(updates.states)
+        return updates
+
+    def _warn_of_explosions(self, updates: ClientUpdates, starts: TensorDict) -> None:
+        """Warn of clients whose parameters, or gradient, have grown out of all proportion."""
+        names = self.layout.parameters
+        growth = largest_values(updates.states, names) / largest_values(starts, names).clamp(min=1)
+        for row in (growth > _EXPLODED).nonzero().flatten().tolist():
+            warnings.warn(
+                f"round {self.current.entry.index}: client {int(updates.clients[row])} exploded: "
+                f"its largest value has grown {float(growth[row]):.1e} times; it is taken as it is",
+                stacklevel=2,
+            )

@@ -1,0 +1,127 @@
+"""What a checkpoint holds of a federation, beside the server's models and their optimizer."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+
+from .checks import check_record, other_options
+from .clients import Clients
+from .distributed import owned
+from .engines.choice import Choice, EngineName
+from .errors import ConfigurationError
+from .history import Journal, Traffic, load_history
+from .options import described
+from .same_data import difference, record_of
+from .server_callback import ServerCallback
+
+_log = logging.getLogger("lightning.pytorch.pflight")
+
+
+class RunRecord:
+    """Writes and reads what a resumed run needs, as tensors and primitives.
+
+    Args:
+        clients: The clients of the federation.
+        allow_other_data: Whether a run may go on with other data of as many clients.
+
+    Attributes:
+        choice: The engine that trains the clients, and why; ``None`` before it is known.
+    """
+
+    def __init__(self, clients: Clients, allow_other_data: bool) -> None:
+        self.clients = clients
+        self.allow_other_data = allow_other_data
+        self.choice: Choice | None = None
+        self._journal = Journal()
+        self._data: dict[str, Any] | None = None
+
+    def save(self, callback: ServerCallback) -> dict[str, Any]:
+        """Return the record."""
+        clients = self.clients
+        return {
+            **self._must_agree(callback),
+            "engine": self._engine(),
+            "history": self._journal.dump(clients.history),
+            "memory": clients.memory.save(),
+            "data": self._record_of_data(),
+        }
+
+    def check(self, record: dict[str, Any], callback: ServerCallback, goes_on: bool) -> None:
+        """Raise unless a record is of this federation; say where options are others.
+
+        Args:
+            record: The record; empty if the checkpoint is another module's.
+            callback: The server callback at hand.
+            goes_on: Whether the clients train on, with the data at hand.
+
+        Raises:
+            ConfigurationError: Naming what differs.
+        """
+        check_record(record, self._must_agree(callback))
+        if goes_on:
+            self._check_same_data(record.get("data"))
+        options = record.get("options", {})
+        if others := other_options(type(callback).__name__, options, callback._given):
+            rank_zero_only(_log.warning)(others)
+
+    def other_engine(self, record: dict[str, Any]) -> tuple[EngineName, int | None] | None:
+        """Return the engine of a record and its clients at once, if it is not the one at hand."""
+        here, saved = self._engine(), record.get("engine")
+        if here is None or saved in (None, here):
+            return None
+        at_once = saved["clients_at_once"] if saved["name"] == "vectorized" else None
+        return saved["name"], at_once
+
+    def load(self, record: dict[str, Any]) -> None:
+        """Take over history and this rank's client memory."""
+        clients = self.clients
+        clients.history[:] = load_history(record["history"])
+        clients.traffic = Traffic(clients.history)
+        if clients.history:
+            clients.current.entry = clients.history[-1]  # what messages name
+        mine = owned(torch.arange(clients.num_clients)).tolist()
+        clients.memory.load(record["memory"], clients=set(mine))
+
+    def _must_agree(self, callback: ServerCallback) -> dict[str, Any]:
+        clients = self.clients
+        return {
+            "callback": type(callback).__name__,
+            "options": {name: described(value) for name, value in callback._given.items()},
+            "num_clients": clients.num_clients,
+            "server_models": len(clients.server),
+            "layout": clients.layout.describe(),
+        }
+
+    def _engine(self) -> dict[str, Any] | None:
+        """Return what is said of the engine, without which a run's last bits differ."""
+        if self.choice is None:
+            return None
+        return {"name": self.choice.engine, "clients_at_once": self.choice.chunk}
+
+    def forget_data(self) -> None:
+        """Find out anew what tells the data at hand from others."""
+        self._data = None
+
+    def _record_of_data(self) -> dict[str, Any] | None:
+        if self._data is None and self.clients.data is not None:
+            self._data = record_of(self.clients.data)
+        return self._data
+
+    def _check_same_data(self, saved: dict[str, Any] | None) -> None:
+        """Raise if a run would go on with other data, unless it may."""
+        here = self._record_of_data()
+        differing = difference(saved, here) if saved and here else None
+        if differing and not self.allow_other_data:
+            raise ConfigurationError(
+                f"the checkpoint was made with other data: {differing}; go on with the data that "
+                "the run began with, or, if you mean to change them, with allow_other_data=True "
+                "(--model.allow_other_data true)"
+            )
+        if differing:
+            rank_zero_only(_log.info)(
+                f"going on with other data than the checkpoint's: {differing}"
+            )

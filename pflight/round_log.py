@@ -1,0 +1,65 @@
+"""What a federation tells its loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+
+_PER_ROUND: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
+_SHOWN = ("val/micro_acc", "val/macro_acc", "test/micro_acc", "test/macro_acc")
+
+
+def tell_loggers(federation: L.LightningModule, names: Mapping[str, str]) -> None:
+    """Hand the hyper-parameters to the loggers, which write them beside their logs.
+
+    Args:
+        federation: The federation.
+        names: What is said besides its options.
+    """
+    for logger in federation.loggers:
+        if isinstance(logger, TensorBoardLogger):  # would log an empty hp_metric as well
+            logger.hparams.update({**names, **federation.hparams, **logger.hparams})
+        else:
+            logger.log_hyperparams({**names, **federation.hparams})
+
+
+def log_values(federation: L.LightningModule, values: Mapping[str, float], step: int) -> None:
+    """Log values that are equal on all ranks.
+
+    Args:
+        federation: The federation.
+        values: By tag.
+        step: Index of the last round.
+    """
+    trainer = federation.trainer
+    if trainer.sanity_checking:
+        return
+    fitting = trainer.state.fn == "fit"
+    floats = {name: float(value) for name, value in values.items()}
+    if fitting:  # at once, so that no checkpoint runs ahead of what was logged
+        numbers = torch.tensor(list(floats.values()), device=federation.device).unbind()
+        trainer.callback_metrics.update(zip(floats, numbers, strict=True))
+        for logger in federation.loggers:
+            logger.log_metrics(floats, step)
+    else:  # Lightning takes a value of this name for the step
+        floats["step"] = float(step)
+    for name, value in floats.items():
+        shown = name in _SHOWN
+        if shown or not fitting:  # a call takes longer than all else in a small round
+            through = False if fitting else None  # the loggers that there are
+            federation.log(name, value, prog_bar=shown, logger=through, **_PER_ROUND)
+
+
+def log_histograms(
+    federation: L.LightningModule, histograms: Mapping[str, Tensor], step: int
+) -> None:
+    """Log distributions to TensorBoard, where there is one."""
+    for logger in federation.loggers:
+        if isinstance(logger, TensorBoardLogger) and federation.trainer.is_global_zero:
+            for name, values in histograms.items():
+                logger.experiment.add_histogram(name, values, step)
