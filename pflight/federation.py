@@ -848,7 +848,7 @@ class Federation(L.LightningModule):
         brought, named = callback.half, half_of(self.client)
         half = brought if named is None else named
         replaces = type(brought) is Half or (
-            type(brought) is type(named) and not callback.chooses_half
+            brought.kinds == half.kinds and not callback.chooses_half
         )
         if named is not None and not replaces and brought != named:
             raise ConfigurationError(

@@ -13,10 +13,10 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
-from pflight.models.elastic import ElasticClient
+from pflight.models.halves.elastic import Elastic
 from pflight.options import check_range, checked
 
-CONSTRAINED = {"kl": "FedEC", "l2": "FedEC-l2", None: "FedEC-wo"}
+_CONSTRAINED = {"kl": "FedEC", "l2": "FedEC-l2", None: "FedEC-wo"}
 
 
 @checked
@@ -68,8 +68,8 @@ class Reptile(FedAvg):
     def algorithm_name(self) -> str:
         """FedEC with an elastic client, FedDist or FedDWS with their options, or Reptile."""
         federation = self.federation
-        if isinstance(federation.client, ElasticClient):
-            return CONSTRAINED[federation.client.constraint]
+        if isinstance(half := federation.client_half, Elastic):
+            return _CONSTRAINED[half.constraint]
         if (self.lr, self.decay, federation.server_optimizer) == (0.6, None, None):
             return "FedDist" if self.weighting == "uniform" else "FedDWS"
         return "Reptile"
