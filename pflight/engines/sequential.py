@@ -22,7 +22,7 @@ from pflight.loaders import Split, Visit
 from pflight.metrics import ClientValues
 from pflight.options import check_optimizer
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
-from pflight.state import entries
+from pflight.state import StateModule, entries
 from pflight.task import Task, trains_as_a_task
 
 from .base import GRADIENT_BATCH, ONE_THREAD, Setting, are_one, finite_rows, threads
@@ -462,7 +462,7 @@ class SequentialEngine:
     def _visits_for_gradients(
         self, clients: Tensor, round_index: int, batches: int | None
     ) -> list[Visit]:
-        """Return one visit to each client, with some of its batches or all samples as they lie."""
+        """Return a visit to each client, with some of its batches or all samples as they lie."""
         data, visits = self.setting.data, []
         for client in clients.tolist():
             sizes = self.setting.batch_sizes(int(data.num_samples("train")[client]))[:batches]
@@ -473,7 +473,8 @@ class SequentialEngine:
                 parts = torch.arange(sum(sizes)).split(size)
             else:
                 parts = data.order(client, round_index, 0)[: sum(sizes)].split(sizes)
-            visits.append(Visit(client, round_index, 0, parts if sizes else ()))
+            if sizes:
+                visits.append(Visit(client, round_index, 0, parts))
         return visits
 
     def _batches(self, client: int, split: Split) -> Iterator[tuple[Visit, Iterator[Any]]]:
@@ -673,11 +674,9 @@ class SequentialEngine:
         self._personal_copies = None
         if self.half.personal is not None:
             self._personal_copies = Copies(*arguments, self._channels_last)
-        self._own = {
-            name.removeprefix(OWN): setting.layout.template[name].to(self.device, copy=True)
-            for name in setting.layout.own
-            if name.startswith(OWN)
-        }
+        own = [name for name in setting.layout.own if name.startswith(OWN)]
+        held = StateModule({name.removeprefix(OWN): setting.layout.template[name] for name in own})
+        self._own = setting.precision.convert_module(held).to(self.device).tensors()
         dtype = setting.dtype if setting.dtype.is_floating_point else torch.float32
         self._scalars = {name: torch.zeros((), dtype=dtype, device=self.device) for name in SCALARS}
         module = setting.client
