@@ -208,6 +208,11 @@ class Half:
         return hash(type(self))
 
     @property
+    def kinds(self) -> tuple[type[Half], ...]:
+        """The classes of this half and of that of the personal copy, if there is one."""
+        return (type(self), *(() if self.personal is None else self.personal.kinds))
+
+    @property
     def only_adds(self) -> bool:
         """Whether it adds a penalty and nothing else, which manual optimization allows."""
         return type(self).loss is Half.loss and self.personal is None

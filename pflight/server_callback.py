@@ -46,11 +46,16 @@ class ServerCallback(L.Callback):
 
     Attributes:
         federation: Set before :meth:`setup_server` is called.
+        half: The client half of the algorithm: what it adds to the training of a client's module.
+        chooses_half: Whether that half is this one's to say, where the client module names another
+            with options of its own.
         private: Names of the entries of a state that stay with the client and never travel, in the
             layout's order.
     """
 
     federation: Federation
+    half: Half = Half()
+    chooses_half: bool = True
     _given: dict[str, Any]
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
@@ -69,24 +74,23 @@ class ServerCallback(L.Callback):
         self.buffers = buffers
         self.private: tuple[str, ...] = ()
 
-    def make_half(self, kind: type[HalfT], **options: Any) -> HalfT:
-        """Return a client half; an option of it that is out of range is named as this class's."""
-        return half_for(self, kind, **options)
+    def bring(self, kind: type[HalfT], **options: Any) -> HalfT:
+        """Bring a client half along, made with those of the options that are not ``None``.
+
+        If all are ``None``, a half of this kind that the client module names takes its place.
+
+        Raises:
+            ConfigurationError: If an option is out of range, as one of this class.
+        """
+        given = {name: value for name, value in options.items() if value is not None}
+        self.half = half = half_for(self, kind, **given)
+        self.chooses_half = bool(given)
+        return half
 
     @property
     def algorithm_name(self) -> str:
         """What the field calls the algorithm with these options; not inherited by subclasses."""
         return type(self).__name__
-
-    @property
-    def half(self) -> Half:
-        """The client half of the algorithm: what it adds to the training of a client's module."""
-        return Half()
-
-    @property
-    def chooses_half(self) -> bool:
-        """Whether options of the half were given, which then is not the client module's to say."""
-        return type(self.half) is not Half
 
     def local_data(self, data: FederatedDataModule) -> FederatedDataModule:
         """Return the data as the clients are to use them, by default as they are.

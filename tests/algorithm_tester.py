@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from functools import partialmethod
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pflight import Federation
 from pflight.callbacks import (
@@ -24,7 +23,9 @@ from pflight.callbacks import (
     FedALA,
     FedAvg,
     FedDANE,
+    FedEC,
     FedFomo,
+    FedProx,
     FedRep,
     FedSGD,
     FeSEM,
@@ -40,22 +41,13 @@ from pflight.callbacks import (
 )
 from pflight.datamodules import TensorClients
 from pflight.layers import Layers
-from pflight.models import (
-    APFLClient,
-    ClientModule,
-    DaneClient,
-    DittoClient,
-    ElasticClient,
-    FedRepClient,
-    PerFedAvgClient,
-    PFedMeClient,
-    ProximalClient,
-    ScaffoldClient,
-)
+from pflight.models import ClientModule, ElasticClient, ProximalClient
+from pflight.models.halves import Controlled
 from tests.runs import (
     assert_same,
     batchnorm_client,
     dropout_client,
+    failing,
     linear_client,
     quiet_trainer,
     run,
@@ -65,14 +57,10 @@ from tests.runs import (
 
 
 class Algorithm(NamedTuple):
-    """The two halves of an algorithm."""
+    """A server callback, and a client module that may name a half."""
 
     callback: Callable[[], ServerCallback]
     client: type[ClientModule] = ClientModule
-
-
-class AdaptiveAPFLClient(APFLClient):
-    __init__ = partialmethod(APFLClient.__init__, alpha_lr=0.1)
 
 
 ALGORITHMS = {
@@ -80,19 +68,20 @@ ALGORITHMS = {
     "FedAvg-uniform": Algorithm(lambda: FedAvg("uniform")),
     "FedAvg-local-buffers": Algorithm(lambda: FedAvg(buffers="local")),
     "FedAvg-reset-buffers": Algorithm(lambda: FedAvg(buffers="reset")),
-    "FedProx": Algorithm(FedAvg, ProximalClient),
+    "FedProx": Algorithm(FedProx),
+    "FedProx-named": Algorithm(FedAvg, ProximalClient),
     "FedSGD": Algorithm(FedSGD),
     "FedSGD-batches": Algorithm(lambda: FedSGD(batches=1)),
     "Local": Algorithm(Local),
     "FedDist": Algorithm(lambda: Reptile(lr=0.6)),
     "FedDWS": Algorithm(lambda: Reptile("samples", lr=0.6)),
-    "FedEC": Algorithm(Reptile, ElasticClient),
-    "FeSEM": Algorithm(lambda: FeSEM(2), ProximalClient),
+    "FedEC": Algorithm(FedEC),
+    "FedEC-l2": Algorithm(lambda: FedEC(constraint="l2")),
+    "FedEC-named": Algorithm(Reptile, ElasticClient),
+    "FeSEM": Algorithm(lambda: FeSEM(2, mu=0.1)),
     "FeSEM-sample": Algorithm(lambda: FeSEM(2, init_clients=3), ProximalClient),
-    "FeSEM-auto": Algorithm(
-        lambda: FeSEM("auto", candidates=(1, 2), criterion="distance"), ProximalClient
-    ),
-    "FeSEM-MA": Algorithm(lambda: FeSEM(2, matching="bbp_map"), ProximalClient),
+    "FeSEM-auto": Algorithm(lambda: FeSEM("auto", candidates=(1, 2), criterion="distance", mu=0.1)),
+    "FeSEM-MA": Algorithm(lambda: FeSEM(2, matching="bbp_map", mu=0.1)),
     "pFedLA": Algorithm(PFedLA),
     "pFedLA-relu-norm": Algorithm(lambda: PFedLA(weights="relu_norm")),
     "HeurpFedLA": Algorithm(lambda: PFedLA(retain=1)),
@@ -109,18 +98,19 @@ ALGORITHMS = {
     "FedPer": Algorithm(lambda: SharedPart(Layers(last=1))),
     "LG-FedAvg": Algorithm(lambda: SharedPart(shared=Layers(last=1))),
     "FedBN": Algorithm(lambda: SharedPart(Layers(types=nn.modules.batchnorm._BatchNorm))),
-    "FedRep": Algorithm(FedRep, FedRepClient),
+    "FedRep": Algorithm(FedRep),
     "pFedHN": Algorithm(PFedHN),
     "FedFomo": Algorithm(FedFomo),
     "FedALA": Algorithm(FedALA),
-    "Ditto": Algorithm(Ditto, DittoClient),
-    "APFL": Algorithm(APFL, APFLClient),
-    "APFL-adaptive": Algorithm(APFL, AdaptiveAPFLClient),
-    "pFedMe": Algorithm(lambda: PFedMe(train_newcomers=False), PFedMeClient),
+    "Ditto": Algorithm(Ditto),
+    "APFL": Algorithm(APFL),
+    "APFL-adaptive": Algorithm(lambda: APFL(alpha_lr=0.1)),
+    "pFedMe": Algorithm(lambda: PFedMe(train_newcomers=False)),
     "L2GD": Algorithm(L2GD),
-    "Per-FedAvg": Algorithm(lambda: PerFedAvg(steps=0), PerFedAvgClient),
-    "SCAFFOLD": Algorithm(SCAFFOLD, ScaffoldClient),
-    "FedDANE": Algorithm(lambda: FedDANE(same_set=True), DaneClient),
+    "Per-FedAvg": Algorithm(lambda: PerFedAvg(steps=0)),
+    "SCAFFOLD": Algorithm(SCAFFOLD),
+    "SCAFFOLD-I": Algorithm(lambda: SCAFFOLD(option="I")),
+    "FedDANE": Algorithm(lambda: FedDANE(same_set=True)),
 }
 
 
@@ -169,13 +159,14 @@ class AlgorithmTester:
 
     def test_both_engines_agree(self, algorithm: Algorithm) -> None:
         """Also where BatchNorm and momentum keep something of what a client has seen."""
-        first = {"option": "I"} if algorithm.client is ScaffoldClient else {}  # II refuses momentum
+        half = algorithm.callback().half
+        momentum = 0.0 if half == Controlled("II") else 0.9  # which it refuses
         sequential, vectorized = (
             self.train(
                 algorithm,
                 data=small_data(cohort_size=4, dtype=torch.float64),
                 make=lambda kind: batchnorm_client(
-                    kind, optimizer=sgd(0.05, momentum=0.9), **first
+                    kind, optimizer=sgd(0.05, momentum=momentum)
                 ).double(),
                 engine=engine,
                 local_epochs=2,
@@ -221,17 +212,8 @@ class AlgorithmTester:
     @pytest.mark.filterwarnings("ignore:.*client 3 failed:UserWarning")
     @pytest.mark.parametrize("value", [None, torch.nan])
     def test_a_failing_client_is_left_out(self, algorithm: Algorithm, value: float | None) -> None:
-        trains_on = int(algorithm.callback().local_data(small_data()).num_samples()[3])
-
-        class Failing(algorithm.client):
-            def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-                loss = super().loss(batch)
-                if self.num_samples == trains_on:
-                    assert value is not None
-                    return loss * value
-                return loss
-
-        federation = self.train(algorithm, data=small_data(), kind=Failing)
+        kind = failing(algorithm.client, value)
+        federation = self.train(algorithm, data=small_data(), kind=kind)
         for entry in federation.history:
             assert entry.failed == ([3] if 3 in entry.clients else [])
         assert any(entry.failed for entry in federation.history)

@@ -16,7 +16,7 @@ from torch.optim import SGD
 from pflight import Federation
 from pflight.callbacks import ServerCallback
 from pflight.datamodules import FederatedDataModule, TensorClients
-from pflight.models import ClientModule, ProximalClient
+from pflight.models import ClientModule
 
 FEATURES, CLASSES = 4, 3
 ENGINES = pytest.mark.parametrize("engine", ["sequential", "vectorized"])
@@ -109,6 +109,45 @@ def small_data(
     return TensorClients(train, test, val, **options)
 
 
+def failing(kind: type[ClientModule] = ClientModule, value: float | None = None) -> Any:
+    """Return a kind of client of which one, number 3 of :func:`small_data`, raises in its loss.
+
+    With a ``value`` that is what its loss is multiplied by instead.
+    """
+
+    class Failing(kind):
+        def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            loss = super().loss(batch)
+            if value is not None:
+                return loss * torch.where(is_of_client_3(batch), value, 1.0)
+            if is_of_client_3(batch):
+                raise RuntimeError("out of battery")
+            return loss
+
+    return Failing
+
+
+def failing_at_the_end(kind: type[ClientModule] = ClientModule) -> Any:
+    """Return a kind of client of which one, number 3 of :func:`small_data`, fails once trained."""
+
+    class Failing(kind):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            self.fails = bool(is_of_client_3(batch))
+            return super().training_step(batch, batch_idx)
+
+        def on_train_end(self) -> None:
+            if self.fails:
+                raise RuntimeError("out of battery")
+
+    return Failing
+
+
+def is_of_client_3(batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Tell by its samples whether a training batch of :func:`small_data` is client 3's."""
+    features, _ = samples(9, 3)
+    return (batch[0].float().unsqueeze(1) == features).all(dim=-1).any()
+
+
 def batches_of(data: FederatedDataModule, round: int, client: int, epochs: int) -> list[np.ndarray]:
     """Return the positions of the samples in each local batch, in the order of training."""
     size = data.batch_size or int(data.num_samples()[client])
@@ -158,26 +197,16 @@ class Point(nn.Module):
         return self.theta.expand(len(x), 2)
 
 
-class Quadratic:
-    """Replaces the task loss; a sample carries its client's ``a`` and ``b``."""
+class QuadraticClient(ClientModule):
+    """A client of world Q; a sample carries its client's ``a`` and ``b``."""
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         a, b = batch[0].split(2, dim=1)
-        quadratic = (a / 2 * (self.network.theta - b).square()).sum(1).mean()
-        return quadratic + (self.penalty() if isinstance(self, ProximalClient) else 0)
+        return (a / 2 * (self.network.theta - b).square()).sum(1).mean()
 
 
-class QuadraticClient(Quadratic, ClientModule):
-    """A client of world Q."""
-
-
-class ProximalQuadraticClient(Quadratic, ProximalClient):
-    """A client of world Q that is pulled to its anchor."""
-
-
-def quadratic_client(start: tuple[float, float] = (0.0, 0.0), **proximal: Any) -> ClientModule:
-    kind = ProximalQuadraticClient if proximal else QuadraticClient
-    return kind(Point(start), num_classes=2, optimizer=sgd(0.1), **proximal)
+def quadratic_client(start: tuple[float, float] = (0.0, 0.0), lr: float = 0.1) -> ClientModule:
+    return QuadraticClient(Point(start), num_classes=2, optimizer=sgd(lr))
 
 
 A = ((1.0, 2.0), (2.0, 1.0), (1.0, 1.0))

@@ -7,14 +7,12 @@ from typing import Any, Literal
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.half import OWN, Half
+from pflight.half import OWN
 from pflight.models.halves.apfl import Mixed
 from pflight.models.halves.personal import Personal
 from pflight.options import checked
 
 from .personal import PersonalFedAvg
-
-_ALPHA = 0.5
 
 
 @checked
@@ -52,27 +50,13 @@ class APFL(PersonalFedAvg):
         alpha_lr: float | None = None,
     ) -> None:
         super().__init__(weighting, buffers)
-        self.alpha = alpha
-        self.alpha_lr = alpha_lr
-        alpha = _ALPHA if alpha is None else alpha
-        self._half = Personal(self.make_half(Mixed, alpha=alpha, alpha_lr=alpha_lr))
+        self.half = Personal(self.bring(Mixed, alpha=alpha, alpha_lr=alpha_lr))
 
     @property
     def algorithm_name(self) -> str:
         """APFL, and whether its mixing weights are trained."""
-        half: Any = self.federation.client_half
-        mixture: Any = half.personal if isinstance(half, Half) else half
+        mixture: Any = self.federation.client_half.personal
         return "APFL" + " (adaptive)" * (mixture.alpha_lr is not None)
-
-    @property
-    def half(self) -> Half:
-        """A personal copy of the client's module, trained as a part of the mixture."""
-        return self._half
-
-    @property
-    def chooses_half(self) -> bool:
-        """Whether options of the mixture were given."""
-        return self.alpha is not None or self.alpha_lr is not None
 
     def personal_value(self, states: TensorDict, shared: str, personal: str) -> Tensor:
         """Return an entry of the mixtures ``[C, ...]``; counters are those of the clients' own."""

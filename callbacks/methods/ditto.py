@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pflight.half import Half
 from pflight.models.halves.personal import Personal
 from pflight.models.halves.proximal import Proximal
 from pflight.options import check_range, checked
 
 from .personal import PersonalFedAvg
-
-_LAM = 0.1
 
 
 @checked
@@ -49,14 +46,4 @@ class Ditto(PersonalFedAvg):
     ) -> None:
         super().__init__(weighting, buffers)
         check_range(self, "[0, inf)", lam=lam)
-        self.lam = lam
-
-    @property
-    def half(self) -> Half:
-        """A personal copy of the client's module, pulled to what the server sent."""
-        return Personal(Proximal(_LAM if self.lam is None else self.lam))
-
-    @property
-    def chooses_half(self) -> bool:
-        """Whether the pull was given."""
-        return self.lam is not None
+        self.half = Personal(self.bring(Proximal, mu=lam))

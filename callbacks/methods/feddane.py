@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.fedavg import FedAvg
-from pflight.half import OWN, Half
+from pflight.half import OWN
 from pflight.models.halves.corrected import Dane
 from pflight.options import checked
 from pflight.randomness import Purpose, derive_seed
@@ -20,8 +20,6 @@ from .gradients import check_gradients, own_gradients
 
 if TYPE_CHECKING:
     from pflight.federation import Federation
-
-_MU = 0.1
 
 
 @checked
@@ -58,18 +56,7 @@ class FedDANE(FedAvg):
     ) -> None:
         super().__init__(weighting)
         self.same_set = same_set
-        self.mu = mu
-        self._half = self.make_half(Dane, mu=_MU if mu is None else mu)
-
-    @property
-    def half(self) -> Half:
-        """The correction and the proximal penalty of a client."""
-        return self._half
-
-    @property
-    def chooses_half(self) -> bool:
-        """Whether the penalty's weight was given."""
-        return self.mu is not None
+        self.bring(Dane, mu=mu)
 
     def setup_server(self, federation: Federation) -> None:
         """Make the server's model."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pflight.half import Half
 from pflight.models.halves.elastic import Elastic
 from pflight.options import checked
 
-from .reptile import CONSTRAINED, Reptile
+from .reptile import Reptile
 
 
 @checked
@@ -19,7 +18,8 @@ class FedEC(Reptile):
     participation, as :class:`~pflight.models.halves.Elastic` says, and is judged by it.
 
     Args:
-        alpha: Weight of the constraint; with 0 this is FedEC-wo.
+        alpha: Weight of the constraint; with 0 this is FedEC-wo. By default 1, or what the client's
+            own half says.
         constraint: ``"kl"``, ``"l2"`` or ``None``.
         weighting: As in :class:`Reptile`.
         lr: As in :class:`Reptile`.
@@ -39,9 +39,11 @@ class FedEC(Reptile):
         https://arxiv.org/abs/2306.16703.
     """
 
+    algorithm_name = Reptile.algorithm_name
+
     def __init__(
         self,
-        alpha: float = 1.0,
+        alpha: float | None = None,
         constraint: Literal["kl", "l2"] | None = "kl",
         weighting: Literal["uniform", "samples"] = "uniform",
         lr: float = 1.0,
@@ -49,15 +51,6 @@ class FedEC(Reptile):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, lr, decay, buffers)
-        self._half = self.make_half(Elastic, alpha=alpha, constraint=constraint)
-
-    @property
-    def algorithm_name(self) -> str:
-        """FedEC, and which constraint it has."""
-        half: Any = self.federation.client_half
-        return CONSTRAINED[half.constraint]
-
-    @property
-    def half(self) -> Half:
-        """The elastic constraint."""
-        return self._half
+        half = self.bring(Elastic, alpha=alpha)
+        half.constraint = constraint
+        self.chooses_half |= constraint != "kl"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 from pflight.fedavg import FedAvg
-from pflight.half import Half
 from pflight.models.halves.proximal import Proximal
 from pflight.options import checked
 
@@ -18,8 +17,9 @@ class FedProx(FedAvg):
     :math:`\theta` what the server sent, whatever its module. With ``mu=0`` it is FedAvg.
 
     Args:
-        mu: Weight of the penalty.
-        scaling: As in :class:`~pflight.models.halves.Proximal`.
+        mu: Weight of the penalty; by default 0.1, or what the client's own half says.
+        scaling: ``"plain"``, the default, or ``"eq7"``, as in
+            :class:`~pflight.models.halves.Proximal`.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
@@ -35,17 +35,14 @@ class FedProx(FedAvg):
         https://arxiv.org/abs/1812.06127.
     """
 
+    algorithm_name = FedAvg.algorithm_name
+
     def __init__(
         self,
-        mu: float = 0.1,
-        scaling: Literal["plain", "eq7"] = "plain",
+        mu: float | None = None,
+        scaling: Literal["plain", "eq7"] | None = None,
         weighting: Literal["samples", "uniform"] = "samples",
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        self._half = self.make_half(Proximal, mu=mu, scaling=scaling)
-
-    @property
-    def half(self) -> Half:
-        """The proximal penalty."""
-        return self._half
+        self.bring(Proximal, mu=mu, scaling=scaling)

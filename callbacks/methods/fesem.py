@@ -14,7 +14,6 @@ from torch import Tensor
 from pflight.cohort import sample_clients
 from pflight.engines.updates import ClientUpdates
 from pflight.errors import ConfigurationError
-from pflight.half import Half
 from pflight.models.halves.proximal import Proximal
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed
@@ -130,19 +129,14 @@ class FeSEM(MultiCenter):
         self.criterion = criterion
         self.initialized = centers is not None
         self.selection: ClusterSelection | None = None
-        self.mu = mu
-        self._half = Half() if mu is None else self.make_half(Proximal, mu=mu, scaling=scaling)
+        if mu is not None:
+            self.bring(Proximal, mu=mu, scaling=scaling)
 
     @property
     def algorithm_name(self) -> str:
         """FeSEM, or FeSEM-MA with ``matching``, and whether the number of clusters is chosen."""
         chosen = " (K chosen)" * (self._given.get("num_clusters") == "auto")
         return ("FeSEM" if self.matching is None else "FeSEM-MA") + chosen
-
-    @property
-    def half(self) -> Half:
-        """What holds clients to their center, if anything does."""
-        return self._half
 
     def prepare(self) -> None:
         """Choose the number of clusters, unless it is known; until then there is one model."""

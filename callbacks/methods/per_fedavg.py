@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.fedavg import FedAvg
-from pflight.half import Half
 from pflight.models.halves.per_fedavg import Adapted
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose
-
-if TYPE_CHECKING:
-    pass
-
-_ALPHA = 0.01
 
 
 @checked
@@ -56,10 +50,7 @@ class PerFedAvg(FedAvg):
         hessian: bool | None = None,
     ) -> None:
         super().__init__(weighting, buffers)
-        self.alpha = alpha
-        self.hessian = hessian
-        alpha = _ALPHA if alpha is None else alpha
-        self._half = self.make_half(Adapted, alpha=alpha, hessian=bool(hessian))
+        self.bring(Adapted, alpha=alpha, hessian=hessian)
         check_range(self, "[0, inf)", steps=steps)
         self.steps = steps
 
@@ -68,16 +59,6 @@ class PerFedAvg(FedAvg):
         """Per-FedAvg, and how it takes its second derivatives."""
         half: Any = self.federation.client_half
         return f"Per-FedAvg ({'HF' if half.hessian else 'FO'})"
-
-    @property
-    def half(self) -> Half:
-        """The loss of a client after a step of adaptation."""
-        return self._half
-
-    @property
-    def chooses_half(self) -> bool:
-        """Whether options of the adaptation were given."""
-        return self.alpha is not None or self.hessian is not None
 
     def personalize(self, clients: Tensor) -> TensorDict:
         """Return the server's model after each client's adaptation ``[C]``."""

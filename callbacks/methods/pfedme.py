@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pflight.fedavg import FedAvg
-from pflight.half import OWN, Half
+from pflight.half import OWN
 from pflight.models.halves.pfedme import MoreauEnvelope
 from pflight.options import check_range, checked
 
@@ -75,24 +75,13 @@ class PFedMe(FedAvg):
         self.beta = beta
         self.train_newcomers = train_newcomers
         self.train_all = train_all
-        options = {
-            "lam": lam,
-            "personal_lr": personal_lr,
-            "personal_steps": personal_steps,
-            "mu": mu,
-        }
-        self.options = {name: value for name, value in options.items() if value is not None}
-        self._half = self.make_half(MoreauEnvelope, **self.options)
-
-    @property
-    def half(self) -> Half:
-        """The Moreau envelope of a client's loss."""
-        return self._half
-
-    @property
-    def chooses_half(self) -> bool:
-        """Whether options of the envelope were given."""
-        return bool(self.options)
+        self.bring(
+            MoreauEnvelope,
+            lam=lam,
+            personal_lr=personal_lr,
+            personal_steps=personal_steps,
+            mu=mu,
+        )
 
     def setup_server(self, federation: Federation) -> None:
         """Make the server's model."""

@@ -16,7 +16,7 @@ from pflight.fedavg import FedAvg
 from pflight.models.halves.elastic import Elastic
 from pflight.options import check_range, checked
 
-CONSTRAINED = {"kl": "FedEC", "l2": "FedEC-l2", None: "FedEC-wo"}
+_CONSTRAINED = {"kl": "FedEC", "l2": "FedEC-l2", None: "FedEC-wo"}
 
 
 @checked

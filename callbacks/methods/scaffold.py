@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pflight.fedavg import FedAvg
-from pflight.half import OWN, Half
+from pflight.half import OWN
 from pflight.models.halves.corrected import Controlled
 from pflight.options import check_range, checked
 from pflight.state import entries
@@ -53,18 +53,7 @@ class SCAFFOLD(FedAvg):
         super().__init__("uniform")
         check_range(self, "(0, inf)", lr=lr)
         self.lr = lr
-        self.option = option
-        self._half = Controlled("II" if option is None else option)
-
-    @property
-    def half(self) -> Half:
-        """The control variates of a client."""
-        return self._half
-
-    @property
-    def chooses_half(self) -> bool:
-        """Whether the option was given."""
-        return self.option is not None
+        self.bring(Controlled, option=option)
 
     def setup_server(self, federation: Federation) -> None:
         """Make the server's model and control variate, which starts at 0."""

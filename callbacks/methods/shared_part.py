@@ -9,9 +9,8 @@ from torch import nn
 
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
-from pflight.half import Half
 from pflight.layers import Layers
-from pflight.models.halves.fedrep import LAST_LAYER, HeadFirst
+from pflight.models.halves.fedrep import HeadFirst
 from pflight.options import checked
 
 if TYPE_CHECKING:
@@ -180,21 +179,7 @@ class FedRep(SharedPart):
         head_epochs: int | None = None,
     ) -> None:
         super().__init__(private=Layers(), weighting=weighting, buffers=buffers)
-        self.head = head
-        self.head_epochs = head_epochs
-        head = LAST_LAYER if head is None else head
-        epochs = 1 if head_epochs is None else head_epochs
-        self._half = self.make_half(HeadFirst, head=head, head_epochs=epochs)
-
-    @property
-    def half(self) -> Half:
-        """The two phases of a client's training."""
-        return self._half
-
-    @property
-    def chooses_half(self) -> bool:
-        """Whether the head or its epochs were given."""
-        return self.head is not None or self.head_epochs is not None
+        self.bring(HeadFirst, head=head, head_epochs=head_epochs)
 
     def setup_server(self, federation: Federation) -> None:
         """Make the client's head private."""

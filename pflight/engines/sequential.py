@@ -22,7 +22,7 @@ from pflight.loaders import Split, Visit
 from pflight.metrics import ClientValues
 from pflight.options import check_optimizer
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
-from pflight.state import entries
+from pflight.state import StateModule, entries
 from pflight.task import Task, trains_as_a_task
 
 from .base import GRADIENT_BATCH, ONE_THREAD, Setting, are_one, finite_rows, threads
@@ -697,11 +697,9 @@ class SequentialEngine:
         self._personal_copies = None
         if self.half.personal is not None:
             self._personal_copies = Copies(*arguments, self._channels_last)
-        self._own = {
-            name.removeprefix(OWN): setting.layout.template[name].to(self.device, copy=True)
-            for name in setting.layout.own
-            if name.startswith(OWN)
-        }
+        own = [name for name in setting.layout.own if name.startswith(OWN)]
+        held = StateModule({name.removeprefix(OWN): setting.layout.template[name] for name in own})
+        self._own = setting.precision.convert_module(held).to(self.device).tensors()
         dtype = setting.dtype if setting.dtype.is_floating_point else torch.float32
         self._scalars = {name: torch.zeros((), dtype=dtype, device=self.device) for name in SCALARS}
         module = setting.client

@@ -2,49 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from pflight.callbacks import Ditto, FedAvg, Local
 from pflight.errors import ConfigurationError
-from pflight.models import DittoClient
+from pflight.models import ProximalClient
 from tests import reference
 from tests.runs import (
     CLASSES,
-    Point,
-    QuadraticClient,
     batches_of,
     flat,
     judged,
     linear_client,
     network,
+    quadratic_client,
     run,
-    sgd,
     shared,
     small_data,
     world_q,
 )
 
 
-class DittoQuadratic(DittoClient, QuadraticClient):
-    """A client of world Q with a personal model."""
-
-
-def quadratic(**options: Any) -> DittoClient:
-    return DittoQuadratic(Point(), num_classes=2, optimizer=sgd(0.1), **options)
-
-
 def test_by_hand() -> None:
     """Client 0: a = (1, 2), b = (1, -1), lambda = 0.5, two steps from 0, then two from theta."""
-    one = run(quadratic(lam=0.5), world_q([0]), Ditto(), 1, local_steps=2)
+    one = run(quadratic_client(), world_q([0]), Ditto(lam=0.5), 1, local_steps=2)
     # v = (0.1, -0.2); then v - 0.1 ((v - 1, 2 (v + 1)) + 0.5 v) = (0.185, -0.35)
     assert judged(one, 0) == pytest.approx([0.185, -0.35], abs=1e-15)
     # w = (0.1, -0.2), then w - 0.1 (w - 1, 2 (w + 1)) = (0.19, -0.36)
     assert shared(one) == pytest.approx([0.19, -0.36], abs=1e-15)
-    two = run(quadratic(lam=0.5), world_q([0]), Ditto(), 2, local_steps=2)
+    two = run(quadratic_client(), world_q([0]), Ditto(lam=0.5), 2, local_steps=2)
     v, theta = np.array([0.185, -0.35]), np.array([0.19, -0.36])
     for _ in range(2):
         v = v - 0.1 * (np.array([1, 2]) * (v - [1, -1]) + 0.5 * (v - theta))
@@ -54,8 +42,8 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_several_rounds_with_partial_participation(weighting: str) -> None:
     data = small_data(cohort_size=3, dtype=torch.float64)
-    client = linear_client(DittoClient, double=True, lam=0.4)
-    federation = run(client, data, Ditto(weighting), rounds=5, local_epochs=2)
+    callback = Ditto(weighting, lam=0.4)
+    federation = run(linear_client(double=True), data, callback, rounds=5, local_epochs=2)
     world = reference.SoftmaxRegression([data.samples(i, "train") for i in range(6)], CLASSES)
     cohorts = [entry.clients for entry in federation.history]
     theta = flat(linear_client(double=True).state_dict())
@@ -81,13 +69,13 @@ def test_the_shared_model_is_that_of_fedavg_whatever_the_personal_ones() -> None
     data = small_data(cohort_size=3, dtype=torch.float64)
     plain = run(linear_client(double=True), data, FedAvg(), 4)
     for lam in (0.0, 3.0):
-        ditto = run(linear_client(DittoClient, double=True, lam=lam), data, Ditto(), 4)
+        ditto = run(linear_client(double=True), data, Ditto(lam=lam), 4)
         assert shared(ditto) == pytest.approx(shared(plain), rel=1e-12, abs=1e-14)
 
 
 def test_without_a_pull_personal_models_are_trained_alone() -> None:
     data = small_data(dtype=torch.float64)
-    ditto = run(linear_client(DittoClient, double=True, lam=0.0), data, Ditto(), 3)
+    ditto = run(linear_client(double=True), data, Ditto(lam=0.0), 3)
     local = run(linear_client(double=True), data, Local(), 3)
     for i in range(6):
         expected = network(local.client_state(i))
@@ -97,15 +85,14 @@ def test_without_a_pull_personal_models_are_trained_alone() -> None:
 def test_a_stronger_pull_keeps_them_closer() -> None:
     distances = []
     for lam in (0.0, 1.0, 5.0):
-        federation = run(quadratic(lam=lam), world_q(), Ditto(), 4, local_steps=3)
+        federation = run(quadratic_client(), world_q(), Ditto(lam=lam), 4, local_steps=3)
         distances.append(np.linalg.norm(network(federation.client_state(2)) - shared(federation)))
     assert distances[0] > distances[1] > distances[2] > 0
 
 
 def test_options_and_clients_that_do_not_fit() -> None:
-    with pytest.raises(ConfigurationError, match="DittoClient: lam must be at least 0, got -1"):
-        linear_client(DittoClient, lam=-1)
     with pytest.raises(ConfigurationError, match="Ditto: lam must be at least 0, got -1"):
         Ditto(lam=-1)
-    with pytest.raises(ConfigurationError, match="Ditto and DittoClient both say what clients"):
-        run(linear_client(DittoClient), small_data(), Ditto(lam=0.1))
+    for callback in (Ditto(), Ditto(lam=0.1)):  # neither is for the client's own half to replace
+        with pytest.raises(ConfigurationError, match=r"Ditto brings .*, and ProximalClient names"):
+            run(linear_client(ProximalClient), small_data(), callback)

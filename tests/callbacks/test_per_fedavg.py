@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from pflight import Federation
 from pflight.callbacks import FedAvg, PerFedAvg
 from pflight.errors import ConfigurationError
-from pflight.models import PerFedAvgClient
 from tests import reference
 from tests.runs import (
     CLASSES,
     ENGINES,
-    Point,
-    QuadraticClient,
     assert_same,
     batches_of,
     batchnorm_client,
+    failing,
     flat,
     linear_client,
-    quiet_trainer,
+    quadratic_client,
     run,
-    sgd,
     small_data,
     world_q,
 )
 
 ORDERS = pytest.mark.parametrize("hessian", [False, True])
-
-
-class PerQuadratic(PerFedAvgClient, QuadraticClient):
-    """A client of world Q that trains for its adaptation."""
-
-
-def quadratic(**options: Any) -> PerFedAvgClient:
-    return PerQuadratic(Point(), num_classes=2, optimizer=sgd(0.5), alpha=0.1, **options)
 
 
 def theta(federation: Federation) -> list[float]:
@@ -49,8 +35,8 @@ def theta(federation: Federation) -> list[float]:
 @ENGINES
 def test_m2(engine: str) -> None:
     for hessian, expected in ((False, [0.45, -0.8]), (True, [0.405, -0.64])):
-        client, data = quadratic(hessian=hessian), world_q([0])
-        federation = run(client, data, PerFedAvg(), 1, local_steps=1, engine=engine)
+        client, callback = quadratic_client(lr=0.5), PerFedAvg(alpha=0.1, hessian=hessian)
+        federation = run(client, world_q([0]), callback, 1, local_steps=1, engine=engine)
         assert theta(federation) == pytest.approx(expected, abs=1e-15)
 
 
@@ -58,7 +44,8 @@ def test_m2(engine: str) -> None:
 def test_clients_are_judged_after_steps_of_alpha(engine: str) -> None:
     a, b = np.array([1, 2]), np.array([1, -1])
     for steps in (0, 1, 3):
-        federation = run(quadratic(), world_q([0]), PerFedAvg(steps), 1, engine=engine)
+        client, callback = quadratic_client(lr=0.5), PerFedAvg(steps, alpha=0.1)
+        federation = run(client, world_q([0]), callback, 1, engine=engine)
         adapted = np.array(theta(federation))
         for _ in range(steps):
             adapted = adapted - 0.1 * a * (adapted - b)
@@ -67,8 +54,9 @@ def test_clients_are_judged_after_steps_of_alpha(engine: str) -> None:
 
 
 def test_fine_tuning_takes_steps_of_alpha_as_well() -> None:
-    federation = run(quadratic(), world_q([0]), PerFedAvg(steps=0), 1, finetune_epochs=2)
-    once = run(quadratic(), world_q([0]), PerFedAvg(steps=2), 1)
+    client, data = quadratic_client(lr=0.5), world_q([0])
+    federation = run(client, data, PerFedAvg(steps=0, alpha=0.1), 1, finetune_epochs=2)
+    once = run(client, data, PerFedAvg(steps=2, alpha=0.1), 1)
     expected = once.client_state(0)["network.theta"].tolist()
     assert federation.client_state(0)["network.theta"].tolist() == pytest.approx(expected)
 
@@ -96,8 +84,8 @@ def test_several_rounds_with_partial_participation(
     hessian: bool, weighting: str, engine: str
 ) -> None:
     data = small_data(cohort_size=3, dtype=torch.float64, batch_size=7)
-    client = linear_client(PerFedAvgClient, double=True, alpha=0.3, hessian=hessian)
-    callback = PerFedAvg(weighting=weighting)
+    client = linear_client(double=True)
+    callback = PerFedAvg(weighting=weighting, alpha=0.3, hessian=hessian)
     federation = run(client, data, callback, rounds=3, local_epochs=2, engine=engine)
     world = reference.SoftmaxRegression([data.samples(i, "train") for i in range(6)], CLASSES)
     w = flat(linear_client(double=True).state_dict())
@@ -121,9 +109,9 @@ def test_several_rounds_with_partial_participation(
 @ORDERS
 def test_without_adaptation_it_is_uniform_fedavg(hessian: bool) -> None:
     data = small_data(cohort_size=3, dtype=torch.float64)
-    client = linear_client(PerFedAvgClient, double=True, alpha=0.0, hessian=hessian)
-    federation = run(client, data, PerFedAvg(), 3)
-    plain = run(linear_client(double=True), data, FedAvg("uniform"), 3)
+    client = linear_client(double=True)
+    federation = run(client, data, PerFedAvg(alpha=0.0, hessian=hessian), 3)
+    plain = run(client, data, FedAvg("uniform"), 3)
     expected = flat(plain.server_states()[0])
     assert flat(federation.server_states()[0]) == pytest.approx(expected, rel=1e-12, abs=1e-14)
     assert flat(federation.client_state(0)) == pytest.approx(expected, rel=1e-12, abs=1e-14)
@@ -133,8 +121,8 @@ def test_without_adaptation_it_is_uniform_fedavg(hessian: bool) -> None:
 @ORDERS
 def test_only_the_pass_of_the_adaptation_updates_buffers(hessian: bool, engine: str) -> None:
     data = small_data(counts=[9], batch_size=None)
-    client = batchnorm_client(PerFedAvgClient, alpha=0.1, hessian=hessian)
-    federation = run(client, data, PerFedAvg(), 1, local_epochs=1, engine=engine)
+    client, callback = batchnorm_client(), PerFedAvg(alpha=0.1, hessian=hessian)
+    federation = run(client, data, callback, 1, local_epochs=1, engine=engine)
     x, _ = data.samples(0, "train")
     order = data.order(0, 0, 0)[: 3 if hessian else 5]  # D, of thirds or halves
     features = client.network[0](x[order])
@@ -145,40 +133,24 @@ def test_only_the_pass_of_the_adaptation_updates_buffers(hessian: bool, engine: 
 
 def test_a_client_without_samples_has_the_servers_model() -> None:
     data = small_data(counts=[6, 0, 8])
-    federation = run(linear_client(PerFedAvgClient), data, PerFedAvg(), 1)
+    federation = run(linear_client(), data, PerFedAvg(), 1)
     assert_same(federation.client_state(1), federation.server_states()[0])
     assert not torch.equal(
         federation.client_state(0)["network.weight"], federation.client_state(1)["network.weight"]
     )
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of Lightning, as it loads
 def test_a_client_that_fails_to_adapt_is_judged_without() -> None:
-    class Failing(PerFedAvgClient):
-        def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-            if self.num_samples == 9 and self.anchor is None:
-                raise RuntimeError("out of battery")
-            return super().loss(batch)
-
-    federation = run(
-        linear_client(Failing), small_data(), PerFedAvg(), trainer={"limit_val_batches": 0}
-    )
+    data, options = small_data(), {"trainer": {"limit_val_batches": 0}}
+    with pytest.warns(UserWarning, match="round 0: client 3 failed: .*out of battery"):
+        federation = run(linear_client(failing()), data, PerFedAvg(), **options)
     with pytest.warns(UserWarning, match="client 3 failed to adapt: .*out of battery"):
         state = federation.client_state(3)
     assert_same(state, federation.server_states()[0])
 
 
-def test_trained_alone_it_has_its_own_optimizer() -> None:
-    data = small_data(counts=[12])
-    client, plain = linear_client(PerFedAvgClient, alpha=0.01), linear_client()
-    for module in (client, plain):
-        torch.manual_seed(0)
-        quiet_trainer(2).fit(module, datamodule=data.client(0))
-    assert_same(dict(client.state_dict()), dict(plain.state_dict()))
-
-
 def test_what_does_not_fit() -> None:
-    with pytest.raises(ConfigurationError, match="PerFedAvgClient: alpha must be at least 0, "):
-        linear_client(PerFedAvgClient, alpha=-0.1)
     with pytest.raises(ConfigurationError, match="PerFedAvg: steps must be at least 0, got -1"):
         PerFedAvg(steps=-1)
     with pytest.raises(ConfigurationError, match="PerFedAvg: alpha must be at least 0, got -1"):

@@ -8,25 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from pflight import Federation
 from pflight.callbacks import FedAvg, PFedMe
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.models import PFedMeClient
 from tests import reference
 from tests.runs import (
     CLASSES,
     ENGINES,
-    Point,
-    QuadraticClient,
     batches_of,
     batchnorm_client,
+    failing,
     flat,
     judged,
     linear_client,
     network,
+    quadratic_client,
     quiet_trainer,
     run,
     sgd,
@@ -38,28 +36,21 @@ from tests.runs import (
 P1 = {"lam": 2.0, "personal_steps": 2, "personal_lr": 0.1}
 
 
-class PFedMeQuadratic(PFedMeClient, QuadraticClient):
-    """A client of world Q that descends its envelope."""
-
-
-def quadratic(lr: float = 0.05, **options: Any) -> PFedMeClient:
-    return PFedMeQuadratic(Point(), num_classes=2, optimizer=sgd(lr), **options)
-
-
 @ENGINES
 def test_p1(engine: str) -> None:
     data = world_q([0])
-    federation = run(quadratic(**P1), data, PFedMe(), 1, local_steps=2, engine=engine)
+    client = quadratic_client(lr=0.05)
+    federation = run(client, data, PFedMe(**P1), 1, local_steps=2, engine=engine)
     assert judged(federation, 0) == pytest.approx([0.25908, -0.44544], abs=1e-15)
     assert shared(federation) == pytest.approx([0.041208, -0.073344], abs=1e-15)
-    federation = run(quadratic(**P1), data, PFedMe(beta=2.0), 1, local_steps=2, engine=engine)
+    federation = run(client, data, PFedMe(2.0, **P1), 1, local_steps=2, engine=engine)
     assert shared(federation) == pytest.approx([0.082416, -0.146688], abs=1e-15)
 
 
 def test_the_loss_is_the_envelope_and_its_gradient_the_pull() -> None:
     """Near the minimiser, which for a quadratic is (a b + lam w) / (a + lam)."""
-    client = quadratic(lam=2.0, personal_steps=400, personal_lr=0.1).double()
-    federation = run(client, world_q([0]), PFedMe(), 1, local_steps=1)
+    callback = PFedMe(lam=2.0, personal_steps=400, personal_lr=0.1)
+    federation = run(quadratic_client(lr=0.05), world_q([0]), callback, 1, local_steps=1)
     a, b = np.array([1, 2]), np.array([1, -1])
     theta = a * b / (a + 2)
     assert judged(federation, 0) == pytest.approx(theta, abs=1e-12)
@@ -104,8 +95,8 @@ def test_several_rounds_with_partial_participation(
 ) -> None:
     data = small_data(cohort_size=3, dtype=torch.float64)
     options = {"lam": 3.0, "personal_steps": 4, "personal_lr": 0.1, "mu": mu}
-    client = linear_client(PFedMeClient, double=True, optimizer=sgd(0.2), **options)
-    callback = PFedMe(beta, weighting)
+    client = linear_client(double=True, optimizer=sgd(0.2))
+    callback = PFedMe(beta, weighting, **options)
     federation = run(client, data, callback, rounds=3, local_epochs=2, engine=engine)
     expected, models = pfedme(
         reference.SoftmaxRegression([data.samples(i, "train") for i in range(6)], CLASSES),
@@ -123,15 +114,15 @@ def test_several_rounds_with_partial_participation(
 
 
 def test_all_clients_may_train_and_the_cohort_alone_is_averaged() -> None:
-    client = batchnorm_client(PFedMeClient, personal_steps=2)
+    client = batchnorm_client()
     data = small_data(cohort_size=2)
-    plain = run(client, data, PFedMe(), 1)
-    federation = run(client, data, PFedMe(train_all=True), 1)
+    plain = run(client, data, PFedMe(personal_steps=2), 1)
+    federation = run(client, data, PFedMe(personal_steps=2, train_all=True), 1)
     torch.testing.assert_close(federation.server_states()[0], plain.server_states()[0])
     (entry,), (expected,) = federation.history, plain.history
     assert sorted(entry.clients) == list(range(6))
     assert (entry.bytes_down, entry.bytes_up) == (3 * expected.bytes_down, expected.bytes_up)
-    whole = run(client, small_data(), PFedMe(), 1)
+    whole = run(client, small_data(), PFedMe(personal_steps=2), 1)
     assert federation.memory.seen("memory", torch.arange(6)).all()
     for i in range(6):
         torch.testing.assert_close(federation.client_state(i), whole.client_state(i))
@@ -139,9 +130,9 @@ def test_all_clients_may_train_and_the_cohort_alone_is_averaged() -> None:
 
 def test_with_one_step_of_each_it_is_fedavg() -> None:
     data = small_data(cohort_size=3, dtype=torch.float64)
-    options = {"lam": 4.0, "personal_steps": 1, "personal_lr": 0.1, "optimizer": sgd(0.25)}
-    client = linear_client(PFedMeClient, double=True, **options)
-    federation = run(client, data, PFedMe(), 4, local_steps=1)
+    client = linear_client(double=True, optimizer=sgd(0.25))
+    callback = PFedMe(lam=4.0, personal_steps=1, personal_lr=0.1)
+    federation = run(client, data, callback, 4, local_steps=1)
     plain = run(linear_client(double=True), data, FedAvg(), 4, local_steps=1)
     assert shared(federation) == pytest.approx(network(plain.server_states()[0]), rel=1e-12)
 
@@ -150,7 +141,8 @@ def test_the_personal_model_is_no_alias_of_the_shared_one_and_depends_on_lam() -
     lengths = []
     for lam in (0.5, 2.0, 8.0):
         options = {"lam": lam, "personal_steps": 20, "personal_lr": 0.1}
-        federation = run(quadratic(0.01, **options), world_q(), PFedMe(), 1, local_steps=1)
+        client = quadratic_client(lr=0.01)
+        federation = run(client, world_q(), PFedMe(**options), 1, local_steps=1)
         personal = judged(federation, 1)
         assert np.linalg.norm(personal - shared(federation)) > 0.1
         lengths.append(np.linalg.norm(personal))  # from w, which is 0 in all inner steps
@@ -161,8 +153,8 @@ def test_newcomers_run_the_inner_loop_from_the_servers_model() -> None:
     def fit(train_newcomers: bool) -> Federation:
         train = [world_q().samples(i, "train") for i in range(3)]
         data = TensorClients(train, num_classes=2, batch_size=None, cohort_size=1)
-        callback = PFedMe(train_newcomers=train_newcomers)
-        return run(quadratic(**P1), data, callback, 1, local_steps=2)
+        callback = PFedMe(train_newcomers=train_newcomers, **P1)
+        return run(quadratic_client(lr=0.05), data, callback, 1, local_steps=2)
 
     federation = fit(train_newcomers=True)
     (seen,) = federation.history[0].clients
@@ -181,20 +173,14 @@ def test_newcomers_run_the_inner_loop_from_the_servers_model() -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of Lightning, as it loads
 def test_a_newcomers_failure_names_the_last_round_also_from_a_checkpoint(tmp_path: Path) -> None:
-    class Failing(PFedMeClient):
-        def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-            if self.num_samples == 12:  # client 1
-                raise RuntimeError("out of battery")
-            return super().loss(batch)
-
-    data = small_data(holdout_clients=0.34)
-    assert 1 in data.new_clients
-    client = linear_client(Failing)
+    data = small_data(holdout_clients=0.34, seed=5)
+    assert 3 in data.new_clients
+    client = linear_client(failing())
     run(client, data, PFedMe(), 3, trainer={"limit_val_batches": 0}).trainer.save_checkpoint(
         tmp_path / "run.ckpt"
     )
     trainer = quiet_trainer(1, PFedMe(), limit_val_batches=0)
-    with pytest.warns(UserWarning, match="round 2: client 1 failed to find its place"):
+    with pytest.warns(UserWarning, match="round 2: client 3 failed to find its place"):
         trainer.test(
             Federation(client), datamodule=data, ckpt_path=tmp_path / "run.ckpt", verbose=False
         )
@@ -204,9 +190,10 @@ def test_a_newcomers_failure_names_the_last_round_also_from_a_checkpoint(tmp_pat
 def test_fine_tuning_goes_on_from_the_model_that_a_client_would_use(engine: str) -> None:
     """For clients that took part the personal model, for others that of the inner loop."""
     data = small_data(dtype=torch.float64, cohort_size=2, batch_size=None)
-    client = linear_client(PFedMeClient, double=True, lam=3.0, personal_lr=0.1)
+    client, options = linear_client(double=True), {"lam": 3.0, "personal_lr": 0.1}
     plain, tuned = (
-        run(client, data, PFedMe(), 2, finetune_epochs=epochs, engine=engine) for epochs in (0, 2)
+        run(client, data, PFedMe(**options), 2, finetune_epochs=epochs, engine=engine)
+        for epochs in (0, 2)
     )
     taken_part = {i for entry in plain.history for i in entry.clients}
     assert 0 < len(taken_part) < 6
@@ -219,8 +206,8 @@ def test_fine_tuning_goes_on_from_the_model_that_a_client_would_use(engine: str)
 
 
 def test_buffers_are_those_of_the_inner_passes_and_go_with_both() -> None:
-    client = batchnorm_client(PFedMeClient, personal_steps=3)
-    federation = run(client, small_data(batch_size=None), PFedMe(), 2)
+    data = small_data(batch_size=None)
+    federation = run(batchnorm_client(), data, PFedMe(personal_steps=3), 2)
     counter, mean = "network.1.num_batches_tracked", "network.1.running_mean"
     server, states = federation.server_states()[0], [federation.client_state(i) for i in range(6)]
     assert server[counter] == 6  # three inner steps on a batch, one batch a round
@@ -239,13 +226,11 @@ def test_buffers_are_those_of_the_inner_passes_and_go_with_both() -> None:
         ({"mu": -0.1}, "mu must be at least 0, got -0.1"),
     ],
 )
-def test_options_out_of_range(options: dict[str, float], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"PFedMeClient: {message}"):
-        linear_client(PFedMeClient, **options)
+def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"PFedMe: {message}"):
+        PFedMe(**options)
 
 
 def test_what_does_not_fit() -> None:
     with pytest.raises(ConfigurationError, match="PFedMe: beta must be over 0, got 0"):
         PFedMe(beta=0)
-    with pytest.raises(ConfigurationError, match="PFedMe: lam must be over 0, got 0"):
-        PFedMe(lam=0)
