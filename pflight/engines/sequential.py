@@ -466,14 +466,12 @@ class SequentialEngine:
         data, visits = self.setting.data, []
         for client in clients.tolist():
             sizes = self.setting.batch_sizes(int(data.num_samples("train")[client]))[:batches]
-            if batches is None:
-                # A module that mixes the samples of a batch has to see them all at once.
-                mixes = self.setting.mixes_samples
-                size = max(sum(sizes), 1) if mixes else GRADIENT_BATCH
-                parts = torch.arange(sum(sizes)).split(size)
-            else:
-                parts = data.order(client, round_index, 0)[: sum(sizes)].split(sizes)
-            visits.append(Visit(client, round_index, 0, parts if sizes else ()))
+            order = torch.arange(sum(sizes))
+            if batches is not None:
+                order = data.order(client, round_index, 0)[: sum(sizes)]
+            # A module that mixes the samples of a batch has to see them all at once.
+            size = max(sum(sizes), 1) if self.setting.mixes_samples else GRADIENT_BATCH
+            visits.append(Visit(client, round_index, 0, order.split(size) if sizes else ()))
         return visits
 
     def _batches(self, client: int, split: Split) -> Iterator[tuple[Visit, Iterator[Any]]]:
