@@ -69,7 +69,7 @@ class Reptile(FedAvg):
         """FedEC with an elastic client, FedDist or FedDWS with their options, or Reptile."""
         federation = self.federation
         if isinstance(half := federation.client_half, Elastic):
-            return CONSTRAINED[half.constraint]
+            return _CONSTRAINED[half.constraint]
         if (self.lr, self.decay, federation.server_optimizer) == (0.6, None, None):
             return "FedDist" if self.weighting == "uniform" else "FedDWS"
         return "Reptile"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import lightning as L
@@ -13,6 +15,7 @@ import torch
 from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.func import functional_call
+from torchmetrics import Metric, MetricCollection
 
 from pflight.data_module import FederatedDataModule
 from pflight.half import Half, Phase
@@ -110,7 +113,9 @@ class Copies:
         self._held = self._registered()
         self._kinds = [(t.shape, t.dtype, t.device) for t in self.live.values()]
         self._modes = [(part, part.training) for part in self.module.modules()]
-        self.plain = all(map(_is_plain, self._attributes))
+        buffers = zip(self.module.buffers(), self._pristine.buffers(), strict=True)
+        self._unsaved = [(own, given) for own, given in buffers if id(own) not in self._shared]
+        self.plain = all(map(_is_plain, self.module.modules()))
 
     def load(self, start: Mapping[str, Tensor], prefix: str, reuse: bool) -> None:
         """Make ready for the next client.
@@ -124,7 +129,9 @@ class Copies:
             self.fresh()
         for parameter, required in self._required:
             parameter.requires_grad = required
-            parameter.grad = None
+            parameter.grad = parameter._backward_hooks = None
+            if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+                parameter._post_accumulate_grad_hooks.clear()  # type: ignore[attr-defined]
         self.frozen.take(start)
         with torch.no_grad():
             columns = [start[f"{prefix}{name}"] for name in self.live]
@@ -161,6 +168,7 @@ class Copies:
             same
             and self._registered() == self._held
             and [(t.shape, t.dtype, t.device) for t in self.live.values()] == self._kinds
+            and all(torch.equal(own, given) for own, given in self._unsaved)
         )
 
     def _registered(self) -> tuple[list[int], list[int]]:
@@ -175,15 +183,23 @@ def ready(template: L.LightningModule) -> L.LightningModule:
     return rest_frozen(module.train() if isinstance(module, Task) else module)
 
 
-def _is_plain(attributes: tuple[dict[str, Any], dict[str, Any]]) -> bool:
+def _is_plain(part: nn.Module) -> bool:
     """Return whether a module's attributes can't change but by being set anew."""
-    return all(
-        name in _OF_A_MODULE or isinstance(value, _CONSTANT) or callable(value)
-        for name, value in attributes[1].items()
-    )
+    if isinstance(part, Metric | MetricCollection):  # they count their updates
+        return True
+    return all(n in _OF_A_MODULE or _is_constant(value) for n, value in vars(part).items())
 
 
-_CONSTANT = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return isinstance(value, _CONSTANT)
+
+
+_CONSTANT = (
+    *(bool, int, float, str, bytes, type(None), type, torch.dtype, torch.device),
+    *(FunctionType, BuiltinFunctionType, partial),
+)
 _OF_A_MODULE = {*vars(nn.Module()), *vars(L.LightningModule())} | {"_hparams", "_trainer"}
 
 

@@ -131,12 +131,8 @@ class ModuleTrainer:
             ConfigurationError: If an optimizer steps tensors that are not the copy's own.
         """
         trainer, loop, module = self.trainer, self.trainer.fit_loop, self.trainer.lightning_module
-        trainer.state.fn = TrainerFn.FITTING
-        trainer.training = True
+        self._set_out(max_epochs, num_batches, max_batches)
         self._strategy.step = step
-        loop.max_epochs = -1 if max_epochs is None else max_epochs
-        loop.epoch_loop.max_steps = -1 if max_batches is None else max_batches
-        loop.max_batches = num_batches
         loop._combined_loader = CombinedLoader([None] * num_batches, "max_size_cycle")
         loop._data_fetcher = self._feed
         if optimizer is None:
@@ -155,6 +151,44 @@ class ModuleTrainer:
                     )
         with _modes_as_they_are():
             loop.on_run_start()
+
+    def _set_out(self, max_epochs: int | None, num_batches: int, max_batches: int | None) -> None:
+        loop = self.trainer.fit_loop
+        self.trainer.state.fn = TrainerFn.FITTING
+        self.trainer.training = True
+        loop.max_epochs = -1 if max_epochs is None else max_epochs
+        loop.epoch_loop.max_steps = -1 if max_batches is None else max_batches
+        loop.max_batches = num_batches
+
+    @contextmanager
+    def watching(
+        self, max_epochs: int | None, num_batches: int, max_batches: int | None
+    ) -> Iterator[Callable[[int, int, int], None]]:
+        """Let the copy see and log what it does in a training whose steps somebody else takes.
+
+        Args:
+            max_epochs: As in :meth:`start`, like the others.
+            num_batches: Batches in one epoch.
+            max_batches: Batches in all.
+
+        Yields:
+            What is to be told before each step: the epoch, the steps so far and the size of the
+            batch.
+        """
+        module, loop, results = self.trainer.lightning_module, self.trainer.fit_loop, self._results
+        self._set_out(max_epochs, num_batches, max_batches)
+        epochs, steps = loop.epoch_progress.current, loop.epoch_loop.automatic_optimization
+        taken = steps.optim_progress.optimizer.step.total
+        results.forget()
+
+        def tell(epoch: int, step: int, size: int) -> None:
+            epochs.completed, taken.completed, results.batch_size = epoch, step, size
+
+        module._current_fx_name = "training_step"
+        try:
+            yield tell
+        finally:
+            module._current_fx_name = None
 
     @contextmanager
     def epoch(self) -> Iterator[None]:

@@ -349,13 +349,17 @@ class SequentialEngine:
         setting = self.setting
         count = int(setting.data.num_samples("train")[client_id])
         sizes = setting.batch_sizes(count)
+        limits = None if steps is not None else epochs, len(sizes), steps
         self.client.num_samples.fill_(count)
         optimizers = [self._half_optimizer(client) for client in self.clients]
         if self._plain and (descents := self._descents(optimizers)):
-            return self._descend(client_id, descents, epochs)
+            with ExitStack() as stack:
+                tells = [
+                    stack.enter_context(client.trainer.watching(*limits)) for client in self.clients
+                ]
+                return self._descend(client_id, descents, tells, epochs)
         for client, optimizer in zip(self.clients, optimizers, strict=True):
             client.trainer.attach(client.module)
-            limits = None if steps is not None else epochs, len(sizes), steps
             client.trainer.start(*limits, client.step, optimizer)
         for visit, batches in self._batches(client_id, "train"):
             phase = phase_of(self._phases_of(epochs), visit.epoch)
@@ -372,14 +376,18 @@ class SequentialEngine:
                         break
         for client in self.clients:
             client.trainer.end()
-        trainer = self.client.trainer
-        if self.client.module.automatic_optimization and trainer.global_step:
+        steps = self.client.trainer.global_step
+        if self.client.module.automatic_optimization and steps:
             self._check_gradients(self.client)
-        logs = trainer.logs
+        return self._logs(), steps
+
+    def _logs(self) -> Logs:
+        """Return what a client logged, with what its personal model did."""
+        logs = self.client.trainer.logs
         for name, (total, count) in self.clients[0].trainer.logs.items():
             if self.clients[0] is not self.client and name in logs:
                 logs[name] = logs[name][0] + total, count
-        return logs, trainer.global_step
+        return logs
 
     def _half_optimizer(self, client: AloneClient) -> Optimizer | None:
         parameters = [p for p in client.module.parameters() if p.requires_grad]
@@ -396,9 +404,16 @@ class SequentialEngine:
             found.append(Descent(optimizer))
         return found
 
-    def _descend(self, client_id: int, descents: list[Descent], epochs: int) -> tuple[Logs, int]:
+    def _descend(
+        self,
+        client_id: int,
+        descents: list[Descent],
+        tells: list[Callable[[int, int, int], None]],
+        epochs: int,
+    ) -> tuple[Logs, int]:
         """Train a client that has no hooks of its own."""
-        logs: Logs = {}
+        losses: Logs = {}
+        models = list(zip(self.clients, descents, tells, strict=True))
         taken = 0
         for visit, batches in self._batches(client_id, "train"):
             phase = phase_of(self._phases_of(epochs), visit.epoch)
@@ -407,14 +422,15 @@ class SequentialEngine:
                     stack.enter_context(resting(client.module, self.setting.layout, phase))
                 for part, batch in zip(visit.parts, batches, strict=True):
                     total: Tensor | float = 0.0
-                    for client, descent in zip(self.clients, descents, strict=True):
+                    for client, descent, tell in models:
+                        tell(visit.epoch, taken, len(part))
                         with self.setting.forward_context():
                             loss = client.half.loss(client, batch)
                         descent.step(loss)
                         total = total + loss.detach()
-                    add_logs(logs, {"train/loss": (total * len(part), len(part))})
+                    add_logs(losses, {"train/loss": (total * len(part), len(part))})
                     taken += 1
-        return logs, taken
+        return {**self._logs(), **losses}, taken
 
     def _phases_of(self, epochs: int) -> list[Phase] | None:
         if epochs not in self._phases:
@@ -468,13 +484,12 @@ class SequentialEngine:
         """Return a visit to a client, with some of its batches or all samples as they lie."""
         data = self.setting.data
         sizes = self.setting.batch_sizes(int(data.num_samples("train")[client]))[:batches]
-        if batches is None:
-            # A module that mixes the samples of a batch has to see them all at once.
-            size = max(sum(sizes), 1) if self.setting.mixes_samples else GRADIENT_BATCH
-            parts = torch.arange(sum(sizes)).split(size)
-        else:
-            parts = data.order(client, round_index, 0)[: sum(sizes)].split(sizes)
-        return Visit(client, round_index, 0, parts if sizes else ())
+        order = torch.arange(sum(sizes))
+        if batches is not None:
+            order = data.order(client, round_index, 0)[: sum(sizes)]
+        # A module that mixes the samples of a batch has to see them all at once.
+        size = max(sum(sizes), 1) if self.setting.mixes_samples else GRADIENT_BATCH
+        return Visit(client, round_index, 0, order.split(size) if sizes else ())
 
     @contextmanager
     def _visiting(
@@ -711,6 +726,7 @@ class SequentialEngine:
             and module.automatic_optimization
             and getattr(module, "gradient_clip_val", None) is None
             and type(module).configure_gradient_clipping is Task.configure_gradient_clipping
+            and type(module).configure_optimizers is Task.configure_optimizers
         )
 
     def _mend_frozen(self) -> None:

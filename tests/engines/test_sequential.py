@@ -12,6 +12,7 @@ from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import Sampler
+from torchmetrics import SumMetric
 
 from pflight.callbacks import FedAvg, Local
 from pflight.data_module import ClientData
@@ -28,6 +29,7 @@ from tests.runs import (
     network_client,
     quiet_trainer,
     run,
+    samples,
     sgd,
     small_data,
 )
@@ -688,3 +690,158 @@ def test_small_networks_train_on_one_thread_and_give_the_others_back(width, expe
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+# What one client leaves behind
+
+
+class Leaving(ClientModule):
+    """Leaves something of itself behind at every loss, and trains by it."""
+
+    def leave(self) -> Tensor | float:
+        raise NotImplementedError
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * self.leave()
+
+
+class LeavesAList(Leaving):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: list[int] = []
+
+    def leave(self) -> float:
+        self.seen.append(1)
+        return len(self.seen)
+
+
+class LeavesADictionary(Leaving):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.average = {"loss": 1.0}
+
+    def leave(self) -> float:
+        self.average["loss"] += 0.5
+        return self.average["loss"]
+
+
+class LeavesACounter(Leaving):
+    count = 0
+
+    def leave(self) -> float:
+        self.count += 1
+        return self.count
+
+
+class Counter:
+    """Counts its calls in itself, as a loss that is an object may do."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        return self.calls
+
+
+class LeavesAnObject(Leaving):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.scale = Counter()
+
+    def leave(self) -> float:
+        return self.scale()
+
+
+class LeavesAnUnsavedBuffer(Leaving):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_buffer("steps", torch.zeros(()), persistent=False)
+
+    def leave(self) -> Tensor:
+        return self.steps.add_(1).clone()
+
+
+class LeavesItsMode(Leaving):
+    def leave(self) -> float:
+        was = self.network.training
+        self.network.eval()
+        return 1.0 if was else 2.0
+
+
+class LeavesItFrozen(Leaving):
+    def leave(self) -> float:
+        self.network.bias.requires_grad_(False)
+        return 1.0
+
+
+class LeavesAForwardHook(Leaving):
+    def leave(self) -> float:
+        self.network.register_forward_hook(lambda module, args, output: 2 * output)
+        return 1.0
+
+
+class LeavesAGradientHook(Leaving):
+    def leave(self) -> float:
+        self.network.weight.register_hook(lambda gradient: 2 * gradient)
+        return 1.0
+
+
+def double_gradient(parameter: Tensor) -> None:
+    parameter.grad.mul_(2)
+
+
+class LeavesAnAccumulationHook(Leaving):
+    def leave(self) -> float:
+        self.network.weight.register_post_accumulate_grad_hook(double_gradient)
+        return 1.0
+
+
+class LeavesAnotherParameter(Leaving):
+    def leave(self) -> float:
+        self.network.bias = nn.Parameter(self.network.bias.detach() + 1)
+        return 1.0
+
+
+class LeavesMetrics(Leaving):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.metric = SumMetric()
+
+    def leave(self) -> Tensor:
+        self.metric.update(1.0)
+        return self.metric.compute()
+
+
+LEAVING = [
+    LeavesAList,
+    LeavesADictionary,
+    LeavesACounter,
+    LeavesAnObject,
+    LeavesAnUnsavedBuffer,
+    LeavesItsMode,
+    LeavesItFrozen,
+    LeavesAForwardHook,
+    LeavesAGradientHook,
+    LeavesAnAccumulationHook,
+    LeavesAnotherParameter,
+    LeavesMetrics,
+]
+
+
+@pytest.mark.parametrize("general", [False, True], ids=["lean", "general"])
+@pytest.mark.parametrize("kind", LEAVING, ids=lambda kind: kind.__name__)
+def test_nothing_of_one_client_reaches_the_next(kind: type[ClientModule], general: bool) -> None:
+    """Of two clients with the same samples, the second trains as the first did."""
+    if general:
+        kind = type(kind.__name__, (kind,), {"on_train_start": lambda self: None})
+    client = linear_client(kind, double=True)
+    before = str(vars(client))
+    same = samples(8, 1, torch.float64)
+    data = TensorClients([same, same], num_classes=CLASSES, batch_size=8)
+    federation = run(client, data, Local(), 2, local_epochs=3, engine="sequential")
+    assert federation.history[0].failed == []
+    states = [federation.client_state(i) for i in (0, 1)]
+    torch.testing.assert_close(*states)  # batches are in another order
+    assert not torch.equal(states[0]["network.weight"], client.network.weight)
+    assert str(vars(client)) == before
