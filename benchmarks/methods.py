@@ -216,7 +216,7 @@ def judge(cli: FederationCLI, checkpoint: str | None) -> Result:
     return {
         "round": len(federation.history),
         "val/macro_acc": federation.history[-1].metrics["val/macro_acc"],
-        "clients": accuracies[federation.trainable_clients].tolist(),
+        "clients": accuracies[federation.clients.trainable].tolist(),
         **{tag: values[tag] for tag in MEASURES.values()},
     }
 

@@ -76,8 +76,8 @@ class Classifier(Task):
 
     def measure(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
         """Return the accuracy."""
-        options = {"num_classes": self.num_classes, "average": "micro"}
-        return {"acc": multiclass_accuracy(outputs, targets, **options)}
+        accuracy = multiclass_accuracy(outputs, targets, self.num_classes, average="micro")
+        return {"acc": accuracy}
 
     def check_targets(self, targets: Tensor) -> None:
         """Raise if labels ``[n]`` are no classes; they may also be probabilities."""

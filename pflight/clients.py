@@ -1,7 +1,8 @@
-"""The clients of a federation, as its server half knows them: asked to train, and what they send."""
+"""The clients of a federation, as its server half knows them: what they are asked, and send."""
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Literal, Protocol
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -29,6 +31,7 @@ from .randomness import Purpose
 from .server import ServerModels
 from .state import StateLayout, largest_values, moved, state_bytes
 
+_log = logging.getLogger("lightning.pytorch.pflight")
 _CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
 _EXPLODED = 1e6  # times the largest value that a client started from, or 1
 _PRIVATE = "private"  # the memory slot of entries that never travel
@@ -202,8 +205,12 @@ class Clients:
             raise ConfigurationError("local training needs the data: run it with a Trainer")
         return self.engine
 
-    def check_memory(self, whose: str, parts: Mapping[str, int]) -> str:
-        """Return in words what a server half is about to take of the memory for all clients.
+    def log(self, values: Mapping[str, float]) -> None:
+        """Log scalars of the round that goes on, which its entry in :attr:`history` gets too."""
+        self.current.entry.metrics.update(values)
+
+    def check_memory(self, whose: str, parts: Mapping[str, int]) -> None:
+        """Say what a server half is about to take of the memory for all clients.
 
         Args:
             whose: The server half.
@@ -217,7 +224,7 @@ class Clients:
         for place in {torch.device("cpu"), device}:  # where it is made, and where it is then
             check_fits(place, whose, parts, "take fewer clients, or a smaller network")
         words = ", ".join(f"{readable(size)} for {part}" for part, size in parts.items())
-        return f"{whose} takes {words}"
+        rank_zero_only(_log.info)(f"{whose} takes {words}")
 
     # What they are asked for
 
@@ -229,6 +236,7 @@ class Clients:
         epochs: int | None = None,
         returns: Iterable[str] | None = None,
         whole: int | None = None,
+        at_once: int | None = None,
     ) -> Iterator[ClientUpdates]:
         """Have clients train locally; yield what they send, chunk by chunk of this rank's.
 
@@ -242,9 +250,10 @@ class Clients:
             returns: Names of the entries that they send back; by default all that travel.
             whole: Chunks are of a multiple of this many clients, if they hold more, and the last
                 has the rest; by default they are of about the same size.
+            at_once: Clients in a chunk, at most.
         """
         work = partial(self._train, epochs=epochs)
-        for chunk in self._chunks(clients, whole):
+        for chunk in self._chunks(clients, whole, at_once):
             yield self._ask(chunk, send(chunk), work, returns)
 
     def gradients(
@@ -446,10 +455,13 @@ class Clients:
         answers = cohorts.answers(self.current.entry.index, clients.cpu())
         return clients[~answers.to(clients.device)]
 
-    def _chunks(self, clients: Tensor, whole: int | None = None) -> Iterator[Tensor]:
+    def _chunks(
+        self, clients: Tensor, whole: int | None = None, at_once: int | None = None
+    ) -> Iterator[Tensor]:
         """Split the clients of a round, this rank's, into chunks whose models fit into memory."""
         self.current.silent = self._draw_silent(clients)
         size = max(self.attached_engine.chunk, _CHUNK_BYTES // max(1, self.layout.nbytes))
+        size = size if at_once is None else min(size, at_once)
         mine = owned(clients)
         if not len(mine):
             return

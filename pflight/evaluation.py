@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from .clients import Clients
 from .distributed import owned
 from .engines.updates import Evaluation
 from .errors import ConfigurationError
-from .metrics import ClientMetrics, ClientValues, LoggedMetrics
-from .randomness import Purpose
+from .metrics import ClientMetrics, ClientValues, F1Average, LoggedMetrics
 from .server_callback import ServerCallback
 from .task import Task
-
-if TYPE_CHECKING:
-    from .federation import Federation
 
 Judged = Literal["", "server/", "finetuned/"]
 """Tag prefixes: the model that a client would use, what the server would send it, and the former

@@ -43,11 +43,10 @@ class FedAvg(ServerCallback):
     @property
     def algorithm_name(self) -> str:
         """FedAvg, or what it is called with the client's half or the server optimizer."""
-        federation = self.federation
-        name = getattr(federation.client_half, "fedavg_name", None)
+        name = getattr(self.clients.half, "fedavg_name", None)
         names = [] if name is None else [name]
-        if federation.server_optimizer is not None:
-            optimizer = federation.server_optimizer(list(federation.server.parameters()))
+        if self.server.build_optimizer is not None:
+            optimizer = self.server.build_optimizer(list(self.server.parameters()))
             names += [_STEPPED[type(optimizer)]] if type(optimizer) in _STEPPED else []
             sgd = type(optimizer) is torch.optim.SGD
             names += ["FedAvgM"] if sgd and optimizer.defaults["momentum"] else []
@@ -55,7 +54,7 @@ class FedAvg(ServerCallback):
 
     def begin(self) -> None:
         """Start an empty mean."""
-        self.mean = WeightedMean(self.federation.server.tensors(0, self.sent_names))
+        self.mean = WeightedMean(self.server.tensors(0, self.sent_names))
 
     def receive(self, updates: ClientUpdates) -> None:
         """Add a chunk's models to the mean."""
@@ -67,4 +66,4 @@ class FedAvg(ServerCallback):
         """Pull the server's model to the mean of the clients that answered."""
         self.mean.all_reduce()
         if self.mean.weights[0] > 0:
-            self.federation.server.pull(0, self.mean.compute()[0])
+            self.server.pull(0, self.mean.compute()[0])

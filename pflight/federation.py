@@ -25,7 +25,6 @@ from .clients import Clients, LocalTraining
 from .distributed import owned
 from .engines.base import Setting
 from .engines.choice import EngineName, build_engine
-from .engines.samples import idle_clients
 from .engines.updates import Evaluation
 from .errors import ConfigurationError
 from .evaluation import ClientModels, Evaluator, Judged
@@ -38,7 +37,7 @@ from .monitors import check_monitor, check_monitors
 from .options import check_optimizer, check_range, check_types
 from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .record import RunRecord
-from .round_log import log_values, tell_loggers
+from .round_log import log_histograms, log_values, tell_loggers
 from .server import ServerModels
 from .server_callback import ServerCallback, chosen_half
 from .state import StateLayout, state_tensors
@@ -152,7 +151,7 @@ class Federation(L.LightningModule):
         self._client = (copy.deepcopy(client),)
         self.client.configure_model()
         self.layout = StateLayout.of(self.client)
-        self.server = ServerModels(self.layout)
+        self.server = ServerModels(self.layout, server_optimizer)
         self.callback: ServerCallback | None = None
         self.clients = Clients(
             self.client,
@@ -315,8 +314,9 @@ class Federation(L.LightningModule):
         for hint in _MEANINGLESS:
             warnings.filterwarnings("ignore", hint)
         self.clients.data, self.clients.num_clients = data, data.num_clients
+        self.record.forget_data()
         if stage == "fit":
-            check_monitors(self)
+            check_monitors(self, self.clients)
         self._take_half(callback)
         self.choose_engine(self.engine, self.clients_at_once)
         self._set_up(callback)
@@ -330,11 +330,12 @@ class Federation(L.LightningModule):
         memory.open(self.trainer.default_root_dir)
         if stage == "fit":
             self.clients.check_memory_of_rounds(callback.bytes_kept, self.trainer.max_epochs)
-        tell_loggers(self)
+        names = {"algorithm": self.algorithm, "client": type(self.client).__name__}
+        tell_loggers(self, names)
 
     def configure_optimizers(self) -> Any:
         """Return the server optimizer, with its scheduler if there is one."""
-        self.attached_callback.prepare()
+        self.attached_callback.prepare(self.trainer)
         build = self.server_optimizer or self.attached_callback.configure_optimizer
         schedule = self.server_scheduler or self.attached_callback.configure_scheduler
         try:
@@ -345,7 +346,8 @@ class Federation(L.LightningModule):
             reason = " ".join(str(error).split())
             raise ConfigurationError(f"the server's optimizer can't be built: {reason}") from error
         if isinstance(scheduler, ReduceLROnPlateau):
-            check_monitor(self, "the server's ReduceLROnPlateau", _monitor(scheduler))
+            watcher = "the server's ReduceLROnPlateau"
+            check_monitor(self, self.clients, watcher, _monitor(scheduler))
         self.server.optimizer = optimizer
         return optimizer if scheduler is None else ([optimizer], [scheduler])
 
@@ -359,7 +361,8 @@ class Federation(L.LightningModule):
         with self._server_work(), self.clients.noting(failures):
             self.attached_callback.round(cohort)
         failures.settle()
-        log_values(self, self.clients.end_round(failures.clients))
+        log_histograms(self, self.clients.current.histograms, self.current_epoch)
+        log_values(self, self.clients.end_round(failures.clients), self.current_epoch)
         optimizer.step()
         scheduler = self.lr_schedulers()
         if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
@@ -401,7 +404,7 @@ class Federation(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Log the means over clients."""
         values = self._evaluators["val"].means()
-        log_values(self, values)
+        log_values(self, values, self.clients.last_round)
         if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
             self.history[-1].metrics.update(values)
 
@@ -416,7 +419,7 @@ class Federation(L.LightningModule):
 
     def on_test_epoch_end(self) -> None:
         """Log the means over clients, those that were held out of training apart."""
-        log_values(self, self._evaluators["test"].means())
+        log_values(self, self._evaluators["test"].means(), self.clients.last_round)
 
     def on_predict_epoch_start(self) -> None:
         """Start to predict."""
@@ -486,22 +489,22 @@ class Federation(L.LightningModule):
         self.record.choice = replace(choice, reason=reason) if reason else choice
         if self.trainer.is_global_zero:
             _log.info(str(self.record.choice))
-            for line in idle_clients(setting):
-                _log.info(line)
+            if idle := setting.idle_clients():
+                _log.info(idle)
 
     def _take_half(self, callback: ServerCallback) -> None:
         """Take the callback's client half, or the one that the client module names."""
         self.clients.half = chosen_half(callback, self.client)
         if self.callback is None:
             self.layout = self.clients.layout = layout_with(self.clients.half, self.layout)
-            self.server = self.clients.server = ServerModels(self.layout)
+            self.server = self.clients.server = ServerModels(self.layout, self.server_optimizer)
 
     def _set_up(self, callback: ServerCallback) -> None:
         if self.callback is None:
             callback.clients, callback.server = self.clients, self.server
             self.clients.server_half = callback
             callback.setup_server()
-            for name, part in callback.stored_modules().items():
+            for name, part in callback.modules.items():
                 self.add_module(name, part)
         elif type(callback) is not type(self.callback):
             raise ConfigurationError(

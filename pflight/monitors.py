@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
 
+import lightning as L
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     LambdaCallback,
@@ -13,10 +13,8 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 
+from .clients import Clients
 from .errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from .federation import Federation
 
 _MEANS = (
     "macro_acc",
@@ -34,7 +32,7 @@ _TRAFFIC = tuple(
 _OF_LIGHTNING = ("epoch", "step")  # which a ModelCheckpoint takes as well
 
 
-def check_monitors(federation: Federation) -> None:
+def check_monitors(federation: L.LightningModule, clients: Clients) -> None:
     """Raise if a callback of the Trainer watches a metric that no round will have.
 
     An ``EarlyStopping`` that is not ``strict`` may.
@@ -45,11 +43,15 @@ def check_monitors(federation: Federation) -> None:
         if callback.monitor is not None and getattr(callback, "strict", True):
             more = _OF_LIGHTNING if isinstance(callback, ModelCheckpoint) else ()
             name = type(callback).__name__
-            check_monitor(federation, name, callback.monitor, (*_TRAFFIC, *more))
+            check_monitor(federation, clients, name, callback.monitor, (*_TRAFFIC, *more))
 
 
 def check_monitor(
-    federation: Federation, watcher: str, monitor: str, more: Sequence[str] = ()
+    federation: L.LightningModule,
+    clients: Clients,
+    watcher: str,
+    monitor: str,
+    more: Sequence[str] = (),
 ) -> None:
     """Raise if no round will have a metric.
 
@@ -57,7 +59,8 @@ def check_monitor(
     the validation is refused, where there is none.
 
     Args:
-        federation: The federation, with its data.
+        federation: The federation.
+        clients: Its clients, with their data.
         watcher: What watches, for the message.
         monitor: The tag of the metric.
         more: Tags that are known besides those in a round's entry in the history.
@@ -68,7 +71,7 @@ def check_monitor(
     trainer = federation.trainer
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
-    models = ("", "server/", "finetuned/") if federation.finetune_epochs else ("", "server/")
+    models = ("", "server/", "finetuned/") if clients.training.finetune_epochs else ("", "server/")
     of_validation = [f"val/{model}{name}" for model in models for name in _MEANS]
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     if any(_may_log(part) for part in callbacks):
@@ -78,16 +81,16 @@ def check_monitor(
             raise ConfigurationError(
                 f"{watcher} watches {monitor!r}, but limit_val_batches=0 leaves out validation"
             )
-        if not len(federation.attached_data.val_dataloader()):
+        if not len(clients.attached_data.val_dataloader()):
             raise ConfigurationError(
                 f"{watcher} watches {monitor!r}, but no client has validation samples"
             )
         return
     tags = tuple(f"{part.tag}/" for part in callbacks if hasattr(part, "tag"))
     known = [*_OF_ROUNDS, *of_validation, *more]
-    if monitor in known or monitor.startswith(tags) or federation.on_updates:
+    if monitor in known or monitor.startswith(tags) or clients.on_updates:
         return
-    if _may_log(federation) or _may_log(federation.client):
+    if _may_log(federation) or _may_log(clients.module):
         return
     alike = get_close_matches(monitor, known, cutoff=0.5)
     hint = f"did you mean {' or '.join(alike)}" if alike else f"there are {', '.join(known[:10])}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .errors import ConfigurationError
 from .state import StateLayout, StateModule, expand_state
@@ -17,16 +19,46 @@ class ServerModels(nn.ModuleList):
 
     Args:
         layout: The layout of the client's state; its template is where every model starts.
+        build_optimizer: Builds the server optimizer, where the user has said how.
+
+    Attributes:
+        optimizer: What steps the models, while a Trainer runs the federation.
     """
 
-    def __init__(self, layout: StateLayout) -> None:
+    def __init__(
+        self,
+        layout: StateLayout,
+        build_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+    ) -> None:
         super().__init__()
         self.layout = layout
+        self.build_optimizer = build_optimizer
+        self.optimizer: Optimizer | None = None
 
     def add(self, count: int) -> None:
         """Add ``count`` models that start as the client module's weights."""
         for _ in range(count):
             self.append(StateModule(self.layout.template, parameters=self.layout.parameters))
+
+    def copy(self, index: int) -> None:
+        """Add a copy of a model in the course of a round.
+
+        The optimizer steps it from now on, with what it has gathered for the original.
+        """
+        assert self.optimizer is not None
+        model = copy.deepcopy(self[index])
+        originals = list(self[index].parameters())
+        self.optimizer.param_groups[0]["params"] += list(model.parameters())
+        for original, parameter in zip(originals, model.parameters(), strict=True):
+            gathered = self.optimizer.state.get(original, {})
+            self.optimizer.state[parameter] = copy.deepcopy(gathered)
+        self.append(model)
+
+    @property
+    def lr(self) -> float:
+        """The step size of the optimizer in this round."""
+        assert self.optimizer is not None
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def tensors(self, index: int, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Return the live tensors of one model by name."""

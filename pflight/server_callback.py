@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import lightning as L
 import torch
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .clients import Clients
+from .data_module import FederatedDataModule
 from .engines.updates import ClientUpdates
-from .half import Half, HalfT, half_for
+from .errors import ConfigurationError
+from .half import Half, HalfT, half_for, half_of
 from .options import arguments, checked
+from .server import ServerModels
 from .state import state_bytes
-
-if TYPE_CHECKING:
-    from .data_module import FederatedDataModule
-    from .federation import Federation
 
 
 @checked
@@ -45,7 +45,9 @@ class ServerCallback(L.Callback):
             participation from the initial ones.
 
     Attributes:
-        federation: Set before :meth:`setup_server` is called.
+        clients: The clients, set before :meth:`setup_server` is called.
+        server: The server's models, likewise.
+        modules: What else the server has parameters in, which its optimizer steps, by name.
         half: The client half of the algorithm: what it adds to the training of a client's module.
         chooses_half: Whether that half is this one's to say, where the client module names another
             with options of its own.
@@ -53,7 +55,8 @@ class ServerCallback(L.Callback):
             layout's order.
     """
 
-    federation: Federation
+    clients: Clients
+    server: ServerModels
     half: Half = Half()
     chooses_half: bool = True
     _given: dict[str, Any]
@@ -73,6 +76,7 @@ class ServerCallback(L.Callback):
     def __init__(self, buffers: Literal["shared", "local", "reset"] = "shared") -> None:
         self.buffers = buffers
         self.private: tuple[str, ...] = ()
+        self.modules: dict[str, nn.Module] = {}
 
     def bring(self, kind: type[HalfT], **options: Any) -> HalfT:
         """Bring a client half along, made with those of the options that are not ``None``.
@@ -99,20 +103,20 @@ class ServerCallback(L.Callback):
         """
         return data
 
-    def setup_server(self, federation: Federation) -> None:
+    def setup_server(self) -> None:
         """Make the server's parameters, by default one model; called once per federation.
 
-        The federation knows the client's layout, the data and the number of clients here. Raise
+        :attr:`clients` know their layout, data and number here. Raise
         :class:`~pflight.errors.ConfigurationError` for options that don't fit them.
         """
-        federation.server.add(1)
+        self.server.add(1)
         if self.buffers == "local":
-            self.private = federation.layout.buffers
+            self.private = self.clients.layout.buffers
 
     @property
     def bytes_kept(self) -> int:
         """Bytes that each client keeps from the first round on in which it takes part."""
-        layout, half = self.federation.layout, self.federation.client_half
+        layout, half = self.clients.layout, self.clients.half
         kept = half.remembered(layout) if half.keeps_memory else ()
         return sum(layout.template[name].nbytes for name in (*kept, *self.private))
 
@@ -124,7 +128,7 @@ class ServerCallback(L.Callback):
         """Return a scheduler of the server optimizer, stepped once a round; by default none."""
         return None
 
-    def prepare(self) -> None:
+    def prepare(self, trainer: L.Trainer) -> None:
         """Get ready to train: the last moment to add models, before the server optimizer is built.
 
         Called at the start of every ``fit``, after a checkpoint has been loaded.
@@ -133,8 +137,8 @@ class ServerCallback(L.Callback):
     def round(self, cohort: Tensor) -> None:
         """Run one communication round with the clients of ``cohort`` ``[S]``."""
         self.begin()
-        for clients in self.federation.chunks(cohort):
-            self.receive(self.federation.train_clients(clients, self.broadcast(clients)))
+        for updates in self.clients.train(cohort, self.broadcast):
+            self.receive(updates)
         self.step()
 
     def begin(self) -> None:
@@ -146,7 +150,7 @@ class ServerCallback(L.Callback):
         It is laid over what the client kept, and counted as traffic. By default the first server
         model, as a view.
         """
-        return self.federation.server.expand(0, self.sent_names, len(clients))
+        return self.server.expand(0, self.sent_names, len(clients))
 
     def broadcast_groups(self, clients: Tensor) -> Iterator[tuple[Tensor, TensorDict]]:
         """Split the clients ``[C]`` into groups, each with what :meth:`broadcast` sends it.
@@ -170,21 +174,21 @@ class ServerCallback(L.Callback):
         By default what the server sends, laid over what the client kept; or, where the client
         module says so, what the client remembers.
         """
-        federation = self.federation
-        states = federation.lay_over(clients, self.broadcast(clients))
-        if not federation.client_half.judged_by_memory:
+        states = self.clients.start_states(clients, self.broadcast(clients))
+        if not self.clients.half.judged_by_memory:
             return states
-        return federation.complete(clients, federation.remembered(clients, states).states)
+        kept = self.clients.remembered(clients, states)
+        return self.clients.completed(clients, kept.states)
 
     @property
     def personalizes(self) -> bool:
         """Whether a client may be judged by another model than what the server sends."""
         overridden = type(self).personalize is not ServerCallback.personalize
-        return overridden or bool(self.private) or self.federation.client_half.judged_by_memory
+        return overridden or bool(self.private) or self.clients.half.judged_by_memory
 
     def server_states(self) -> list[dict[str, Tensor]]:
         """Return the server's models, full states, by default those of ``federation.server``."""
-        models = self.federation.server
+        models = self.server
         return [models.tensors(index) for index in range(len(models))]
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
@@ -194,7 +198,24 @@ class ServerCallback(L.Callback):
     @property
     def sent_names(self) -> tuple[str, ...]:
         """Names of the entries of a state that travel."""
-        layout = self.federation.layout
+        layout = self.clients.layout
         reset = layout.buffers if self.buffers == "reset" else ()
         stay = {*self.private, *layout.frozen, *reset}
         return tuple(name for name in layout.names if name not in stay)
+
+
+def chosen_half(callback: ServerCallback, module: L.LightningModule) -> Half:
+    """Return the half that a server callback brings, or the one that the client module names.
+
+    Raises:
+        ConfigurationError: If they are two, and it was not left to one to say.
+    """
+    brought, named = callback.half, half_of(module)
+    if named is None or brought == named:
+        return brought
+    if type(brought) is Half or (brought.kinds == named.kinds and not callback.chooses_half):
+        return named
+    raise ConfigurationError(
+        f"{type(callback).__name__} brings {brought}, and {type(module).__name__} names {named}: "
+        "leave it to one of them to say what clients minimise"
+    )

@@ -666,7 +666,7 @@ class TestEvaluation:
         federation = Federation.load_from_checkpoint(
             "run/checkpoints/last.ckpt", client=client, callback=FeSEM(4)
         )
-        assert federation.local_epochs == 2
+        assert federation.clients.training.epochs == 2
         from pflight.datamodules import Digits
 
         data = Digits(num_clients=6)

@@ -53,7 +53,7 @@ def test_clients_are_grouped_by_center_and_none_gets_a_copy(
 
 def test_each_client_is_judged_by_its_center(clustered: tuple[Federation, FeSEM]) -> None:
     federation, _ = clustered
-    data, losses = federation.attached_data, federation.client_metrics("val")["loss"]
+    data, losses = federation.clients.attached_data, federation.client_metrics("val")["loss"]
     for client in range(6):
         module = federation.client_module(client)
         expected = torch.nn.functional.cross_entropy(

@@ -87,7 +87,7 @@ def test_what_clients_keep_must_fit_into_ram_unless_it_is_on_disk(
 ) -> None:
     data = small_data(cohort_size=2)
     federation = run(linear_client(kind), data, callback(), 2, local_steps=1)
-    slots = federation.memory.state_dict().values()
+    slots = federation.clients.memory.state_dict().values()
     for i in federation.history[0].clients:
         size = sum(value.nbytes for slot in slots for value in slot[i].values())
         assert kept <= size <= kept + 8  # FedALA counts, too

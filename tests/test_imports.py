@@ -25,9 +25,6 @@ FACE = "pflight"  # whose lazy names keep `import pflight` fast
 KNOWN = (
     ("pflight.__main__", "pflight.cli"),
     ("pflight.callbacks.methods.selection", "pflight.callbacks.methods.fesem"),
-    ("pflight.evaluation", "pflight.federation"),
-    ("pflight.monitors", "pflight.federation"),
-    ("pflight.server_callback", "pflight.federation"),
 )
 
 

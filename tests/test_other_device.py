@@ -49,7 +49,7 @@ def trained(algorithm: Algorithm, engine: str, folder: Path, device: str) -> lis
         trainer.save_checkpoint(checkpoint)
     metrics = trainer.test(federation, datamodule=unequal_data(), verbose=False)
     states = [*federation.server_states(), *map(federation.client_state, range(len(SIZES)))]
-    runner = federation.attached_engine
+    runner = federation.clients.attached_engine
     names = "obstacle", "fills_batches", "_stacks_evaluation"
     return [*states, *metrics, {name: str(getattr(runner, name, None)) for name in names}]
 

@@ -137,7 +137,7 @@ def test_one_round(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(federation, Federation)
 
     assert given.trainer.default_root_dir == f"runs/paper/{name}"
-    assert federation.local_epochs == column.epochs
+    assert federation.clients.training.epochs == column.epochs
     assert sum(p.numel() for p in federation.client.network.parameters()) == column.parameters
     optimizer = given.model.init_args.client.init_args.optimizer.init_args
     assert (optimizer.lr, optimizer.momentum) == (column.lr, column.momentum)

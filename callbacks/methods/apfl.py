@@ -55,7 +55,7 @@ class APFL(PersonalFedAvg):
     @property
     def algorithm_name(self) -> str:
         """APFL, and whether its mixing weights are trained."""
-        mixture: Any = self.federation.client_half.personal
+        mixture: Any = self.clients.half.personal
         return "APFL" + " (adaptive)" * (mixture.alpha_lr is not None)
 
     def personal_value(self, states: TensorDict, shared: str, personal: str) -> Tensor:
@@ -68,4 +68,4 @@ class APFL(PersonalFedAvg):
 
     def mixing(self, clients: Tensor) -> Tensor:
         r"""Return :math:`\alpha_i` of the clients ``[C]``."""
-        return self.federation.lay_over(clients, self.broadcast(clients))[f"{OWN}alpha"]
+        return self.clients.start_states(clients, self.broadcast(clients))[f"{OWN}alpha"]

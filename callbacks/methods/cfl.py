@@ -19,7 +19,7 @@ from .clustering import Linkage, bipartition, parameter_vectors
 from .multi_center import MultiCenter
 
 if TYPE_CHECKING:
-    from pflight.federation import Federation
+    pass
 
 
 class Split(NamedTuple):
@@ -114,15 +114,15 @@ class CFL(MultiCenter):
         self.splits: list[Split] = []
         self._changes: dict[int, Tensor] = {}  # of parameters, by client, since the last test
 
-    def setup_server(self, federation: Federation) -> None:
+    def setup_server(self) -> None:
         """Make one model, for all clients that may train."""
-        super().setup_server(federation)
-        self.assignments[federation.trainable_clients] = 0
+        super().setup_server()
+        self.assignments[self.clients.trainable] = 0
 
     def round(self, cohort: Tensor) -> None:
         """Run one round; clients that have joined since the last one descend the tree first."""
         clients = cohort.cpu()
-        able = torch.isin(clients, self.federation.trainable_clients)
+        able = torch.isin(clients, self.clients.trainable)
         late = clients[able & (self.assignments[clients] < 0)]
         if len(late):
             self.assignments[late] = self.descend(late.to(cohort.device))
@@ -144,14 +144,14 @@ class CFL(MultiCenter):
     def receive(self, updates: ClientUpdates) -> None:
         """Keep a chunk's models and, after the warm-up, their changes."""
         self._updates.append(updates)
-        if len(self.federation.history) < self.warmup:
+        if self.clients.rounds < self.warmup:
             return
         clients = updates.clients.cpu()
         clusters = self.assignments[clients]
         for k in clusters.unique().tolist():
             if (self.assignments == k).sum() > self.min_size:
                 ours = clusters == k
-                start = stack_states([self.federation.server.tensors(k)])
+                start = stack_states([self.server.tensors(k)])
                 changes = self._vectors(updates.states[ours]) - self._vectors(start)
                 kept = (change.clone() for change in changes.cpu())
                 self._arrived.update(zip(clients[ours].tolist(), kept, strict=True))
@@ -173,15 +173,14 @@ class CFL(MultiCenter):
 
         One that fails to train goes with the first half.
         """
-        federation = self.federation
-        clusters = torch.where(federation.num_samples[clients.cpu()] > 0, 0, -1)
+        clusters = torch.where(self.clients.num_samples[clients.cpu()] > 0, 0, -1)
         for split in self.splits:
             here = (clusters == split.cluster).nonzero().flatten()
             if not len(here):
                 continue
             asked = clients[here.to(clients.device)]
-            sent = expand_state(split.state, len(asked)).to(federation.device)
-            tried = federation.try_training(asked, sent, split.round)
+            sent = expand_state(split.state, len(asked)).to(self.clients.device)
+            tried = self.clients.train_aside(asked, sent, split.round)
             changes = F.normalize(self._vectors(tried.states) - self._vectors(sent[:1]))
             cosines = changes @ F.normalize(split.directions).to(changes).T
             follows = torch.isin(asked, tried.clients[cosines[:, 1] > cosines[:, 0]])
@@ -198,12 +197,12 @@ class CFL(MultiCenter):
         mean = (weights / weights.sum() @ changes).norm().item()
         largest = changes.norm(dim=1).max().item()
         norms = {f"cfl/mean_norm_{cluster}": mean, f"cfl/max_norm_{cluster}": largest}
-        self.federation.log_round(norms)
+        self.clients.log(norms)
         if not (mean < self.eps1 and largest > self.eps2):
             return
         units = F.normalize(changes)
         cosines = (units @ units.T).clamp(-1, 1)
-        seed = derive_seed(Purpose.SERVER, self.federation.seed)
+        seed = derive_seed(Purpose.SERVER, self.clients.seed)
         second = bipartition(cosines, self.linkage, seed)
         across = cosines[~second][:, second].max().item()
         if self.gamma and ((1 - across) / 2) ** 0.5 <= self.gamma:
@@ -213,17 +212,17 @@ class CFL(MultiCenter):
 
     def _split(self, cluster: int, leaving: Tensor, directions: Tensor) -> None:
         """Give the clients that leave a cluster a copy of its model."""
-        federation, new = self.federation, self.num_clusters
-        state = federation.server.tensors(cluster, self.sent_names)
+        new = self.num_clusters
+        state = self.server.tensors(cluster, self.sent_names)
         state = {name: value.detach().clone() for name, value in state.items()}
-        self.splits.append(Split(len(federation.history), cluster, new, state, directions))
-        federation.copy_server_model(cluster)
+        self.splits.append(Split(self.clients.rounds, cluster, new, state, directions))
+        self.server.copy(cluster)
         self.assignments[leaving] = new
         self.num_clusters += 1
 
     def _vectors(self, states: TensorDict) -> Tensor:
         """Return the parameters of a stack ``[C]`` as vectors ``[C, d]``."""
-        return parameter_vectors(states, self.federation.layout.parameters)
+        return parameter_vectors(states, self.clients.layout.parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tree, and the updates that wait for a test, for the checkpoint."""
@@ -233,6 +232,6 @@ class CFL(MultiCenter):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave, with as many models."""
         splits = [Split(**split) for split in state_dict["splits"]]
-        del self.federation.server[len(splits) + 1 :]
+        del self.server[len(splits) + 1 :]
         self.add_centers(len(splits) + 1)
         super().load_state_dict({**state_dict, "splits": splits})

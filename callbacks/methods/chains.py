@@ -19,7 +19,7 @@ from pflight.errors import ConfigurationError
 if TYPE_CHECKING:
     from torch.fx import Node
 
-    from .models import Classifier
+    from pflight.models.classifier import Classifier
 
 _WEIGHTED = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear
 _POOLINGS = {

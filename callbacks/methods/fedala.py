@@ -24,7 +24,7 @@ from pflight.randomness import Purpose
 from pflight.state import StateLayout, StateModule, entries, state_tensors
 
 if TYPE_CHECKING:
-    from pflight.federation import Federation
+    pass
 
 _SLOT = "fedala"
 
@@ -88,12 +88,12 @@ class FedALA(FedAvg):
         self.share = share
         self.start_epochs = start_epochs
 
-    def setup_server(self, federation: Federation) -> None:
+    def setup_server(self) -> None:
         """Make the server's model, and find the layers to mix."""
-        super().setup_server(federation)
-        parameters = {*federation.layout.parameters}
+        super().setup_server()
+        parameters = {*self.clients.layout.parameters}
         owned = (
-            [n for n in names if n in parameters] for names in federation.layout.layers.values()
+            [n for n in names if n in parameters] for names in self.clients.layout.layers.values()
         )
         layers = [names for names in owned if names]
         if self.layers > len(layers):
@@ -105,12 +105,12 @@ class FedALA(FedAvg):
     @property
     def bytes_kept(self) -> int:
         """Bytes that a client keeps: the layers that it mixes, and a weight for each number."""
-        template = self.federation.layout.template
+        template = self.clients.layout.template
         return super().bytes_kept + 2 * sum(template[name].nbytes for name in self.mixed)
 
-    def prepare(self) -> None:
+    def prepare(self, trainer: L.Trainer) -> None:
         """Get ready to learn weights as clients train, by an engine for them alone."""
-        setting = self.federation.attached_engine.setting
+        setting = self.clients.attached_engine.setting
         mixing = Mixing(setting.client, self.mixed, self.lr)
         layout = StateLayout.of(mixing)
         settings = setting.data, setting.precision, setting.device, setting.seed
@@ -120,13 +120,17 @@ class FedALA(FedAvg):
     def round(self, cohort: Tensor) -> None:
         """Run one round; clients mix what they are sent with what they kept, then train."""
         self.begin()
-        for clients in self.federation.chunks(cohort):
-            sent = self.broadcast(clients)
-            learned = self.learn(clients, sent, self.kept(clients, sent))
-            updates = self.federation.train_clients(clients, self.mixtures(sent, learned))
-            self.keep(updates, learned[torch.isin(clients, updates.clients)])
+        for updates in self.clients.train(cohort, self.send):
+            asked, learned = self._learned
+            self.keep(updates, learned[torch.isin(asked, updates.clients)])
             self.receive(updates)
         self.step()
+
+    def send(self, clients: Tensor) -> TensorDict:
+        """Return what the clients ``[C]`` train from: mixtures, by weights that they learn now."""
+        sent = self.broadcast(clients)
+        self._learned = clients, self.learn(clients, sent, self.kept(clients, sent))
+        return self.mixtures(sent, self._learned[1])
 
     def kept(self, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Return what the clients keep, ``[C]``: under ``own.`` and ``weights.``, and ``times``.
@@ -138,7 +142,7 @@ class FedALA(FedAvg):
         for name in self.mixed:
             start |= {f"own.{name}": sent[name], f"weights.{name}": torch.ones_like(sent[name])}
         default = TensorDict(start, batch_size=[len(clients)])
-        return self.federation.memory.read(_SLOT, clients, default)
+        return self.clients.memory.read(_SLOT, clients, default)
 
     def mixtures(self, sent: TensorDict, kept: TensorDict) -> TensorDict:
         """Return the models ``[C]`` that mix what is sent with what is kept."""
@@ -147,12 +151,12 @@ class FedALA(FedAvg):
 
     def learn(self, clients: Tensor, sent: TensorDict, kept: TensorDict) -> TensorDict:
         """Return what the clients ``[C]`` keep, with the weights that they learn now."""
-        federation, data, times = self.federation, self.learner.setting.data, kept["times"].cpu()
+        data, times = self.learner.setting.data, kept["times"].cpu()
         counts = data.num_samples("train")[clients.cpu()].double()
         batches = (counts / (data.batch_size or counts)).ceil()
         epochs = torch.where(times == 1, self.start_epochs, 1)
         steps = (self.share * batches * epochs).round().clamp(min=1).long() * (times > 0)
-        whole = entries(federation.lay_over(clients, sent))
+        whole = entries(self.clients.start_states(clients, sent))
         states = {f"module.{name}": value for name, value in whole}
         starts = TensorDict({**states, **kept.exclude("times")}, batch_size=[len(clients)])
         learned = kept.clone()
@@ -161,7 +165,7 @@ class FedALA(FedAvg):
             updates = self.learner.train(
                 clients[group],
                 starts[group],
-                round_index=federation.current_epoch,
+                round_index=self.clients.current.entry.index,
                 steps=count,
                 purpose=Purpose.FINETUNE,
             )
@@ -175,12 +179,12 @@ class FedALA(FedAvg):
         own = {f"own.{name}": updates.states[name] for name in self.mixed}
         kept = TensorDict({**learned, **own}, batch_size=learned.batch_size)
         kept["times"] = learned["times"] + 1
-        self.federation.memory.write(_SLOT, updates.clients, kept)
+        self.clients.memory.write(_SLOT, updates.clients, kept)
 
     def personalize(self, clients: Tensor) -> TensorDict:
         """Return each client's mixture, of the server's model as it is now."""
         sent = self.broadcast(clients)
-        return self.federation.lay_over(clients, self.mixtures(sent, self.kept(clients, sent)))
+        return self.clients.start_states(clients, self.mixtures(sent, self.kept(clients, sent)))
 
 
 class Mixing(L.LightningModule):

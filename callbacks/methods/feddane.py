@@ -19,7 +19,7 @@ from pflight.state import WeightedMean, entries
 from .gradients import check_gradients, own_gradients
 
 if TYPE_CHECKING:
-    from pflight.federation import Federation
+    pass
 
 
 @checked
@@ -58,40 +58,42 @@ class FedDANE(FedAvg):
         self.same_set = same_set
         self.bring(Dane, mu=mu)
 
-    def setup_server(self, federation: Federation) -> None:
+    def setup_server(self) -> None:
         """Make the server's model."""
-        check_gradients(federation, "FedDANE")
-        super().setup_server(federation)
+        check_gradients(self.clients.module, "FedDANE")
+        super().setup_server()
 
     def round(self, cohort: Tensor) -> None:
         """Collect gradients from the cohort, then models from the second set."""
-        federation = self.federation
-        parameters = federation.layout.parameters
+        parameters = self.clients.layout.parameters
         self.informed = cohort[:0]  # the clients that have been sent the model
-        self.mean = WeightedMean(federation.server.tensors(0, parameters))
-        for clients in federation.chunks(cohort):
-            sent = self.broadcast(clients)
-            self.receive(federation.client_gradients(clients, sent, returns=parameters))
+        self.mean = WeightedMean(self.server.tensors(0, parameters))
+        for updates in self.clients.gradients(cohort, self.broadcast, returns=parameters):
+            self.receive(updates)
         self.mean.all_reduce()
         if not self.mean.weights[0] > 0:
             return
         gradient = self.mean.compute()[0]
         self.informed = cohort
         self.begin()
-        for clients in federation.chunks(self.second_set(cohort)):
+
+        def corrected(clients: Tensor) -> TensorDict:
             sent = self.broadcast(clients)
-            for name, own in entries(own_gradients(federation, clients, sent)):
+            for name, own in entries(own_gradients(self.clients, clients, sent)):
                 sent[f"{OWN}correction.{name}"] = gradient[name] - own
-            self.receive(federation.train_clients(clients, sent))
+            return sent
+
+        for updates in self.clients.train(self.second_set(cohort), corrected):
+            self.receive(updates)
         self.step()
 
     def second_set(self, cohort: Tensor) -> Tensor:
         """Return the clients of the second phase ``[S']``."""
         if self.same_set:
             return cohort
-        cohorts = copy.copy(self.federation.attached_data.cohorts)
+        cohorts = copy.copy(self.clients.attached_data.cohorts)
         cohorts.seed = derive_seed(Purpose.COHORT, cohorts.seed)
-        return cohorts.sample(self.federation.current_epoch).to(cohort.device)
+        return cohorts.sample(self.clients.current.entry.index).to(cohort.device)
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the bytes sent to the clients ``[C]``: the model if they lack it, and g."""

@@ -21,7 +21,6 @@ from .stored import StoredModels
 
 if TYPE_CHECKING:
     from pflight.data_module import FederatedDataModule
-    from pflight.federation import Federation
 
 
 @checked
@@ -92,26 +91,30 @@ class FedFomo(StoredModels):
         """Return the data with samples held out."""
         return HeldOut(data, self.held_out)
 
-    def setup_server(self, federation: Federation) -> None:
+    def setup_server(self) -> None:
         """Store the initial model for every client, of whom nothing is known yet."""
-        super().setup_server(federation)
-        count = federation.num_clients
+        super().setup_server()
+        count = self.clients.num_clients
         self.received = torch.zeros(count, dtype=torch.bool)
         self.affinity = torch.zeros(count, count, dtype=torch.double)
 
-    def more_memory(self, federation: Federation) -> dict[str, int]:
+    def more_memory(self) -> dict[str, int]:
         """Return the bytes of all scores, those of a round apart."""
-        return {"scores": 3 * federation.num_clients**2 * torch.double.itemsize}
+        return {"scores": 3 * self.clients.num_clients**2 * torch.double.itemsize}
 
     def round(self, cohort: Tensor) -> None:
         """Run one round; no stored model changes before all clients have trained."""
         self.begin()
-        for clients in self.federation.chunks(cohort):
-            scores = self.scores(clients)
-            updates = self.federation.train_clients(clients, self.mixtures(clients, scores))
-            self._scores[updates.clients.cpu()] = scores[torch.isin(clients, updates.clients)].cpu()
+        for updates in self.clients.train(cohort, self.send):
+            asked, scores = self._asked
+            self._scores[updates.clients.cpu()] = scores[torch.isin(asked, updates.clients)].cpu()
             self.receive(updates)
         self.step()
+
+    def send(self, clients: Tensor) -> TensorDict:
+        """Return the mixtures from which the clients ``[C]`` train, by what they find now."""
+        self._asked = clients, self.scores(clients)
+        return self.mixtures(*self._asked)
 
     def begin(self) -> None:
         """Start without updates and scores."""
@@ -140,10 +143,10 @@ class FedFomo(StoredModels):
         if not sent.shape[1]:
             return scores
         own = self._models(clients)
-        loss = self.federation.client_losses(clients, own, "held_out")
+        loss = self.clients.losses(clients, own, "held_out")
         for others in sent.unbind(dim=1):
             models = self._models(others)
-            gain = loss - self.federation.client_losses(clients, models, "held_out")
+            gain = loss - self.clients.losses(clients, models, "held_out")
             apart = [rows(models[name] - start).double() for name, start in entries(own)]
             distance = torch.linalg.vector_norm(torch.cat(apart, dim=1), dim=1)
             score = (gain / torch.where(distance > 0, distance, 1e-5)).clamp(min=0)
@@ -152,12 +155,12 @@ class FedFomo(StoredModels):
 
     def choose(self, clients: Tensor) -> Tensor:
         """Return whose models each client is sent now ``[C, M]``, its own for want of others."""
-        now = len(self.federation.history)
+        now = self.clients.rounds
         epsilon = max(0.0, self.epsilon - self.decay * now)
         known = self.received.nonzero().flatten()
         chosen = clients.unsqueeze(1).repeat(1, min(self.num_models, len(known)))
         for row, client in enumerate(clients.tolist()):
-            random = generator(Purpose.SERVER, self.federation.seed, now, client)
+            random = generator(Purpose.SERVER, self.clients.seed, now, client)
             others = known[known != client]
             drawn, tied = (others[torch.randperm(len(others), generator=random)] for _ in range(2))
             best = tied[self.affinity[client, tied].argsort(descending=True, stable=True)]
@@ -191,7 +194,7 @@ class FedFomo(StoredModels):
 
     def personalize(self, clients: Tensor) -> TensorDict:
         """Return each client's model as it was last trained."""
-        return self.federation.lay_over(clients, self._models(clients))
+        return self.clients.start_states(clients, self._models(clients))
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the bytes of the models sent, and of the initial one until a client answers."""

@@ -17,7 +17,7 @@ from pflight.options import check_range, checked
 from .gradients import clipped
 
 if TYPE_CHECKING:
-    from pflight.federation import Federation
+    pass
 
 
 @checked
@@ -47,13 +47,13 @@ class FedSGD(FedAvg):
         self.lr = lr
         self.batches = batches
 
-    def setup_server(self, federation: Federation) -> None:
+    def setup_server(self) -> None:
         """Make the server's model; refuse clients that take their steps themselves."""
-        super().setup_server(federation)
-        if not federation.client.automatic_optimization:
+        super().setup_server()
+        if not self.clients.module.automatic_optimization:
             raise ConfigurationError(
                 "FedSGD asks for the gradient of training_step's loss, which "
-                f"{type(federation.client).__name__} with manual optimization does not give"
+                f"{type(self.clients.module).__name__} with manual optimization does not give"
             )
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -63,10 +63,8 @@ class FedSGD(FedAvg):
     def round(self, cohort: Tensor) -> None:
         """Broadcast, collect gradients, and step."""
         self.begin()
-        for clients in self.federation.chunks(cohort):
-            sent = self.broadcast(clients)
-            updates = self.federation.client_gradients(clients, sent, self.batches)
-            gradients = clipped(self.federation.client, updates.states)
+        for updates in self.clients.gradients(cohort, self.broadcast, batches=self.batches):
+            gradients = clipped(self.clients.module, updates.states)
             self.receive(replace(updates, states=gradients))
         self.step()
 
@@ -74,4 +72,4 @@ class FedSGD(FedAvg):
         """Set the server's gradient to the mean of the clients' gradients."""
         self.mean.all_reduce()
         if self.mean.weights[0] > 0:
-            self.federation.server.descend(0, self.mean.compute()[0])
+            self.server.descend(0, self.mean.compute()[0])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Literal
 
+import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from tensordict import TensorDict
@@ -138,10 +140,10 @@ class FeSEM(MultiCenter):
         chosen = " (K chosen)" * (self._given.get("num_clusters") == "auto")
         return ("FeSEM" if self.matching is None else "FeSEM-MA") + chosen
 
-    def prepare(self) -> None:
+    def prepare(self, trainer: L.Trainer) -> None:
         """Choose the number of clusters, unless it is known; until then there is one model."""
         if not self.num_clusters:
-            self.selection = select_for(self.federation, self)
+            self.selection = select_for(trainer, self)
             self.add_centers(self.selection.num_clusters)
 
     def round(self, cohort: Tensor) -> None:
@@ -159,30 +161,28 @@ class FeSEM(MultiCenter):
 
     def distances(self, states: TensorDict, center: int) -> Tensor:
         """Return the distances ``[C]`` of states ``[C]`` to a center."""
-        parameters = [n for n in self.federation.layout.parameters if n in self.sent_names]
-        target = self.federation.server.tensors(center, parameters)
+        parameters = [n for n in self.clients.layout.parameters if n in self.sent_names]
+        target = self.server.tensors(center, parameters)
         return self.distance(self.align(states, target), target)
 
     def _initialize(self) -> None:
         """Train a sample of clients once and cluster their models by k-means."""
-        federation = self.federation
-        seed = federation.seed + federation.current_epoch  # others, where too few have answered
-        sample = sample_clients(federation.trainable_clients, self.init_clients, seed)
-        updates = [
-            federation.train_clients(clients, ServerCallback.broadcast(self, clients))
-            for clients in federation.chunks(sample)
-        ]
+        index = self.clients.current.entry.index
+        seed = self.clients.seed + index  # others, where too few have answered
+        sample = sample_clients(self.clients.trainable, self.init_clients, seed)
+        send = partial(ServerCallback.broadcast, self)
+        updates = list(self.clients.train(sample, send))
         clusters = cluster_updates(
             sample,
             updates,
-            federation.layout,
+            self.clients.layout,
             num_clusters=self.num_clusters,
             restarts=self.num_restarts,
-            seed=derive_seed(Purpose.SERVER, federation.seed),
+            seed=derive_seed(Purpose.SERVER, self.clients.seed),
         )
         if clusters is None:
             rank_zero_warn(
-                f"round {federation.current_epoch} failed to find {self.num_clusters} centers: too "
+                f"round {index} failed to find {self.num_clusters} centers: too "
                 f"few of {len(sample)} clients answered; the next round tries others"
             )
             return
@@ -192,7 +192,7 @@ class FeSEM(MultiCenter):
         means = self.means()
         for k in range(self.num_clusters):
             # With fewer distinct models than clusters, an empty one repeats another's center.
-            federation.server.replace(k, means.get(k, means[min(means)]))
+            self.server.replace(k, means.get(k, means[min(means)]))
         self.initialized = True
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,39 +9,41 @@ from lightning import LightningModule
 from tensordict import TensorDict
 from torch import Tensor
 
+from pflight.clients import Clients
 from pflight.engines.stacked import clip
 from pflight.errors import ConfigurationError
 from pflight.state import entries
 from pflight.task import Task
 
 if TYPE_CHECKING:
-    from pflight.federation import Federation
+    pass
 
 
-def own_gradients(federation: Federation, clients: Tensor, sent: TensorDict) -> TensorDict:
+def own_gradients(clients: Clients, ids: Tensor, sent: TensorDict) -> TensorDict:
     """Return the gradient of each client's loss over all its samples, at what it is sent.
 
     Nothing travels, and no buffer changes. A client whose pass fails is left out and gets NaN,
     with which its training fails as well.
 
     Args:
-        federation: Whose clients they are.
-        clients: Ids ``[C]``.
+        clients: The clients.
+        ids: Whose gradients they are ``[C]``.
         sent: What they are sent ``[C]``.
 
     Returns:
         Gradients by parameter name ``[C]``.
     """
-    updates = federation.attached_engine.gradients(
-        clients, federation.complete(clients, sent), round_index=federation.current_epoch
+    updates = clients.attached_engine.gradients(
+        ids, clients.completed(ids, sent), round_index=clients.current.entry.index
     )
-    gradients = updates.states.select(*federation.layout.parameters)
-    federation.note_failures(updates.failures, "to take its gradient")
+    parameters = clients.layout.parameters
+    gradients = updates.states.select(*parameters)
+    clients.note_failures(updates.failures, "to take its gradient")
     if not updates.failures:
         return gradients
-    nans = {name: torch.full_like(sent[name], torch.nan) for name in federation.layout.parameters}
-    everybody = TensorDict(nans, batch_size=[len(clients)])
-    everybody[torch.isin(clients, updates.clients)] = gradients
+    nans = {name: torch.full_like(sent[name], torch.nan) for name in parameters}
+    everybody = TensorDict(nans, batch_size=[len(ids)])
+    everybody[torch.isin(ids, updates.clients)] = gradients
     return everybody
 
 
@@ -62,11 +64,10 @@ def clipped(client: LightningModule, gradients: TensorDict) -> TensorDict:
     return TensorDict(result, batch_size=gradients.batch_size)
 
 
-def check_gradients(federation: Federation, algorithm: str) -> None:
-    """Raise unless the gradients of a client are those of its loss."""
-    client = federation.client
-    if not client.automatic_optimization:
+def check_gradients(module: LightningModule, algorithm: str) -> None:
+    """Raise unless the gradients of a client module are those of its loss."""
+    if not module.automatic_optimization:
         raise ConfigurationError(
             f"{algorithm} asks for the gradient of training_step's loss, which "
-            f"{type(client).__name__} with manual optimization does not give"
+            f"{type(module).__name__} with manual optimization does not give"
         )

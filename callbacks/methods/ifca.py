@@ -20,7 +20,7 @@ from pflight.state import WeightedMean
 from .multi_center import MultiCenter
 
 if TYPE_CHECKING:
-    from pflight.federation import Federation
+    pass
 
 _NONE = Layers()
 
@@ -91,19 +91,19 @@ class IFCA(MultiCenter):
         self.shared = shared
         self.divide_by = divide_by
 
-    def setup_server(self, federation: Federation) -> None:
+    def setup_server(self) -> None:
         """Make K models, and deal clients into groups, or make the models different."""
-        super().setup_server(federation)
+        super().setup_server()
         self._chosen = torch.full_like(self.assignments, -1)
-        clients = federation.trainable_clients
-        random = generator(Purpose.SERVER, federation.seed)
+        clients = self.clients.trainable
+        random = generator(Purpose.SERVER, self.clients.seed)
         dealt = clients[torch.randperm(len(clients), generator=random)]
         self._groups = torch.zeros_like(self.assignments)
         self._groups[dealt] = torch.arange(len(clients)) % self.num_clusters
-        layers, server = federation.layout.layers, federation.server
-        names = {name for layer in self.shared.of(federation.client) for name in layers[layer]}
+        layers, server = self.clients.layout.layers, self.server
+        names = {name for layer in self.shared.of(self.clients.module) for name in layers[layer]}
         self.common = tuple(name for name in self.sent_names if name in names)
-        first = server.tensors(0, federation.layout.parameters)
+        first = server.tensors(0, self.clients.layout.parameters)
         for k in range(1, self.num_clusters):
             own = server.tensors(k, first)
             if shuffled := not self.centers and not self.group_rounds:
@@ -134,13 +134,13 @@ class IFCA(MultiCenter):
     def means(self) -> dict[int, TensorDict]:
         """Return the mean of each center that was chosen in this round; shared layers for all."""
         means = super().means()
-        common = WeightedMean(self.federation.server.tensors(0, self.common))
+        common = WeightedMean(self.server.tensors(0, self.common))
         for k, mean in means.items():
             common.add(mean.unsqueeze(0), self.mean.weights[k : k + 1])
         if self.divide_by == "cohort":
             shares = self.mean.weights / self.mean.weights.sum()
             for k, mean in means.items():
-                start = self.federation.server.tensors(k, self.federation.layout.parameters)
+                start = self.server.tensors(k, self.clients.layout.parameters)
                 for name, value in start.items():
                     mean[name] = torch.lerp(value, mean[name], shares[k].item())
         if means and self.common:
@@ -167,14 +167,14 @@ class IFCA(MultiCenter):
 
     @property
     def _grouping(self) -> bool:
-        return len(self.federation.history) < self.group_rounds
+        return self.clients.rounds < self.group_rounds
 
     def _choose(self, clients: Tensor) -> Tensor:
         """Return the center with the lowest training loss, by client ``[C]``."""
-        server, names = self.federation.server, self.sent_names
+        server, names = self.server, self.sent_names
         losses = torch.stack(
             [
-                self.federation.client_losses(clients, server.expand(k, names, len(clients)))
+                self.clients.losses(clients, server.expand(k, names, len(clients)))
                 for k in range(self.num_clusters)
             ]
         ).cpu()

@@ -17,7 +17,7 @@ from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator
 
 if TYPE_CHECKING:
-    from pflight.federation import Federation
+    pass
 
 _SENT = "l2gd"  # the memory slot of the models that clients have sent
 
@@ -65,11 +65,11 @@ class L2GD(FedAvg):
         self.lam = lam
         self.p = p
 
-    def setup_server(self, federation: Federation) -> None:
+    def setup_server(self) -> None:
         """Keep the common initial model as the first mean; everything is private to the clients."""
-        super().setup_server(federation)
-        self.private = federation.layout.names
-        clients = len(federation.trainable_clients)
+        super().setup_server()
+        self.private = self.clients.layout.names
+        clients = len(self.clients.trainable)
         self.c = self.alpha * self.lam / (clients * self.p)
         if self.c > 1:
             raise ConfigurationError(
@@ -80,12 +80,12 @@ class L2GD(FedAvg):
     @property
     def bytes_kept(self) -> int:
         """Bytes that a client keeps: its model, and the one that it has sent."""
-        template = self.federation.layout.template
+        template = self.clients.layout.template
         return super().bytes_kept + sum(template[name].nbytes for name in self.sent_names)
 
     def tosses(self, round_index: int) -> int:
         """Return how many steps to the mean the coin shows before a round's local training."""
-        random = generator(Purpose.SERVER, self.federation.seed, round_index)
+        random = generator(Purpose.SERVER, self.clients.seed, round_index)
         count = 0
         while torch.rand((), dtype=torch.float64, generator=random) < self.p:
             count += 1
@@ -97,22 +97,24 @@ class L2GD(FedAvg):
 
     def round(self, cohort: Tensor) -> None:
         """Run a round, which clients begin with their steps to the mean."""
-        federation, now = self.federation, len(self.federation.history)
+        now = self.clients.rounds
         share, due = self.share(now), self.share(now + 1)
-        means = federation.server.tensors(0, self.sent_names if share else ())
+        means = self.server.tensors(0, self.sent_names if share else ())
         self.begin()
-        for clients in federation.chunks(cohort):
+
+        def send(clients: Tensor) -> TensorDict:
             starts = self.personalize(clients)
             moved = {name: torch.lerp(starts[name], mean, share) for name, mean in means.items()}
-            returns = self.sent_names if due else ()
-            updates = federation.train_clients(clients, starts.update(moved), returns=returns)
+            return starts.update(moved)
+
+        for updates in self.clients.train(cohort, send, returns=self.sent_names if due else ()):
             if due:
                 self.receive(updates)
         self.step()
 
     def receive(self, updates: ClientUpdates) -> None:
         """Add how far a chunk's models are from those that the clients sent before, or the mean."""
-        clients, states, memory = updates.clients, updates.states, self.federation.memory
+        clients, states, memory = updates.clients, updates.states, self.clients.memory
         before = memory.read(_SENT, clients, self.broadcast(clients))
         memory.write(_SENT, clients, states)
         super().receive(replace(updates, states=states.sub(before)))
@@ -120,28 +122,27 @@ class L2GD(FedAvg):
     def step(self) -> None:
         """Move the mean to that of all clients' last models."""
         self.mean.all_reduce()
-        federation = self.federation
-        known = federation.memory.seen(_SENT, owned(torch.arange(federation.num_clients)))
+        known = self.clients.memory.seen(_SENT, owned(torch.arange(self.clients.num_clients)))
         count = all_sum(known.sum())
         if self.mean.weights[0] > 0:
             change, share = self.mean.compute()[0], self.mean.weights[0].cpu() / count
-            means = federation.server.tensors(0, self.sent_names).items()
+            means = self.server.tensors(0, self.sent_names).items()
             moved = {name: mean + share.to(mean) * change[name] for name, mean in means}
-            federation.server.pull(0, moved)
+            self.server.pull(0, moved)
 
     def personalize(self, clients: Tensor) -> TensorDict:
         """Return the clients' own models ``[C]``, those of newcomers at the mean."""
-        return self.federation.lay_over(clients, TensorDict({}, batch_size=[len(clients)]))
+        return self.clients.start_states(clients, TensorDict({}, batch_size=[len(clients)]))
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the bytes of the mean where it is needed, and of a newcomer's first model."""
-        federation, layout = self.federation, self.federation.layout
+        layout = self.clients.layout
         asking = clients
-        if not self.share(len(federation.history)):
-            asking = clients[~federation.has_kept(clients)]
+        if not self.share(self.clients.rounds):
+            asking = clients[~self.clients.has_memory(clients)]
         return len(asking) * sum(layout.template[name].nbytes for name in layout.parameters)
 
     @property
     def sent_names(self) -> tuple[str, ...]:
         """Names of the entries of a state that travel, its parameters."""
-        return self.federation.layout.parameters
+        return self.clients.layout.parameters

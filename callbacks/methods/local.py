@@ -11,7 +11,7 @@ from pflight.engines.updates import ClientUpdates
 from pflight.server_callback import ServerCallback
 
 if TYPE_CHECKING:
-    from pflight.federation import Federation
+    pass
 
 
 class Local(ServerCallback):
@@ -22,10 +22,10 @@ class Local(ServerCallback):
     match those of federated methods. Held-out clients are served the common initial model.
     """
 
-    def setup_server(self, federation: Federation) -> None:
+    def setup_server(self) -> None:
         """Keep the common initial model; everything is private to the clients."""
-        super().setup_server(federation)
-        self.private = federation.layout.names
+        super().setup_server()
+        self.private = self.clients.layout.names
 
     def receive(self, updates: ClientUpdates) -> None:
         """Receive nothing: clients keep their models."""
@@ -35,6 +35,6 @@ class Local(ServerCallback):
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the bytes of the initial parameters, for clients without a model of their own."""
-        newcomers = int((~self.federation.has_kept(clients)).sum())
-        layout = self.federation.layout
+        newcomers = int((~self.clients.has_memory(clients)).sum())
+        layout = self.clients.layout
         return newcomers * sum(layout.template[name].nbytes for name in layout.parameters)

@@ -22,7 +22,7 @@ from .chains import Chain, matched_chain
 from .matching import BBPMAP, MatchedMean, State, align
 
 if TYPE_CHECKING:
-    from pflight.federation import Federation
+    pass
 
 
 @checked
@@ -80,25 +80,25 @@ class MultiCenter(ServerCallback):
         self.chain: Chain | None = None
         self.assignments = torch.empty(0, dtype=torch.long)
 
-    def setup_server(self, federation: Federation) -> None:
+    def setup_server(self) -> None:
         """Make K models, equal at first unless ``centers`` were given."""
-        super().setup_server(federation)
-        clients = len(federation.trainable_clients)
+        super().setup_server()
+        clients = len(self.clients.trainable)
         if self.num_clusters > clients:
             raise ConfigurationError(
                 f"{type(self).__name__}: num_clusters ({self.num_clusters}) exceeds the number of "
                 f"clients that can train ({clients})"
             )
         if self.matching is not None:
-            self.chain = matched_chain(as_classifier(federation.client), self.sent_names)
-        self.assignments = torch.full((federation.num_clients,), -1)
+            self.chain = matched_chain(as_classifier(self.clients.module), self.sent_names)
+        self.assignments = torch.full((self.clients.num_clients,), -1)
         self.add_centers(self.num_clusters)
         for index, center in enumerate(self.centers or ()):
-            federation.server.replace(index, center)
+            self.server.replace(index, center)
 
     def add_centers(self, count: int) -> None:
         """Copy the first model until there are ``count`` of them."""
-        server = self.federation.server
+        server = self.server
         server.extend(copy.deepcopy(server[0]) for _ in range(count - len(server)))
         self.num_clusters = count
         self.weights = torch.zeros(count, dtype=torch.double)
@@ -112,18 +112,18 @@ class MultiCenter(ServerCallback):
         """Log how many clients each center has, and the assignments."""
         known = self.assignments[self.assignments >= 0]
         sizes = known.bincount(minlength=self.num_clusters).tolist()
-        self.federation.log_round({f"{self.tag}/size_{k}": float(n) for k, n in enumerate(sizes)})
-        self.federation.log_histogram(f"{self.tag}/assignments", self.assignments)
+        self.clients.log({f"{self.tag}/size_{k}": float(n) for k, n in enumerate(sizes)})
+        self.clients.current.histograms[f"{self.tag}/assignments"] = self.assignments
 
     def begin(self) -> None:
         """Start empty means, one per center."""
-        federation, groups = self.federation, self.num_clusters
+        groups = self.num_clusters
         self.mean: WeightedMean | MatchedMean
         if self.chain is None or self.matching is None:
-            self.mean = WeightedMean(federation.server.tensors(0, self.sent_names), groups)
+            self.mean = WeightedMean(self.server.tensors(0, self.sent_names), groups)
         else:
-            counts = federation.attached_data.class_counts("train")
-            keys = federation.seed, len(federation.history)
+            counts = self.clients.attached_data.class_counts("train")
+            keys = self.clients.seed, self.clients.rounds
             self.mean = MatchedMean(self.chain, counts, groups, self.matching, keys)
         self._assigned = torch.full_like(self.assignments, -1)
 
@@ -148,7 +148,7 @@ class MultiCenter(ServerCallback):
 
     def _sent_as(self, center: int) -> State:
         """Return a center, or for -1 the weighted mean of all."""
-        server = self.federation.server
+        server = self.server
         if center >= 0 or self.num_clusters <= 1:
             return server.tensors(max(center, 0), self.sent_names)
         centers = stack_states(server.tensors(k, self.sent_names) for k in range(self.num_clusters))
@@ -174,13 +174,13 @@ class MultiCenter(ServerCallback):
     def client_weights(self, clients: Tensor) -> Tensor:
         """Return what each of the clients ``[C]`` weighs in the mean of its cluster."""
         if self.weighting == "samples":
-            return self.federation.num_samples[clients.cpu()]
+            return self.clients.num_samples[clients.cpu()]
         return torch.ones(len(clients))
 
     def step(self) -> None:
         """Pull each center to the mean of its members that answered."""
         for k, mean in self.means().items():
-            self.federation.server.pull(k, mean)
+            self.server.pull(k, mean)
 
     def means(self) -> dict[int, TensorDict]:
         """Combine all ranks; return the mean of each center that has members in this round."""
@@ -188,14 +188,14 @@ class MultiCenter(ServerCallback):
         self.settle(self._assigned)
         means = self.mean.compute()
         filled = self.mean.weights.nonzero().flatten().tolist()
-        return {k: means[k].to(self.federation.device) for k in filled}
+        return {k: means[k].to(self.clients.device) for k in filled}
 
     def settle(self, assigned: Tensor) -> None:
         """Take over the centers that all ranks assigned ``[num_clients]``, -1 for no change."""
         assigned = all_max(assigned)
         self.assignments = torch.where(assigned >= 0, assigned, self.assignments)
         known = self.assignments >= 0
-        samples = self.federation.num_samples[known].double()
+        samples = self.clients.num_samples[known].double()
         weights = torch.zeros(self.num_clusters, dtype=torch.double)
         self.weights = weights.index_add_(0, self.assignments[known], samples)
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.fedavg import FedAvg
 from pflight.models.halves.per_fedavg import Adapted
 from pflight.options import check_range, checked
-from pflight.randomness import Purpose
 
 
 @checked
@@ -57,7 +55,7 @@ class PerFedAvg(FedAvg):
     @property
     def algorithm_name(self) -> str:
         """Per-FedAvg, and how it takes its second derivatives."""
-        half: Any = self.federation.client_half
+        half: Any = self.clients.half
         return f"Per-FedAvg ({'HF' if half.hessian else 'FO'})"
 
     def personalize(self, clients: Tensor) -> TensorDict:
@@ -65,11 +63,4 @@ class PerFedAvg(FedAvg):
         states = super().personalize(clients)
         if not self.steps:
             return states
-        history = self.federation.history
-        adapted = self.federation.attached_engine.train(
-            clients, states, round_index=len(history), steps=self.steps, purpose=Purpose.FINETUNE
-        )
-        self.federation.note_failures(adapted.failures, "to adapt")
-        states = states.clone()
-        states[torch.isin(clients, adapted.clients)] = adapted.states
-        return states
+        return self.clients.finetune(clients, states, steps=self.steps, doing="to adapt")

@@ -11,7 +11,7 @@ from pflight.fedavg import FedAvg
 from pflight.half import PERSONAL
 
 if TYPE_CHECKING:
-    from pflight.federation import Federation
+    pass
 
 
 class PersonalFedAvg(FedAvg):
@@ -26,12 +26,12 @@ class PersonalFedAvg(FedAvg):
 
     """
 
-    def setup_server(self, federation: Federation) -> None:
+    def setup_server(self) -> None:
         """Make the server's model; keep apart what stays with the clients."""
-        layout = federation.layout
+        layout = self.clients.layout
         copied = [name for name in layout.own if name.startswith(PERSONAL)]
         self.pairs = [(name.removeprefix(PERSONAL), name) for name in copied]
-        super().setup_server(federation)
+        super().setup_server()
         private = {*self.private, *layout.own}
         self.private = tuple(name for name in layout.names if name in private)
 
@@ -43,7 +43,7 @@ class PersonalFedAvg(FedAvg):
             for shared, personal in self.pairs:
                 if shared in self.sent_names:
                     mean[personal] = mean[shared]
-            self.federation.server.pull(0, mean)
+            self.server.pull(0, mean)
 
     def personalize(self, clients: Tensor) -> TensorDict:
         """Return the clients' states with what they are judged by as their network ``[C]``."""

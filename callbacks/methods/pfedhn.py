@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from pflight.distributed import gather
+from pflight.distributed import gather, owned
+from pflight.engines.updates import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
@@ -20,7 +21,7 @@ from pflight.server_callback import ServerCallback
 from pflight.state import stack_states
 
 if TYPE_CHECKING:
-    from pflight.federation import Federation
+    pass
 
 
 @checked
@@ -111,10 +112,10 @@ class PFedHN(ServerCallback):
         """pFedHN, or pFedHN-PC where the clients keep a classifier of their own."""
         return "pFedHN" + "-PC" * (self.private_layers > 0)
 
-    def setup_server(self, federation: Federation) -> None:
+    def setup_server(self) -> None:
         """Draw the hypernetwork and the embeddings."""
-        super().setup_server(federation)
-        layout, count = federation.layout, federation.num_clients
+        super().setup_server()
+        layout, count = self.clients.layout, self.clients.num_clients
         layers = [names for names in layout.layers.values() if {*names} & {*layout.parameters}]
         if self.private_layers >= len(layers):
             raise ConfigurationError(
@@ -127,29 +128,29 @@ class PFedHN(ServerCallback):
         initial = [layout.template[name] for name in self.generated]
         dim = self.embedding_dim or 1 + count // 4
         self._check_memory(dim, sum(value.numel() for value in initial))
-        with isolated(federation.device):
-            seed_everything(derive_seed(Purpose.SERVER, federation.seed), federation.device)
+        with isolated(self.clients.device):
+            seed_everything(derive_seed(Purpose.SERVER, self.clients.seed), self.clients.device)
             self.embeddings = nn.ParameterList(torch.randn(dim) for _ in range(count))
             self.network = self.hypernetwork(dim, sum(value.numel() for value in initial))
-        for name, module in (("embeddings", self.embeddings), ("hypernetwork", self.network)):
+        self.modules |= {"embeddings": self.embeddings, "hypernetwork": self.network}
+        for module in self.modules.values():
             module.to(torch.promote_types(initial[0].dtype, torch.float))
-            federation.add_module(name, module)
 
     def _check_memory(self, dim: int, size: int) -> None:
         """Raise unless there is memory for embeddings of a size, and a network from there."""
         try:
-            with isolated(self.federation.device), torch.device("meta"):
+            with isolated(self.clients.device), torch.device("meta"):
                 network = self.hypernetwork(dim, size)
         except Exception:  # a user's own, which can't be had without its numbers
             return
-        count = self.federation.num_clients
+        count = self.clients.num_clients
         parts = {
             "embeddings": 4 * dim * count,
             "the hypernetwork": sum(p.nbytes for p in network.parameters()),
         }
-        if self.federation.server_optimizer is None:  # SGD with momentum, which steps all of these
+        if self.server.build_optimizer is None:  # SGD with momentum, which steps all of these
             parts["gradients and momentum"] = 2 * sum(parts.values())
-        self.federation.check_memory(self, parts)
+        self.clients.check_memory(type(self).__name__, parts)
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return SGD with the steps of the hypernetwork and of the embeddings."""
@@ -162,7 +163,7 @@ class PFedHN(ServerCallback):
 
     def generate(self, embedding: Tensor) -> dict[str, Tensor]:
         """Return what the hypernetwork makes of an embedding: parameters by name."""
-        like = self.federation.server.tensors(0, self.generated)
+        like = self.server.tensors(0, self.generated)
         parts = self.network(embedding).split([value.numel() for value in like.values()])
         return {
             name: part.view_as(value).to(value)
@@ -171,15 +172,15 @@ class PFedHN(ServerCallback):
 
     def server_states(self) -> list[dict[str, Tensor]]:
         """Return what is generated for every client, laid over the initial model."""
-        initial = self.federation.server.tensors(0)
+        initial = self.server.tensors(0)
         return [{**initial, **self.generate(embedding)} for embedding in self.embeddings]
 
     def round(self, cohort: Tensor) -> None:
         """Run one round, client by client: each is sent what those before it have changed."""
         self._found.clear()
-        mine = torch.cat([cohort[:0], *self.federation.chunks(cohort)])
+        answers, mine = self.clients.train(cohort, self.send, at_once=1), owned(cohort)
         for client in cohort.split(1):
-            change = self.change(client) if torch.isin(client, mine) else {}
+            change = self.change(next(answers)) if torch.isin(client, mine) else {}
             for answer in gather(change):
                 if answer:
                     self.climb(int(client), answer)
@@ -188,18 +189,22 @@ class PFedHN(ServerCallback):
         """Return the model that is generated for each of the clients."""
         return stack_states(self.generate(self.embeddings[i]) for i in clients.tolist())
 
-    def change(self, client: Tensor) -> dict[str, Tensor]:
-        """Let a client ``[1]`` train; return how far it moved, or nothing if it did not answer."""
-        sent = self.broadcast(client)
-        updates = self.federation.train_clients(client, sent)
+    def send(self, clients: Tensor) -> TensorDict:
+        """Return the model that is generated for each of the clients, and remember it."""
+        self._sent = self.broadcast(clients)
+        return self._sent
+
+    def change(self, updates: ClientUpdates) -> dict[str, Tensor]:
+        """Return how far a single client moved, or nothing if it did not answer."""
         if not len(updates.clients):
             return {}
-        return {name: (updates.states[name][0] - sent[name][0]).cpu() for name in self.generated}
+        states, sent = updates.states, self._sent
+        return {name: (states[name][0] - sent[name][0]).cpu() for name in self.generated}
 
     def climb(self, client: int, change: dict[str, Tensor]) -> None:
         """Move what is generated for a client along its change, by a step of the optimizer."""
-        optimizer = self.federation.optimizers(use_pl_optimizer=False)
-        assert isinstance(optimizer, Optimizer)
+        optimizer = self.server.optimizer
+        assert optimizer is not None
         embedding = self.embeddings[client]
         with torch.enable_grad():
             generated = self.generate(embedding)
@@ -213,7 +218,7 @@ class PFedHN(ServerCallback):
     def personalize(self, clients: Tensor) -> TensorDict:
         """Return what is generated for each of the clients; newcomers find their embedding."""
         states = super().personalize(clients)
-        known = self.federation.trainable_clients.to(clients.device)
+        known = self.clients.trainable.to(clients.device)
         new = (~torch.isin(clients, known)).nonzero().flatten().tolist()
         if not new or not self.newcomer_steps:
             return states
@@ -226,13 +231,12 @@ class PFedHN(ServerCallback):
 
     def _find(self, client: int, state: TensorDict) -> TensorDict:
         """Return the model ``[1]`` of a newcomer whose embedding has followed its changes."""
-        federation = self.federation
-        if not federation.num_samples[client]:
+        if not self.clients.num_samples[client]:
             return state
-        clients = torch.tensor([client], device=federation.device)
+        clients = torch.tensor([client], device=self.clients.device)
         embedding = self.embeddings[client].detach().clone().requires_grad_()
         for step in range(self.newcomer_steps):
-            tried = federation.try_training(clients, state, len(federation.history) + step)
+            tried = self.clients.train_aside(clients, state, self.clients.rounds + step)
             if not len(tried.clients):
                 break
             with torch.enable_grad():

@@ -23,7 +23,7 @@ from .hypernetworks import BLOCK, HyperNetwork, HyperNetworks, weighted_sums
 from .stored import StoredModels
 
 if TYPE_CHECKING:
-    from pflight.federation import Federation
+    pass
 
 
 @checked
@@ -113,11 +113,11 @@ class PFedLA(StoredModels):
         """pFedLA, or HeurpFedLA where layers are retained."""
         return f"HeurpFedLA({self.retain})" if self.retain else "pFedLA"
 
-    def setup_server(self, federation: Federation) -> None:
+    def setup_server(self) -> None:
         """Store the initial model for every client, and draw the hypernetworks."""
-        super().setup_server(federation)
-        count, stored = federation.num_clients, self.stored.tensors()
-        layers = federation.layout.layers
+        super().setup_server()
+        count, stored = self.clients.num_clients, self.stored.tensors()
+        layers = self.clients.layout.layers
         self.layers = {name: names for name, names in layers.items() if stored.keys() & names}
         self._layer_of = {
             name: index for index, names in enumerate(self.layers.values()) for name in names
@@ -127,26 +127,26 @@ class PFedLA(StoredModels):
                 f"PFedLA: retain={self.retain} exceeds the number of layers ({len(self.layers)}): "
                 f"{', '.join(self.layers)}"
             )
-        with isolated(federation.device):
-            seed_everything(derive_seed(Purpose.SERVER, federation.seed), federation.device)
+        with isolated(self.clients.device):
+            seed_everything(derive_seed(Purpose.SERVER, self.clients.seed), self.clients.device)
             networks = (self.hypernetwork(len(self.layers), count) for _ in range(count))
-            mixed = torch.isin(torch.arange(count), federation.trainable_clients.cpu())
+            mixed = torch.isin(torch.arange(count), self.clients.trainable.cpu())
             self.hypernetworks = HyperNetworks(networks, self.weights, mixed)
         dtype = next(iter(stored.values())).dtype
         self.hypernetworks.to(torch.promote_types(dtype, torch.float))
-        federation.add_module("hypernetworks", self.hypernetworks)
+        self.modules["hypernetworks"] = self.hypernetworks
         self.seen = torch.zeros(count, dtype=torch.bool)
 
-    def more_memory(self, federation: Federation) -> dict[str, int]:
+    def more_memory(self) -> dict[str, int]:
         """Return the bytes of all hypernetworks, and of the gradients of a round's."""
-        count, layout = federation.num_clients, federation.layout
+        count, layout = self.clients.num_clients, self.clients.layout
         layers = sum(not {*layout.parameters}.isdisjoint(own) for own in layout.layers.values())
         try:
-            with isolated(federation.device), torch.device("meta"):
+            with isolated(self.clients.device), torch.device("meta"):
                 network = self.hypernetwork(layers, count)
         except Exception:  # a user's own, which can't be had without its numbers
             return {}
-        one, cohort = sum(p.nbytes for p in network.parameters()), federation.cohort_size
+        one, cohort = sum(p.nbytes for p in network.parameters()), self.clients.cohort_size
         return {"hypernetworks": count * one, "gradients of a round's hypernetworks": cohort * one}
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -166,10 +166,14 @@ class PFedLA(StoredModels):
     def round(self, cohort: Tensor) -> None:
         """Run one round; no stored model changes before all clients have trained."""
         self.begin()
-        for clients in self.federation.chunks(cohort, whole=BLOCK):
-            self._sent = clients, self.broadcast(clients)
-            self.receive(self.federation.train_clients(*self._sent))
+        for updates in self.clients.train(cohort, self.send, whole=BLOCK):
+            self.receive(updates)
         self.step()
+
+    def send(self, clients: Tensor) -> TensorDict:
+        """Return what each of the clients ``[C]`` is sent, and remember it."""
+        self._sent = clients, self.broadcast(clients)
+        return self._sent[1]
 
     def begin(self) -> None:
         """Start without updates and with inner products of zero."""

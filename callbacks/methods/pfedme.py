@@ -16,7 +16,7 @@ from pflight.models.halves.pfedme import MoreauEnvelope
 from pflight.options import check_range, checked
 
 if TYPE_CHECKING:
-    from pflight.federation import Federation
+    pass
 
 
 @checked
@@ -83,11 +83,11 @@ class PFedMe(FedAvg):
             mu=mu,
         )
 
-    def setup_server(self, federation: Federation) -> None:
+    def setup_server(self) -> None:
         """Make the server's model."""
-        names, theta = federation.layout.names, f"{OWN}theta."
+        names, theta = self.clients.layout.names, f"{OWN}theta."
         self.pairs = [(n.removeprefix(theta), n) for n in names if n.startswith(theta)]
-        super().setup_server(federation)
+        super().setup_server()
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return SGD with the outer step."""
@@ -95,11 +95,11 @@ class PFedMe(FedAvg):
 
     def round(self, cohort: Tensor) -> None:
         """Run a round, in which all others may train for themselves."""
-        federation = self.federation
         if self.train_all:
-            everybody = federation.trainable_clients.to(cohort.device)
-            for clients in federation.chunks(everybody[~torch.isin(everybody, cohort)]):
-                federation.train_clients(clients, self.broadcast(clients), returns=())
+            everybody = self.clients.trainable.to(cohort.device)
+            others = everybody[~torch.isin(everybody, cohort)]
+            for _ in self.clients.train(others, self.broadcast, returns=()):
+                pass
         super().round(cohort)
 
     def broadcast(self, clients: Tensor) -> TensorDict:
@@ -118,13 +118,12 @@ class PFedMe(FedAvg):
 
     def personalize(self, clients: Tensor) -> TensorDict:
         """Return the personal models, those of newcomers from training aside ``[C]``."""
-        federation = self.federation
-        states = federation.lay_over(clients, self.broadcast(clients))
-        kept = federation.remembered(clients, states)
-        states = federation.complete(clients, kept.states)
+        states = self.clients.start_states(clients, self.broadcast(clients))
+        kept = self.clients.remembered(clients, states)
+        states = self.clients.completed(clients, kept.states)
         new = clients[~kept.seen.to(clients.device)]
         if len(new) and self.train_newcomers:
-            tried = federation.try_training(new, self.broadcast(new), len(federation.history))
+            tried = self.clients.train_aside(new, self.broadcast(new), self.clients.rounds)
             found = {shared: tried.states[own] for shared, own in self.pairs}
             states = states.clone()
             states[torch.isin(clients, tried.clients)] = tried.states.update(found)

@@ -67,12 +67,15 @@ class Reptile(FedAvg):
     @property
     def algorithm_name(self) -> str:
         """FedEC with an elastic client, FedDist or FedDWS with their options, or Reptile."""
-        federation = self.federation
-        if isinstance(half := federation.client_half, Elastic):
+        if isinstance(half := self.clients.half, Elastic):
             return _CONSTRAINED[half.constraint]
-        if (self.lr, self.decay, federation.server_optimizer) == (0.6, None, None):
+        if (self.lr, self.decay, self.server.build_optimizer) == (0.6, None, None):
             return "FedDist" if self.weighting == "uniform" else "FedDWS"
         return "Reptile"
+
+    def prepare(self, trainer: L.Trainer) -> None:
+        """Note how many rounds there will be."""
+        self._rounds = trainer.max_epochs
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return SGD with the outer step."""
@@ -82,7 +85,7 @@ class Reptile(FedAvg):
         """Return the linear decay over all rounds, if there is one."""
         if self.decay is None:
             return None
-        rounds = self.federation.trainer.max_epochs
+        rounds = self._rounds
         if rounds is None or rounds < 1:
             raise ConfigurationError("Reptile: a linear decay needs the Trainer's max_epochs")
         return LambdaLR(optimizer, lambda round: max(0.0, 1 - round / rounds))
@@ -99,8 +102,8 @@ class Reptile(FedAvg):
         self.mean.all_reduce()
         if not self.mean.weights[0] > 0:
             return
-        federation, mean = self.federation, self.mean.compute()[0]
-        for name, buffer in federation.server.tensors(0, federation.layout.averaged).items():
+        mean = self.mean.compute()[0]
+        for name, buffer in self.server.tensors(0, self.clients.layout.averaged).items():
             if name in self.sent_names:
-                mean[name] = torch.lerp(buffer, mean[name], federation.server_lr)
-        federation.server.pull(0, mean)
+                mean[name] = torch.lerp(buffer, mean[name], self.server.lr)
+        self.server.pull(0, mean)

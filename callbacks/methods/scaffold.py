@@ -19,7 +19,7 @@ from pflight.state import entries
 from .gradients import check_gradients, own_gradients
 
 if TYPE_CHECKING:
-    from pflight.federation import Federation
+    pass
 
 
 @checked
@@ -55,11 +55,11 @@ class SCAFFOLD(FedAvg):
         self.lr = lr
         self.bring(Controlled, option=option)
 
-    def setup_server(self, federation: Federation) -> None:
+    def setup_server(self) -> None:
         """Make the server's model and control variate, which starts at 0."""
-        check_gradients(federation, "SCAFFOLD")
-        super().setup_server(federation)
-        names, own = federation.layout.names, OWN
+        check_gradients(self.clients.module, "SCAFFOLD")
+        super().setup_server()
+        names, own = self.clients.layout.names, OWN
         self.controls = tuple(name for name in names if name.startswith(f"{own}control."))
         self.gradients = tuple(name for name in names if name.startswith(f"{own}gradient."))
 
@@ -70,32 +70,35 @@ class SCAFFOLD(FedAvg):
     def round(self, cohort: Tensor) -> None:
         """Run a round; with option I clients take their gradients before they train."""
         self.begin()
-        for clients in self.federation.chunks(cohort):
-            sent = self.broadcast(clients)
-            if self.gradients:
-                uncontrolled = sent.clone(recurse=False).update(self.no_control(sent))
-                for name, own in entries(own_gradients(self.federation, clients, uncontrolled)):
-                    sent[f"{OWN}gradient.{name}"] = own
-            self.receive(self.federation.train_clients(clients, sent))
+        for updates in self.clients.train(cohort, self.send):
+            self.receive(updates)
         self.step()
+
+    def send(self, clients: Tensor) -> TensorDict:
+        """Return what each of the clients ``[C]`` is sent, with option I beside its gradient."""
+        sent = self.broadcast(clients)
+        if self.gradients:
+            uncontrolled = sent.clone(recurse=False).update(self.no_control(sent))
+            for name, own in entries(own_gradients(self.clients, clients, uncontrolled)):
+                sent[f"{OWN}gradient.{name}"] = own
+        return sent
 
     def step(self) -> None:
         """Pull the server's model to the mean, and move the control variate."""
-        federation = self.federation
         self.mean.all_reduce()
         answered = self.mean.weights[0]
         if not answered > 0:
             return
         mean = self.mean.compute()[0]
-        share = answered / len(federation.trainable_clients)
-        for name, control in federation.server.tensors(0, self.controls).items():
+        share = answered / len(self.clients.trainable)
+        for name, control in self.server.tensors(0, self.controls).items():
             mean[name] = control + share * mean[name]
-        federation.server.pull(0, mean)
+        self.server.pull(0, mean)
 
     def client_controls(self, clients: Tensor) -> TensorDict:
         """Return :math:`c_i` of the clients, a stack ``[C]``; 0 for those that never answered."""
         start = self.no_control(self.broadcast(clients))
-        return self.federation.remembered(clients, start).states
+        return self.clients.remembered(clients, start).states
 
     def no_control(self, sent: TensorDict) -> TensorDict:
         """Return control variates of zeros for the clients ``[C]`` of a stack."""

@@ -133,7 +133,7 @@ def select_num_clusters(
     data.prepare_data()
     data.setup("fit")
     sample = SampledClients(
-        data, sample_clients(data.train_clients, callback.init_clients, federation.seed)
+        data, sample_clients(data.train_clients, callback.init_clients, federation.clients.seed)
     )
     numbers = sorted({k for k in candidates if k <= sample.num_clients})
     if not numbers:
@@ -161,13 +161,14 @@ def select_num_clusters(
     return selection
 
 
-def select_for(federation: Federation, callback: FeSEM) -> ClusterSelection:
-    """Choose the number of clusters of a federation that its Trainer is about to train."""
-    trainer = federation.trainer
+def select_for(trainer: L.Trainer, callback: FeSEM) -> ClusterSelection:
+    """Choose the number of clusters of the federation that a Trainer is about to train."""
+    federation = trainer.lightning_module
+    assert isinstance(federation, Federation)
     device = trainer.strategy.root_device
     selection = select_num_clusters(
         federation,
-        federation.attached_data,
+        federation.clients.attached_data,
         callback.candidates,
         callback.criterion,
         callback=callback,
@@ -253,15 +254,15 @@ def _try(
     """Train a federation; return its accuracy and the clients' distance to their centers."""
     trial = type(federation)(
         client,
-        local_epochs=federation.local_epochs,
-        local_steps=federation.local_steps,
-        finetune_epochs=federation.finetune_epochs,
+        local_epochs=federation.clients.training.epochs,
+        local_steps=federation.clients.training.steps,
+        finetune_epochs=federation.clients.training.finetune_epochs,
         server_optimizer=federation.server_optimizer,
         server_scheduler=federation.server_scheduler,
         engine=federation.hparams["engine"],
-        on_client_error=federation.on_client_error,
+        on_client_error=federation.clients.training.on_client_error,
         client_timeout=federation.client_timeout,
-        seed=federation.seed,
+        seed=federation.clients.seed,
         f1_average=federation.f1_average,
     )
     models: dict[int, TensorDict] = {}
@@ -269,7 +270,7 @@ def _try(
     def keep(updates: ClientUpdates) -> None:
         models.update(zip(updates.clients.tolist(), updates.states, strict=True))
 
-    trial.on_updates.append(keep)
+    trial.clients.on_updates.append(keep)
     trainer = L.Trainer(
         max_epochs=rounds,
         check_val_every_n_epoch=rounds,

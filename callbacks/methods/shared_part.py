@@ -14,7 +14,7 @@ from pflight.models.halves.fedrep import HeadFirst
 from pflight.options import checked
 
 if TYPE_CHECKING:
-    from pflight.federation import Federation
+    pass
 
 
 @checked
@@ -90,11 +90,11 @@ class SharedPart(FedAvg):
                 return "FedBN"
         return "SharedPart"
 
-    def setup_server(self, federation: Federation) -> None:
+    def setup_server(self) -> None:
         """Divide the layers, and make the server's model."""
-        super().setup_server(federation)
-        layout = federation.layout
-        self.parts = self._divide(federation)
+        super().setup_server()
+        layout = self.clients.layout
+        self.parts = self._divide()
         stay = {*self.private}
         for layer, names in layout.layers.items():
             if self.parts[layer] == "private":
@@ -110,7 +110,7 @@ class SharedPart(FedAvg):
         from rich.console import Console
         from rich.table import Table
 
-        layout = self.federation.layout
+        layout = self.clients.layout
         table = Table("part", "layers", "parameters", title=type(self).__name__)
         for part in ("shared", "private"):
             layers = [layer for layer in self.parts if self.parts[layer] == part]
@@ -131,11 +131,11 @@ class SharedPart(FedAvg):
                 f"{', '.join(sorted(differing))}"
             )
 
-    def _divide(self, federation: Federation) -> dict[str, str]:
+    def _divide(self) -> dict[str, str]:
         """Return the part of every layer."""
-        layers = federation.layout.layers
+        layers = self.clients.layout.layers
         private, shared = (
-            None if given is None else {*given.of(federation.client)}
+            None if given is None else {*given.of(self.clients.module)}
             for given in (self.private_layers, self.shared_layers)
         )
         if private is None:
@@ -181,19 +181,19 @@ class FedRep(SharedPart):
         super().__init__(private=Layers(), weighting=weighting, buffers=buffers)
         self.bring(HeadFirst, head=head, head_epochs=head_epochs)
 
-    def setup_server(self, federation: Federation) -> None:
+    def setup_server(self) -> None:
         """Make the client's head private."""
-        half = federation.client_half
+        half = self.clients.half
         assert isinstance(half, HeadFirst)
-        if federation.local_steps is not None:
+        if self.clients.training.steps is not None:
             raise ConfigurationError("FedRep counts local epochs: local_steps must be null")
-        if federation.local_epochs < half.head_epochs:
+        if self.clients.training.epochs < half.head_epochs:
             raise ConfigurationError(
-                f"FedRep: local_epochs={federation.local_epochs} must be at least "
+                f"FedRep: local_epochs={self.clients.training.epochs} must be at least "
                 f"head_epochs={half.head_epochs}"
             )
         self.private_layers = half.head
-        super().setup_server(federation)
-        trained = {*self.sent_names} & {*federation.layout.parameters}
-        if federation.local_epochs > half.head_epochs and not trained:
+        super().setup_server()
+        trained = {*self.sent_names} & {*self.clients.layout.parameters}
+        if self.clients.training.epochs > half.head_epochs and not trained:
             raise ConfigurationError("FedRep: no parameter of the body is trained")

@@ -10,7 +10,7 @@ from pflight.server_callback import ServerCallback
 from pflight.state import StateModule, entries, expand_state
 
 if TYPE_CHECKING:
-    from pflight.federation import Federation
+    pass
 
 
 class StoredModels(ServerCallback):
@@ -28,23 +28,26 @@ class StoredModels(ServerCallback):
     def __init__(self) -> None:
         super().__init__(buffers="local")
 
-    def setup_server(self, federation: Federation) -> None:
+    def setup_server(self) -> None:
         """Store the initial model for every client, if there is memory for that."""
-        super().setup_server(federation)
-        initial = {name: federation.layout.template[name] for name in federation.layout.parameters}
-        models = federation.num_clients * sum(value.nbytes for value in initial.values())
-        federation.check_memory(self, {"models": models, **self.more_memory(federation)})
-        self.stored = StateModule(dict(entries(expand_state(initial, federation.num_clients))))
-        federation.add_module("stored", self.stored)
+        super().setup_server()
+        initial = {
+            name: self.clients.layout.template[name] for name in self.clients.layout.parameters
+        }
+        models = self.clients.num_clients * sum(value.nbytes for value in initial.values())
+        parts = {"models": models, **self.more_memory()}
+        self.clients.check_memory(type(self).__name__, parts)
+        self.stored = StateModule(dict(entries(expand_state(initial, self.clients.num_clients))))
+        self.modules["stored"] = self.stored
 
-    def more_memory(self, federation: Federation) -> dict[str, int]:
+    def more_memory(self) -> dict[str, int]:
         """Return the bytes that the server takes beside the models, by what takes them."""
         return {}
 
     def server_states(self) -> list[dict[str, Tensor]]:
         """Return the stored model of every client, with the initial buffers."""
-        initial, stored = self.federation.server.tensors(0), self.stored.tensors()
+        initial, stored = self.server.tensors(0), self.stored.tensors()
         return [
             {**initial, **{name: leaf[client] for name, leaf in stored.items()}}
-            for client in range(self.federation.num_clients)
+            for client in range(self.clients.num_clients)
         ]

@@ -119,29 +119,29 @@ class TrimmedKMeans(MultiCenter):
 
     def step(self) -> None:
         """Pull each cluster's model to the trimmed mean of its members that answered."""
-        clients, states = gather_states(self._updates, self.federation.device)
+        clients, states = gather_states(self._updates, self.clients.device)
         self._updates.clear()
         for k, mean in self._means(self._round_mean, states, self.assignments[clients]).items():
-            self.federation.server.pull(k, mean)
+            self.server.pull(k, mean)
 
     def centers_of(self, clients: Tensor) -> Tensor:
         """Return each client's cluster; newcomers with samples find the nearest center."""
-        clusters, federation = super().centers_of(clients), self.federation
+        clusters = super().centers_of(clients)
         if self._centers is None or (clusters >= 0).all():
             return clusters
-        able = federation.num_samples[clients.cpu()] > 0
+        able = self.clients.num_samples[clients.cpu()] > 0
         new = clients[(able & (clusters < 0)).to(clients.device)]
-        sent = expand_state(self._start, len(new)).to(federation.device)
-        tried = federation.try_training(new, sent, round_index=0, epochs=self.init_epochs)
+        sent = expand_state(self._start, len(new)).to(self.clients.device)
+        tried = self.clients.train_aside(new, sent, round_index=0, epochs=self.init_epochs)
         clusters[torch.isin(clients, tried.clients).cpu()] = self._nearest(tried.states)
         return clusters
 
     def _cluster(self) -> None:
         """Train all clients once from the common start, and cluster their models."""
-        federation, count = self.federation, self.num_clusters
-        start = federation.server.tensors(0, self.sent_names)
+        count = self.num_clusters
+        start = self.server.tensors(0, self.sent_names)
         self._start = {name: value.detach().clone() for name, value in start.items()}
-        clients, states = self._train_from_start(federation.trainable_clients)
+        clients, states = self._train_from_start(self.clients.trainable)
         if len(clients) < count:
             return  # too few answered: the next round tries again
         clusters, self._centers = trimmed_kmeans(
@@ -150,22 +150,22 @@ class TrimmedKMeans(MultiCenter):
             self._cluster_mean,
             restarts=self.num_restarts,
             iterations=self.num_iterations,
-            seed=derive_seed(Purpose.SERVER, federation.seed),
+            seed=derive_seed(Purpose.SERVER, self.clients.seed),
         )
         self._place(clients, clusters.cpu())
         means = self._means(self._cluster_mean, states, clusters.cpu())
         for k in range(count):
             # With fewer distinct models than clusters, an empty one repeats another's center.
-            federation.server.replace(k, means.get(k, means[min(means)]))
+            self.server.replace(k, means.get(k, means[min(means)]))
 
     def _train_from_start(self, clients: Tensor) -> tuple[Tensor, TensorDict]:
         """Return who answered, on any rank, and the models of stage 1."""
-        federation = self.federation
-        updates = []
-        for chunk in federation.chunks(clients):
-            sent = expand_state(self._start, len(chunk)).to(federation.device)
-            updates.append(federation.train_clients(chunk, sent, epochs=self.init_epochs))
-        return gather_states(updates, federation.device)
+
+        def send(asked: Tensor) -> TensorDict:
+            return expand_state(self._start, len(asked)).to(self.clients.device)
+
+        updates = list(self.clients.train(clients, send, epochs=self.init_epochs))
+        return gather_states(updates, self.clients.device)
 
     def _place(self, clients: Tensor, clusters: Tensor) -> None:
         """Assign clients ``[M]`` to clusters ``[M]`` for good."""
@@ -195,7 +195,7 @@ class TrimmedKMeans(MultiCenter):
         return means
 
     def _vectors(self, states: TensorDict) -> Tensor:
-        return parameter_vectors(states, self.federation.layout.parameters)
+        return parameter_vectors(states, self.clients.layout.parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """Return assignments, the start and the centers of stage 2, for the checkpoint."""

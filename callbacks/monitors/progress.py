@@ -71,7 +71,7 @@ class FederationProgressBar(ProgressBar):
         if not self._enabled:
             return
         if isinstance(pl_module, Federation):
-            pl_module.on_client_end = self._on_client_end
+            pl_module.clients.on_client_end = self._on_client_end
         rounds = trainer.max_epochs if trainer.max_epochs != -1 else None
         unit = "Round" if isinstance(pl_module, Federation) else "Epoch"
         self._open(unit, rounds, trainer.current_epoch, inner=True)
@@ -115,7 +115,7 @@ class FederationProgressBar(ProgressBar):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leave the bar of the rounds as it stands."""
         if isinstance(pl_module, Federation):
-            pl_module.on_client_end = None
+            pl_module.clients.on_client_end = None
         self._close()
 
     def on_exception(
@@ -123,7 +123,7 @@ class FederationProgressBar(ProgressBar):
     ) -> None:
         """Give the terminal back."""
         if isinstance(pl_module, Federation):
-            pl_module.on_client_end = None
+            pl_module.clients.on_client_end = None
         self._close()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

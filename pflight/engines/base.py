@@ -26,6 +26,7 @@ from .time_limit import time_limit
 from .updates import ClientFailure, ClientUpdates, Evaluation, Kept
 
 GRADIENT_BATCH = 512  # samples in one pass where their number does not matter
+_NAMED = 5  # clients in a message about many
 ONE_THREAD = 20e6  # operations of a batch's forward pass from which on threads pay
 
 
@@ -226,6 +227,18 @@ class Setting:
         """See :meth:`Engine.has_batches`."""
         counts = self.data.num_samples("train")[clients.cpu()]
         return (counts > (1 if self.mixes_samples else 0)).to(clients.device)
+
+    def idle_clients(self) -> str | None:
+        """Say which clients can't train on all that they have, if there are any."""
+        clients = self.data.train_clients
+        idle = clients[~self.has_batches(clients)].tolist()
+        if not idle:
+            return None
+        named = ", ".join(map(str, idle[:_NAMED])) + ", ..." * (len(idle) > _NAMED)
+        return (
+            f"{len(idle)} of {len(clients)} clients have a single sample, on which BatchNorm can't "
+            f"train, and carry no weight: {named}"
+        )
 
     def batch_sizes(self, num_samples: int) -> list[int]:
         """Sizes of an epoch's batches.

@@ -91,7 +91,7 @@ class Copies:
         self._pristine = ready(template)
         precision.convert_module(self._pristine).to(device)
         if channels_last:
-            self._pristine.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self._pristine.to(memory_format=torch.channels_last)
         tensors, frozen, own = state_tensors(self._pristine), {*layout.frozen}, {*layout.own}
         names = [name for name in layout.names if name not in own]
         self.live = {name: tensors[name] for name in names if name not in frozen}
@@ -130,8 +130,8 @@ class Copies:
         for parameter, required in self._required:
             parameter.requires_grad = required
             parameter.grad = parameter._backward_hooks = None
-            if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
-                parameter._post_accumulate_grad_hooks.clear()  # type: ignore[attr-defined]
+            if parameter._post_accumulate_grad_hooks:
+                parameter._post_accumulate_grad_hooks.clear()
         self.frozen.take(start)
         with torch.no_grad():
             columns = [start[f"{prefix}{name}"] for name in self.live]

@@ -85,7 +85,7 @@ class Probe:
         if trains_as_a_task(self.module):
             return None, ("train/loss",)
         assert self.setting.form is not None
-        module = copy.deepcopy(self.module)
+        module: Any = copy.deepcopy(self.module)
         logged: dict[str, Any] = {}
 
         def log(name: str, value: Any, *_: Any, **__: Any) -> None:
@@ -94,7 +94,7 @@ class Probe:
         def log_dict(values: Mapping[str, Any], *_: Any, **__: Any) -> None:
             logged.update(values)
 
-        module.log, module.log_dict = log, log_dict  # type: ignore[assignment, method-assign]
+        module.log, module.log_dict = log, log_dict
         with isolated(self.setting.device), torch.no_grad():
             try:
                 loss = module.loss(self.setting.form.batch([leaf.clone() for leaf in leaves]))
@@ -292,7 +292,7 @@ class Probe:
         }
         given |= {n: t for n, t in state_tensors(self.module).items() if n in given}
         stack = {name: torch.stack([t, t]).detach() for name, t in given.items()}
-        told = {}
+        told: Stack = {}
         if mode.anchored:
             told |= {f"{ANCHOR}{name}": given[name] for name in stacked.parameters}
         if mode.remembers:

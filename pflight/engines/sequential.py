@@ -397,7 +397,7 @@ class SequentialEngine:
         """Return what takes the clients' steps, if no more than SGD is needed."""
         found = []
         for client, chosen in zip(self.clients, optimizers, strict=True):
-            optimizer = client.module.configure_optimizers() if chosen is None else chosen
+            optimizer: Any = client.module.configure_optimizers() if chosen is None else chosen
             own = {id(parameter) for parameter in client.module.parameters()}
             if not Descent.suits([optimizer]) or not steps_only(optimizer, own):
                 return None
@@ -525,7 +525,7 @@ class SequentialEngine:
         assert form is not None
         if not visit.parts:
             return
-        order, sizes = torch.cat(visit.parts).to(self.device), list(map(len, visit.parts))
+        order, sizes = torch.cat(list(visit.parts)).to(self.device), list(map(len, visit.parts))
         for part in zip(*(leaf[order].split(sizes) for leaf in leaves), strict=True):
             yield form.batch(list(part))
 
@@ -714,7 +714,8 @@ class SequentialEngine:
             self._personal_copies = Copies(*arguments, self._channels_last)
         own = [name for name in setting.layout.own if name.startswith(OWN)]
         held = StateModule({name.removeprefix(OWN): setting.layout.template[name] for name in own})
-        self._own = setting.precision.convert_module(held).to(self.device).tensors()
+        setting.precision.convert_module(held).to(self.device)
+        self._own = held.tensors()
         dtype = setting.dtype if setting.dtype.is_floating_point else torch.float32
         self._scalars = {name: torch.zeros((), dtype=dtype, device=self.device) for name in SCALARS}
         module = setting.client

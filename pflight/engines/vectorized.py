@@ -132,7 +132,7 @@ class VectorizedEngine:
         setting.precision.convert_module(module).to(setting.device)
         self._stacked = StackedClient(module, setting.half, setting.layout)
         self._dependence: dict[bool, Dependence] = {}  # by whether there is an anchor
-        self._phases: dict[int, list[Phase]] = {}
+        self._phases: dict[int, list[Phase | None]] = {}
         self._reused: dict[str, Tensor] = {}
         self._causes: list[BaseException] = []  # why an evaluation fell back
         self._warned = set() if warned is None else warned
@@ -421,11 +421,11 @@ class VectorizedEngine:
             keep if kept is not None else None,
         )
 
-    def _phases_of(self, epochs: int) -> list[Phase] | list[None]:
+    def _phases_of(self, epochs: int) -> list[Phase | None]:
         """Return the phases of local training; a single ``None`` if all epochs are alike."""
         if epochs not in self._phases:
             phases = self.setting.half.phases(self.setting.client, epochs)
-            self._phases[epochs] = phases or [None]
+            self._phases[epochs] = [*phases] if phases else [None]
         return self._phases[epochs]
 
     def _train_chunk(self, chunk: _Chunk, phases: Sequence[Phase | None], work: _Work) -> None:

@@ -42,7 +42,7 @@ class FromOne(APFL):
 def own(federation: Federation, client: int) -> dict[str, torch.Tensor]:
     """Return a client's own model, with the names of the network."""
     clients = torch.tensor([client])
-    kept = federation.lay_over(clients, federation.callback.broadcast(clients))[0]
+    kept = federation.clients.start_states(clients, federation.callback.broadcast(clients))[0]
     return {n.removeprefix(PERSONAL): v for n, v in kept.items() if n.startswith(PERSONAL)}
 
 

@@ -38,7 +38,7 @@ from tests.runs import (
 
 def weights(federation: Federation, client: int) -> dict[str, Tensor]:
     """Return the weights that a client keeps."""
-    kept = federation.memory.state_dict()["fedala"][client]
+    kept = federation.clients.memory.state_dict()["fedala"][client]
     return {name: value for name, value in kept.items() if name.startswith("weights.")}
 
 
@@ -169,8 +169,8 @@ def test_weights_stay_in_the_unit_interval_and_lower_the_loss() -> None:
     federation = run(linear_client(double=True), data, FedALA(start_epochs=30, share=1.0), 3)
     clients = torch.arange(6)
     callback = federation.callback
-    mixed = federation.client_losses(clients, callback.personalize(clients))
-    server = federation.client_losses(clients, callback.broadcast(clients))
+    mixed = federation.clients.losses(clients, callback.personalize(clients))
+    server = federation.clients.losses(clients, callback.broadcast(clients))
     assert mixed.mean() < server.mean()
     for i in range(6):
         values = flat(weights(federation, i))

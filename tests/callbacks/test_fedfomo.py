@@ -274,8 +274,8 @@ def test_newcomers_are_judged_by_the_initial_model_and_their_first_mixture() -> 
     for i in newcomers.tolist():
         assert_same(federation.client_state(i), dict(linear_client().state_dict()))
     mixtures = callback.broadcast(newcomers)
-    held_out = federation.client_losses(newcomers, mixtures, "held_out")
-    initial = federation.client_losses(newcomers, callback._models(newcomers), "held_out")
+    held_out = federation.clients.losses(newcomers, mixtures, "held_out")
+    initial = federation.clients.losses(newcomers, callback._models(newcomers), "held_out")
     assert (held_out < initial).all()
 
 

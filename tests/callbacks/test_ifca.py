@@ -95,7 +95,7 @@ class TestRounds:
         clients = torch.arange(3)
         for k, expected in enumerate([[1.5, 9.5, 10], [20.5, 27, 0.5]]):
             sent = federation.server.expand(k, federation.layout.names, 3)
-            measured = federation.client_losses(clients, sent)
+            measured = federation.clients.losses(clients, sent)
             assert measured.tolist() == pytest.approx(expected, abs=1e-12)
 
     def test_several_rounds_with_some_of_the_clients(self) -> None:
@@ -205,7 +205,7 @@ class TestChoice:
             federation = Federation(client)
             quiet_trainer(1, IFCA(2, centers=perturbed(2))).validate(federation, data)
             sent = federation.server.expand(0, federation.layout.names, 6)
-            measured = federation.client_losses(torch.arange(6), sent)
+            measured = federation.clients.losses(torch.arange(6), sent)
             plain = [losses(data, i, flat(perturbed(2)[0]).astype(np.float32)) for i in range(6)]
             assert measured.tolist() == pytest.approx(plain, rel=1e-5)
 

@@ -127,7 +127,7 @@ def test_a_client_that_always_fails_keeps_nothing(method: Method) -> None:
     federation = run(client, data, method.callback(), 3, engine="sequential")
     assert all(entry.failed == [3] for entry in federation.history)
     for slot in ("private", "memory"):
-        assert not federation.memory.seen(slot, torch.tensor([3])).any()
+        assert not federation.clients.memory.seen(slot, torch.tensor([3])).any()
     assert all(value.isfinite().all() for value in federation.client_state(3).values())
 
 

@@ -123,7 +123,7 @@ def test_all_clients_may_train_and_the_cohort_alone_is_averaged() -> None:
     assert sorted(entry.clients) == list(range(6))
     assert (entry.bytes_down, entry.bytes_up) == (3 * expected.bytes_down, expected.bytes_up)
     whole = run(client, small_data(), PFedMe(personal_steps=2), 1)
-    assert federation.memory.seen("memory", torch.arange(6)).all()
+    assert federation.clients.memory.seen("memory", torch.arange(6)).all()
     for i in range(6):
         torch.testing.assert_close(federation.client_state(i), whole.client_state(i))
 
@@ -166,7 +166,7 @@ def test_newcomers_run_the_inner_loop_from_the_servers_model() -> None:
             theta = theta - 0.1 * (a * (theta - b) + 2 * (theta - w))
         w = w - 0.05 * 2 * (w - theta)
     assert judged(federation, new) == pytest.approx(theta, abs=1e-14)
-    assert not federation.memory.seen("memory", torch.tensor([new])).any()
+    assert not federation.clients.memory.seen("memory", torch.tensor([new])).any()
     federation = fit(train_newcomers=False)
     assert judged(federation, new) == pytest.approx(shared(federation), abs=0)
 

@@ -198,7 +198,7 @@ class TestClusterPlot:
                     vectors = [torch.from_numpy(flat(state)) for state in states]
                     returned.update(zip(updates.clients.tolist(), vectors, strict=True))
 
-                federation.on_updates.append(keep)
+                federation.clients.on_updates.append(keep)
 
         module = run(
             linear_client(), small_data(cohort_size=3), callback, 3, plot, Noting(), trainer=options

@@ -164,7 +164,7 @@ class TestTrial:
             assert_same(left, right)
         assert_same(dict(client.state_dict()), dict(classifier().state_dict()))
         assert len(federation.history) == 2
-        assert federation.attached_data is data
+        assert federation.clients.attached_data is data
         assert given.num_clusters == 2
         assert torch.equal(given.assignments, assignments)
 

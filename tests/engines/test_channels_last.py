@@ -59,7 +59,7 @@ def fitted(kind: type[ClientModule], flatten: nn.Module) -> Federation:
 
 
 def is_channels_last(federation: Federation) -> bool:
-    (convolution, *_) = federation.attached_engine.client.network
+    (convolution, *_) = federation.clients.attached_engine.client.network
     weight = convolution.weight
     return weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
 

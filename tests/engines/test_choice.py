@@ -117,7 +117,7 @@ def test_batchnorm_of_clients_whose_batches_are_unequal(counts: list[int], engin
         federation.client,
         None,
         federation.layout,
-        federation.attached_data,
+        federation.clients.attached_data,
         federation.trainer.strategy.precision_plugin,
         federation.device,
         0,

@@ -51,8 +51,8 @@ def bits(federation: Federation) -> list[dict[str, Tensor]]:
 
 
 def obstacle(federation: Federation) -> str | None:
-    assert isinstance(federation.attached_engine, VectorizedEngine)
-    return federation.attached_engine.obstacle
+    assert isinstance(federation.clients.attached_engine, VectorizedEngine)
+    return federation.clients.attached_engine.obstacle
 
 
 def said_of(what: str, warned: pytest.WarningsRecorder) -> list[str]:

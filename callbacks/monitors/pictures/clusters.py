@@ -69,13 +69,13 @@ class ClusterPlot(RepeatedPicture):
     def start(self, federation: Federation) -> None:
         """Listen to the clients' updates."""
         self._sample = sample_clients(
-            federation.trainable_clients, self.max_clients, federation.seed
+            federation.clients.trainable, self.max_clients, federation.clients.seed
         )
         self._names = federation.layout.parameters
         if not federation.history:
             self._models = {}
-        if self._collect not in federation.on_updates:
-            federation.on_updates.append(self._collect)
+        if self._collect not in federation.clients.on_updates:
+            federation.clients.on_updates.append(self._collect)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Bring together what arrived on all ranks, and draw if it is time."""
@@ -131,8 +131,8 @@ class ClusterPlot(RepeatedPicture):
             self._arrived.update(zip(clients[drawn].tolist(), fold(vectors), strict=True))
 
     def _stop(self, module: L.LightningModule) -> None:
-        if isinstance(module, Federation) and self._collect in module.on_updates:
-            module.on_updates.remove(self._collect)
+        if isinstance(module, Federation) and self._collect in module.clients.on_updates:
+            module.clients.on_updates.remove(self._collect)
 
 
 def cluster_figure(

@@ -94,21 +94,21 @@ class EmbeddingTrajectory(Picture):
                 "EmbeddingTrajectory draws the inputs of the last linear layer, and "
                 f"{type(client.network).__name__} has none"
             )
-        clients = federation.trainable_clients
-        clients = clients[federation.attached_data.num_samples(self.split)[clients] > 0]
+        clients = federation.clients.trainable
+        clients = clients[federation.clients.attached_data.num_samples(self.split)[clients] > 0]
         if not len(clients):
             raise ConfigurationError(f"EmbeddingTrajectory: no client has {self.split} samples")
         if not federation.history:
             self._features = {}
         if not self._features:
-            self._clients = sample_clients(clients, self.max_clients, federation.seed)
+            self._clients = sample_clients(clients, self.max_clients, federation.clients.seed)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Note the average features after this round."""
         super().on_train_epoch_end(trainer, pl_module)
         index, last = trainer.current_epoch, max(self.rounds or (math.inf,))
         if isinstance(pl_module, Federation) and (index + 1) % self.every == 0 and index < last:
-            data = pl_module.attached_data
+            data = pl_module.clients.attached_data
             mine = {
                 client: mean_features(
                     pl_module.client_module(client).to(pl_module.device),
@@ -125,7 +125,7 @@ class EmbeddingTrajectory(Picture):
         last = max(self._features, default=-1)
         counts = sorted({min(count, last + 1) for count in self.rounds or ()})
         names = {f"embedding/first-{count}-rounds": count for count in counts}
-        seed = derive_seed(Purpose.SAMPLE, federation.seed) % 2**32
+        seed = derive_seed(Purpose.SAMPLE, federation.clients.seed) % 2**32
         figures = {}
         for name, count in (names or {"embedding": last + 1}).items():
             if seen := [index for index in self._features if index < count]:

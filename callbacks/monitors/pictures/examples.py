@@ -53,8 +53,8 @@ class ClusterExamples(RepeatedPicture):
 
     def start(self, federation: Federation) -> None:
         """See whether the data are images."""
-        first = int(federation.trainable_clients[0])
-        x, _ = federation.attached_data.samples(first, "train")
+        first = int(federation.clients.trainable[0])
+        x, _ = federation.clients.attached_data.samples(first, "train")
         self._has_images = is_image(x[0])
         if not self._has_images:
             warnings.warn(
@@ -67,7 +67,7 @@ class ClusterExamples(RepeatedPicture):
         if not self._has_images:
             return {}
         assignments = getattr(federation.attached_callback, "assignments", None)
-        clients = federation.trainable_clients
+        clients = federation.clients.trainable
         groups = torch.zeros(len(clients)) if assignments is None else assignments[clients]
         values, sizes = groups[groups >= 0].long().unique(return_counts=True)
         largest = values[sizes.argsort(descending=True, stable=True)[:_MOST_CLUSTERS]]
@@ -82,8 +82,8 @@ class ClusterExamples(RepeatedPicture):
         return {"examples": examples_figure(blocks, counts)}
 
     def _block(self, federation: Federation, members: Tensor) -> dict[int, Tensor]:
-        shown = sample_clients(members, self.per_cluster, federation.seed)
-        data = federation.attached_data
+        shown = sample_clients(members, self.per_cluster, federation.clients.seed)
+        data = federation.clients.attached_data
         return {client: self._row(data, client) for client in shown.tolist()}
 
     def _row(self, data: FederatedDataModule, client: int) -> Tensor:

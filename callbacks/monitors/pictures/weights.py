@@ -88,7 +88,7 @@ class AggregationWeights(RepeatedPicture):
                 f"PFedLA; {type(callback).__name__} has none"
             )
         for client in (self.client, *(self.clients or ())):
-            federation.attached_data.check_client(client)
+            federation.clients.attached_data.check_client(client)
         names = callback.layer_weights(torch.tensor([self.client]))
         known = {name.removeprefix(_PREFIX): name for name in names}
         if self.layers is None:
