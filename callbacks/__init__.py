@@ -12,7 +12,7 @@ from .methods.fedec import FedEC
 from .methods.fedfomo import FedFomo
 from .methods.fedprox import FedProx
 from .methods.fedsgd import FedSGD
-from .methods.fesem import FeSEM
+from .methods.fesem import FeSEM, select_num_clusters
 from .methods.ifca import IFCA
 from .methods.l2gd import L2GD
 from .methods.local import Local
@@ -22,7 +22,7 @@ from .methods.pfedla import PFedLA
 from .methods.pfedme import PFedMe
 from .methods.reptile import Reptile
 from .methods.scaffold import SCAFFOLD
-from .methods.selection import ClusterSelection, select_num_clusters
+from .methods.selection import ClusterSelection
 from .methods.shared_part import FedRep, SharedPart
 from .methods.trimmed_kmeans import TrimmedKMeans
 from .monitors.pictures.clusters import ClusterPlot

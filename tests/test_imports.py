@@ -22,10 +22,7 @@ COMMAND_LINE = ("pflight.cli", "pflight.parser", "pflight.__main__")
 FACE = "pflight"  # whose lazy names keep `import pflight` fast
 
 # What does not hold yet: remove an edge here when it is gone from the code, and add none.
-KNOWN = (
-    ("pflight.__main__", "pflight.cli"),
-    ("pflight.callbacks.methods.selection", "pflight.callbacks.methods.fesem"),
-)
+KNOWN = (("pflight.__main__", "pflight.cli"),)
 
 
 class Import(NamedTuple):

@@ -14,8 +14,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.cohort import sample_clients
+from pflight.data_module import FederatedDataModule
 from pflight.engines.updates import ClientUpdates
 from pflight.errors import ConfigurationError
+from pflight.federation import Federation
 from pflight.models.halves.proximal import Proximal
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed
@@ -24,15 +26,22 @@ from pflight.state import squared_distance
 
 from .clustering import cluster_updates
 from .matching import BBPMAP
-from .multi_center import MultiCenter
-from .selection import CANDIDATES, ClusterSelection, Criterion, check_candidates, select_for
+from .selection import (
+    CANDIDATES,
+    ClusterSelection,
+    Criterion,
+    Selectable,
+    check_candidates,
+    select_by_trials,
+    select_for,
+)
 
 Distance = Callable[[TensorDict, Mapping[str, Tensor]], Tensor]
 """Distances ``[C]`` of a stack ``[C]`` of states to a center, over the names of the center."""
 
 
 @checked
-class FeSEM(MultiCenter):
+class FeSEM(Selectable):
     r"""Multi-center federated learning by stochastic EM (Long et al. 2022, algorithm 1).
 
     The server keeps K models, the centers. Each client starts from the center it is assigned to;
@@ -210,3 +219,47 @@ class FeSEM(MultiCenter):
             self.add_centers(state_dict["num_clusters"])
         selection = state_dict["selection"] and ClusterSelection(**state_dict["selection"])
         super().load_state_dict({**state_dict, "selection": selection})
+
+
+def select_num_clusters(
+    federation: Federation,
+    data: FederatedDataModule,
+    candidates: Sequence[int] = CANDIDATES,
+    criterion: Criterion = "accuracy",
+    *,
+    callback: Selectable | None = None,
+    rounds: int = 3,
+    **trainer: Any,
+) -> ClusterSelection:
+    """Try numbers of clusters for :class:`FeSEM` in short runs on the same sample of clients.
+
+    Each candidate trains a new federation, with the client module, options and seed of the one
+    given, on up to ``callback.init_clients`` clients, all of which take part in every round. They
+    are judged on their validation samples or, where the sample has none, on a seeded fifth of
+    their training samples, which is held out. ``"distance"`` also tries one cluster fewer than the
+    first candidate, for its drop. The federation, and all random numbers, are left as they were.
+
+    Args:
+        federation: Whose number of clusters it is; it need not have been set up.
+        data: The clients.
+        candidates: Numbers of clusters; those above the number of clients are left out.
+        criterion: ``"accuracy"`` or ``"distance"``, as in :class:`ClusterSelection`.
+        callback: Gives the options of the algorithm other than the number of clusters.
+        rounds: Length of each run, the initialisation included.
+        **trainer: Arguments of the Trainers that run them, such as ``accelerator``.
+
+    Raises:
+        ConfigurationError: If no candidate is left, or the clients have too few samples to hold
+            any out.
+
+    Example:
+        >>> import pflight
+        >>> data = pflight.datamodules.ClusteredSynthetic(num_clusters=2, num_clients=8)
+        >>> client = pflight.models.ClientModule(torch.nn.Linear(4, 10), num_classes=10)
+        >>> federation = pflight.Federation(client, local_epochs=2)
+        >>> selection = select_num_clusters(federation, data, (1, 2), accelerator="cpu")
+        >>> sorted(selection.accuracy)
+        [1, 2]
+    """
+    callback = FeSEM(1) if callback is None else callback
+    return select_by_trials(federation, data, candidates, criterion, callback, rounds, **trainer)

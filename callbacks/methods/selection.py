@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -22,16 +22,14 @@ from pflight.data_module import FederatedDataModule
 from pflight.distributed import all_sum, gather
 from pflight.engines.updates import ClientUpdates
 from pflight.errors import ConfigurationError
+from pflight.federation import Federation
 from pflight.loaders import Split
 from pflight.models.classifier import Classifier, as_classifier
 from pflight.options import whole
 from pflight.randomness import Purpose, generator, isolated
 from pflight.state import stack_states
 
-if TYPE_CHECKING:
-    from pflight.federation import Federation
-
-    from .fesem import FeSEM
+from .multi_center import MultiCenter
 
 Criterion = Literal["accuracy", "distance"]
 CANDIDATES = (2, 3, 4, 5, 6)
@@ -84,52 +82,36 @@ class ClusterSelection:
         return "\n".join(["| num_clusters | val/macro_acc | distance |", "|---|---|---|", *rows])
 
 
-def select_num_clusters(
+class Selectable(MultiCenter):
+    """A clustered method whose number of clusters can be chosen by trials.
+
+    Attributes:
+        init_clients: Clients of a trial, at most.
+        centers: K states to start from, or ``None``.
+        initialized: Whether there are centers yet.
+    """
+
+    init_clients: int
+    initialized: bool
+
+    def distances(self, states: TensorDict, center: int) -> Tensor:
+        """Return the distances ``[C]`` of states ``[C]`` to a center."""
+        raise NotImplementedError(f"{type(self).__name__} does not define distances()")
+
+
+def select_by_trials(
     federation: Federation,
     data: FederatedDataModule,
-    candidates: Sequence[int] = CANDIDATES,
-    criterion: Criterion = "accuracy",
-    *,
-    callback: FeSEM | None = None,
+    candidates: Sequence[int],
+    criterion: Criterion,
+    callback: Selectable,
     rounds: int = 3,
     **trainer: Any,
 ) -> ClusterSelection:
-    """Try numbers of clusters for :class:`FeSEM` in short runs on the same sample of clients.
-
-    Each candidate trains a new federation, with the client module, options and seed of the one
-    given, on up to ``callback.init_clients`` clients, all of which take part in every round. They
-    are judged on their validation samples or, where the sample has none, on a seeded fifth of
-    their training samples, which is held out. ``"distance"`` also tries one cluster fewer than the
-    first candidate, for its drop. The federation, and all random numbers, are left as they were.
-
-    Args:
-        federation: Whose number of clusters it is; it need not have been set up.
-        data: The clients.
-        candidates: Numbers of clusters; those above the number of clients are left out.
-        criterion: ``"accuracy"`` or ``"distance"``, as in :class:`ClusterSelection`.
-        callback: Gives the options of the algorithm other than the number of clusters.
-        rounds: Length of each run, the initialisation included.
-        **trainer: Arguments of the Trainers that run them, such as ``accelerator``.
-
-    Raises:
-        ConfigurationError: If no candidate is left, or the clients have too few samples to hold
-            any out.
-
-    Example:
-        >>> import pflight
-        >>> data = pflight.datamodules.ClusteredSynthetic(num_clusters=2, num_clients=8)
-        >>> client = pflight.models.ClientModule(torch.nn.Linear(4, 10), num_classes=10)
-        >>> federation = pflight.Federation(client, local_epochs=2)
-        >>> selection = select_num_clusters(federation, data, (1, 2), accelerator="cpu")
-        >>> sorted(selection.accuracy)
-        [1, 2]
-    """
-    from .fesem import FeSEM
-
+    """Try numbers of clusters for a method, as :func:`~pflight.callbacks.select_num_clusters`."""
     check_candidates(candidates, criterion)
     if not whole(rounds) >= 2:
         raise ConfigurationError(f"select_num_clusters: rounds must be at least 2, got {rounds}")
-    callback = FeSEM(1) if callback is None else callback
     data.prepare_data()
     data.setup("fit")
     sample = SampledClients(
@@ -161,12 +143,12 @@ def select_num_clusters(
     return selection
 
 
-def select_for(trainer: L.Trainer, callback: FeSEM) -> ClusterSelection:
+def select_for(trainer: L.Trainer, callback: Selectable) -> ClusterSelection:
     """Choose the number of clusters of the federation that a Trainer is about to train."""
     federation = trainer.lightning_module
     assert isinstance(federation, Federation)
     device = trainer.strategy.root_device
-    selection = select_num_clusters(
+    selection = select_by_trials(
         federation,
         federation.clients.attached_data,
         callback.candidates,
@@ -247,7 +229,7 @@ def _try(
     federation: Federation,
     client: Classifier,
     data: SampledClients,
-    callback: FeSEM,
+    callback: Selectable,
     rounds: int,
     options: dict[str, Any],
 ) -> tuple[float, float]:

@@ -8,10 +8,10 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from pflight import Federation
 from pflight.callbacks import FeSEM
+from pflight.callbacks.methods.fesem import select_num_clusters
 from pflight.callbacks.methods.selection import (
     ClusterSelection,
     SampledClients,
-    select_num_clusters,
 )
 from pflight.cohort import sample_clients
 from pflight.datamodules import ClusteredSynthetic
