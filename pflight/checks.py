@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning as L
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from .checkpoint import AtomicCheckpointIO
@@ -135,13 +136,23 @@ def check_given(record: Mapping[str, Any], client: object, callback: object) -> 
         )
 
 
-def check_memory(memory: ClientMemory, checkpoint_io: object) -> None:
-    """Raise if checkpoints are not written by what protects the client memory that they name."""
-    if isinstance(memory, MappedMemory) and not isinstance(checkpoint_io, AtomicCheckpointIO):
+def open_memory(memory: ClientMemory, trainer: L.Trainer) -> None:
+    """Open the client memory in a Trainer's folder, and have checkpoints written as a whole.
+
+    Raises:
+        ConfigurationError: If they are not written by what protects the memory that they name.
+    """
+    strategy = trainer.strategy
+    if type(strategy.checkpoint_io) is TorchCheckpointIO:
+        strategy.checkpoint_io = AtomicCheckpointIO()
+    atomic = isinstance(strategy.checkpoint_io, AtomicCheckpointIO)
+    if isinstance(memory, MappedMemory) and not atomic:
         raise ConfigurationError(
             "client_memory='disk' goes with pflight's own way to write checkpoints, not with "
-            f"{type(checkpoint_io).__name__}: leave out that plugin, or keep the memory in 'ram'"
+            f"{type(strategy.checkpoint_io).__name__}: leave out that plugin, or keep the memory "
+            "in 'ram'"
         )
+    memory.open(trainer.default_root_dir)
 
 
 def check_record(record: Mapping[str, Any], here: Mapping[str, Any]) -> None:

@@ -12,13 +12,15 @@ from typing import Literal, Protocol
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from tensordict import TensorDict
 from torch import Tensor
 
 from .data_module import FederatedDataModule
 from .distributed import owned
-from .engines.base import Engine
+from .engines.base import Engine, Setting
+from .engines.choice import Choice, EngineName, build_engine
 from .engines.updates import ClientFailure, ClientUpdates, Kept
 from .errors import ConfigurationError
 from .failures import Failures
@@ -141,6 +143,7 @@ class Clients:
         self.on_updates: list[Callable[[ClientUpdates], None]] = []
         self.on_client_end: Callable[[int], None] | None = None
         self._failures = self.failures_of(0, "it is left out")
+        self._warned: set[str] = set()  # of clients that are not stacked
 
     # Who they are
 
@@ -204,6 +207,56 @@ class Clients:
         if self.engine is None:
             raise ConfigurationError("local training needs the data: run it with a Trainer")
         return self.engine
+
+    def take(self, data: FederatedDataModule) -> None:
+        """Take the clients' data, of as many clients as before.
+
+        Raises:
+            ConfigurationError: If they are others.
+        """
+        if self.server_half is not None and data.num_clients != self.num_clients:
+            raise ConfigurationError(
+                f"this federation was set up for {self.num_clients} clients, "
+                f"the data has {data.num_clients}"
+            )
+        self.data, self.num_clients = data, data.num_clients
+
+    def check(self, client: int) -> None:
+        """Raise unless this is the id of a client.
+
+        Raises:
+            ConfigurationError: Saying which there are.
+        """
+        if not 0 <= client < self.num_clients:
+            known = f"clients are 0 to {self.num_clients - 1}" if self.num_clients else "none yet"
+            raise ConfigurationError(f"unknown client {client}: {known}")
+
+    def choose_engine(
+        self,
+        wanted: EngineName,
+        clients_at_once: int | None,
+        strategy: Strategy,
+        timeout: float | None,
+        reason: str | None = None,
+    ) -> Choice:
+        """Choose what trains the clients; return what it is, and why.
+
+        Args:
+            wanted: ``"sequential"``, ``"vectorized"`` or ``"auto"``.
+            clients_at_once: Of the vectorized engine, or ``None``.
+            strategy: Of the Trainer that runs the federation: where, and how precisely.
+            timeout: Seconds that each client has, or ``None``.
+            reason: Why, in place of the rule's reason.
+        """
+        whose = self.module, self.half, self.layout, self.attached_data
+        how = strategy.precision_plugin, strategy.root_device, self.training.seed, timeout
+        setting = Setting(*whose, *how)
+        self.engine, choice = build_engine(wanted, clients_at_once, setting, self._warned)
+        choice = replace(choice, reason=reason) if reason else choice
+        rank_zero_only(_log.info)(str(choice))
+        if idle := setting.idle_clients():
+            rank_zero_only(_log.info)(idle)
+        return choice
 
     def log(self, values: Mapping[str, float]) -> None:
         """Log scalars of the round that goes on, which its entry in :attr:`history` gets too."""

@@ -179,3 +179,15 @@ class ClientModels(NamedTuple):
         starts = clients.start_states(ids, callback.broadcast(ids))
         tuned = clients.finetune(ids, starts, epochs=epochs)
         return cls(clients.completed(ids, clients.remembered(ids, tuned).states), tuned)
+
+
+def predict(
+    clients: Clients, callback: ServerCallback, ids: Tensor
+) -> Evaluation | list[tuple[int, list[Any]]]:
+    """Return what the models of the clients ``[C]`` give for their test samples."""
+    states = ClientModels.of(clients, callback, ids).used
+    predictions, failures = clients.attached_engine.predict(ids, states, "test")
+    clients.note_failures(failures, "to predict")
+    if isinstance(predictions, Evaluation):
+        return Evaluation(*(values.cpu() for values in predictions))
+    return predictions

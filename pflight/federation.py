@@ -3,46 +3,40 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import lightning as L
 import torch
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from .checkpoint import AtomicCheckpointIO, read_checkpoint
-from .checks import check_data, check_given, check_memory, check_same_options, check_trainer
+from .checkpoint import read_checkpoint
+from .checks import check_data, check_given, check_trainer, open_memory
 from .clients import Clients, LocalTraining
 from .distributed import owned
-from .engines.base import Setting
-from .engines.choice import EngineName, build_engine
+from .engines.choice import EngineName
 from .engines.updates import Evaluation
 from .errors import ConfigurationError
-from .evaluation import ClientModels, Evaluator, Judged
+from .evaluation import ClientModels, Evaluator, Judged, predict
 from .fedavg import FedAvg
 from .half import Half, half_of, layout_with
 from .history import Round
 from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
 from .monitors import check_monitor, check_monitors
-from .options import check_optimizer, check_range, check_types
-from .randomness import Purpose, derive_seed, isolated, seed_everything
+from .options import check_range, check_types
 from .record import RunRecord
 from .round_log import log_histograms, log_values, tell_loggers
-from .server import ServerModels
-from .server_callback import ServerCallback, chosen_half
-from .state import StateLayout, state_tensors
+from .server import ServerModels, server_work
+from .server_callback import ServerCallback, chosen_half, server_callback_of
+from .server_schedule import WaitingSchedule, build_optimizer, monitored, step_schedule
+from .state import StateLayout, with_state
 
-_log = logging.getLogger("lightning.pytorch.pflight")
 _MEANINGLESS = (  # Lightning's hints that don't hold for a federation
     "The number of training batches .* is smaller than the logging interval",
     "It is recommended to use .*sync_dist=True",
@@ -65,13 +59,12 @@ class Federation(L.LightningModule):
         local_steps: Batches of local training in a round, in place of ``local_epochs``.
         finetune_epochs: If positive, clients are judged by a copy that was fine-tuned for this many
             epochs on their training data, with the task loss alone, and is then discarded.
-        server_optimizer: Builds the server optimizer from the server's parameters; by default the
-            callback's own, SGD with step 1 for FedAvg.
-        server_scheduler: Builds a learning-rate scheduler of the server optimizer, stepped once a
-            round; a ``ReduceLROnPlateau`` watches its ``monitor``, or else ``val/macro_acc``.
+        server_optimizer: Builds the server optimizer; by default the callback's own, SGD with step
+            1 for FedAvg.
+        server_scheduler: Builds a scheduler of its step size, stepped once a round; a
+            ``ReduceLROnPlateau`` watches its ``monitor``, or else ``val/macro_acc``.
         engine: How local training runs: ``"sequential"``, one client after the other;
-            ``"vectorized"``, many at once with stacked parameters; or ``"auto"``, by a fixed rule
-            on network, batch and device.
+            ``"vectorized"``, many at once; or ``"auto"``, by a rule on network, batch and device.
         clients_at_once: Clients that the vectorized engine trains at once; by default as many as
             the processor's caches or the GPU's memory hold.
         on_client_error: ``"skip"`` leaves a client that raises or returns NaN out of its round, or
@@ -162,7 +155,6 @@ class Federation(L.LightningModule):
             LocalTraining(local_epochs, local_steps, finetune_epochs, on_client_error, seed),
         )
         self.record = RunRecord(self.clients, allow_other_data)
-        self._warned: set[str] = set()
         self._evaluators: dict[str, Evaluator] = {}
         self._predict_failures = self.clients.failures_of(0, "it is left out")
 
@@ -213,10 +205,7 @@ class Federation(L.LightningModule):
         Raises:
             ConfigurationError: For an unknown client, or before the federation has been set up.
         """
-        count = self.clients.num_clients
-        if not 0 <= client < count:
-            known = f"clients are 0 to {count - 1}" if count else "none yet"
-            raise ConfigurationError(f"unknown client {client}: {known}")
+        self.clients.check(client)
         ids = torch.tensor([client], device=self.device)
         failures = self.clients.failures_of(
             self.clients.rounds, "its model is taken as it is", together=False
@@ -230,11 +219,7 @@ class Federation(L.LightningModule):
 
         It is in evaluation mode, as the client is judged: call its ``train()`` to train it on.
         """
-        module, state = copy.deepcopy(self.client), self.client_state(client)
-        for name, tensor in state_tensors(module).items():
-            tensor.data = tensor.data.to(state[name].dtype)  # a model trained in float64 stays one
-        module.load_state_dict({**module.state_dict(), **state})
-        return module.eval()
+        return with_state(self.client, self.client_state(client)).eval()
 
     def client_metrics(self, split: str = "test", model: Judged = "") -> dict[str, Tensor]:
         """Return every client's values of the last evaluation; all ranks have to call it.
@@ -267,21 +252,18 @@ class Federation(L.LightningModule):
             checkpoint_path: A checkpoint that a Trainer saved.
             map_location: As in ``torch.load``.
             client: A client module of the architecture that was trained; its weights don't matter.
-            callback: The server callback that trained it, with its options; it may be left out if
-                that was FedAvg.
+            callback: The server callback that trained it, with its options; by default FedAvg.
             **options: Arguments of :class:`Federation` to change.
 
         Raises:
-            ConfigurationError: If the file can't be read, or is of another network or callback, or
-                if one of the two is missing.
+            ConfigurationError: If the file can't be read, or is of another network or callback.
         """
         checkpoint = read_checkpoint(checkpoint_path, map_location)
-        check_given(checkpoint.get("pflight") or {}, client, callback)
+        record, saved = (checkpoint.get(n) or {} for n in ("pflight", "hyper_parameters"))
+        check_given(record, client, callback)
         assert client is not None
-        saved = checkpoint.get("hyper_parameters", {})
-        names = cls(client).hparams.keys()
-        federation = cls(client, **{**{k: saved[k] for k in names if k in saved}, **options})
-        record = checkpoint.get("pflight") or {}
+        names = cls(client).hparams.keys() & saved.keys()
+        federation = cls(client, **{**{name: saved[name] for name in names}, **options})
         federation.clients.num_clients = int(record.get("num_clients", 0))
         callback = callback or FedAvg()
         federation._take_half(callback)
@@ -295,59 +277,45 @@ class Federation(L.LightningModule):
     def configure_callbacks(self) -> list[L.Callback]:
         """Check the Trainer's options and add FedAvg where there is no server callback."""
         check_trainer(self.trainer)
-        given = _server_callbacks(self.trainer)
-        if len(given) > 1:
-            names = " and ".join(type(callback).__name__ for callback in given)
-            raise ConfigurationError(f"one server callback runs a federation, got {names}")
-        return [] if given else [self.callback or FedAvg()]
+        server = [] if server_callback_of(self.trainer) else [self.callback or FedAvg()]
+        return [*server, WaitingSchedule(self.clients)]
 
     def setup(self, stage: str) -> None:
         """Bring client, data and callback together; set the server up once."""
-        data = check_data(getattr(self.trainer, "datamodule", None), self.client)
-        (callback,) = _server_callbacks(self.trainer)
-        data = callback.local_data(data)
-        if self.callback is not None and data.num_clients != self.num_clients:
-            raise ConfigurationError(
-                f"this federation was set up for {self.num_clients} clients, "
-                f"the data has {data.num_clients}"
-            )
         for hint in _MEANINGLESS:
             warnings.filterwarnings("ignore", hint)
-        self.clients.data, self.clients.num_clients = data, data.num_clients
+        trainer, clients = self.trainer, self.clients
+        callback = server_callback_of(trainer)
+        assert callback is not None
+        clients.take(
+            callback.local_data(check_data(getattr(trainer, "datamodule", None), self.client))
+        )
         self.record.forget_data()
         if stage == "fit":
-            check_monitors(self, self.clients)
+            check_monitors(self, clients)
         self._take_half(callback)
-        self.choose_engine(self.engine, self.clients_at_once)
+        how = trainer.strategy, self.client_timeout
+        self.record.choice = clients.choose_engine(self.engine, self.clients_at_once, *how)
         self._set_up(callback)
-        strategy = self.trainer.strategy
         # Lightning does so as well, but after it has loaded a checkpoint into what is there now.
-        strategy.precision_plugin.convert_module(self)
-        if type(strategy.checkpoint_io) is TorchCheckpointIO:
-            strategy.checkpoint_io = AtomicCheckpointIO()
-        memory = self.clients.memory
-        check_memory(memory, strategy.checkpoint_io)
-        memory.open(self.trainer.default_root_dir)
+        trainer.strategy.precision_plugin.convert_module(self)
+        open_memory(clients.memory, trainer)
         if stage == "fit":
-            self.clients.check_memory_of_rounds(callback.bytes_kept, self.trainer.max_epochs)
+            clients.check_memory_of_rounds(callback.bytes_kept, trainer.max_epochs)
         names = {"algorithm": self.algorithm, "client": type(self.client).__name__}
         tell_loggers(self, names)
 
     def configure_optimizers(self) -> Any:
         """Return the server optimizer, with its scheduler if there is one."""
-        self.attached_callback.prepare(self.trainer)
-        build = self.server_optimizer or self.attached_callback.configure_optimizer
-        schedule = self.server_scheduler or self.attached_callback.configure_scheduler
-        try:
-            optimizer = build(list(self.parameters()))
-            check_optimizer(optimizer)
-            scheduler = schedule(optimizer)
-        except (TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise ConfigurationError(f"the server's optimizer can't be built: {reason}") from error
-        if isinstance(scheduler, ReduceLROnPlateau):
-            watcher = "the server's ReduceLROnPlateau"
-            check_monitor(self, self.clients, watcher, _monitor(scheduler))
+        callback = self.attached_callback
+        callback.prepare(self.trainer)
+        optimizer, scheduler = build_optimizer(
+            self.parameters(),
+            self.server_optimizer or callback.configure_optimizer,
+            self.server_scheduler or callback.configure_scheduler,
+        )
+        if (monitor := monitored(scheduler)) is not None:
+            check_monitor(self, self.clients, "the server's ReduceLROnPlateau", monitor)
         self.server.optimizer = optimizer
         return optimizer if scheduler is None else ([optimizer], [scheduler])
 
@@ -364,28 +332,7 @@ class Federation(L.LightningModule):
         log_histograms(self, self.clients.current.histograms, self.current_epoch)
         log_values(self, self.clients.end_round(failures.clients), self.current_epoch)
         optimizer.step()
-        scheduler = self.lr_schedulers()
-        if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
-            scheduler.step()
-
-    def on_train_epoch_end(self) -> None:
-        """Step the server's scheduler if it waits for a metric, which only now is known."""
-        scheduler = self.lr_schedulers()
-        if isinstance(scheduler, ReduceLROnPlateau):
-            monitor = _monitor(scheduler)
-            if monitor in self.history[-1].metrics:
-                scheduler.step(self.history[-1].metrics[monitor])
-
-    def on_train_end(self) -> None:
-        """Warn if the server's scheduler has never seen its metric."""
-        scheduler = self.lr_schedulers()
-        if isinstance(scheduler, ReduceLROnPlateau) and self.history:
-            monitor = _monitor(scheduler)
-            if not any(monitor in entry.metrics for entry in self.history):
-                rank_zero_warn(
-                    f"no round had {monitor!r}, which the server's ReduceLROnPlateau watches: the "
-                    "step size was never reduced"
-                )
+        step_schedule(self.lr_schedulers())
 
     def on_fit_end(self) -> None:
         """Give every rank the whole client memory, so that any of them can be asked."""
@@ -437,12 +384,7 @@ class Federation(L.LightningModule):
         """
         ids = owned(clients)
         with self._server_work(), self.clients.noting(self._predict_failures):
-            states = ClientModels.of(self.clients, self.attached_callback, ids).used
-            predictions, failures = self.clients.attached_engine.predict(ids, states, "test")
-            self.clients.note_failures(failures, "to predict")
-        if isinstance(predictions, Evaluation):
-            return Evaluation(*(values.cpu() for values in predictions))
-        return predictions
+            return predict(self.clients, self.attached_callback, ids)
 
     def on_predict_epoch_end(self) -> None:
         """Stop if a client failed and that is to stop the run."""
@@ -455,42 +397,18 @@ class Federation(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check that a checkpoint fits, and take over history and this rank's client memory."""
-        callback, record = self.attached_callback, checkpoint.get("pflight", {})
+        callback = self.attached_callback
         state = checkpoint.get("callbacks", {}).get(callback.state_key)
         if state is not None:  # it may tell how many models there are
             callback.load_state_dict(state)
-        fitting = self.clients.data is not None and self.trainer.state.fn == "fit"
-        self.record.check(record, callback, fitting)
-        other = self.record.other_engine(record)
+        record, trained = checkpoint.get("pflight", {}), self.clients.data is not None
+        self.record.check(record, callback, trained and self.trainer.state.fn == "fit")
         by_rule = self.engine == "auto" and self.clients_at_once is self.client_timeout is None
-        if other is not None and by_rule:  # than when the run began: its last bits would differ
-            self.choose_engine(*other, reason="as in the checkpoint")
+        if trained and by_rule:
+            self.record.keep_engine(record, self.trainer.strategy)
         self.record.load(record)
 
     # Setting up
-
-    def choose_engine(
-        self, wanted: EngineName, clients_at_once: int | None, reason: str | None = None
-    ) -> None:
-        """Choose what trains the clients on the Trainer's device."""
-        strategy, data = self.trainer.strategy, self.clients.attached_data
-        setting = Setting(
-            self.client,
-            self.clients.half,
-            self.layout,
-            data,
-            strategy.precision_plugin,
-            strategy.root_device,
-            self.clients.seed,
-            self.client_timeout,
-        )
-        engine, choice = build_engine(wanted, clients_at_once, setting, self._warned)
-        self.clients.engine = engine
-        self.record.choice = replace(choice, reason=reason) if reason else choice
-        if self.trainer.is_global_zero:
-            _log.info(str(self.record.choice))
-            if idle := setting.idle_clients():
-                _log.info(idle)
 
     def _take_half(self, callback: ServerCallback) -> None:
         """Take the callback's client half, or the one that the client module names."""
@@ -506,38 +424,12 @@ class Federation(L.LightningModule):
             callback.setup_server()
             for name, part in callback.modules.items():
                 self.add_module(name, part)
-        elif type(callback) is not type(self.callback):
-            raise ConfigurationError(
-                f"this federation was set up by {type(self.callback).__name__}, not by "
-                f"{type(callback).__name__}: make a new Federation for another algorithm"
-            )
-        elif callback is not self.callback:
-            check_same_options(type(callback).__name__, self.callback._given, callback._given)
-            vars(callback).update(vars(self.callback))  # what was trained goes on
+        else:
+            callback.take_over(self.callback)
         self.callback = self.clients.server_half = callback
 
     def _evaluator(self, split: Literal["val", "test"]) -> Evaluator:
         return Evaluator(self.clients, self.attached_callback, split, self.f1_average)
 
-    @contextmanager
-    def _server_work(self) -> Iterator[None]:
-        """Outside autocast, inference mode and autograd, with random numbers of its own."""
-        device = self.device
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            torch.autocast(device.type, enabled=False),
-            isolated(device),
-        ):
-            seed = derive_seed(Purpose.SERVER, self.clients.seed, self.clients.rounds)
-            seed_everything(seed, device)
-            yield
-
-
-def _monitor(scheduler: ReduceLROnPlateau) -> str:
-    return getattr(scheduler, "monitor", "val/macro_acc")
-
-
-def _server_callbacks(trainer: L.Trainer) -> list[ServerCallback]:
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    return [callback for callback in callbacks if isinstance(callback, ServerCallback)]
+    def _server_work(self) -> AbstractContextManager[None]:
+        return server_work(self.device, self.clients.seed, self.clients.rounds)

@@ -6,12 +6,13 @@ import logging
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
 
 from .checks import check_record, other_options
 from .clients import Clients
 from .distributed import owned
-from .engines.choice import Choice, EngineName
+from .engines.choice import Choice
 from .errors import ConfigurationError
 from .history import Journal, Traffic, load_history
 from .options import described
@@ -68,13 +69,14 @@ class RunRecord:
         if others := other_options(type(callback).__name__, options, callback._given):
             rank_zero_only(_log.warning)(others)
 
-    def other_engine(self, record: dict[str, Any]) -> tuple[EngineName, int | None] | None:
-        """Return the engine of a record and its clients at once, if it is not the one at hand."""
+    def keep_engine(self, record: dict[str, Any], strategy: Strategy) -> None:
+        """Train with what was chosen when the run began, if the rule would now choose otherwise."""
         here, saved = self._engine(), record.get("engine")
-        if here is None or saved in (None, here):
-            return None
+        if saved in (None, here):
+            return
         at_once = saved["clients_at_once"] if saved["name"] == "vectorized" else None
-        return saved["name"], at_once
+        reason = "as in the checkpoint"
+        self.choice = self.clients.choose_engine(saved["name"], at_once, strategy, None, reason)
 
     def load(self, record: dict[str, Any]) -> None:
         """Take over history and this rank's client memory."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from tensordict import TensorDict
@@ -11,7 +12,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import ConfigurationError
+from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .state import StateLayout, StateModule, expand_state
+
+
+@contextmanager
+def server_work(device: torch.device, seed: int, rounds: int) -> Iterator[None]:
+    """Work outside autocast, inference mode and autograd, with random numbers of its own.
+
+    Args:
+        device: Of the server.
+        seed: Keys the numbers, together with the next.
+        rounds: How many rounds there have been.
+    """
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        isolated(device),
+    ):
+        seed_everything(derive_seed(Purpose.SERVER, seed, rounds), device)
+        yield
 
 
 class ServerModels(nn.ModuleList):

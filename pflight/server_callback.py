@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .checks import check_same_options
 from .clients import Clients
 from .data_module import FederatedDataModule
 from .engines.updates import ClientUpdates
@@ -95,6 +96,21 @@ class ServerCallback(L.Callback):
     def algorithm_name(self) -> str:
         """What the field calls the algorithm with these options; not inherited by subclasses."""
         return type(self).__name__
+
+    def take_over(self, before: ServerCallback) -> None:
+        """Go on with what another callback has trained.
+
+        Raises:
+            ConfigurationError: If it is of another kind, or has other options.
+        """
+        if type(self) is not type(before):
+            raise ConfigurationError(
+                f"this federation was set up by {type(before).__name__}, not by "
+                f"{type(self).__name__}: make a new Federation for another algorithm"
+            )
+        if self is not before:
+            check_same_options(type(self).__name__, before._given, self._given)
+            vars(self).update(vars(before))
 
     def local_data(self, data: FederatedDataModule) -> FederatedDataModule:
         """Return the data as the clients are to use them, by default as they are.
@@ -202,6 +218,20 @@ class ServerCallback(L.Callback):
         reset = layout.buffers if self.buffers == "reset" else ()
         stay = {*self.private, *layout.frozen, *reset}
         return tuple(name for name in layout.names if name not in stay)
+
+
+def server_callback_of(trainer: L.Trainer) -> ServerCallback | None:
+    """Return the server callback among a Trainer's callbacks, if there is one.
+
+    Raises:
+        ConfigurationError: If there are two.
+    """
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    given = [callback for callback in callbacks if isinstance(callback, ServerCallback)]
+    if len(given) > 1:
+        names = " and ".join(type(callback).__name__ for callback in given)
+        raise ConfigurationError(f"one server callback runs a federation, got {names}")
+    return given[0] if given else None
 
 
 def chosen_half(callback: ServerCallback, module: L.LightningModule) -> Half:

@@ -7,6 +7,7 @@ return and what they keep all have this form.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -237,6 +238,15 @@ def rest_frozen(module: ModuleT) -> ModuleT:
     """
     for part in resting_parts(module):
         part.training = False
+    return module
+
+
+def with_state(module: ModuleT, state: Mapping[str, Tensor]) -> ModuleT:
+    """Return a copy of a module with the tensors of a state, and their types."""
+    module = copy.deepcopy(module)
+    for name, tensor in state_tensors(module).items():
+        tensor.data = tensor.data.to(state[name].dtype)  # a model trained in float64 stays one
+    module.load_state_dict({**module.state_dict(), **state})
     return module
 
 

@@ -89,10 +89,14 @@ class Selectable(MultiCenter):
         init_clients: Clients of a trial, at most.
         centers: K states to start from, or ``None``.
         initialized: Whether there are centers yet.
+        candidates: Numbers of clusters to choose from.
+        criterion: How.
     """
 
     init_clients: int
     initialized: bool
+    candidates: Sequence[int]
+    criterion: Criterion
 
     def distances(self, states: TensorDict, center: int) -> Tensor:
         """Return the distances ``[C]`` of states ``[C]`` to a center."""

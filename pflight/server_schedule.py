@@ -1,0 +1,76 @@
+"""The server optimizer and its schedule, as a Trainer runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from .clients import Clients
+from .errors import ConfigurationError
+from .options import check_optimizer
+
+Schedule = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau | None]
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter],
+    build: Callable[[Iterable[nn.Parameter]], Optimizer],
+    schedule: Schedule,
+) -> tuple[Optimizer, LRScheduler | ReduceLROnPlateau | None]:
+    """Return the server optimizer and its scheduler, if there is one.
+
+    Raises:
+        ConfigurationError: If they can't be built.
+    """
+    try:
+        optimizer = build(list(parameters))
+        check_optimizer(optimizer)
+        return optimizer, schedule(optimizer)
+    except (TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(f"the server's optimizer can't be built: {reason}") from error
+
+
+def monitored(scheduler: object) -> str | None:
+    """Return the metric that a scheduler waits for, or ``None`` if it waits for none."""
+    plateau = isinstance(scheduler, ReduceLROnPlateau)
+    return getattr(scheduler, "monitor", "val/macro_acc") if plateau else None
+
+
+def step_schedule(scheduler: Any) -> None:
+    """Step a scheduler at the end of a round, unless it waits for a metric."""
+    if isinstance(scheduler, LRScheduler) and monitored(scheduler) is None:
+        scheduler.step()
+
+
+class WaitingSchedule(L.Callback):
+    """Steps a server's scheduler that waits for a metric, once the metric is known.
+
+    Args:
+        clients: The clients, whose history has the metrics.
+    """
+
+    def __init__(self, clients: Clients) -> None:
+        self.clients = clients
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Step it with the round's metric."""
+        scheduler: Any = pl_module.lr_schedulers()
+        values = self.clients.history[-1].metrics
+        if (monitor := monitored(scheduler)) in values:
+            scheduler.step(values[monitor])
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Warn if it has never seen its metric."""
+        monitor, history = monitored(pl_module.lr_schedulers()), self.clients.history
+        if monitor and history and not any(monitor in entry.metrics for entry in history):
+            rank_zero_warn(
+                f"no round had {monitor!r}, which the server's ReduceLROnPlateau watches: the step "
+                "size was never reduced"
+            )
