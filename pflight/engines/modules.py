@@ -166,7 +166,8 @@ class ModuleEngine(SequentialEngine):
                         break
         for model in models:
             model.trainer.end()
-        if client.module.automatic_optimization and client.trainer.global_step:
+        steps = client.trainer.global_step
+        if client.module.automatic_optimization and steps and not client.skipped:
             self._check_gradients(client)
 
     def _phases_of(self, epochs: int) -> list[Phase] | None:
