@@ -68,7 +68,7 @@ class L2GD(FedAvg):
     def setup_server(self, federation: Federation) -> None:
         """Keep the common initial model as the first mean; everything is private to the clients."""
         super().setup_server(federation)
-        self.private = federation.layout.names
+        self.private = federation.layout.moving
         clients = len(federation.trainable_clients)
         self.c = self.alpha * self.lam / (clients * self.p)
         if self.c > 1:

@@ -25,7 +25,7 @@ class Local(ServerCallback):
     def setup_server(self, federation: Federation) -> None:
         """Keep the common initial model; everything is private to the clients."""
         super().setup_server(federation)
-        self.private = federation.layout.names
+        self.private = federation.layout.moving
 
     def receive(self, updates: ClientUpdates) -> None:
         """Receive nothing: clients keep their models."""

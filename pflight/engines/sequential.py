@@ -206,7 +206,9 @@ class SequentialEngine:
         kept: Kept | None = None,
     ) -> ClientUpdates:
         columns = [starts[name] for name in self.layout.names]
-        results = _like(columns)
+        moving = self.layout.moving
+        places = [self.layout.names.index(name) for name in moving]
+        results = _like(starts[name] for name in moving)
         memories = dict(entries(kept.states)) if kept is not None else {}
         remembered = _like(memories.values())
         logs: dict[int, Logs] = {}  # by row, of those that came to an end
@@ -224,15 +226,20 @@ class SequentialEngine:
                     self._take_over_buffers()
                     own = self.client.remember() if kept is not None else {}
                     with torch.no_grad():
-                        torch._foreach_copy_([result[row] for result in results], tensors)
+                        torch._foreach_copy_(
+                            [result[row] for result in results], [tensors[i] for i in places]
+                        )
                         for name, memory in zip(memories, remembered, strict=True):
                             _copy_whole(name, own[name], memory[row])
                     logs[row] = self.trainer.logs
+        trained = TensorDict(dict(zip(moving, results, strict=True)), batch_size=[len(clients)])
+        # What is frozen is as it was sent: one tensor for all clients.
         states = TensorDict(
-            dict(zip(self.layout.names, results, strict=True)), batch_size=[len(clients)]
+            dict(zip(self.layout.names, columns, strict=True)) | dict(entries(trained)),
+            batch_size=[len(clients)],
         )
         keep = TensorDict(dict(zip(memories, remembered, strict=True)), batch_size=[len(clients)])
-        finite = finite_rows(states)
+        finite = finite_rows(trained)
         if memories and type(self.client).remember is not ClientModule.remember:
             finite = list(map(all, zip(finite, finite_rows(keep), strict=True)))
         for row in [row for row in logs if not finite[row]]:
