@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import random
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, default_collate
 
 from pflight.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError
-from pflight.loaders import SPLITS, Split, Visit
+from pflight.loaders import SPLITS, Split, Visit, as_gathered
 from pflight.options import check_range, checked
-from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
+from pflight.randomness import Purpose, derive_seed, seed_everything
 
+_ASIDE = np.random.MT19937(0)
 _CPU = torch.device("cpu")
+_END = object()
 _MASK = (1 << 63) - 1
 _STRIDE = 0x9E3779B97F4A7C15  # between the seeds of neighbouring samples
 Datasets = Sequence[Dataset[Any]]
@@ -31,7 +37,8 @@ class DatasetClients(FederatedDataModule):
     counted: a dataset's ``len`` does that. Batches are what ``collate_fn`` makes of samples, of
     any form that the client module's steps take. Whatever a sample draws at random, as random
     transforms do, depends on ``(seed, round, client, epoch, index)`` alone, so that it is the same
-    with any number of workers and in a resumed run.
+    with any number of workers and in a resumed run. ``collate_fn`` draws after its batch's last
+    sample.
 
     Args:
         train: Each client's training samples. One Dataset dealt to clients is a list of
@@ -109,20 +116,15 @@ class DatasetClients(FederatedDataModule):
     def batches(self, split: Split, visits: Sequence[Visit]) -> Iterator[Any]:
         """Yield the batches of some visits to clients, as ``collate_fn`` makes them."""
         if split not in self._loaders:
-            self._loaders[split] = _Loader(
-                _Samples(self.datasets[split]),
-                self.num_workers,
-                self.collate_fn,
-                self.pin_memory,
-            )
-        return self._loaders[split].batches(
-            [
-                [(client, index, seed + index * _STRIDE & _MASK) for index in part.tolist()]
-                for client, round, epoch, parts in visits
-                for seed in [derive_seed(Purpose.AUGMENT, self.seed, round or 0, client, epoch)]
-                for part in parts
-            ]
-        )
+            samples = _Samples(self.datasets[split], self.collate_fn or default_collate)
+            self._loaders[split] = _Loader(samples, self.num_workers, self.pin_memory)
+        return self._loaders[split].batches(_keys(visits, self.seed))
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Send the workers home; a later stage calls others."""
+        for loader in self._loaders.values():
+            loader.close()
+        self._loaders.clear()
 
     @property
     def knows_classes(self) -> bool:
@@ -132,7 +134,15 @@ class DatasetClients(FederatedDataModule):
     def dataset(self, clients: Tensor, split: Split) -> Dataset[Any]:  # type: ignore[override]
         """Return the samples of some clients, one client after the other, as one torch Dataset."""
         chosen = [self.datasets[split][client] for client in clients.tolist()]
-        return chosen[0] if len(chosen) == 1 else ConcatDataset(chosen)
+        return _Collated(chosen, self.collate_fn or default_collate)
+
+
+def _keys(visits: Sequence[Visit], seed: int) -> Iterator[list[Key]]:
+    """Yield the keys of each batch's samples."""
+    for client, round, epoch, parts in visits:
+        first = derive_seed(Purpose.AUGMENT, seed, round or 0, client, epoch)
+        for part in parts:
+            yield [(client, index, first + index * _STRIDE & _MASK) for index in part.tolist()]
 
 
 class _Nothing(Dataset[Any]):
@@ -145,15 +155,30 @@ class _Nothing(Dataset[Any]):
         raise IndexError(index)
 
 
+class _Collated(ConcatDataset[Any]):
+    """The samples of some clients, of which it hands out batches."""
+
+    def __init__(
+        self, datasets: Sequence[Dataset[Any]], collate_fn: Callable[[list[Any]], Any]
+    ) -> None:
+        super().__init__(datasets)
+        self.collate_fn = collate_fn
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.collate_fn([self[index] for index in indices])
+
+
 class _Samples(Dataset[Any]):
-    """All clients' samples, by client, index and seed."""
+    """All clients' samples, of which it hands out batches."""
 
-    def __init__(self, datasets: Sequence[Dataset[Any]]) -> None:
+    def __init__(
+        self, datasets: Sequence[Dataset[Any]], collate_fn: Callable[[list[Any]], Any]
+    ) -> None:
         self.datasets = datasets
+        self.collate_fn = collate_fn
 
-    def __getitems__(self, keys: list[Key]) -> list[Any]:
-        with isolated(_CPU):
-            return [self[key] for key in keys]
+    def __getitems__(self, keys: list[Key]) -> Any:
+        return self.collate_fn([self[key] for key in keys])
 
     def __getitem__(self, key: Key) -> Any:
         client, index, seed = key
@@ -164,11 +189,7 @@ class _Samples(Dataset[Any]):
 class _Schedule(Sampler[list[Key]]):
     """The batches that a loader is to read next."""
 
-    def __init__(self) -> None:
-        self.batches: list[list[Key]] = []
-
-    def __len__(self) -> int:
-        return len(self.batches)
+    batches: Iterable[list[Key]] = ()
 
     def __iter__(self) -> Iterator[list[Key]]:
         return iter(self.batches)
@@ -177,25 +198,52 @@ class _Schedule(Sampler[list[Key]]):
 class _Loader:
     """A DataLoader whose workers stay, and read whatever is asked for next."""
 
-    def __init__(
-        self,
-        samples: _Samples,
-        num_workers: int,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        pin_memory: bool,
-    ) -> None:
+    def __init__(self, samples: _Samples, num_workers: int, pin_memory: bool) -> None:
         self._schedule = _Schedule()
         self._loader = DataLoader(
             samples,
             batch_sampler=self._schedule,
             num_workers=num_workers,
-            collate_fn=collate_fn,
+            collate_fn=as_gathered,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
             generator=torch.Generator(),  # or it would draw a seed out of a client's numbers
         )
+        self._end: weakref.finalize[..., Any] | None = None
 
-    def batches(self, batches: list[list[Key]]) -> Iterator[Any]:
-        """Return an iterator over batches of these samples."""
+    def close(self) -> None:
+        """End the workers, if there are any."""
+        if self._end is not None:
+            self._end()
+
+    def batches(self, batches: Iterable[list[Key]]) -> Iterator[Any]:
+        """Yield batches of these samples."""
         self._schedule.batches = batches
-        return iter(self._loader)
+        with _drawing_aside():
+            iterator = iter(self._loader)
+        if self._loader.num_workers and self._end is None:
+            # The collector of cycles would close the queues first, and then wait for the workers.
+            self._end = weakref.finalize(self, iterator._shutdown_workers)  # type: ignore[attr-defined]
+        while True:
+            with _drawing_aside():
+                batch = next(iterator, _END)
+            if batch is _END:
+                return
+            yield batch
+
+
+@contextmanager
+def _drawing_aside() -> Iterator[None]:
+    """Let samples seed the global generators, and give these back as they were.
+
+    To copy NumPy's state takes longer than to read a small sample, so its functions draw from
+    another generator meanwhile. All that is lost is the second of two normal numbers, if it waits.
+    """
+    python, numpy = random.getstate(), np.random.get_bit_generator()
+    np.random.set_bit_generator(_ASIDE)
+    try:
+        with torch.random.fork_rng([]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_bit_generator(numpy)

@@ -53,6 +53,8 @@ class Classifier(Task):
         torch.Size([])
     """
 
+    judged_by = ("acc", "max")
+
     def __init__(
         self,
         network: nn.Module,

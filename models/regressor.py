@@ -37,6 +37,7 @@ class Regressor(Task):
         torch.Size([])
     """
 
+    judged_by = ("mae", "min")
     higher_is_better: Mapping[str, bool] = {"mae": False, "rmse": False, "r2": True, "loss": False}
 
     def __init__(

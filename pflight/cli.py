@@ -13,7 +13,7 @@ from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import lightning as L
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from lightning.pytorch.cli import (
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 # The packages of what is imported here import their classes, which are then known by short names.
@@ -40,11 +41,11 @@ from .config_files import check_config_file
 from .errors import ClientError, ConfigurationError
 from .federation import Federation
 from .files import causes, full_disk
-from .models.classifier import Classifier
 from .parser import FederationParser, refusal
 from .runs import RunFolder
 from .server_callback import ServerCallback
 from .signals import SaveWhenStopped, StopBetweenRounds
+from .task import Task
 from .version import __version__
 
 __all__ = ["FederationCLI", "main"]
@@ -74,9 +75,9 @@ class FederationCLI(LightningCLI):
     The model is a :class:`~pflight.Federation` unless another class is named, its client a
     :class:`~pflight.models.Classifier`. The run folder is ``trainer.default_root_dir``: it gets
     ``config.yaml``, TensorBoard's events and ``checkpoints/`` with ``last.ckpt`` of every round and
-    ``best.ckpt`` by ``val/macro_acc``, unless the configuration brings a logger or a
-    ``ModelCheckpoint`` of its own. ``--ckpt_path last`` and ``best`` are those of this folder; all
-    but ``fit`` take ``best`` where none is named. One ``fit`` at a time writes there.
+    ``best.ckpt`` by ``--monitor`` and ``--mode``, for classifiers ``val/macro_acc`` unless others
+    are named, if the configuration brings no logger or ``ModelCheckpoint`` of its own.
+    ``--ckpt_path last`` and ``best`` are those of this folder; all but ``fit`` take ``best`` where none is named. One ``fit`` at a time writes there.
 
     Args:
         args: Arguments in place of those of the process.
@@ -116,8 +117,14 @@ class FederationCLI(LightningCLI):
             )
 
     def add_arguments_to_parser(self, parser: Any) -> None:
-        """Let the model be a federation unless another class is named."""
+        """Let the model be a federation unless another class is named; add what picks the best."""
         parser.set_defaults({"model": _FEDERATION})
+        parser.add_argument(
+            "--monitor", type=str | None, help="What best.ckpt is chosen by, as val/macro_mae."
+        )
+        parser.add_argument(
+            "--mode", type=Literal["min", "max"] | None, help="Which is best, for --monitor."
+        )
 
     def parse_arguments(self, parser: Any, args: ArgsType) -> None:
         """Parse, with the shipped configs behind the files at hand."""
@@ -136,6 +143,11 @@ class FederationCLI(LightningCLI):
         if not 0 <= int(config.seed_everything or 0) < 2**32:
             raise ConfigurationError(
                 f"seed_everything must be from 0 to 2**32 - 1, got {config.seed_everything}"
+            )
+        if (config.monitor is None) != (config.mode is None):
+            raise ConfigurationError(
+                "best.ckpt takes both, --monitor and --mode, as in --monitor val/macro_mae "
+                f"--mode min; got monitor={config.monitor} and mode={config.mode}"
             )
 
     def _parse_ckpt_path(self) -> None:
@@ -208,6 +220,11 @@ class FederationCLI(LightningCLI):
         if given.enable_checkpointing is not False and not given.fast_dev_run:
             if not _any_of(callbacks, ModelCheckpoint):
                 defaults += self._checkpoints()
+            elif self._get(self.config, "monitor") is not None:
+                raise ConfigurationError(
+                    "--monitor chooses best.ckpt, but the configuration has a ModelCheckpoint of "
+                    "its own: give the monitor to that"
+                )
             elif self._stop is not None:
                 last = self.folder.checkpoints / "last.ckpt"
                 defaults.append(SaveWhenStopped(self._stop, last))
@@ -321,12 +338,22 @@ class FederationCLI(LightningCLI):
             "enable_version_counter": False,  # the file of the round before is replaced
         }
         last = RunCheckpoint(filename="last", **always)
-        federation = self.model
-        if not isinstance(federation, Federation):
-            return [last]
-        if not isinstance(federation.client, Classifier):  # whose metrics are its own
-            return [last]
-        return [RunCheckpoint(filename="best", monitor=_MONITOR, mode="max", **always), last]
+        monitor, mode = self._get(self.config, "monitor"), self._get(self.config, "mode")
+        named = monitor is not None
+        client = self.model.client if isinstance(self.model, Federation) else None
+        if isinstance(client, Task) and client.judged_by is not None and not named:
+            name, mode = client.judged_by
+            monitor = f"val/macro_{name}"
+        if monitor is not None:
+            best = RunCheckpoint(filename="best", monitor=monitor, mode=mode, **always)
+            best.strict = named
+            return [best, last]
+        if self.subcommand == "fit" and client and is_overridden("validation_step", client):
+            _say(
+                f"no best.ckpt is kept: say which value of {type(client).__name__} chooses it, as "
+                "in --monitor val/macro_loss --mode min"
+            )
+        return [last]
 
     def _dump(self) -> str:
         return _dumped(self._parser(self.subcommand), self.config[self.subcommand])
@@ -335,7 +362,7 @@ class FederationCLI(LightningCLI):
 class RunCheckpoint(ModelCheckpoint):
     """A ModelCheckpoint that knows its best so far also where the run folder has been moved.
 
-    It does not mind if there is nothing to choose the best by.
+    Unless it is ``strict``, it does not mind if there is nothing to choose the best by.
     """
 
     strict = False

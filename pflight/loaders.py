@@ -152,7 +152,8 @@ class EpochSampler(Sampler[int]):
         return iter(sample_order(self.count, self.seed, self.epoch, self.client).tolist())
 
 
-def _as_gathered(batch: Any) -> Any:
+def as_gathered(batch: Any) -> Any:
+    """Return a batch that is one already, in place of collating."""
     return batch
 
 
@@ -163,7 +164,7 @@ def batch_loader(
 ) -> DataLoader[Batch]:
     """Return a stock DataLoader of gathered batches; ``batch_size=None`` is one batch of all."""
     size = max(1, len(dataset)) if batch_size is None else batch_size
-    return DataLoader(dataset, batch_size=size, sampler=sampler, collate_fn=_as_gathered)
+    return DataLoader(dataset, batch_size=size, sampler=sampler, collate_fn=as_gathered)
 
 
 def nothing() -> list[Tensor]:

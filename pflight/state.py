@@ -164,6 +164,12 @@ class StateLayout:
         return tuple(self.template)
 
     @property
+    def moving(self) -> tuple[str, ...]:
+        """Names of all that is not frozen, in ``state_dict()`` order."""
+        frozen = {*self.frozen}
+        return tuple(name for name in self.template if name not in frozen)
+
+    @property
     def buffers(self) -> tuple[str, ...]:
         """Names of all buffers."""
         held = {*self.averaged, *self.counters}

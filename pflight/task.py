@@ -41,9 +41,12 @@ class Task(L.LightningModule):
         ConfigurationError: If an option is out of range.
 
     Attributes:
+        judged_by: Of what it is judged by, the value that chooses the best round, and whether its
+            ``"max"`` or ``"min"`` is best; ``None`` for no choice.
         higher_is_better: Of what :meth:`measure` gives, by name.
     """
 
+    judged_by: tuple[str, Literal["min", "max"]] | None = None
     higher_is_better: Mapping[str, bool] = {}
 
     def __init__(

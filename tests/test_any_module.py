@@ -295,6 +295,23 @@ def test_of_a_frozen_backbone_nothing_travels_and_nothing_drifts() -> None:
         assert torch.equal(state[name], before[name]) == name.startswith("backbone")
 
 
+@pytest.mark.parametrize("method", [FedAvg(), Ditto(lam=0.1), Local()], ids=lambda m: str(type(m)))
+def test_clients_share_the_tensors_of_a_frozen_backbone(method: ServerCallback) -> None:
+    torch.manual_seed(0)
+    federation = Federation(FrozenBackbone())
+    shared: list[bool] = []
+
+    def note(updates: Any) -> None:
+        for name, tensor in federation.server.expand(0, federation.layout.frozen, 1).items():
+            shared.append(updates.states[name].data_ptr() == tensor.data_ptr())
+
+    federation.on_updates.append(note)
+    quiet_trainer(2, copy.deepcopy(method)).fit(federation, datamodule=hospitals())
+    assert shared
+    assert all(shared)
+    assert not set(federation.layout.frozen).intersection(federation.attached_callback.private)
+
+
 class Leaky(Regression):
     """Keeps whatever it has seen."""
 
@@ -375,6 +392,82 @@ def test_two_optimizers_by_hand(mu: float) -> None:
         assert (inside["critic.weight"] - alone["critic.weight"]).abs().max() > 1e-5
     else:
         torch.testing.assert_close(inside, alone)
+
+
+class Scheduled(Regression):
+    """Notes what its trainer says at each step, for all copies."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        trainer, rates = self.trainer, [g["lr"] for g in self.optimizers().param_groups]
+        NOTES.append(
+            (
+                *(batch_idx, trainer.global_step, trainer.current_epoch, trainer.is_last_batch),
+                *(trainer.fit_loop.batch_idx, trainer.num_training_batches, rates),
+                *(float(value) for value in trainer.callback_metrics.values()),
+            )
+        )
+        loss = super().training_step(batch, batch_idx)
+        if self.kind == "LBFGS":
+            return loss
+        self.log("size", float(len(batch[0])), on_step=True, on_epoch=True)
+        return None if batch_idx == 1 else {"loss": loss, "more": 1}
+
+    def on_train_epoch_end(self) -> None:
+        NOTES.append(sorted((n, float(v)) for n, v in self.trainer.callback_metrics.items()))
+
+    def configure_optimizers(self) -> Any:
+        if self.kind == "LBFGS":
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        schedulers = torch.optim.lr_scheduler
+        if self.kind == "plateau":
+            plateau = schedulers.ReduceLROnPlateau(optimizer, patience=0)
+            monitored = {"scheduler": plateau, "monitor": "train/loss", "interval": "step"}
+            return {"optimizer": optimizer, "lr_scheduler": monitored}
+        interval = {"scheduler": schedulers.ExponentialLR(optimizer, 0.5), "interval": self.kind}
+        return [optimizer], [interval]
+
+
+NOTES: list[Any] = []
+
+
+class Hooked(Scheduled):
+    """The same, with Lightning's own loop around its steps."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+@pytest.mark.parametrize("kind", ["step", "epoch", "plateau", "LBFGS"])
+def test_steps_without_hooks_are_those_of_lightnings_loop(kind: str) -> None:
+    found = []
+    for module in (Scheduled, Hooked):
+        NOTES.clear()
+        torch.manual_seed(3)
+        federation = run(module(kind), hospitals(), FedAvg(), 2, local_epochs=2)
+        metrics = federation.history[-1].metrics
+        found.append((federation.server_states()[0], NOTES.copy(), metrics))
+    (state, notes, metrics), (expected, their_notes, their_metrics) = found
+    assert_same(state, expected)
+    assert notes == their_notes
+    assert metrics == their_metrics
+    assert len(notes) > 2 * 4 * 2
+
+
+class Short(Regression):
+    def training_step(self, batch: Any) -> Tensor:
+        return super().training_step(batch, 0)
+
+
+def test_a_training_step_need_not_take_the_index_of_its_batch() -> None:
+    torch.manual_seed(3)
+    state = run(Short(), hospitals(), FedAvg()).server_states()[0]
+    assert_same(state, run(regression(), hospitals(), FedAvg()).server_states()[0])
 
 
 class Own(Regression):

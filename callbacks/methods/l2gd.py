@@ -68,7 +68,7 @@ class L2GD(FedAvg):
     def setup_server(self) -> None:
         """Keep the common initial model as the first mean; everything is private to the clients."""
         super().setup_server()
-        self.private = self.clients.layout.names
+        self.private = self.clients.layout.moving
         clients = len(self.clients.trainable)
         self.c = self.alpha * self.lam / (clients * self.p)
         if self.c > 1:

@@ -25,7 +25,7 @@ class Local(ServerCallback):
     def setup_server(self) -> None:
         """Keep the common initial model; everything is private to the clients."""
         super().setup_server()
-        self.private = self.clients.layout.names
+        self.private = self.clients.layout.moving
 
     def receive(self, updates: ClientUpdates) -> None:
         """Receive nothing: clients keep their models."""

@@ -213,6 +213,9 @@ class AloneClient:
         scalars: ``num_samples`` and the others, by name.
         anchor: What the server sent.
         shared: For a personal copy, the client whose model it stands beside.
+
+    Attributes:
+        skipped: Whether its last training step returned no loss.
     """
 
     def __init__(
@@ -238,6 +241,7 @@ class AloneClient:
         parameters = {*copies.parameters}
         self.weights = {name: copies.live[name] for name in copies.parameters}
         self.buffers = {name: t for name, t in copies.live.items() if name not in parameters}
+        self.skipped = False
         self._own_step: Callable[[], Tensor] | None = None
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
         self.trainer.penalty = self._penalty
@@ -315,10 +319,11 @@ class AloneClient:
                 raise _StepSkippedError
             return loss
 
-        self._own_step = run
+        self._own_step, self.skipped = run, False
         try:
             loss = self.half.loss(self, batch)
         except _StepSkippedError:
+            self.skipped = True
             return output
         finally:
             self._own_step = None

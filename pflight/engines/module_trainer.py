@@ -15,8 +15,10 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -24,6 +26,8 @@ from lightning.pytorch.trainer.connectors.data_connector import _DataHookSelecto
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -31,6 +35,21 @@ from torchmetrics import Metric
 from pflight.errors import ConfigurationError
 from pflight.history import Logs, add_logs
 
+_STEP_HOOKS = (
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+    "on_before_backward",
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "on_train_batch_end",
+)
 Step = Callable[[Callable[[], Any], Any], Any]
 """Takes the module's own training step and its batch; returns what stands for its output."""
 
@@ -49,6 +68,7 @@ class ModuleTrainer:
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
         self._strategy = _LocalStrategy(precision, device)
+        self._bare: bool | None = None
         with _quiet():
             self.trainer = L.Trainer(
                 devices=1 if device.type == "cpu" else [device.index or 0],
@@ -107,6 +127,20 @@ class ModuleTrainer:
         trainer._logger_connector.reset_metrics()
         self._results.forget()
         _never_synchronise(module)
+        if self._bare is None:
+            self._bare = self._is_bare(module)
+            # Lightning inspects this at every step.
+            self._takes_index = is_param_in_hook_signature(
+                module.training_step, "batch_idx", min_args=2
+            )
+
+    def _is_bare(self, module: L.LightningModule) -> bool:
+        """Whether nothing of the module's own happens around its training steps."""
+        return (
+            module.automatic_optimization
+            and type(self._strategy.precision_plugin) is Precision
+            and not any(is_overridden(hook, module) for hook in _STEP_HOOKS)
+        )
 
     # Training
 
@@ -209,8 +243,11 @@ class ModuleTrainer:
             last: Whether it is the last of its epoch.
         """
         loop = self.trainer.fit_loop.epoch_loop
-        self._feed.offer(batch, last)
         self._strategy.batch_size = size
+        if self._bare:
+            self._bare_step(batch, last)
+            return not self.trainer.should_stop
+        self._feed.offer(batch, last)
         try:
             loop.advance(self._feed)
             loop.on_advance_end(self._feed)
@@ -219,6 +256,39 @@ class ModuleTrainer:
         finally:
             loop.on_iteration_done()
         return not self.trainer.should_stop
+
+    def _bare_step(self, batch: Any, last: bool) -> None:
+        """Do what Lightning's loop does without hooks, which take several times as long."""
+        trainer, strategy, module = self.trainer, self._strategy, self._strategy.lightning_module
+        loop, (optimizer,) = trainer.fit_loop.epoch_loop, strategy.optimizers
+        progress, steps = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer
+        batch = move_data_to_device(batch, strategy.root_device)
+        progress.is_last_batch = last
+        progress.increment_ready()
+        trainer._logger_connector.on_batch_start(batch)
+        progress.increment_started()
+        arguments = (batch, loop.batch_idx) if self._takes_index else (batch,)
+
+        def step() -> ClosureResult:
+            module._current_fx_name = "training_step"
+            output = strategy.training_step(*arguments)
+            module._current_fx_name = None
+            return ClosureResult.from_training_step_output(output)
+
+        steps.step.increment_ready()
+        optimizer.step(Closure(step, torch.Tensor.backward, optimizer.zero_grad))
+        steps.step.increment_completed()
+        progress.increment_processed()
+        if strategy.lr_scheduler_configs:
+            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+            if last:
+                loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        trainer._logger_connector.on_batch_end()
+        progress.increment_completed()
+        if strategy.lr_scheduler_configs:
+            loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+        loop._batches_that_stepped += 1
+        loop.on_iteration_done()
 
     def end(self) -> None:
         """Run the hook at the end of the training."""

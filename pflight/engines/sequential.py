@@ -279,10 +279,9 @@ class SequentialEngine:
         work: Callable[[int], tuple[dict[str, Tensor], Logs]],
         kept: Kept | None = None,
     ) -> ClientUpdates:
-        names = self.setting.layout.names
-        columns = {name: starts[name] for name in names}
-        changing = [name for name in names if name not in {*self.setting.layout.frozen}]
-        results = _like({name: columns[name] for name in changing})
+        layout = self.setting.layout
+        columns = {name: starts[name] for name in layout.names}
+        results = _like({name: columns[name] for name in layout.moving})
         memories = dict(entries(kept.states)) if kept is not None else {}
         remembered = _like(memories)
         done: dict[int, Logs] = {}  # by row, of those that came to an end
@@ -301,29 +300,30 @@ class SequentialEngine:
                         tensors, logs = work(client)
                     own = self.client.remember() if kept is not None else {}
                     with torch.no_grad():
-                        into = [results[name][row] for name in changing]
-                        torch._foreach_copy_(into, [tensors[name] for name in changing])
+                        into = [result[row] for result in results.values()]
+                        torch._foreach_copy_(into, [tensors[name] for name in results])
                         for name, value in remembered.items():
                             _copy_whole(name, own[name], value[row])
                     self._mend_frozen()
                     done[row] = logs
-        states = TensorDict(
-            {n: results[n] if n in results else columns[n] for n in names}, [len(clients)]
-        )
+        trained = TensorDict(results, batch_size=[len(clients)])
         keep = TensorDict(remembered, batch_size=[len(clients)])
-        finite = finite_rows(states)
+        finite = finite_rows(trained)
         if remembered and type(self.half).remember is not Half.remember:
             finite = list(map(all, zip(finite, finite_rows(keep), strict=True)))
         for row in [row for row in done if not finite[row]]:
             failures.append(ClientFailure(int(clients[row]), "its result is NaN or infinite"))
             del done[row]
-        ended = torch.tensor(list(done), dtype=torch.long, device=states.device)
+        ended = torch.tensor(list(done), dtype=torch.long, device=self.device)
         if len(ended) < len(clients):
-            states, keep = states[ended], keep[ended]
+            trained, keep = trained[ended], keep[ended]
+        # What is frozen is as it was sent: one tensor for all clients.
+        frozen = {name: columns[name][: len(ended)] for name in layout.frozen}
+        states = {name: frozen[name] if name in frozen else trained[name] for name in columns}
         answered = clients[ended.to(clients.device)]
         return ClientUpdates(
             answered,
-            states,
+            TensorDict(states, batch_size=[len(ended)]),
             self.setting.data.num_samples("train")[answered.cpu()],
             failures,
             merge_logs(done.values()),
@@ -377,7 +377,7 @@ class SequentialEngine:
         for client in self.clients:
             client.trainer.end()
         steps = self.client.trainer.global_step
-        if self.client.module.automatic_optimization and steps:
+        if self.client.module.automatic_optimization and steps and not self.client.skipped:
             self._check_gradients(self.client)
         return self._logs(), steps
 

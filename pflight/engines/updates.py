@@ -30,6 +30,8 @@ class ClientFailure:
     def of(cls, client: int, error: BaseException) -> ClientFailure:
         """Return the failure of a client that raised."""
         said = f"{type(error).__name__}: {error}".removesuffix(": ")
+        if "DataLoader worker process" in said:  # whose traceback ends with what was raised there
+            said = said.rstrip().splitlines()[-1]
         return cls(client, shorten(said, _REASON, placeholder=" ..."), error)
 
 

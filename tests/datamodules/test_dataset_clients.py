@@ -1,0 +1,231 @@
+"""A torch Dataset per client: each sample is read once an epoch, and drawn by its own seed."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import random
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset, default_collate
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+from pflight import ClientError, Federation
+from pflight.callbacks import FedAvg
+from pflight.datamodules import DatasetClients
+from pflight.loaders import Visit
+from tests.runs import assert_same, quiet_trainer, run
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning"
+)
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+
+
+class Network(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.LazyLinear(2))
+        self.net(torch.zeros(1, 3, 4, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        noise = np.random.normal() + random.random()  # as mixing samples draws it
+        return nn.functional.cross_entropy(self.net(x) + noise * torch.randn(len(x), 2), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val/loss", nn.functional.cross_entropy(self.net(x), y))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def network() -> Network:
+    torch.manual_seed(0)
+    return Network()
+
+
+class CountingFolder(ImageFolder):
+    """Counts how often each image is decoded, in whatever process."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.reads = torch.zeros(len(self), dtype=torch.long).share_memory_()
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads[index] += 1
+        return super().__getitem__(index)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of JPEGs: two hospitals, two classes."""
+    root = tmp_path_factory.mktemp("hospitals")
+    drawn = np.random.default_rng(0)
+    for hospital, count in (("north", 5), ("south", 7)):
+        for number in range(count):
+            folder = root / hospital / ("ill" if number % 2 else "well")
+            folder.mkdir(parents=True, exist_ok=True)
+            pixels = drawn.integers(256, size=(6, 6, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"{number}.jpeg")
+    return root
+
+
+def hospitals(root: Path, workers: int, **options: Any) -> DatasetClients:
+    change = v2.Compose(
+        [
+            v2.ToImage(),
+            v2.RandomCrop(4),
+            v2.RandomHorizontalFlip(),
+            v2.ToDtype(torch.float32, scale=True),
+        ]
+    )
+    train, val = (
+        [CountingFolder(root / name, change) for name in ("north", "south")] for _ in range(2)
+    )
+    return DatasetClients(train, val, batch_size=3, num_workers=workers, **options)
+
+
+@WORKERS
+def test_an_image_is_decoded_once_an_epoch_and_never_to_be_counted(
+    root: Path, workers: int
+) -> None:
+    data = hospitals(root, workers)
+    federation = Federation(network(), local_epochs=2)
+    assert data.num_samples("train").tolist() == [5, 7]
+    quiet_trainer(3, FedAvg()).fit(federation, datamodule=data)
+    assert [folder.reads.unique().tolist() for folder in data.datasets["train"]] == [[6], [6]]
+    assert [folder.reads.unique().tolist() for folder in data.datasets["val"]] == [[3], [3]]
+
+
+def unreadable(samples: list[Any]) -> Any:
+    raise OSError("no such image")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_worker_outlives_its_data(root: Path, fails: bool) -> None:
+    failed = pytest.raises(ClientError, match="client 0 failed: OSError: no such image")
+
+    def fit() -> None:
+        data = hospitals(root, 2)
+        if fails:
+            data.collate_fn = unreadable
+        with failed if fails else nullcontext():
+            run(network(), data, FedAvg(), on_client_error="raise")
+
+    fit()
+    gc.collect()
+    assert multiprocessing.active_children() == []
+
+
+def mixed(samples: list[Any]) -> Any:
+    """Collate as MixUp does, by random numbers."""
+    x, y = default_collate(samples)
+    return x + torch.rand(()) * x.roll(1, 0) + np.random.rand() + random.random(), y
+
+
+@pytest.mark.parametrize("collate_fn", [None, mixed])
+def test_random_images_are_the_same_with_workers_and_when_resumed(
+    root: Path, collate_fn: Any, tmp_path: Path
+) -> None:
+    def fit(workers: int, rounds: int, **others: Any) -> Federation:
+        data = hospitals(root, workers, collate_fn=collate_fn)
+        return run(network(), data, FedAvg(), rounds, local_epochs=2, **others)
+
+    whole = fit(0, 3)
+    fit(2, 1).trainer.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = fit(2, 3, ckpt_path=tmp_path / "half.ckpt")
+    assert_same(resumed.server_states()[0], whole.server_states()[0])
+
+
+class Draws(Dataset[Any]):
+    """Samples that are nothing but random numbers."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(()).item(), np.random.rand(), random.random(), np.random.normal()
+
+
+def drawn(seed: int, visit: Visit, workers: int = 0) -> list[list[float]]:
+    data = DatasetClients(
+        [Draws(), Draws()], num_workers=workers, collate_fn=list, batch_size=2, seed=seed
+    )
+    return [list(sample) for batch in data.batches("train", [visit]) for sample in batch]
+
+
+def test_what_a_sample_draws_depends_on_seed_round_client_epoch_and_index() -> None:
+    parts = torch.tensor([0, 1]), torch.tensor([2, 3])
+    given = drawn(1, Visit(0, 2, 0, parts))
+    assert len({number for sample in given for number in sample}) == 16
+    others = [
+        drawn(2, Visit(0, 2, 0, parts)),
+        drawn(1, Visit(1, 2, 0, parts)),
+        drawn(1, Visit(0, 3, 0, parts)),
+        drawn(1, Visit(0, 2, 1, parts)),
+    ]
+    for other in others:
+        assert not {number for sample in given for number in sample}.intersection(
+            number for sample in other for number in sample
+        )
+    turned = drawn(1, Visit(0, 2, 0, (torch.tensor([3, 1, 0]), torch.tensor([2]))), workers=2)
+    assert turned == [given[index] for index in (3, 1, 0, 2)]
+
+
+@WORKERS
+def test_the_reader_of_batches_keeps_its_own_random_numbers(workers: int) -> None:
+    def own() -> list[float]:
+        torch.manual_seed(5)
+        np.random.seed(5)
+        random.seed(5)
+        data = DatasetClients([Draws()], num_workers=workers, collate_fn=list)
+        numbers = []
+        for _ in data.batches("train", [Visit(0, 0, 0, torch.arange(4).split(1))]):
+            numbers += [float(torch.rand(())), np.random.rand(), random.random()]
+        return numbers
+
+    expected = own()
+    assert len(set(expected)) == 12
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    drawn_alone = []
+    for _ in range(4):
+        drawn_alone += [float(torch.rand(())), np.random.rand(), random.random()]
+    assert expected == drawn_alone
+
+
+def test_one_client_and_all_of_them_are_ordinary_data() -> None:
+    sizes = 5, 3
+    samples = [TensorDataset(torch.full((size, 2), 1.0 * size)) for size in sizes]
+    data = DatasetClients(samples, samples, batch_size=4)
+    alone, everybody = data.client(1), data.centralized()
+    (batch,) = next(iter(alone.train_dataloader()))
+    assert torch.equal(batch, torch.full((3, 2), 3.0))
+    batches = torch.cat([x for (x,) in everybody.train_dataloader()])
+    assert sorted(batches[:, 0].tolist()) == [3.0] * 3 + [5.0] * 5
+    assert len(next(iter(alone.val_dataloader()))[0]) == 3
+
+
+@WORKERS
+@pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
+def test_readers_go_on_after_an_image_that_cannot_be_read(root: Path, workers: int) -> None:
+    data = hospitals(root, workers, collate_fn=None)
+    data.datasets["train"][0].samples[1] = (str(root / "lost.jpeg"), 0)
+    federation = run(network(), data, FedAvg(), 2)
+    assert [entry.failed for entry in federation.history] == [[0], [0]]
+    sound = hospitals(root, 0)
+    sound.datasets["train"][0].samples[1] = (str(root / "lost.jpeg"), 0)
+    again = run(network(), sound, FedAvg(), 2)
+    assert_same(federation.server_states()[0], again.server_states()[0])

@@ -1,0 +1,103 @@
+"""A module and data of one's own file, from the command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pflight.cli import main
+
+HOSPITALS = """
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from pflight.datamodules import DatasetClients
+
+
+class Line(L.LightningModule):
+    def __init__(self, lr: float = 0.1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.lr = nn.Linear(2, 1), lr
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/mse", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class Hospitals(DatasetClients):
+    def __init__(self, num_clients: int = 3, batch_size: int = 4):
+        random = torch.Generator().manual_seed(0)
+        x = torch.randn(num_clients, 8, 2, generator=random)
+        samples = [TensorDataset(one, one[:, :1] - one[:, 1:]) for one in x]
+        super().__init__(samples, samples, batch_size=batch_size)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_with_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hospitals.py").write_text(HOSPITALS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "hospitals", raising=False)
+
+
+def fit(*args: str, rounds: int = 4) -> None:
+    parts = "--model.client=hospitals.Line", "--data=hospitals.Hospitals"
+    run = f"--trainer.max_epochs={rounds}", "--trainer.default_root_dir=run"
+    main(["fit", *parts, "--trainer.callbacks=Ditto", *run, *args])
+
+
+def kept() -> set[str]:
+    return {path.name for path in Path("run", "checkpoints").glob("*.ckpt")}
+
+
+def test_the_best_is_kept_by_the_value_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    # With so large a step the loss grows from round to round.
+    fit("--model.client.lr=2.0", "--monitor=val/macro_mse", "--mode=min")
+    assert kept() == {"best.ckpt", "last.ckpt"}
+    assert "no best.ckpt" not in capsys.readouterr().out
+    epochs = [torch.load(f"run/checkpoints/{name}.ckpt")["epoch"] for name in ("best", "last")]
+    assert epochs == [0, 3]
+    main(["validate", "--config=run/config.yaml"])
+    assert "takes run/checkpoints/best.ckpt" in capsys.readouterr().out
+
+
+def test_without_one_no_best_is_kept_which_a_line_says(capsys: pytest.CaptureFixture[str]) -> None:
+    fit(rounds=1)
+    assert kept() == {"last.ckpt"}
+    assert "no best.ckpt is kept: say which value of Line" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--monitor=val/macro_mse"], "takes both, --monitor and --mode"),
+        (["--mode=min"], "takes both, --monitor and --mode"),
+        (["--monitor=val/macro_mae", "--mode=min"], "could not find the monitored key"),
+        (
+            [
+                *("--monitor=val/macro_mse", "--mode=min"),
+                *("--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.monitor=val/mse"),
+            ],
+            "give the monitor to that",
+        ),
+    ],
+)
+def test_what_can_choose_no_best_is_named(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        fit(*options)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
