@@ -354,7 +354,9 @@ class VectorizedEngine:
             told |= {f"{MEMORY}{name}": value for name, value in memories.items()}
         scalars = {
             "num_samples": data.num_samples("train")[clients.cpu()],
-            "mean_samples": torch.full((len(order),), self.setting.mean_samples),
+            "mean_samples": torch.full(
+                (len(order),), self.setting.mean_samples, dtype=torch.double
+            ),
             "seen": torch.zeros(len(order)) if kept is None else kept.seen,
             "num_steps": torch.tensor([plan.steps for plan in plans]),
         }
