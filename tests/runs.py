@@ -18,7 +18,7 @@ from pflight import Federation
 from pflight.callbacks import ServerCallback
 from pflight.datamodules import FederatedDataModule, TensorClients
 from pflight.engines.local import SCALARS, AloneClient, Copies
-from pflight.half import Half
+from pflight.half import Half, LocalClient
 from pflight.models import ClientModule
 from pflight.state import StateLayout
 
@@ -113,6 +113,23 @@ def small_data(
     return TensorClients(train, test, val, **options)
 
 
+class Watching(Half):
+    """Has a function look at each client that trains, or fail in its place."""
+
+    def __init__(self, look: Callable[[LocalClient], Any]) -> None:
+        self.look = look
+
+    def loss(self, c: LocalClient, batch: Any) -> Tensor:
+        self.look(c)
+        return super().loss(c, batch)
+
+
+def watched(client: ClientModule, look: Callable[[LocalClient], Any]) -> ClientModule:
+    """Return a client module at whose clients a function looks in each step of their training."""
+    client.client_half = Watching(look)
+    return client
+
+
 def failing(kind: type[ClientModule] = ClientModule, value: float | None = None) -> Any:
     """Return a kind of client of which one, number 3 of :func:`small_data`, raises in its loss.
 
@@ -148,8 +165,10 @@ def failing_at_the_end(kind: type[ClientModule] = ClientModule) -> Any:
 
 def is_of_client_3(batch: tuple[Tensor, Tensor]) -> Tensor:
     """Tell by its samples whether a training batch of :func:`small_data` is client 3's."""
-    features, _ = samples(9, 3)
-    return (batch[0].float().unsqueeze(1) == features).all(dim=-1).any()
+    return (batch[0].float().unsqueeze(1) == _FEATURES_OF_CLIENT_3).all(dim=-1).any()
+
+
+_FEATURES_OF_CLIENT_3 = samples(9, 3)[0]
 
 
 def one_client(

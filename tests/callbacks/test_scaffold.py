@@ -288,9 +288,7 @@ def test_option_two_refuses_schedules() -> None:
             optimizer = super().configure_optimizers()
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
-    with pytest.raises(
-        ConfigurationError, match=r"option II needs .*, got a scheduler"
-    ):
+    with pytest.raises(ConfigurationError, match=r"option II needs .*, got a scheduler"):
         run(linear_client(Scheduled), small_data(), SCAFFOLD())
     run(linear_client(Scheduled), small_data(), SCAFFOLD(option="I"), 2)
 
