@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,13 +10,17 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.optim import SGD
 
 from pflight import Federation
 from pflight.callbacks import ServerCallback
 from pflight.datamodules import FederatedDataModule, TensorClients
+from pflight.engines.local import SCALARS, AloneClient, Copies
+from pflight.half import Half, LocalClient
 from pflight.models import ClientModule
+from pflight.state import StateLayout
 
 FEATURES, CLASSES = 4, 3
 ENGINES = pytest.mark.parametrize("engine", ["sequential", "vectorized"])
@@ -109,6 +113,23 @@ def small_data(
     return TensorClients(train, test, val, **options)
 
 
+class Watching(Half):
+    """Has a function look at each client that trains, or fail in its place."""
+
+    def __init__(self, look: Callable[[LocalClient], Any]) -> None:
+        self.look = look
+
+    def loss(self, c: LocalClient, batch: Any) -> Tensor:
+        self.look(c)
+        return super().loss(c, batch)
+
+
+def watched(client: ClientModule, look: Callable[[LocalClient], Any]) -> ClientModule:
+    """Return a client module at whose clients a function looks in each step of their training."""
+    client.client_half = Watching(look)
+    return client
+
+
 def failing(kind: type[ClientModule] = ClientModule, value: float | None = None) -> Any:
     """Return a kind of client of which one, number 3 of :func:`small_data`, raises in its loss.
 
@@ -131,9 +152,9 @@ def failing_at_the_end(kind: type[ClientModule] = ClientModule) -> Any:
     """Return a kind of client of which one, number 3 of :func:`small_data`, fails once trained."""
 
     class Failing(kind):
-        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
             self.fails = bool(is_of_client_3(batch))
-            return super().training_step(batch, batch_idx)
+            return super().loss(batch)
 
         def on_train_end(self) -> None:
             if self.fails:
@@ -144,8 +165,22 @@ def failing_at_the_end(kind: type[ClientModule] = ClientModule) -> Any:
 
 def is_of_client_3(batch: tuple[Tensor, Tensor]) -> Tensor:
     """Tell by its samples whether a training batch of :func:`small_data` is client 3's."""
-    features, _ = samples(9, 3)
-    return (batch[0].float().unsqueeze(1) == features).all(dim=-1).any()
+    return (batch[0].float().unsqueeze(1) == _FEATURES_OF_CLIENT_3).all(dim=-1).any()
+
+
+_FEATURES_OF_CLIENT_3 = samples(9, 3)[0]
+
+
+def one_client(
+    module: ClientModule, half: Half, memory: Mapping[str, Tensor] | None = None
+) -> AloneClient:
+    """Return a client as a half sees it in local training, with what it remembers."""
+    layout, cpu = StateLayout.of(module), torch.device("cpu")
+    scalars = {name: torch.tensor(0.0 if memory is None else 1.0) for name in SCALARS}
+    copies = Copies(module, layout, Precision(), cpu)
+    client = AloneClient(copies, half, {}, scalars, anchor=None)
+    client.memory = memory
+    return client
 
 
 def batches_of(data: FederatedDataModule, round: int, client: int, epochs: int) -> list[np.ndarray]:

@@ -114,7 +114,9 @@ class FedALA(FedAvg):
         mixing = Mixing(setting.client, self.mixed, self.lr)
         layout = StateLayout.of(mixing)
         settings = setting.data, setting.precision, setting.device, setting.seed
-        self.learner = SequentialEngine(Setting(mixing, Half(), layout, *settings))
+        learning = Setting(mixing, Half(), layout, *settings)
+        learning.mixes_samples = setting.mixes_samples  # as where the module trains
+        self.learner = SequentialEngine(learning)
         self.learner.check_input()
 
     def round(self, cohort: Tensor) -> None:
@@ -169,6 +171,7 @@ class FedALA(FedAvg):
                 steps=count,
                 purpose=Purpose.FINETUNE,
             )
+            federation.note_failures(updates.failures, "to learn its weights")
             done = torch.isin(clients, updates.clients)
             for name in self.mixed:
                 learned[f"weights.{name}"][done] = updates.states[f"weights.{name}"]

@@ -7,12 +7,13 @@ from typing import Literal
 
 import torch
 from lightning import LightningModule
+from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from pflight.errors import ConfigurationError
-from pflight.half import OWN, Half, LocalClient
+from pflight.half import OWN, Half, LocalClient, half_for
 from pflight.options import checked, number
 from pflight.state import StateLayout
 
@@ -62,7 +63,7 @@ class Dane(Corrected):
     """
 
     def __init__(self, mu: float = 0.1, scaling: Literal["plain", "eq7"] = "plain") -> None:
-        self.proximal = Proximal(mu, scaling)
+        self.proximal = half_for(self, Proximal, mu=mu, scaling=scaling)
 
     def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return corrections of zero."""
@@ -156,12 +157,16 @@ def _own_control(c: LocalClient) -> dict[str, Tensor]:
 
 def _plain_step(module: LightningModule) -> float:
     """Return the step of plain SGD, or raise if a module trains by anything else."""
-    optimizer = module.configure_optimizers()
-    groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else []
+    optimizers, schedulers, _ = _configure_optimizers(module.configure_optimizers())
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     steps = {float(group["lr"]) for group in groups}
     reason = ""
-    if type(optimizer) is not SGD:
-        reason = type(optimizer).__name__
+    if len(optimizers) != 1:
+        reason = f"{len(optimizers)} optimizers"
+    elif schedulers:
+        reason = "a scheduler"
+    elif type(optimizers[0]) is not SGD:
+        reason = type(optimizers[0]).__name__
     elif any(group["momentum"] for group in groups):
         reason = f"momentum={max(group['momentum'] for group in groups)}"
     elif any(group["maximize"] for group in groups):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,8 @@ from pflight.callbacks import (
     PFedMe,
     ServerCallback,
 )
-from pflight.models import (
-    APFLClient,
-    ClientModule,
-    DittoClient,
-    PerFedAvgClient,
-    PFedMeClient,
-)
+from pflight.errors import ConfigurationError
+from pflight.models import ClientModule
 from tests import reference
 from tests.runs import (
     CLASSES,
@@ -47,12 +43,15 @@ from tests.runs import (
 LIMIT, LR = 0.2, 0.5
 ALGORITHMS = pytest.mark.parametrize("algorithm", ["norm", "value"])
 LAM = 0.4
-PERSONAL: dict[str, tuple[type[ServerCallback], type[ClientModule], dict[str, float]]] = {
-    "Ditto": (Ditto, DittoClient, {"lam": LAM}),
-    "APFL": (APFL, APFLClient, {"alpha": 0.75}),
-    "APFL-adaptive": (APFL, APFLClient, {"alpha": 0.75, "alpha_lr": 0.1}),
+PERSONAL: dict[str, Callable[..., ServerCallback]] = {
+    "Ditto": partial(Ditto, lam=LAM),
+    "APFL": partial(APFL, alpha=0.75),
+    "APFL-adaptive": partial(APFL, alpha=0.75, alpha_lr=0.1),
 }
-ALONE = {"Ditto": {"lam": 0.0}, "APFL": {"alpha": 1.0}}  # where personal models are trained alone
+ALONE = {  # where personal models are trained alone
+    "Ditto": partial(Ditto, lam=0.0),
+    "APFL": partial(APFL, alpha=1.0),
+}
 
 
 def client(
@@ -91,8 +90,8 @@ def manual(kind: type[ClientModule]) -> type[ClientModule]:
 @ALGORITHMS
 @pytest.mark.parametrize("method", PERSONAL)
 def test_the_shared_model_is_fedavgs(method: str, algorithm: str, engine: str) -> None:
-    callback, kind, options = PERSONAL[method]
-    one = run(client(kind, algorithm, **options), data(), callback("samples"), 3, engine=engine)
+    callback = PERSONAL[method]("samples")
+    one = run(client(algorithm=algorithm), data(), callback, 3, engine=engine)
     other = run(client(algorithm=algorithm), data(), FedAvg(), 3)
     assert shared(one) == pytest.approx(shared(other), rel=1e-10, abs=1e-12)
     free = run(linear_client(double=True, optimizer=sgd(LR)), data(), FedAvg(), 3)
@@ -105,22 +104,25 @@ def test_the_shared_model_is_fedavgs(method: str, algorithm: str, engine: str) -
 def test_personal_models_without_a_tie_are_those_of_local(
     method: str, algorithm: str, engine: str
 ) -> None:
-    callback, kind, _ = PERSONAL[method]
     everybody = small_data(dtype=torch.float64)
-    one = run(client(kind, algorithm, **ALONE[method]), everybody, callback(), 3, engine=engine)
+    one = run(client(algorithm=algorithm), everybody, ALONE[method](), 3, engine=engine)
     other = run(client(algorithm=algorithm), everybody, Local(), 3)
     for i in range(6):
         assert judged(one, i) == pytest.approx(judged(other, i), rel=1e-10, abs=1e-12)
 
 
-@pytest.mark.parametrize("method", PERSONAL)
-def test_manual_optimization_clips_alike(method: str) -> None:
-    callback, kind, options = PERSONAL[method]
-    one = run(client(manual(kind), **options), data(), callback(), 2)
-    other = run(client(kind, **options), data(), callback(), 2, engine="sequential")
+def test_manual_optimization_clips_alike() -> None:
+    one = run(client(manual(ClientModule)), data(), FedAvg(), 2)
+    other = run(client(), data(), FedAvg(), 2, engine="sequential")
     for i in range(6):
         assert_same(one.client_state(i), other.client_state(i))
     assert_same(one.server_states()[0], other.server_states()[0])
+
+
+@pytest.mark.parametrize("method", PERSONAL)
+def test_a_personal_copy_has_no_manual_optimization(method: str) -> None:
+    with pytest.raises(ConfigurationError, match="manual optimization"):
+        run(client(manual(ClientModule)), data(), PERSONAL[method]())
 
 
 def clipped(gradient: np.ndarray) -> np.ndarray:
@@ -130,8 +132,7 @@ def clipped(gradient: np.ndarray) -> np.ndarray:
 @ENGINES
 @pytest.mark.parametrize("method", ["Ditto", "APFL"])
 def test_it_is_what_a_plain_computation_gives(method: str, engine: str) -> None:
-    callback, kind, options = PERSONAL[method]
-    federation = run(client(kind, **options), data(), callback(), 3, engine=engine)
+    federation = run(client(), data(), PERSONAL[method](), 3, engine=engine)
     world = reference.SoftmaxRegression([data().samples(i, "train") for i in range(6)], CLASSES)
     theta = flat(linear_client(double=True).state_dict())
     personal: dict[int, np.ndarray] = {}
@@ -158,17 +159,15 @@ def test_it_is_what_a_plain_computation_gives(method: str, engine: str) -> None:
 
 @ENGINES
 def test_buffers_and_several_layers_change_nothing_of_it(engine: str) -> None:
-    ditto = run(
-        client(DittoClient, make=batchnorm_client, lam=2.0), data(), Ditto(), 3, engine=engine
-    )
+    ditto = run(client(make=batchnorm_client), data(), Ditto(lam=2.0), 3, engine=engine)
     plain = run(client(make=batchnorm_client), data(), FedAvg(), 3, engine=engine)
     assert shared(ditto) == pytest.approx(shared(plain), rel=1e-9, abs=1e-11)
 
 
 @ENGINES
 def test_one_step_of_pfedme_is_fedavgs_also_when_it_is_clipped(engine: str) -> None:
-    options = {"lam": 4.0, "personal_steps": 1, "personal_lr": 0.25}
-    one = run(client(PFedMeClient, **options), data(), PFedMe(), 3, local_steps=1, engine=engine)
+    callback = PFedMe(lam=4.0, personal_steps=1, personal_lr=0.25)
+    one = run(client(), data(), callback, 3, local_steps=1, engine=engine)
     other = run(client(), data(), FedAvg(), 3, local_steps=1)
     assert shared(one) == pytest.approx(shared(other), rel=1e-10, abs=1e-12)
 
@@ -178,8 +177,8 @@ def test_one_step_of_pfedme_is_fedavgs_also_when_it_is_clipped(engine: str) -> N
 def test_per_fedavgs_adaptation_is_never_clipped(algorithm: str, engine: str) -> None:
     """Neither in the loss that it trains on nor before a client is judged."""
     alpha, samples = 0.8, data(batch_size=None)
-    make = client(PerFedAvgClient, algorithm, alpha=alpha)
-    federation = run(make, samples, PerFedAvg(), 2, engine=engine)
+    made = client(algorithm=algorithm)
+    federation = run(made, samples, PerFedAvg(alpha=alpha), 2, engine=engine)
     world = reference.SoftmaxRegression([samples.samples(i, "train") for i in range(6)], CLASSES)
     theta = shared(federation)
     for i in range(6):

@@ -14,6 +14,7 @@ from pflight import Federation
 from pflight.callbacks import FedALA, FedAvg
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
+from pflight.half import LocalClient
 from pflight.models import ClientModule, ProximalClient
 from tests import reference
 from tests.runs import (
@@ -32,6 +33,7 @@ from tests.runs import (
     run,
     sgd,
     small_data,
+    watched,
     world_q,
 )
 
@@ -198,7 +200,7 @@ def test_the_first_time_takes_more_batches_and_a_share_of_them() -> None:
 
     class Counting(QuadraticClient):
         def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-            if self.training and self.anchor is None:  # weights are learned without one
+            if self.training and not self.network.theta.is_leaf:  # while weights are learned
                 steps.append((round_[0], len(batch[1])))
             return super().loss(batch)
 
@@ -219,10 +221,9 @@ def test_the_first_time_takes_more_batches_and_a_share_of_them() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_a_client_that_fails_keeps_everything() -> None:
-    class Failing(ClientModule):
-        def on_train_end(self) -> None:
-            if self.num_samples == 9 and broken:
-                raise RuntimeError("out of battery")
+    def fail(c: LocalClient) -> None:
+        if c.num_samples == 9 and broken:
+            raise RuntimeError("out of battery")
 
     class Breaking(FedALA):
         def begin(self) -> None:
@@ -231,9 +232,9 @@ def test_a_client_that_fails_keeps_everything() -> None:
                 broken.append(True)
 
     broken: list[bool] = []
-    long = run(linear_client(Failing), small_data(), Breaking(), 4)
+    long = run(watched(linear_client(), fail), small_data(), Breaking(), 4)
     broken.clear()
-    short = run(linear_client(Failing), small_data(), Breaking(), 2)
+    short = run(watched(linear_client(), fail), small_data(), Breaking(), 2)
     held, before = (f.memory.state_dict()["fedala"][3] for f in (long, short))
     assert_same(held, before)
     assert not torch.equal(weights(long, 2)["weights.network.bias"], torch.ones(CLASSES))

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import Tensor
 
 from pflight import Federation
-from pflight.callbacks import FedAvg, FedDANE, FedSGD
+from pflight.callbacks import FedDANE, FedProx, FedSGD
 from pflight.datamodules import TensorClients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
-from pflight.models import ClientModule, DaneClient, ProximalClient
+from pflight.half import OWN, LocalClient
+from pflight.models import ClientModule, ProximalClient
+from pflight.models.halves import Dane
 from tests import reference
 from tests.runs import (
     CLASSES,
-    Point,
     assert_same,
     batches_of,
     batchnorm_client,
@@ -35,22 +35,6 @@ from tests.runs import (
     small_data,
     world_q,
 )
-
-
-class Quadratic(ClientModule):
-    """A client of world Q without a penalty."""
-
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        a, b = batch[0].split(2, dim=1)
-        return (a / 2 * (self.network.theta - b).square()).sum(1).mean()
-
-
-class DaneQuadratic(DaneClient, Quadratic):
-    """A client of world Q whose gradients are corrected."""
-
-
-def quadratic(mu: float = 1.0) -> DaneClient:
-    return DaneQuadratic(Point(), num_classes=2, optimizer=sgd(0.1), mu=mu)
 
 
 class Recorded(FedDANE):
@@ -68,7 +52,7 @@ class Recorded(FedDANE):
 
 
 def test_q4() -> None:
-    federation = run(quadratic(), world_q(), Recorded(), local_steps=2)
+    federation = run(quadratic_client(), world_q(), Recorded(mu=1.0), local_steps=2)
     gradients, models = (states["network.theta"] for states in federation.callback.arrived)
     weights = torch.tensor([1, 3, 2]).double() / 6
     assert (weights @ gradients).tolist() == pytest.approx([-2.5, -1.5], abs=1e-12)
@@ -78,11 +62,12 @@ def test_q4() -> None:
 
 
 def test_q4b_with_one_full_step_of_the_same_set_it_is_fedsgd() -> None:
-    federation = run(quadratic(), world_q(), FedDANE(same_set=True), local_steps=1)
+    callback = FedDANE(same_set=True, mu=1.0)
+    federation = run(quadratic_client(), world_q(), callback, local_steps=1)
     assert shared(federation) == pytest.approx([0.25, 0.15], abs=1e-12)
     data = small_data(batch_size=None, cohort_size=3, dtype=torch.float64)
-    client = linear_client(DaneClient, double=True, mu=3.0, optimizer=sgd(0.2))
-    corrected = run(client, data, FedDANE(same_set=True), rounds=4, local_steps=1)
+    client = linear_client(double=True, optimizer=sgd(0.2))
+    corrected = run(client, data, FedDANE(same_set=True, mu=3.0), rounds=4, local_steps=1)
     plain = run(linear_client(double=True), data, FedSGD(lr=0.2), rounds=4)
     assert shared(corrected) == pytest.approx(shared(plain), rel=1e-12, abs=1e-14)
 
@@ -94,12 +79,8 @@ def twins() -> TensorClients:
 
 @pytest.mark.parametrize("make", [twins, lambda: small_data([9], torch.float64, batch_size=None)])
 def test_alike_clients_and_full_batches_are_fedprox(make: Any) -> None:
-    corrected = run(
-        linear_client(DaneClient, double=True, mu=0.5), make(), FedDANE(), 3, local_steps=3
-    )
-    proximal = run(
-        linear_client(ProximalClient, double=True, mu=0.5), make(), FedAvg(), 3, local_steps=3
-    )
+    corrected = run(linear_client(double=True), make(), FedDANE(mu=0.5), 3, local_steps=3)
+    proximal = run(linear_client(double=True), make(), FedProx(mu=0.5), 3, local_steps=3)
     assert shared(corrected) == pytest.approx(shared(proximal), rel=1e-12, abs=1e-14)
 
 
@@ -137,8 +118,7 @@ def feddane(
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_several_rounds_with_partial_participation(same_set: bool, weighting: str) -> None:
     data = small_data(cohort_size=3, dtype=torch.float64)
-    client = linear_client(DaneClient, double=True, mu=0.7)
-    callback = Recorded(same_set, weighting)
+    client, callback = linear_client(double=True), Recorded(same_set, weighting, mu=0.7)
     federation = run(client, data, callback, rounds=4, local_epochs=2)
     expected = feddane(
         reference.SoftmaxRegression([data.samples(i, "train") for i in range(6)], CLASSES),
@@ -155,7 +135,7 @@ def test_several_rounds_with_partial_participation(same_set: bool, weighting: st
 def test_the_second_set_is_drawn_anew_among_the_same_clients() -> None:
     data = small_data([4] * 12, cohort_size=3, holdout_clients=0.25)
     callback = Recorded()
-    federation = run(linear_client(DaneClient), data, callback, 8)
+    federation = run(linear_client(), data, callback, 8)
     first, second = callback.sets[::2], callback.sets[1::2]
     assert first == [data.cohorts.sample(round_).tolist() for round_ in range(8)]
     assert all(len(clients) == 3 for clients in second)
@@ -168,7 +148,7 @@ def test_the_second_set_is_drawn_anew_among_the_same_clients() -> None:
 
 def test_the_same_set_trains_again() -> None:
     callback = Recorded(same_set=True)
-    run(linear_client(DaneClient), small_data(cohort_size=3), callback, 4)
+    run(linear_client(), small_data(cohort_size=3), callback, 4)
     assert callback.sets[::2] == callback.sets[1::2]
 
 
@@ -176,7 +156,7 @@ def test_the_same_set_trains_again() -> None:
 def test_the_model_travels_down_once_to_each_client(same_set: bool) -> None:
     data = small_data([4] * 12, cohort_size=3)
     callback = Recorded(same_set)
-    federation = run(linear_client(DaneClient), data, callback, 6)
+    federation = run(linear_client(), data, callback, 6)
     size = sum(4 * p.numel() for p in linear_client().parameters())
     newcomers = 0
     for entry, one, other in zip(
@@ -191,38 +171,30 @@ def test_the_model_travels_down_once_to_each_client(same_set: bool) -> None:
 
 def test_gradients_change_no_buffers() -> None:
     data = small_data([8, 12])  # two and three batches
-    federation = run(batchnorm_client(DaneClient), data, Recorded(same_set=True), local_steps=2)
+    federation = run(batchnorm_client(), data, Recorded(same_set=True), local_steps=2)
     state, (entry,) = federation.server_states()[0], federation.history
     template = batchnorm_client().state_dict()
     model = sum(value.nbytes for value in template.values())
     gradient = sum(p.nbytes for p in batchnorm_client().parameters())
     assert entry.bytes_down == entry.bytes_up == 2 * (model + gradient)
     assert state["network.1.num_batches_tracked"] == 2
-    proximal = batchnorm_client(ProximalClient, mu=0.1)
-    once = run(batchnorm_client(DaneClient), data, FedDANE(), local_steps=1).server_states()[0]
-    plain = run(proximal, data, FedAvg(), local_steps=1).server_states()[0]
+    once = run(batchnorm_client(), data, FedDANE(), local_steps=1).server_states()[0]
+    plain = run(batchnorm_client(), data, FedProx(mu=0.1), local_steps=1).server_states()[0]
     for name in ("network.1.running_mean", "network.1.running_var"):
         torch.testing.assert_close(once[name], plain[name])
 
 
 def test_nothing_of_the_correction_stays() -> None:
-    federation = run(linear_client(DaneClient), small_data(cohort_size=3), FedDANE(), 2)
-    state = federation.client_state(0)
-    assert {name for name in state if name.startswith("correction")} == {
-        "correction.network.weight",
-        "correction.network.bias",
-    }
-    assert not any(value.any() for name, value in state.items() if name.startswith("correction"))
-    assert_same(state, federation.server_states()[0])
+    federation = run(linear_client(), small_data(cohort_size=3), FedDANE(), 2)
+    own = {n: v for n, v in federation.server.tensors(0).items() if n.startswith(OWN)}
+    assert set(own) == {f"{OWN}correction.network.weight", f"{OWN}correction.network.bias"}
+    assert not any(value.any() for value in own.values())
+    assert_same(federation.client_state(0), federation.server_states()[0])
 
 
-def test_alone_and_in_finetuning_it_is_a_plain_client() -> None:
-    batch = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
-    client = linear_client(DaneClient, mu=5.0)
-    for value in client.correction.buffers():
-        value.fill_(3.0)
-    assert client.loss(batch) == linear_client().loss(batch)
-    federation = run(quadratic(), world_q(), FedDANE(), local_steps=2, finetune_epochs=1)
+def test_in_finetuning_it_is_a_plain_client() -> None:
+    callback = FedDANE(mu=1.0)
+    federation = run(quadratic_client(), world_q(), callback, local_steps=2, finetune_epochs=1)
     tuned = federation.client_state(2)["network.theta"].tolist()
     assert tuned == pytest.approx([0.4375 - 0.1 * 2.4375, 0.2675 + 0.1 * 3.7325])
 
@@ -231,7 +203,7 @@ def test_alone_and_in_finetuning_it_is_a_plain_client() -> None:
 def test_a_resumed_run_is_an_uninterrupted_one(same_set: bool, tmp_path: Path) -> None:
     def fit(rounds: int, **options: Any) -> Federation:
         data = small_data(cohort_size=3, dropout=0.3)
-        return run(dropout_client(DaneClient), data, FedDANE(same_set), rounds, **options)
+        return run(dropout_client(), data, FedDANE(same_set), rounds, **options)
 
     fit(2).trainer.save_checkpoint(tmp_path / "half.ckpt")
     resumed, whole = fit(4, ckpt_path=tmp_path / "half.ckpt"), fit(4)
@@ -239,19 +211,25 @@ def test_a_resumed_run_is_an_uninterrupted_one(same_set: bool, tmp_path: Path) -
     assert [entry.clients for entry in resumed.history] == [e.clients for e in whole.history]
 
 
-class FailsInFirstPhase(DaneClient):
+class FailsInFirstPhase(Dane):
     """A client whose gradient can't be taken, if it is the one with 9 samples."""
 
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        if self.num_samples == 9 and not any(value.any() for value in self.correction.buffers()):
+    def loss(self, c: LocalClient, batch: Any) -> Any:
+        if c.num_samples == 9 and not any(value.any() for value in c.own.values()):
             raise RuntimeError("out of battery")
-        return super().loss(batch)
+        return super().loss(c, batch)
+
+
+def fails_in_first_phase(**options: Any) -> Recorded:
+    callback = Recorded(**options)
+    callback.half = FailsInFirstPhase()
+    return callback
 
 
 @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_a_client_without_a_gradient_does_not_train() -> None:
-    callback = Recorded(same_set=True)
-    federation = run(linear_client(FailsInFirstPhase), small_data(), callback, 2)
+    callback = fails_in_first_phase(same_set=True)
+    federation = run(linear_client(), small_data(), callback, 2)
     assert callback.sets == [[0, 1, 2, 4, 5]] * 4
     assert [set(entry.failed) for entry in federation.history] == [{3}, {3}]
     assert np.isfinite(shared(federation)).all()
@@ -260,20 +238,20 @@ def test_a_client_without_a_gradient_does_not_train() -> None:
 @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_a_round_without_gradients_leaves_the_server_as_it_is() -> None:
     data = small_data([9, 9])
-    federation = run(linear_client(FailsInFirstPhase), data, Recorded(), 2)
+    federation = run(linear_client(), data, fails_in_first_phase(), 2)
     assert federation.callback.sets == [[], []]
-    assert_same(federation.server_states()[0], dict(linear_client(FailsInFirstPhase).state_dict()))
+    assert_same(federation.server_states()[0], dict(linear_client().state_dict()))
 
 
 def test_what_does_not_fit_is_refused_before_training() -> None:
-    class Manual(DaneClient):
+    class Manual(ClientModule):
         automatic_optimization = False
 
-    with pytest.raises(ConfigurationError, match="FedDANE needs a DaneClient as its client, got"):
-        run(quadratic_client(mu=1.0), world_q(), FedDANE())
+    with pytest.raises(ConfigurationError, match=r"FedDANE brings Dane\(.*ProximalClient names"):
+        run(linear_client(ProximalClient), small_data(), FedDANE())
     with pytest.raises(ConfigurationError, match="Manual with manual optimization"):
         run(linear_client(Manual), small_data(), FedDANE())
     with pytest.raises(ConfigurationError, match="FedDANE: weighting must be"):
         FedDANE(weighting="size")
-    with pytest.raises(ConfigurationError, match="mu must be at least 0"):
-        linear_client(DaneClient, mu=-1.0)
+    with pytest.raises(ConfigurationError, match="FedDANE: mu must be at least 0"):
+        FedDANE(mu=-1.0)

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pflight import Federation
-from pflight.callbacks import FedAvg, Reptile
+from pflight.callbacks import FedAvg, FedEC, Reptile
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.models import ElasticClient
-from pflight.state import StateModule
+from pflight.models import Classifier, ElasticClient
+from pflight.models.halves import Elastic
 from tests import reference
 from tests.runs import (
     CLASSES,
@@ -26,21 +26,16 @@ from tests.runs import (
     batches_of,
     batchnorm_client,
     dropout_client,
+    failing,
     flat,
     linear_client,
     network_client,
+    one_client,
     quiet_trainer,
     run,
     sgd,
     small_data,
 )
-
-
-def known(client: ElasticClient, history: dict[str, Tensor]) -> ElasticClient:
-    """Give a client a history, as the engine does."""
-    client.memory = StateModule(history, persistent=False)
-    client.seen.fill_(1)
-    return client
 
 
 class TestTheLoss:
@@ -50,13 +45,14 @@ class TestTheLoss:
 
     def trained(self, **options: Any) -> tuple[float, list[float], list[float]]:
         """Return the loss, its gradient, and the parameters after a step of 0.1."""
-        client = ElasticClient(Point(), num_classes=2, optimizer=sgd(0.1), **options).double()
+        module = Classifier(Point(), num_classes=2, optimizer=sgd(0.1))
         history = {"network.theta": torch.tensor([0, math.log(3)], dtype=torch.float64)}
-        loss = known(client, history).loss(self.batch)
-        optimizer = client.configure_optimizers()
+        client = one_client(module, Elastic(**options), history)
+        loss = client.half.loss(client, self.batch)
+        optimizer = client.module.configure_optimizers()
         loss.backward()
         optimizer.step()
-        theta = client.network.theta
+        theta = client.module.network.theta
         return loss.item(), theta.grad.tolist(), theta.tolist()
 
     def test_kl(self) -> None:
@@ -81,37 +77,43 @@ class TestTheLoss:
 
     def test_without_history_it_is_the_task_alone(self) -> None:
         for constraint in ("kl", "l2"):
-            client = ElasticClient(Point((1.0, 0.0)), num_classes=2, constraint=constraint)
+            module, half = Classifier(Point((1.0, 0.0)), num_classes=2), Elastic(1.0, constraint)
             expected = F.cross_entropy(torch.tensor([[1.0, 0.0]]), self.batch[1]).item()
-            assert client.loss(self.batch).item() == pytest.approx(expected)
-            unseen = known(client, {"network.theta": torch.zeros(2, dtype=torch.float64)})
+            client = one_client(module, half)
+            assert half.loss(client, self.batch).item() == pytest.approx(expected)
+            zeros = {"network.theta": torch.zeros(2, dtype=torch.float64)}
+            unseen = one_client(module, half, zeros)
             unseen.seen.zero_()
-            assert unseen.loss(self.batch).item() == pytest.approx(expected)
+            assert half.loss(unseen, self.batch).item() == pytest.approx(expected)
 
     def test_the_history_is_in_evaluation_mode_and_does_not_change(self) -> None:
         layers = nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, CLASSES)
-        client = ElasticClient(nn.Sequential(*layers), CLASSES, alpha=2.0)
-        past = ElasticClient(nn.Sequential(*(type(m)(*a) for m, a in zip(
+        module = Classifier(nn.Sequential(*layers), CLASSES)
+        past = Classifier(nn.Sequential(*(type(m)(*a) for m, a in zip(
             layers, [(FEATURES, 6), (6,), (0.5,), (6, CLASSES)], strict=True
         ))), CLASSES)  # fmt: skip
         past.network[1].running_mean += 0.7
         history = {name: value.clone() for name, value in past.state_dict().items()}
-        known(client, history).train()
-        client.network[2].eval()  # a user's own choice stays
-        x = torch.randn(9, FEATURES)
-        logits = client(x)
-        buffers = client.network[1].running_mean.clone(), client.network[1].num_batches_tracked
-        penalty = client.penalty(x, logits)
+        half, memory = Elastic(alpha=2.0), {name: v.clone() for name, v in history.items()}
+        client = one_client(module, half, memory)
+        network = client.module.network
+        network[2].eval()  # a user's own choice stays
+        x, y = torch.randn(9, FEATURES), torch.randint(CLASSES, (9,))
+        logits = network(x)
+        buffers = network[1].running_mean.clone()
+        network[1].reset_running_stats()
+        loss = half.loss(client, (x, y))
+        loss.backward()
+        penalty = loss - F.cross_entropy(logits, y)
         before = past.eval()(x).softmax(dim=1)
         expected = (before * (before.log() - logits.log_softmax(dim=1))).sum(dim=1).mean()
         assert penalty.item() == pytest.approx(2 * expected.item(), rel=1e-5)
-        assert torch.equal(client.network[1].running_mean, buffers[0])
-        assert client.network[1].num_batches_tracked == 1
-        assert client.network[1].training
-        assert not client.network[2].training
-        assert_same(client.memory.tensors(), history)
-        penalty.backward()
-        assert all(value.grad is None for value in client.memory.buffers())
+        assert torch.equal(network[1].running_mean, buffers)
+        assert network[1].num_batches_tracked == 1
+        assert network[1].training
+        assert not network[2].training
+        assert_same(memory, history)
+        assert all(value.grad is None for value in memory.values())
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -157,11 +159,9 @@ def plain_fedec(
 @pytest.mark.parametrize("constraint", ["kl", "l2", None])
 def test_several_rounds_of_some_clients(constraint: str | None) -> None:
     data = small_data(cohort_size=2, dtype=torch.float64, holdout_clients=0.17)
-    client = linear_client(
-        ElasticClient, double=True, alpha=0.7, constraint=constraint,
-        optimizer=sgd(0.2, momentum=0.5),
-    )  # fmt: skip
-    federation = run(client, data, Reptile(lr=0.6), rounds=5, local_epochs=2)
+    client = linear_client(double=True, optimizer=sgd(0.2, momentum=0.5))
+    callback = FedEC(0.7, constraint, lr=0.6)
+    federation = run(client, data, callback, rounds=5, local_epochs=2)
     cohorts = [entry.clients for entry in federation.history]
     assert max(sum(i in cohort for cohort in cohorts) for i in range(6)) > 2
     phi, history = plain_fedec(
@@ -177,32 +177,32 @@ def test_several_rounds_of_some_clients(constraint: str | None) -> None:
 @pytest.mark.parametrize("options", [{"alpha": 0.0}, {"constraint": None}])
 def test_without_the_constraint_it_is_reptile(options: dict[str, Any]) -> None:
     data = small_data(cohort_size=3)
-    elastic = run(dropout_client(ElasticClient, **options), data, Reptile(lr=0.7), rounds=5)
+    elastic = run(dropout_client(), data, FedEC(lr=0.7, **options), rounds=5)
     plain = run(dropout_client(), data, Reptile(lr=0.7), rounds=5)
     assert_same(elastic.server_states()[0], plain.server_states()[0])
 
 
 def test_a_whole_step_without_the_constraint_is_fedavg() -> None:
     data = small_data(cohort_size=3)
-    elastic = run(linear_client(ElasticClient, constraint=None), data, Reptile(), rounds=4)
+    elastic = run(linear_client(), data, FedEC(constraint=None), rounds=4)
     plain = run(linear_client(), data, FedAvg("uniform"), rounds=4)
     assert_same(elastic.server_states()[0], plain.server_states()[0])
 
 
 def test_the_first_participation_is_unconstrained() -> None:
     data = small_data(dtype=torch.float64)
-    first = run(linear_client(ElasticClient, double=True, alpha=5.0), data, Reptile())
+    first = run(linear_client(double=True), data, FedEC(alpha=5.0))
     plain = run(linear_client(double=True), data, Reptile())
     assert_same(first.server_states()[0], plain.server_states()[0])
-    second = run(linear_client(ElasticClient, double=True, alpha=5.0), data, Reptile(), rounds=2)
+    second = run(linear_client(double=True), data, FedEC(alpha=5.0), rounds=2)
     again = run(linear_client(double=True), data, Reptile(), rounds=2)
     assert flat(second.server_states()[0]) != pytest.approx(flat(again.server_states()[0]))
 
 
 def test_the_history_keeps_its_own_buffers_and_never_travels() -> None:
     data = small_data(cohort_size=3)
-    client = batchnorm_client(ElasticClient)
-    federation = run(client, data, Reptile(), rounds=3)
+    client = batchnorm_client()
+    federation = run(client, data, FedEC(), rounds=3)
     seen = {i for entry in federation.history for i in entry.clients}
     states = [federation.client_state(i) for i in sorted(seen)]
     means = {tuple(state["network.1.running_mean"].tolist()) for state in states}
@@ -221,8 +221,8 @@ class TestWhoIsJudgedByWhat:
         return small_data(holdout_clients=0.34)
 
     def fit(self, data: TensorClients, **options: Any) -> Federation:
-        federation = Federation(linear_client(ElasticClient), **options)
-        trainer = quiet_trainer(2, Reptile(lr=0.5))
+        federation = Federation(linear_client(), **options)
+        trainer = quiet_trainer(2, FedEC(lr=0.5))
         trainer.fit(federation, datamodule=data)
         trainer.test(federation, datamodule=data, verbose=False)
         return federation
@@ -270,16 +270,17 @@ class TestWhoIsJudgedByWhat:
 
 @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_a_client_that_fails_keeps_its_history() -> None:
-    class Failing(ElasticClient):
-        def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-            if self.memory is not None and self.num_samples == 12:
-                raise ValueError("no")
-            return super().loss(batch)
+    def fit(*clients: Classifier) -> Federation:
+        federation = Federation(clients[0])
+        for rounds, client in enumerate(clients, start=1):
+            federation._client = (client,)
+            quiet_trainer(rounds, FedEC()).fit(federation, datamodule=small_data())
+        return federation
 
-    first = run(linear_client(Failing), small_data(), Reptile(), rounds=1)
-    second = run(linear_client(Failing), small_data(), Reptile(), rounds=2)
-    assert second.history[1].failed == [1]
-    assert_same(second.client_state(1), first.client_state(1))
+    first = fit(linear_client())
+    second = fit(linear_client(), linear_client(failing()))
+    assert second.history[1].failed == [3]
+    assert_same(second.client_state(3), first.client_state(3))
     assert flat(second.client_state(2)) != pytest.approx(flat(first.client_state(2)))
 
 
@@ -292,7 +293,13 @@ def test_alone_under_a_trainer_it_is_an_ordinary_module() -> None:
 
 
 def test_options_out_of_range() -> None:
-    with pytest.raises(ConfigurationError, match="alpha must be at least 0, got -1"):
+    with pytest.raises(ConfigurationError, match="FedEC: alpha must be at least 0, got -1"):
+        FedEC(alpha=-1)
+    with pytest.raises(
+        ConfigurationError, match=r"FedEC: .* must be 'kl', 'l2' or null, got 'cos'"
+    ):
+        FedEC(constraint="cos")
+    with pytest.raises(ConfigurationError, match="ElasticClient: alpha must be at least 0, got -1"):
         ElasticClient(nn.Linear(1, 2), 2, alpha=-1)
     with pytest.raises(ConfigurationError, match="must be 'kl', 'l2' or null, got 'cos'"):
         ElasticClient(nn.Linear(1, 2), 2, constraint="cos")
@@ -332,9 +339,9 @@ class Twice(nn.Module):
 def test_a_module_with_two_names_is_one(engine: Any) -> None:
     fits = [
         run(
-            network_client(Twice(two_names), ElasticClient).double(),
+            network_client(Twice(two_names)).double(),
             small_data(dtype=torch.float64),
-            Reptile(),
+            FedEC(),
             rounds=3,
             engine=engine,
         )

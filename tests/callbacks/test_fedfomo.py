@@ -17,7 +17,6 @@ from pflight.callbacks import FedFomo, Local
 from pflight.datamodules import TensorClients
 from pflight.datamodules.partitions.held_out import HeldOut
 from pflight.errors import ConfigurationError
-from pflight.models import ClientModule
 from tests import reference
 from tests.runs import (
     CLASSES,
@@ -27,11 +26,13 @@ from tests.runs import (
     batches_of,
     batchnorm_client,
     dropout_client,
+    failing_at_the_end,
     flat,
     linear_client,
     quadratic_client,
     run,
     small_data,
+    watched,
     world_q,
 )
 
@@ -223,13 +224,8 @@ def test_traffic_is_the_initial_model_once_and_then_m_models() -> None:
 
 def test_four_samples_are_three_to_train_on_and_one_to_compare_by() -> None:
     counts: list[int] = []
-
-    class Counting(ClientModule):
-        def on_train_start(self) -> None:
-            counts.append(int(self.num_samples))
-
-    data = small_data([4, 4, 4])
-    federation = run(linear_client(Counting), data, FedFomo(), 2)
+    client = watched(linear_client(), lambda c: counts.append(int(c.num_samples)))
+    federation = run(client, small_data([4, 4, 4]), FedFomo(), 2, engine="sequential")
     assert counts == [3] * 6
     assert all(np.isfinite(flat(federation.client_state(i))).all() for i in range(3))
 
@@ -252,12 +248,7 @@ def test_losses_are_in_evaluation_mode_and_leave_buffers_alone() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_a_client_that_fails_keeps_everything() -> None:
-    class Failing(ClientModule):
-        def on_train_end(self) -> None:
-            if self.num_samples == 7:  # client 3, which holds 2 of 9 out
-                raise RuntimeError("out of battery")
-
-    client, callback = linear_client(Failing), FedFomo(num_models=5)
+    client, callback = linear_client(failing_at_the_end()), FedFomo(num_models=5)
     federation = run(client, small_data(), callback, 3)
     assert callback.received.tolist() == [True] * 3 + [False] + [True] * 2
     assert_same(federation.client_state(3), dict(client.state_dict()))

@@ -117,8 +117,10 @@ class ReturnsDict(ClientModule):
 
 
 def test_a_training_step_may_return_a_dict() -> None:
-    wrapped = run(linear_client(ReturnsDict), small_data(), FedSGD(lr=0.1), rounds=2)
-    plain = run(linear_client(), small_data(), FedSGD(lr=0.1), rounds=2, engine="sequential")
+    wrapped, plain = (
+        run(linear_client(kind), small_data(), FedSGD(lr=0.1), rounds=2, engine="sequential")
+        for kind in (ReturnsDict, ClientModule)
+    )
     assert_same(wrapped.server_states()[0], plain.server_states()[0])
 
 

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from pflight.callbacks import FedAvg, FeSEM, Local
+from pflight.callbacks import FedAvg, FedProx, FeSEM, Local
 from pflight.callbacks.methods.chains import find_chain
 from pflight.callbacks.methods.matching import BBPMAP, permute
 from pflight.datamodules import TensorClients
@@ -115,8 +115,8 @@ def test_c4_the_initialisation_finds_the_same_clusters() -> None:
     ("scaling", "expected"), [("eq7", [0.186, 0.296]), ("plain", [0.189, 0.284])]
 )
 def test_c4_proximal_steps(scaling: str, expected: list[float]) -> None:
-    callback = Recording(1, centers=[point(0, 1)])
-    run(quadratic_client(mu=0.1, scaling=scaling), world_q(), callback, local_steps=2)
+    callback = Recording(1, centers=[point(0, 1)], mu=0.1, scaling=scaling)
+    run(quadratic_client(), world_q(), callback, local_steps=2)
     assert callback.received.states["network.theta"][0].tolist() == pytest.approx(
         expected, abs=1e-12
     )
@@ -127,9 +127,8 @@ def test_c4_proximal_steps(scaling: str, expected: list[float]) -> None:
 def test_several_rounds_with_partial_participation(scaling: str, clusters: int) -> None:
     data = small_data(cohort_size=3, dtype=torch.float64)
     centers = perturbed(clusters)
-    callback = FeSEM(clusters, centers=centers)
-    client = linear_client(ProximalClient, double=True, mu=0.4, scaling=scaling)
-    federation = run(client, data, callback, rounds=6, local_epochs=2)
+    callback = FeSEM(clusters, centers=centers, mu=0.4, scaling=scaling)
+    federation = run(linear_client(double=True), data, callback, rounds=6, local_epochs=2)
     expected, assignments = reference.fesem(
         softmax_world(data),
         [flat(center) for center in centers],
@@ -146,9 +145,9 @@ def test_several_rounds_with_partial_participation(scaling: str, clusters: int) 
 
 def test_mean_samples_is_over_all_clients_with_data_whatever_the_cohort() -> None:
     data = small_data(counts=[5, 0, 12, 7], cohort_size=1, dtype=torch.float64)
-    client = linear_client(ProximalClient, double=True, mu=0.4, scaling="eq7")
     centers = perturbed(1)
-    federation = run(client, data, FeSEM(1, centers=centers), rounds=2, local_epochs=2)
+    callback = FeSEM(1, centers=centers, mu=0.4)
+    federation = run(linear_client(double=True), data, callback, rounds=2, local_epochs=2)
     expected, _ = reference.fesem(
         softmax_world(data),
         [flat(center) for center in centers],
@@ -163,8 +162,8 @@ def test_mean_samples_is_over_all_clients_with_data_whatever_the_cohort() -> Non
 class TestInitialisation:
     def run(self, rounds: int, **options: int) -> tuple[Federation, TensorClients]:
         data = small_data(cohort_size=2, dtype=torch.float64)
-        client = linear_client(ProximalClient, double=True, mu=0.4, scaling="eq7")
-        return run(client, data, FeSEM(2, **options), rounds, local_epochs=2), data
+        client, callback = linear_client(double=True), FeSEM(2, mu=0.4, **options)
+        return run(client, data, callback, rounds, local_epochs=2), data
 
     def models(self, data: TensorClients) -> np.ndarray:
         start = flat(linear_client(double=True).state_dict())
@@ -325,11 +324,16 @@ class TestReductions:
 
     def test_one_cluster_with_a_plain_pull_is_uniform_fedprox(self) -> None:
         data = small_data(cohort_size=3, dtype=torch.float64)
-        client = linear_client(ProximalClient, double=True, mu=0.7, scaling="plain")
-        callback = FeSEM(1, centers=[client.state_dict()])
-        fesem = run(client, data, callback, rounds=4, local_epochs=2)
-        fedprox = run(client, data, FedAvg("uniform"), rounds=4, local_epochs=2)
-        assert_same(fesem.server_states()[0], fedprox.server_states()[0])
+        client = linear_client(double=True)
+        named = linear_client(ProximalClient, double=True, mu=0.7, scaling="plain")
+        fedprox = FedProx(mu=0.7, weighting="uniform")
+        runs = [
+            run(client, data, FeSEM(1, centers=[client.state_dict()], mu=0.7, scaling="plain"), 4),
+            run(named, data, FeSEM(1, centers=[client.state_dict()]), 4),
+            run(client, data, fedprox, 4),
+        ]
+        for federation in runs[1:]:
+            assert_same(federation.server_states()[0], runs[0].server_states()[0])
 
     def test_as_many_clusters_as_clients_are_local_training(self) -> None:
         data = small_data(counts=[5, 12, 7, 9], dtype=torch.float64)
@@ -433,9 +437,9 @@ class TestMatching:
             (torch.randn(6, 4, generator=random, dtype=torch.float64) + i % 2, y) for i in range(6)
         ]
         data = TensorClients(train, num_classes=CLASSES, cohort_size=4, batch_size=3)
-        client = batchnorm_client(ProximalClient, optimizer=sgd(0.01), mu=0.1, scaling="eq7")
+        client = batchnorm_client(optimizer=sgd(0.01)).double()
         runs = [
-            run(client.double(), data, FeSEM(2, matching=matching), rounds=5, local_epochs=2)
+            run(client, data, FeSEM(2, matching=matching, mu=0.1), rounds=5, local_epochs=2)
             for matching in (None, "bbp_map")
         ]
         plain, matched = (federation.callback.assignments for federation in runs)

@@ -13,7 +13,10 @@ from pflight import Federation
 from pflight.callbacks import (
     CFL,
     IFCA,
+    Ditto,
     FedAvg,
+    FedEC,
+    FedProx,
     FeSEM,
     Local,
     PFedLA,
@@ -24,7 +27,7 @@ from pflight.callbacks import (
 )
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
-from pflight.models import ClientModule, DittoClient, ElasticClient, ProximalClient
+from pflight.models import ClientModule, ElasticClient, ProximalClient
 from pflight.optim import Yogi
 from tests.runs import linear_client, run, small_data
 
@@ -39,10 +42,12 @@ def elastic(constraint: str | None) -> ClientModule:
 
 NAMES: list[tuple[str, ClientModule, ServerCallback, dict[str, Any]]] = [
     ("FedAvg", linear_client(), FedAvg("uniform"), {}),
-    ("FedAvg", linear_client(DittoClient), FedAvg(), {}),
+    ("Ditto", linear_client(), Ditto(), {}),
     ("FedAvg + fine-tuning", linear_client(), FedAvg(), {"finetune_epochs": 1}),
     ("Local", linear_client(), Local(), {"finetune_epochs": 1}),
     ("FedProx", linear_client(ProximalClient), FedAvg(), {}),
+    ("FedProx", linear_client(), FedProx(), {}),
+    ("FedProx + FedAdam", linear_client(), FedProx(), {"server_optimizer": torch.optim.Adam}),
     ("FedAdam", linear_client(), FedAvg(), {"server_optimizer": torch.optim.Adam}),
     ("FedYogi", linear_client(), FedAvg(), {"server_optimizer": Yogi}),
     (
@@ -55,6 +60,9 @@ NAMES: list[tuple[str, ClientModule, ServerCallback, dict[str, Any]]] = [
     ("FedEC", elastic("kl"), Reptile(lr=0.6), {"finetune_epochs": 1}),
     ("FedEC-l2", elastic("l2"), Reptile(), {}),
     ("FedEC-wo", elastic(None), Reptile(), {}),
+    ("FedEC-wo", elastic(None), FedEC(), {}),
+    ("FedEC", linear_client(), FedEC(lr=0.6), {}),
+    ("FedEC-l2", linear_client(), FedEC(constraint="l2"), {}),
     ("FedDist", linear_client(), Reptile(lr=0.6), {}),
     ("FedDWS", linear_client(), Reptile("samples", 0.6), {}),
     ("Reptile", linear_client(), Reptile(lr=0.6, decay="linear"), {}),

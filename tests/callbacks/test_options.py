@@ -24,7 +24,7 @@ from pflight.callbacks import (
 from pflight.callbacks.methods.matching import BBPMAP
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
-from pflight.models import ClientModule, PerFedAvgClient, ProximalClient
+from pflight.models import ClientModule, ProximalClient
 from tests.runs import assert_same, linear_client, quiet_trainer, run, shared, small_data
 
 
@@ -133,11 +133,8 @@ class TestCheckpoint:
     def test_steps_of_adaptation_may_be_others_in_a_test(
         self, tmp_path: Path, said: Callable[[], list[str]]
     ) -> None:
-        path = self.save(PerFedAvg(), tmp_path, PerFedAvgClient)
-        federation, trainer = (
-            Federation(linear_client(PerFedAvgClient)),
-            quiet_trainer(1, PerFedAvg(3)),
-        )
+        path = self.save(PerFedAvg(), tmp_path)
+        federation, trainer = Federation(linear_client()), quiet_trainer(1, PerFedAvg(3))
         trainer.test(federation, datamodule=small_data(), ckpt_path=path, verbose=False)
         assert "goes on with PerFedAvg(steps=3)" in said()[0]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -12,34 +13,28 @@ from torch import Tensor
 
 from pflight import Federation
 from pflight.callbacks import APFL, L2GD, Ditto, PerFedAvg, PFedMe, ServerCallback
-from pflight.models import APFLClient, ClientModule, DittoClient, PerFedAvgClient, PFedMeClient
+from pflight.models import ClientModule
 from tests.runs import (
     assert_same,
     batchnorm_client,
     dropout_client,
+    failing_at_the_end,
     linear_client,
     run,
     small_data,
 )
 
+Method = Callable[[], ServerCallback]
 
-class Method(NamedTuple):
-    """The two halves of a method."""
-
-    callback: Callable[[], ServerCallback]
-    client: type[ClientModule]
-    options: dict[str, Any]
-
-
-METHODS = {
-    "Ditto": Method(Ditto, DittoClient, {"lam": 0.5}),
-    "APFL": Method(APFL, APFLClient, {"alpha_lr": 0.1}),
-    "pFedMe": Method(PFedMe, PFedMeClient, {"lam": 2.0, "personal_steps": 2}),
-    "L2GD": Method(lambda: L2GD(lam=2.0), ClientModule, {}),
-    "Per-FedAvg": Method(PerFedAvg, PerFedAvgClient, {"alpha": 0.1, "hessian": True}),
+METHODS: dict[str, Method] = {
+    "Ditto": partial(Ditto, lam=0.5),
+    "APFL": partial(APFL, alpha_lr=0.1),
+    "pFedMe": partial(PFedMe, lam=2.0, personal_steps=2),
+    "L2GD": partial(L2GD, lam=2.0),
+    "Per-FedAvg": partial(PerFedAvg, alpha=0.1, hessian=True),
 }
 ALL = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-AS_FEDAVG = [method for name, method in METHODS.items() if name != "L2GD"]
+AS_FEDAVG = [name for name in METHODS if name != "L2GD"]
 
 
 def fit(
@@ -49,19 +44,15 @@ def fit(
     data: Any = None,
     **options: Any,
 ) -> Federation:
-    client = make(method.client, **method.options)
     data = small_data(cohort_size=3) if data is None else data
-    return run(client, data, method.callback(), rounds, **options)
+    return run(make(), data, method(), rounds, **options)
 
 
 @ALL
 def test_both_engines_agree(method: Method) -> None:
-    def double(*args: Any, **options: Any) -> ClientModule:
-        return batchnorm_client(*args, **options).double()
-
     data = small_data(cohort_size=4, dtype=torch.float64)
     one, other = (
-        fit(method, 4, double, data, local_epochs=2, engine=engine)
+        fit(method, 4, lambda: batchnorm_client().double(), data, local_epochs=2, engine=engine)
         for engine in ("sequential", "vectorized")
     )
     assert other._engine.obstacle is None
@@ -81,10 +72,10 @@ def test_a_resumed_run_knows_all_personal_models(method: Method, tmp_path: Path)
         assert_same(resumed.client_state(i), whole.client_state(i))
 
 
-@pytest.mark.parametrize("method", AS_FEDAVG, ids=lambda method: method.client.__name__)
-def test_only_the_network_travels(method: Method) -> None:
+@pytest.mark.parametrize("name", AS_FEDAVG)
+def test_only_the_network_travels(name: str) -> None:
     network = batchnorm_client().state_dict()
-    for entry in fit(method).history:
+    for entry in fit(METHODS[name]).history:
         size = sum(value.nbytes for value in network.values())
         assert entry.bytes_down == entry.bytes_up == 3 * size
 
@@ -116,15 +107,8 @@ def test_newcomers_have_the_servers_model(method: Method) -> None:
 @ALL
 @pytest.mark.filterwarnings("ignore:.*client . failed:UserWarning")
 def test_a_client_that_always_fails_keeps_nothing(method: Method) -> None:
-    class Failing(method.client):
-        def after_training(self) -> None:
-            super().after_training()
-            if self.num_samples == 9 and self.num_steps > 0:  # client 3
-                raise RuntimeError("out of battery")
-
-    data = small_data()
-    client = linear_client(Failing, **method.options)
-    federation = run(client, data, method.callback(), 3, engine="sequential")
+    client = linear_client(failing_at_the_end())
+    federation = run(client, small_data(), method(), 3, engine="sequential")
     assert all(entry.failed == [3] for entry in federation.history)
     for slot in ("private", "memory"):
         assert not federation.clients.memory.seen(slot, torch.tensor([3])).any()

@@ -16,7 +16,7 @@ from pflight.callbacks import Local
 from pflight.callbacks.methods.pfedhn import PFedHN, fully_connected
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.models import ClientModule
+from pflight.half import LocalClient
 from tests.runs import (
     CLASSES,
     FEATURES,
@@ -30,6 +30,7 @@ from tests.runs import (
     run,
     sgd,
     small_data,
+    watched,
     world_q,
 )
 
@@ -242,23 +243,16 @@ class TestNewcomers:
         assert_same(federation.client_state(1), {n: v[0] for n, v in sent.items()})
 
 
-class Failing(ClientModule):
-    """A client that fails if it has 9 samples, or if all do."""
-
-    everybody = False
-
-    def on_train_start(self) -> None:
-        if self.everybody or self.num_samples == 9:
-            raise RuntimeError("out of battery")
-
-
 @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 @pytest.mark.parametrize("everybody", [False, True])
 def test_clients_that_fail_move_nothing(everybody: bool) -> None:
-    kind = type("Chosen", (Failing,), {"everybody": everybody})
-    callback, other = PFedHN(), PFedHN()
-    run(linear_client(kind), small_data(), callback, rounds=2)
-    run(linear_client(kind), small_data(), other, rounds=0)
+    def fail(c: LocalClient) -> None:
+        if everybody or c.num_samples == 9:  # client 3
+            raise RuntimeError("out of battery")
+
+    client, callback, other = watched(linear_client(), fail), PFedHN(), PFedHN()
+    run(client, small_data(), callback, rounds=2)
+    run(client, small_data(), other, rounds=0)
     same = [torch.equal(*pair) for pair in zip(callback.embeddings, other.embeddings, strict=True)]
     assert same == [everybody or i == 3 for i in range(6)]
     pairs = zip(callback.network.parameters(), other.network.parameters(), strict=True)

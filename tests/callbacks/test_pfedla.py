@@ -2,6 +2,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from pflight.datamodules import FederatedDataModule, TensorClients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
+from pflight.half import Half, LocalClient
 from pflight.models import ClientModule, PFedHNCNN
 from tests.runs import (
     CLASSES,
@@ -22,12 +24,14 @@ from tests.runs import (
     assert_same,
     batches_of,
     batchnorm_client,
+    failing,
     flat,
     linear_client,
     network_client,
     run,
     sgd,
     small_data,
+    watched,
 )
 
 State = dict[str, Tensor]
@@ -137,15 +141,17 @@ def client_one() -> TensorClients:
     return TensorClients(train, num_classes=2, batch_size=None)
 
 
-class OnlyClientOne(QuadraticClient):
+class OnlyClientOne(Half):
     """Gives no answer with two samples."""
 
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return super().loss(batch) if self.num_samples == 1 else torch.tensor(math.nan)
+    def loss(self, c: LocalClient, batch: Any) -> Tensor:
+        return super().loss(c, batch) * torch.where(c.num_samples == 1, 1.0, math.nan)
 
 
 def two_layers() -> ClientModule:
-    return OnlyClientOne(Scalars([Scalar(), Scalar()]), num_classes=2, optimizer=sgd(0.1))
+    client = QuadraticClient(Scalars([Scalar(), Scalar()]), num_classes=2, optimizer=sgd(0.1))
+    client.client_half = OnlyClientOne()
+    return client
 
 
 def loss_of_client_one(theta: Tensor) -> float:
@@ -409,15 +415,14 @@ class TestTraffic:
 
     @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
     def test_retained_layers_are_sent_again_until_a_client_has_answered(self) -> None:
-        class FailsAtFirst(ClientModule):
-            def on_train_start(self) -> None:
-                if self.num_samples == 9 and not tried:
-                    tried.append(3)
-                    raise RuntimeError("out of battery")
+        def fail_at_first(c: LocalClient) -> None:
+            if c.num_samples == 9 and not tried:
+                tried.append(3)
+                raise RuntimeError("out of battery")
 
         tried: list[int] = []
-        callback = PFedLA(retain=1)
-        federation = run(linear_client(FailsAtFirst), small_data(), callback, rounds=3)
+        callback, client = PFedLA(retain=1), watched(linear_client(), fail_at_first)
+        federation = run(client, small_data(), callback, rounds=3, engine="sequential")
         size = 4 * (FEATURES * CLASSES + CLASSES)
         assert [entry.bytes_down for entry in federation.history] == [6 * size, size, 0]
         assert callback.seen.all()
@@ -450,15 +455,8 @@ class TestParticipation:
     @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
     @pytest.mark.parametrize("value", [None, math.nan])
     def test_a_client_that_fails_keeps_everything(self, value: float | None) -> None:
-        class Failing(ClientModule):
-            def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-                if self.num_samples == 9:  # client 3
-                    assert value is not None
-                    return super().loss(batch) * value
-                return super().loss(batch)
-
         callback = Recording()
-        client = linear_client(Failing)
+        client = linear_client(failing(value=value))
         federation = run(client, small_data(), callback, rounds=3)
         assert torch.equal(callback.snapshot()[3], callback.before[0][3])
         assert_same(federation.server_states()[3], dict(client.state_dict()))

@@ -8,22 +8,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pflight import Federation
 from pflight.callbacks import SCAFFOLD, FedAvg, FedSGD
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.models import ScaffoldClient
+from pflight.half import OWN, LocalClient
+from pflight.models import ClientModule
+from pflight.models.halves import Controlled
 from tests import reference
 from tests.runs import (
     CLASSES,
-    Point,
-    QuadraticClient,
     assert_same,
     batches_of,
     batchnorm_client,
     dropout_client,
+    failing_at_the_end,
     flat,
     linear_client,
     quadratic_client,
@@ -37,17 +38,8 @@ from tests.runs import (
 OPTIONS = pytest.mark.parametrize("option", ["I", "II"])
 
 
-class ScaffoldQuadratic(ScaffoldClient, QuadraticClient):
-    """A client of world Q with control variates."""
-
-
-def quadratic(**options: Any) -> ScaffoldClient:
-    return ScaffoldQuadratic(Point(), num_classes=2, optimizer=sgd(0.1), **options)
-
-
 def control(federation: Federation) -> np.ndarray:
-    state = federation.server_states()[0]
-    return flat({name: value for name, value in state.items() if name.startswith("control")})
+    return flat(federation.server.tensors(0, federation.callback.controls))
 
 
 def client_control(federation: Federation, client: int) -> np.ndarray:
@@ -55,11 +47,11 @@ def client_control(federation: Federation, client: int) -> np.ndarray:
 
 
 def test_q5() -> None:
-    one = run(quadratic(), world_q(), SCAFFOLD(), 1, local_steps=2)
+    one = run(quadratic_client(), world_q(), SCAFFOLD(), 1, local_steps=2)
     assert shared(one) == pytest.approx([0.2966666667, 0.1966666667], abs=1e-9)
     assert control(one) == pytest.approx([-1.4833333333, -0.9833333333], abs=1e-9)
     assert client_control(one, 0) == pytest.approx([-0.95, 1.8], abs=1e-12)
-    two = run(quadratic(), world_q(), SCAFFOLD(), 2, local_steps=2)
+    two = run(quadratic_client(), world_q(), SCAFFOLD(), 2, local_steps=2)
     assert shared(two) == pytest.approx([0.5332111111, 0.3355444444], abs=1e-9)
 
 
@@ -72,19 +64,19 @@ def drawn_first(cohort: list[int]) -> TensorClients:
 
 
 def test_q5b_the_control_moves_by_the_share_of_all_clients() -> None:
-    federation = run(quadratic(), drawn_first([0, 1]), SCAFFOLD(), 1, local_steps=2)
+    federation = run(quadratic_client(), drawn_first([0, 1]), SCAFFOLD(), 1, local_steps=2)
     assert shared(federation) == pytest.approx([0.635, -0.085], abs=1e-12)
     assert control(federation) == pytest.approx([-2.1166666667, 0.2833333333], abs=1e-9)
     assert client_control(federation, 2) == pytest.approx([0, 0], abs=0)
 
 
 def test_option_one_keeps_the_gradients_at_the_servers_model() -> None:
-    one = run(quadratic(option="I"), world_q(), SCAFFOLD(), 1, local_steps=2)
+    one = run(quadratic_client(), world_q(), SCAFFOLD(option="I"), 1, local_steps=2)
     assert shared(one) == pytest.approx([0.2966666667, 0.1966666667], abs=1e-9)
     for client, gradient in enumerate([(-1, 2), (-6, -1), (2, -4)]):  # -a b
         assert client_control(one, client) == pytest.approx(gradient, abs=1e-12)
     assert control(one) == pytest.approx([-5 / 3, -1], abs=1e-12)
-    two = run(quadratic(option="I"), world_q(), SCAFFOLD(), 2, local_steps=2)
+    two = run(quadratic_client(), world_q(), SCAFFOLD(option="I"), 2, local_steps=2)
     gradients = np.array([(1, 2), (2, 1), (1, 1)]) * (shared(one) - [(1, -1), (3, 1), (-2, 4)])
     for client in range(3):
         assert client_control(two, client) == pytest.approx(gradients[client], abs=1e-12)
@@ -133,8 +125,8 @@ def test_several_rounds_with_partial_participation(
 ) -> None:
     data = small_data(cohort_size=3, dtype=torch.float64)
     optimizer = sgd(0.1, weight_decay=decay)
-    client = linear_client(ScaffoldClient, double=True, option=option, optimizer=optimizer)
-    federation = run(client, data, SCAFFOLD(server_lr), rounds=5, local_epochs=2)
+    client = linear_client(double=True, optimizer=optimizer)
+    federation = run(client, data, SCAFFOLD(server_lr, option), rounds=5, local_epochs=2)
     expected = scaffold(
         reference.SoftmaxRegression([data.samples(i, "train") for i in range(6)], CLASSES),
         flat(linear_client(double=True).state_dict()),
@@ -152,17 +144,19 @@ def test_several_rounds_with_partial_participation(
         assert own == pytest.approx(expected.own[i], rel=1e-12, abs=1e-13)
 
 
-class Frozen(ScaffoldClient):
+class Frozen(Controlled):
     """A client whose control variates stay 0."""
 
-    def after_training(self) -> None:
-        for value in self.control.buffers():
+    def after_training(self, c: LocalClient) -> None:
+        for value in c.own.values():
             value.zero_()
 
 
 def test_with_controls_of_zero_it_is_uniform_fedavg() -> None:
     data = small_data(cohort_size=4, dtype=torch.float64)
-    frozen = run(linear_client(Frozen, double=True), data, SCAFFOLD(), 3, local_epochs=2)
+    callback = SCAFFOLD()
+    callback.half = Frozen()
+    frozen = run(linear_client(double=True), data, callback, 3, local_epochs=2)
     plain = run(linear_client(double=True), data, FedAvg("uniform"), 3, local_epochs=2)
     assert shared(frozen) == pytest.approx(shared(plain), rel=1e-12, abs=1e-14)
 
@@ -170,8 +164,8 @@ def test_with_controls_of_zero_it_is_uniform_fedavg() -> None:
 @OPTIONS
 def test_q5c_with_one_full_step_of_everybody_it_is_uniform_fedsgd(option: str) -> None:
     data = small_data(batch_size=None, dtype=torch.float64)
-    client = linear_client(ScaffoldClient, double=True, option=option, optimizer=sgd(0.2))
-    controlled = run(client, data, SCAFFOLD(), rounds=4, local_steps=1)
+    client = linear_client(double=True, optimizer=sgd(0.2))
+    controlled = run(client, data, SCAFFOLD(option=option), rounds=4, local_steps=1)
     plain = run(linear_client(double=True), data, FedSGD(lr=0.2, weighting="uniform"), rounds=4)
     assert shared(controlled) == pytest.approx(shared(plain), rel=1e-12, abs=1e-14)
     assert np.abs(client_control(controlled, 0)).max() > 0.01
@@ -181,17 +175,10 @@ def test_q5c_with_one_full_step_of_everybody_it_is_uniform_fedsgd(option: str) -
 @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_the_servers_control_is_the_mean_of_the_clients(option: str) -> None:
     """Also where clients fail, never answer, are held out or have no samples."""
-
-    class Failing(ScaffoldClient):
-        def after_training(self) -> None:
-            super().after_training()
-            if self.num_samples == 9 and self.num_steps > 0:
-                raise RuntimeError("out of battery")
-
     data = small_data(
         (5, 12, 7, 9, 3, 10, 0, 6), cohort_size=4, dropout=0.3, holdout_clients=0.25, seed=2
     )
-    federation = run(dropout_client(Failing, option=option), data, SCAFFOLD(), 6)
+    federation = run(dropout_client(failing_at_the_end()), data, SCAFFOLD(option=option), 6)
     assert any(3 in entry.failed for entry in federation.history)
     assert any(entry.failed != [3] for entry in federation.history if entry.failed)
     able = data.train_clients.tolist()
@@ -208,7 +195,7 @@ def test_the_servers_control_is_the_mean_of_the_clients(option: str) -> None:
 def test_a_client_without_a_step_keeps_its_control() -> None:
     """BatchNorm can't train on a single sample."""
     data = small_data([1, 6, 8])
-    federation = run(batchnorm_client(ScaffoldClient), data, SCAFFOLD(), 3)
+    federation = run(batchnorm_client(), data, SCAFFOLD(), 3)
     assert not federation.history[-1].failed
     assert not client_control(federation, 0).any()
     assert client_control(federation, 1).any()
@@ -216,19 +203,18 @@ def test_a_client_without_a_step_keeps_its_control() -> None:
 
 def test_buffers_are_averaged_and_have_no_controls() -> None:
     data = small_data()
-    controlled = run(batchnorm_client(ScaffoldClient), data, SCAFFOLD()).server_states()[0]
+    federation = run(batchnorm_client(), data, SCAFFOLD())
     plain = run(batchnorm_client(), data, FedAvg("uniform")).server_states()[0]
-    for name, value in plain.items():
-        torch.testing.assert_close(controlled[name], value)
+    torch.testing.assert_close(federation.server_states()[0], plain)
     parameters = [name for name, _ in batchnorm_client().named_parameters()]
-    added = [name for name in controlled if name not in plain]
-    assert added == [f"control.{name}" for name in parameters]
+    added = [name for name in federation.layout.names if name not in plain]
+    assert added == [f"{OWN}control.{name}" for name in parameters]
 
 
 @OPTIONS
 def test_twice_the_model_travels_each_way(option: str) -> None:
     data = small_data(cohort_size=3)
-    federation = run(batchnorm_client(ScaffoldClient, option=option), data, SCAFFOLD(), 2)
+    federation = run(batchnorm_client(), data, SCAFFOLD(option=option), 2)
     client = batchnorm_client()
     parameters = sum(4 * p.numel() for p in client.parameters())
     buffers = sum(b.nbytes for n, b in client.state_dict().items() if "running" in n or "num" in n)
@@ -239,8 +225,8 @@ def test_twice_the_model_travels_each_way(option: str) -> None:
 @OPTIONS
 def test_a_resumed_run_knows_all_controls(option: str, tmp_path: Path) -> None:
     def fit(rounds: int, **options: Any) -> Federation:
-        client = dropout_client(ScaffoldClient, option=option)
-        return run(client, small_data(cohort_size=3), SCAFFOLD(), rounds, **options)
+        callback = SCAFFOLD(option=option)
+        return run(dropout_client(), small_data(cohort_size=3), callback, rounds, **options)
 
     fit(2).trainer.save_checkpoint(tmp_path / "half.ckpt")
     resumed, whole = fit(4, ckpt_path=tmp_path / "half.ckpt"), fit(4)
@@ -255,9 +241,9 @@ def test_a_resumed_run_knows_all_controls(option: str, tmp_path: Path) -> None:
 @OPTIONS
 def test_many_clients_at_once_are_as_one_by_one(option: str) -> None:
     def fit(engine: str) -> Federation:
-        client = batchnorm_client(ScaffoldClient, option=option).double()
+        client = batchnorm_client().double()
         data = small_data(cohort_size=4, dtype=torch.float64)
-        return run(client, data, SCAFFOLD(), 4, local_epochs=2, engine=engine)
+        return run(client, data, SCAFFOLD(option=option), 4, local_epochs=2, engine=engine)
 
     one, many = fit("sequential"), fit("vectorized")
     assert many.attached_engine.obstacle is None
@@ -268,18 +254,10 @@ def test_many_clients_at_once_are_as_one_by_one(option: str) -> None:
 
 
 def test_clients_are_judged_by_the_servers_model_and_tuned_without_controls() -> None:
-    federation = run(quadratic(), world_q(), SCAFFOLD(), 2, local_steps=2, finetune_epochs=1)
+    federation = run(quadratic_client(), world_q(), SCAFFOLD(), 2, local_steps=2, finetune_epochs=1)
     theta = np.array([0.5332111111, 0.3355444444])
     tuned = federation.client_state(1)["network.theta"]
     assert tuned.tolist() == pytest.approx(theta - 0.1 * np.array([2, 1]) * (theta - [3, 1]))
-
-
-def test_alone_it_is_a_plain_client() -> None:
-    batch = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
-    client = linear_client(ScaffoldClient)
-    for value in client.control.buffers():
-        value.fill_(3.0)
-    assert client.loss(batch) == linear_client().loss(batch)
 
 
 REFUSED = {
@@ -300,36 +278,32 @@ REFUSED = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_option_two_needs_plain_sgd(reason: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"option II needs plain SGD .*, got {reason}"):
-        linear_client(ScaffoldClient, **REFUSED[reason])
-    linear_client(ScaffoldClient, option="I", **REFUSED[reason])
+        run(linear_client(**REFUSED[reason]), small_data(), SCAFFOLD(), 0)
+    run(linear_client(**REFUSED[reason]), small_data(), SCAFFOLD(option="I"), 0)
 
 
 def test_option_two_refuses_schedules() -> None:
-    class Scheduled(ScaffoldClient):
+    class Scheduled(ClientModule):
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
-    with pytest.raises(ConfigurationError, match="got its own configure_optimizers; use option I"):
-        linear_client(Scheduled)
-    run(linear_client(Scheduled, option="I"), small_data(), SCAFFOLD(), 2)
+    with pytest.raises(ConfigurationError, match=r"option II needs .*, got a scheduler"):
+        run(linear_client(Scheduled), small_data(), SCAFFOLD())
+    run(linear_client(Scheduled), small_data(), SCAFFOLD(option="I"), 2)
 
 
 def test_option_one_corrects_what_momentum_is_fed() -> None:
-    client = quadratic(option="I")
+    client = quadratic_client()
     client.optimizer = sgd(0.1, momentum=0.9)
     data = world_q([1], counts=[1, 1, 1])
-    federation = run(client, data, SCAFFOLD(), 2, local_steps=2)
-    plain = quadratic_client()
-    plain.optimizer = sgd(0.1, momentum=0.9)
-    other = run(plain, data, FedAvg(), 2, local_steps=2)
+    federation = run(client, data, SCAFFOLD(option="I"), 2, local_steps=2)
+    other = run(client, data, FedAvg(), 2, local_steps=2)
     assert shared(federation) == pytest.approx(shared(other), rel=1e-12)  # one client: c = c_i
 
 
-class Manual(ScaffoldClient):
-    def __init__(self, network: nn.Module, *args: Any, **options: Any) -> None:
-        super().__init__(network, *args, **options)
-        self.automatic_optimization = False
+class Manual(ClientModule):
+    automatic_optimization = False
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.manual_backward(self.loss(batch))
@@ -344,5 +318,3 @@ def test_what_does_not_fit_is_refused_before_training() -> None:
         run(linear_client(Manual), small_data(), SCAFFOLD())
     with pytest.raises(ConfigurationError, match="SCAFFOLD: lr must be over 0, got 0"):
         SCAFFOLD(lr=0)
-    with pytest.raises(ConfigurationError, match="option must be 'I' or 'II', got 'III'"):
-        linear_client(ScaffoldClient, option="III")

@@ -19,7 +19,7 @@ from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.models import ClientModule, LogisticRegression, ProximalClient
 from tests.event_files import read_events
-from tests.runs import assert_same, linear_client, quiet_trainer, run, sgd, small_data
+from tests.runs import assert_same, linear_client, quiet_trainer, run, sgd, small_data, watched
 
 CPU = {"accelerator": "cpu"}
 
@@ -133,13 +133,9 @@ class TestTrial:
 
     def test_only_a_sample_trains(self) -> None:
         asked = set()
-
-        class Watched(ClientModule):
-            def on_train_start(self) -> None:
-                asked.add(int(self.num_samples))
-
         data = small_data(counts=[11, 12, 13, 14, 15, 16])
-        federation = Federation(linear_client(Watched))
+        client = watched(linear_client(), lambda c: asked.add(int(c.num_samples)))
+        federation = Federation(client, engine="sequential")
         callback = FeSEM(1, init_clients=3)
         select_num_clusters(federation, data, (1, 2), callback=callback, **CPU)
         sample = sample_clients(torch.arange(6), 3, seed=0)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from pflight.callbacks import FedAvg
 from pflight.errors import ConfigurationError
+from pflight.half import LocalClient
 from pflight.models import ClientModule
 from pflight.optim import Yogi
 from tests import reference
@@ -30,6 +31,7 @@ from tests.runs import (
     linear_client,
     run,
     small_data,
+    watched,
 )
 
 NAMES = pytest.mark.parametrize("name", ["fedavgm", "fedadam", "fedyogi"])
@@ -110,25 +112,22 @@ def test_a_resumed_run_is_an_uninterrupted_one(name: str, tmp_path: Path) -> Non
     assert_same(fit(4, ckpt_path=tmp_path / "2.ckpt"), fit(4))
 
 
-class FailsLater(ClientModule):
-    """A client that fails from the second round on."""
-
-    def on_train_start(self) -> None:
-        if self.anchor.tensors()["network.bias"].ne(linear_client().network.bias).any():
-            raise RuntimeError("out of battery")
+def fail_later(c: LocalClient) -> None:
+    """Fail from the second round on."""
+    if c.anchor["network.bias"].ne(linear_client().network.bias).any():
+        raise RuntimeError("out of battery")
 
 
 @NAMES
 @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_a_round_without_answers_moves_nothing(name: str) -> None:
-    def fit(kind: type[ClientModule], rounds: int) -> dict[str, Tensor]:
-        client = linear_client(kind)
+    def fit(client: ClientModule, rounds: int) -> dict[str, Tensor]:
         federation = run(
             client, small_data(), FedAvg(), rounds, server_optimizer=optimizer_of(name)
         )
         return federation.server_states()[0]
 
-    assert_same(fit(FailsLater, 3), fit(ClientModule, 1))
+    assert_same(fit(watched(linear_client(), fail_later), 3), fit(linear_client(), 1))
 
 
 @NAMES

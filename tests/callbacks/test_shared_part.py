@@ -15,6 +15,7 @@ from pflight import Federation
 from pflight.callbacks import FedAvg, Local, ServerCallback, SharedPart
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
+from pflight.half import Half, LocalClient
 from pflight.layers import Layers
 from pflight.models import ClientModule
 from tests import reference
@@ -26,6 +27,7 @@ from tests.runs import (
     batches_of,
     batchnorm_client,
     dropout_client,
+    failing,
     flat,
     linear_client,
     network_client,
@@ -87,25 +89,24 @@ def test_s1_lg_fedavg(engine: str) -> None:
     assert flat(federation.client_state(1)) == pytest.approx([0.8, 0.95], abs=1e-12)
 
 
-class Answering(ClientModule):
+class Answering(Half):
     """Returns vector S3, whatever it was sent."""
 
-    def after_training(self) -> None:
-        first = bool(self.num_samples == 1)
-        norm = self.network[1]
-        self.network[0].weight.fill_(2 if first else 6)
-        norm.weight.fill_(1 if first else 3)
-        norm.running_mean.fill_(4 if first else 0)
-        norm.num_batches_tracked.fill_(5 if first else 9)
+    def after_training(self, c: LocalClient) -> None:
+        first = bool(c.num_samples == 1)
+        c.weights["network.0.weight"].fill_(2 if first else 6)
+        c.weights["network.1.weight"].fill_(1 if first else 3)
+        c.buffers["network.1.running_mean"].fill_(4 if first else 0)
+        c.buffers["network.1.num_batches_tracked"].fill_(5 if first else 9)
 
 
 def s3(callback: ServerCallback) -> Federation:
     network = nn.Sequential(
         nn.Linear(FEATURES, 1, bias=False), nn.BatchNorm1d(1), nn.Linear(1, CLASSES)
     )
-    return run(
-        network_client(network, Answering), small_data((1, 3)), callback, engine="sequential"
-    )
+    client = network_client(network)
+    client.client_half = Answering()
+    return run(client, small_data((1, 3)), callback, engine="sequential")
 
 
 def entries_of_s3(state: dict[str, Tensor]) -> list[float]:
@@ -295,14 +296,9 @@ def test_newcomers_have_the_initial_private_part_and_may_train_it() -> None:
 @ENGINES
 @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_a_client_that_fails_keeps_its_part(engine: str) -> None:
-    class Failing(ClientModule):
-        def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-            nan = torch.where(self.num_samples == 9, torch.nan, 1.0)  # client 3
-            return super().loss(batch) * nan
-
-    federation = run(
-        batchnorm_client(Failing), small_data(cohort_size=3), SharedPart(HEAD), 5, engine=engine
-    )
+    client = batchnorm_client(failing(value=torch.nan))
+    data = small_data(cohort_size=3)
+    federation = run(client, data, SharedPart(HEAD), 5, engine=engine)
     assert any(entry.failed == [3] for entry in federation.history)
     initial = batchnorm_client().state_dict()["network.3.weight"]
     assert torch.equal(federation.client_state(3)["network.3.weight"], initial)

@@ -25,46 +25,36 @@ from pflight.callbacks import (
     Reptile,
     ServerCallback,
 )
-from pflight.models import (
-    APFLClient,
-    ClientModule,
-    DaneClient,
-    DittoClient,
-    PerFedAvgClient,
-    PFedMeClient,
-    ScaffoldClient,
-)
+from pflight.half import Half, LocalClient
 from tests.runs import ENGINES, assert_same, batchnorm_client, run, sgd, small_data
 
-METHODS: dict[str, tuple[Callable[[], ServerCallback], type[ClientModule], dict[str, object]]] = {
-    "FedAvg": (FedAvg, ClientModule, {}),
-    "FedAvg-uniform": (lambda: FedAvg("uniform"), ClientModule, {}),
-    "FedSGD": (lambda: FedSGD(lr=0.3), ClientModule, {}),
-    "FedSGD-batches": (lambda: FedSGD(lr=0.3, weighting="uniform", batches=1), ClientModule, {}),
-    "FedDANE": (FedDANE, DaneClient, {}),
-    "FedDANE-uniform": (lambda: FedDANE(True, "uniform"), DaneClient, {}),
-    "SCAFFOLD-I": (SCAFFOLD, ScaffoldClient, {"option": "I"}),
-    "SCAFFOLD-II": (SCAFFOLD, ScaffoldClient, {"option": "II"}),
-    "Reptile": (lambda: Reptile(lr=0.6), ClientModule, {}),
-    "Ditto": (Ditto, DittoClient, {}),
-    "APFL": (APFL, APFLClient, {}),
-    "pFedMe": (lambda: PFedMe(train_newcomers=False), PFedMeClient, {}),
-    "Per-FedAvg": (lambda: PerFedAvg(steps=0), PerFedAvgClient, {}),
-    "FedALA": (FedALA, ClientModule, {}),
-    "L2GD": (L2GD, ClientModule, {}),
-    "Local": (Local, ClientModule, {}),
-    "CFL": (lambda: CFL(1e3, 0, min_size=1, warmup=0), ClientModule, {}),
+METHODS: dict[str, Callable[[], ServerCallback]] = {
+    "FedAvg": FedAvg,
+    "FedAvg-uniform": lambda: FedAvg("uniform"),
+    "FedSGD": lambda: FedSGD(lr=0.3),
+    "FedSGD-batches": lambda: FedSGD(lr=0.3, weighting="uniform", batches=1),
+    "FedDANE": FedDANE,
+    "FedDANE-uniform": lambda: FedDANE(True, "uniform"),
+    "SCAFFOLD-I": lambda: SCAFFOLD(option="I"),
+    "SCAFFOLD-II": SCAFFOLD,
+    "Reptile": lambda: Reptile(lr=0.6),
+    "Ditto": Ditto,
+    "APFL": APFL,
+    "pFedMe": lambda: PFedMe(train_newcomers=False),
+    "Per-FedAvg": lambda: PerFedAvg(steps=0),
+    "FedALA": FedALA,
+    "L2GD": L2GD,
+    "Local": Local,
+    "CFL": lambda: CFL(1e3, 0, min_size=1, warmup=0),
 }
 
 
 @ENGINES
 @pytest.mark.parametrize("method", METHODS)
 def test_the_others_train_as_if_they_were_alone(method: str, engine: str) -> None:
-    callback, kind, options = METHODS[method]
-
     def fit(counts: list[int]) -> Federation:
-        client = batchnorm_client(kind, optimizer=sgd(0.2), **options)
-        return run(client, small_data(counts), callback(), 3, engine=engine)
+        client = batchnorm_client(optimizer=sgd(0.2))
+        return run(client, small_data(counts), METHODS[method](), 3, engine=engine)
 
     with_two, without = fit([6, 8, 1, 1]), fit([6, 8])
     assert len(with_two.server_states()) == len(without.server_states())
@@ -79,11 +69,12 @@ def test_the_others_train_as_if_they_were_alone(method: str, engine: str) -> Non
 
 
 def test_who_changes_its_model_all_the_same_is_counted() -> None:
-    class Answering(ClientModule):
-        def after_training(self) -> None:
-            self.network[0].weight.fill_(1.0)
+    class Answering(Half):
+        def after_training(self, c: LocalClient) -> None:
+            c.weights["network.0.weight"].fill_(1.0)
 
-    client = batchnorm_client(Answering)
+    client = batchnorm_client()
+    client.client_half = Answering()
     state = run(client, small_data([6, 1]), FedAvg("uniform")).server_states()[0]
     sent, alone = (
         client.state_dict()["network.0.bias"],
@@ -102,11 +93,8 @@ def test_their_models_are_in_no_mixture_of_pfedla() -> None:
 
 def test_they_are_judged_like_newcomers_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "lightning.pytorch.pflight"):
-        federation = run(batchnorm_client(DittoClient), small_data([6, 8, 1]), Ditto(), 3)
-    assert_same(
-        {n: v for n, v in federation.client_state(2).items() if n.startswith("network.")},
-        {n: v for n, v in federation.server_states()[0].items() if n.startswith("network.")},
-    )
+        federation = run(batchnorm_client(), small_data([6, 8, 1]), Ditto(), 3)
+    assert_same(federation.client_state(2), federation.server_states()[0])
     lines = [line for line in caplog.messages if "BatchNorm" in line]
     assert lines == [
         "1 of 3 clients have a single sample, on which BatchNorm can't train, and carry no "
@@ -116,9 +104,8 @@ def test_they_are_judged_like_newcomers_and_named_once(caplog: pytest.LogCapture
 
 @pytest.mark.parametrize("method", METHODS)
 def test_where_nobody_can_train_nothing_moves(method: str) -> None:
-    callback, kind, options = METHODS[method]
-    client = batchnorm_client(kind, **options)
-    federation = run(client, small_data([1, 1]), callback(), 2)
+    client = batchnorm_client()
+    federation = run(client, small_data([1, 1]), METHODS[method](), 2)
     assert [entry.bytes_up for entry in federation.history] == [0, 0]
     for name, value in federation.server_states()[0].items():
         assert torch.equal(value, client.state_dict()[name])

@@ -10,6 +10,7 @@ from pflight.callbacks.methods.clustering import TrimmedMean, trimmed_kmeans
 from pflight.datamodules import TensorClients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
+from pflight.half import Half, LocalClient
 from pflight.models import ClientModule
 from tests import reference
 from tests.runs import (
@@ -25,6 +26,7 @@ from tests.runs import (
     run,
     sgd,
     small_data,
+    watched,
 )
 
 NEAR = (0.0, 0.0), (0.2, 0.0), (0.0, 0.2), (0.1, 0.1), (50.0, -50.0)
@@ -178,16 +180,18 @@ class TestRounds:
     @pytest.mark.filterwarnings("ignore:round .*exploded:UserWarning")
     @pytest.mark.parametrize("options", [{}, {"trim": "radius"}, {"estimate": "median"}])
     def test_one_attacker_moves_nothing_far(self, options: dict) -> None:
-        class Attacked(QuadraticClient):
-            def on_train_end(self) -> None:
-                if self.num_samples == 2:
-                    self.network.theta.data.fill_(1e6)
+        class Attacked(Half):
+            def after_training(self, c: LocalClient) -> None:
+                theta = c.weights["network.theta"]
+                theta.copy_(torch.where(c.num_samples == 2, 1e6, theta))
 
         x, y = targets((1, 1)).samples(0, "train")
         honest = [targets((1 + i / 10, 1)).samples(0, "train") for i in range(5)]
         data = TensorClients([*honest, (x.repeat(2, 1), y.repeat(2))], num_classes=2)
         callback = TrimmedKMeans(1, cluster_beta=0.2, **options)
-        federation = run(target_client(Attacked), data, callback, 3)
+        client = target_client()
+        client.client_half = Attacked()
+        federation = run(client, data, callback, 3)
         assert flat(federation.server_states()[0]) == pytest.approx([1.2, 1], abs=0.11)
 
     @pytest.mark.parametrize("trim", ["coordinate", "radius"])
@@ -238,15 +242,14 @@ class TestWhoMissesStage1:
 
     @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
     def test_with_fewer_answers_than_clusters_it_is_tried_again(self) -> None:
-        class Failing(QuadraticClient):
-            def on_train_start(self) -> None:
-                if self.num_samples == 2:
-                    raise RuntimeError("out of battery")
+        def fail(c: LocalClient) -> None:
+            if c.num_samples == 2:
+                raise RuntimeError("out of battery")
 
         x, y = targets((1, 1)).samples(0, "train")
         data = TensorClients([(x, y)] + [(x.repeat(2, 1), y.repeat(2))] * 2, num_classes=2)
         callback = TrimmedKMeans(2)
-        federation = run(target_client(Failing), data, callback, 2)
+        federation = run(watched(target_client(), fail), data, callback, 2)
         assert [entry.clients for entry in federation.history] == [[0, 1, 2]] * 2
         assert callback.assignments.tolist() == [-1, -1, -1]
         assert flat(federation.client_state(0)).tolist() == [0, 0]
