@@ -169,7 +169,7 @@ class VectorizedEngine:
         if obstacle := probe.declared_obstacle():
             return obstacle
         batches = self._some_batches(counts)
-        obstacle, self._logged = probe.training_step(batches[-1])
+        obstacle, self._logged = probe.training_step(batches)
         if obstacle:
             return obstacle
         for anchored in (True, False):
