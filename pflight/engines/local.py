@@ -324,6 +324,16 @@ class AloneClient:
             self._own_step = None
         return {**output, "loss": loss} if isinstance(output, dict) else loss
 
+    def loss(self, batch: Any, size: int) -> Tensor | None:
+        """Return the loss of a training step, outside of training and without a word in logs."""
+
+        def step(batch: Any) -> Tensor | None:
+            with muted(self.module):
+                own = self.module.training_step
+                return loss_of(self.step(lambda: own(batch, 0), batch))
+
+        return self.trainer.loss(batch, size, step)
+
     def _penalty(self) -> Tensor | None:
         return self.half.penalty(self)
 

@@ -454,9 +454,12 @@ class SequentialEngine:
         for visit, batches in self._batches(client_id, "train"):
             count = sum(map(len, visit.parts))
             for part, batch in zip(visit.parts, batches, strict=True):
-                loss = client.trainer.loss(batch, len(part), lambda b: self.half.loss(client, b))
+                if (loss := client.loss(batch, len(part))) is None:
+                    continue
                 (loss * (len(part) / count)).backward()
                 add_logs(logs, {"train/loss": (loss.detach() * len(part), len(part))})
+            if not logs:
+                raise RuntimeError("its training_step returned no loss for any batch")
         zero = torch.zeros((), device=self.device)
         gradients = {
             name: (zero if weight.grad is None else weight.grad).expand_as(weight)
