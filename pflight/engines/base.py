@@ -102,7 +102,7 @@ class Engine(Protocol):
     def predict(
         self, clients: Tensor, states: TensorDict, split: Split
     ) -> tuple[Evaluation | list[tuple[int, list[Any]]], list[ClientFailure]]:
-        """Return a task's outputs, or by client what ``predict_step`` gives for each batch."""
+        """Return a task's outputs, or by client what an own ``predict_step`` gives for batches."""
 
     def losses(
         self, clients: Tensor, states: TensorDict, split: Split
@@ -129,6 +129,7 @@ class Setting:
 
     Attributes:
         task: The client module, where it is a task that is judged by its outputs.
+        predicts_outputs: Whether it is one that has no ``predict_step`` of its own.
         has_loss_of_its_kind: Whether its loss is that of a ready-made task.
         form: Of the clients' samples, where the data module holds them as tensors.
         example: Two such samples.
@@ -156,11 +157,12 @@ class Setting:
         self.seed = seed
         self.client_timeout = client_timeout
         self.task: Task | None = None
-        self.has_loss_of_its_kind = False
+        self.predicts_outputs = self.has_loss_of_its_kind = False
         if isinstance(client, Task):
             self.has_loss_of_its_kind = _of_its_kind(client, "loss", "losses", "training_step")
             if data.holds_tensors and _of_its_kind(client, "validation_step", "test_step"):
                 self.task = client
+                self.predicts_outputs = _of_its_kind(client, "predict_step")
         counts = data.num_samples("train")[data.train_clients]
         self.mean_samples = float(counts.double().mean())
         resting = {id(part) for part in resting_parts(client)}

@@ -173,7 +173,7 @@ def build_engine(
         choice = Choice("sequential", 1, f"{name} can't be stacked, {vectorized.obstacle}")
         if wanted == "vectorized":
             vectorized.warn_once(f"{asked} clients train one by one: {choice.reason}")
-    elif wanted == "vectorized" and not vectorized.stacks_evaluation:
+    elif wanted == "vectorized" and setting.task is not None and not vectorized.stacks_evaluation:
         vectorized.warn_once(
             f"{asked} {name} is evaluated one by one: its predictions can't be stacked, or depend "
             "on the other samples of a batch"

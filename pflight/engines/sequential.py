@@ -606,7 +606,7 @@ class SequentialEngine:
         self, clients: Tensor, states: TensorDict, split: Split
     ) -> tuple[Evaluation | list[tuple[int, list[Any]]], list[ClientFailure]]:
         """See :class:`~pflight.engines.base.Engine`."""
-        if self.setting.task is not None:
+        if self.setting.predicts_outputs:
             outputs, failures = self.evaluate(clients, states, split)
             assert isinstance(outputs, Evaluation)
             return outputs, failures

@@ -610,7 +610,7 @@ class VectorizedEngine:
         self, clients: Tensor, states: TensorDict, split: Split
     ) -> tuple[Evaluation | list[tuple[int, list[Any]]], list[ClientFailure]]:
         """See :class:`~pflight.engines.base.Engine`."""
-        if self.setting.task is None:
+        if not self.setting.predicts_outputs:
             return self.alone.predict(clients, states, split)
         outputs, failures = self.evaluate(clients, states, split)
         assert isinstance(outputs, Evaluation)
