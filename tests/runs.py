@@ -16,6 +16,7 @@ from torch.optim import SGD
 from pflight import Federation
 from pflight.callbacks import ServerCallback
 from pflight.datamodules import FederatedDataModule, TensorClients
+from pflight.loaders import Split
 from pflight.models import ClientModule
 
 FEATURES, CLASSES = 4, 3
@@ -146,6 +147,14 @@ def is_of_client_3(batch: tuple[Tensor, Tensor]) -> Tensor:
     """Tell by its samples whether a training batch of :func:`small_data` is client 3's."""
     features, _ = samples(9, 3)
     return (batch[0].float().unsqueeze(1) == features).all(dim=-1).any()
+
+
+def owner(
+    data: FederatedDataModule, client: int, split: Split = "train"
+) -> Callable[[Tensor], bool]:
+    """Return what tells whether inputs are a client's own, for modules that do odd things then."""
+    own = data.samples(client, split)[0]
+    return lambda x: bool((own == x[0]).flatten(1).all(1).any())
 
 
 def batches_of(data: FederatedDataModule, round: int, client: int, epochs: int) -> list[np.ndarray]:
