@@ -22,7 +22,7 @@ from pflight.state import StateLayout, entries, resting_parts, rows
 from pflight.task import Task
 
 from .samples import Form, checked, usual_samples
-from .time_limit import time_limit
+from .time_limit import check_timer, time_limit
 from .updates import ClientFailure, ClientUpdates, Evaluation, Kept
 
 GRADIENT_BATCH = 512  # samples in one pass where their number does not matter
@@ -127,6 +127,9 @@ class Setting:
         seed: Of all local randomness, together with round and client.
         client_timeout: Seconds after which what a client does is interrupted, or ``None``.
 
+    Raises:
+        ConfigurationError: If clients can't be interrupted here.
+
     Attributes:
         task: The client module, where it is a task that is judged by its outputs.
         predicts_outputs: Whether it is one that has no ``predict_step`` of its own.
@@ -156,6 +159,8 @@ class Setting:
         self.device = device
         self.seed = seed
         self.client_timeout = client_timeout
+        if client_timeout is not None:
+            check_timer()
         self.task: Task | None = None
         self.predicts_outputs = self.has_loss_of_its_kind = False
         if isinstance(client, Task):

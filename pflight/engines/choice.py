@@ -19,7 +19,6 @@ from .allocator import keep_freed_memory
 from .base import Engine, Setting
 from .operations import count_operations
 from .sequential import SequentialEngine
-from .time_limit import check_timer
 from .vectorized import VectorizedEngine
 
 EngineName = Literal["auto", "sequential", "vectorized"]
@@ -155,7 +154,6 @@ def build_engine(
     if setting.client_timeout is None:
         choice = choose(wanted, chunk, setting)
     else:
-        check_timer()
         if wanted == "vectorized":
             raise ConfigurationError(
                 "client_timeout needs engine='sequential': clients that train together take their "

@@ -213,6 +213,9 @@ class AloneClient:
         scalars: ``num_samples`` and the others, by name.
         anchor: What the server sent.
         shared: For a personal copy, the client whose model it stands beside.
+
+    Attributes:
+        has_loss: Whether its own training step has returned a loss.
     """
 
     def __init__(
@@ -238,6 +241,7 @@ class AloneClient:
         parameters = {*copies.parameters}
         self.weights = {name: copies.live[name] for name in copies.parameters}
         self.buffers = {name: t for name, t in copies.live.items() if name not in parameters}
+        self.has_loss = False
         self._own_step: Callable[[], Tensor] | None = None
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
         self.trainer.penalty = self._penalty
@@ -302,6 +306,7 @@ class AloneClient:
         if not self.module.automatic_optimization:
             return own_step()
         if trains_as_a_task(self.module):
+            self.has_loss = True
             loss = self.half.loss(self, batch)
             self.module.log("train/loss", loss.detach(), batch_size=len(batch[1]))
             return loss
@@ -313,6 +318,7 @@ class AloneClient:
             loss = loss_of(output)
             if loss is None:
                 raise _StepSkippedError
+            self.has_loss = True
             return loss
 
         self._own_step = run

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -305,8 +305,18 @@ class ModuleTrainer:
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """Return the loss in what a ``training_step`` returned."""
-    return output.get("loss") if isinstance(output, dict) else output
+    """Return the loss in what a ``training_step`` returned, or ``None`` if it skips the step.
+
+    Raises:
+        TypeError: If it returned anything else than Lightning takes.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if output is not None and not isinstance(loss, Tensor):
+        raise TypeError(
+            "its training_step must return a tensor, a dictionary with its 'loss' or None, not "
+            f"{type(output).__name__}"
+        )
+    return loss
 
 
 class _LocalStrategy(SingleDeviceStrategy):
