@@ -19,6 +19,7 @@ from pflight.callbacks import ServerCallback
 from pflight.datamodules import FederatedDataModule, TensorClients
 from pflight.engines.local import SCALARS, AloneClient, Copies
 from pflight.half import Half, LocalClient
+from pflight.loaders import Split
 from pflight.models import ClientModule
 from pflight.state import StateLayout
 
@@ -181,6 +182,14 @@ def one_client(
     client = AloneClient(copies, half, {}, scalars, anchor=None)
     client.memory = memory
     return client
+
+
+def owner(
+    data: FederatedDataModule, client: int, split: Split = "train"
+) -> Callable[[Tensor], bool]:
+    """Return what tells whether inputs are a client's own, for modules that do odd things then."""
+    own = data.samples(client, split)[0]
+    return lambda x: bool((own == x[0]).flatten(1).all(1).any())
 
 
 def batches_of(data: FederatedDataModule, round: int, client: int, epochs: int) -> list[np.ndarray]:

@@ -305,7 +305,7 @@ def test_clients_share_the_tensors_of_a_frozen_backbone(method: ServerCallback) 
         for name, tensor in federation.server.expand(0, federation.layout.frozen, 1).items():
             shared.append(updates.states[name].data_ptr() == tensor.data_ptr())
 
-    federation.on_updates.append(note)
+    federation.clients.on_updates.append(note)
     quiet_trainer(2, copy.deepcopy(method)).fit(federation, datamodule=hospitals())
     assert shared
     assert all(shared)

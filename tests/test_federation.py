@@ -21,6 +21,7 @@ from tests.runs import (
     dropout_client,
     flat,
     linear_client,
+    owner,
     quiet_trainer,
     run,
     small_data,
@@ -34,20 +35,23 @@ SIZE = 4 * (FEATURES * 3 + 3)  # bytes of the linear client
 
 
 def broken(client: int, how: str, data: TensorClients) -> type[ClientModule]:
-    """Return a client module that fails for one client, known by its number of samples."""
-    count = int(data.num_samples()[client])
+    """Return a client module that fails for one client, known by its samples."""
+    of_client = owner(data, client)
 
     class Broken(ClientModule):
+        fails_late = False
+
         def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
             loss = super().loss(batch)
-            if self.num_samples == count:
+            if of_client(batch[0]):
+                self.fails_late = how == "late"
                 if how == "raises":
                     raise RuntimeError("out of battery")
-                return loss * (torch.nan if how == "nan" else torch.inf)
+                return loss * {"nan": torch.nan, "inf": torch.inf, "late": 1}[how]
             return loss
 
         def on_train_end(self) -> None:
-            if how == "late" and self.num_samples == count:
+            if self.fails_late:
                 raise ValueError("too late")
 
     return Broken
@@ -290,25 +294,35 @@ class TestCommunication:
         assert federation.history[0].bytes_up == federation.history[0].bytes_down == 6 * size
 
 
-class TestWhatIsIgnored:
-    @pytest.mark.parametrize(
-        "methods", [["validation_step"], ["test_step", "predict_step"]], ids=" ".join
-    )
-    def test_evaluation_of_a_clients_own_is_named_once(self, methods: list[str]) -> None:
-        own = {name: lambda self, batch, batch_idx=0: None for name in methods}
-        client = linear_client(type("Segmenter", (ClientModule,), own))
+class TestStepsOfOnesOwn:
+    @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+    def test_clients_are_judged_by_them(self, engine: str) -> None:
+        class Shares(ClientModule):
+            def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+                self.log("val/share", self(batch[0]).softmax(1)[:, 0].mean())
 
-        def fit_and_test() -> None:
-            federation = run(client, small_data())
-            quiet_trainer().test(federation, datamodule=small_data(), verbose=False)
+        data = small_data()
+        federation = run(linear_client(Shares), data, Local(), engine=engine)
+        values = federation.client_metrics("val")
+        assert values.keys() == {"share", "num_samples"}
+        for i in range(6):
+            model, x = federation.client_module(i), data.samples(i, "val")[0]
+            expected = float(model(x).softmax(1)[:, 0].mean().detach())
+            assert values["share"][i] == pytest.approx(expected, rel=1e-5)
 
-        with pytest.warns(UserWarning, match="Segmenter's own") as warned:
-            fit_and_test()
-        (said,) = [str(w.message) for w in warned if "Segmenter" in str(w.message)]
-        assert all(name in said for name in methods)
+    @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+    def test_they_predict(self, engine: str) -> None:
+        class Chooses(ClientModule):
+            def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int = 0) -> Tensor:
+                return self(batch[0]).argmax(1)
 
-    def test_a_client_without_has_nothing_to_be_told(self) -> None:
-        run(linear_client(), small_data())  # a warning would be an error
+        data = small_data()
+        federation = run(linear_client(Chooses), data, Local(), engine=engine)
+        (chunk,) = quiet_trainer().predict(federation, datamodule=data)
+        assert [client for client, _ in chunk] == list(range(6))
+        for i, batches in chunk:
+            expected = federation.client_module(i)(data.samples(i, "test")[0]).argmax(1)
+            assert torch.equal(torch.cat(batches), expected)
 
 
 class TestWhatIsPublic:

@@ -22,7 +22,7 @@ from pflight.state import StateLayout, entries, resting_parts, rows
 from pflight.task import Task
 
 from .samples import Form, checked, usual_samples
-from .time_limit import time_limit
+from .time_limit import check_timer, time_limit
 from .updates import ClientFailure, ClientUpdates, Evaluation, Kept
 
 GRADIENT_BATCH = 512  # samples in one pass where their number does not matter
@@ -102,7 +102,7 @@ class Engine(Protocol):
     def predict(
         self, clients: Tensor, states: TensorDict, split: Split
     ) -> tuple[Evaluation | list[tuple[int, list[Any]]], list[ClientFailure]]:
-        """Return a task's outputs, or by client what ``predict_step`` gives for each batch."""
+        """Return a task's outputs, or by client what an own ``predict_step`` gives for batches."""
 
     def losses(
         self, clients: Tensor, states: TensorDict, split: Split
@@ -127,8 +127,12 @@ class Setting:
         seed: Of all local randomness, together with round and client.
         client_timeout: Seconds after which what a client does is interrupted, or ``None``.
 
+    Raises:
+        ConfigurationError: If clients can't be interrupted here.
+
     Attributes:
         task: The client module, where it is a task that is judged by its outputs.
+        predicts_outputs: Whether it is one that has no ``predict_step`` of its own.
         has_loss_of_its_kind: Whether its loss is that of a ready-made task.
         form: Of the clients' samples, where the data module holds them as tensors.
         example: Two such samples.
@@ -155,12 +159,15 @@ class Setting:
         self.device = device
         self.seed = seed
         self.client_timeout = client_timeout
+        if client_timeout is not None:
+            check_timer()
         self.task: Task | None = None
-        self.has_loss_of_its_kind = False
+        self.predicts_outputs = self.has_loss_of_its_kind = False
         if isinstance(client, Task):
             self.has_loss_of_its_kind = _of_its_kind(client, "loss", "losses", "training_step")
             if data.holds_tensors and _of_its_kind(client, "validation_step", "test_step"):
                 self.task = client
+                self.predicts_outputs = _of_its_kind(client, "predict_step")
         counts = data.num_samples("train")[data.train_clients]
         self.mean_samples = float(counts.double().mean())
         resting = {id(part) for part in resting_parts(client)}

@@ -19,7 +19,6 @@ from .allocator import keep_freed_memory
 from .base import Engine, Setting
 from .operations import count_operations
 from .sequential import SequentialEngine
-from .time_limit import check_timer
 from .vectorized import VectorizedEngine
 
 EngineName = Literal["auto", "sequential", "vectorized"]
@@ -155,7 +154,6 @@ def build_engine(
     if setting.client_timeout is None:
         choice = choose(wanted, chunk, setting)
     else:
-        check_timer()
         if wanted == "vectorized":
             raise ConfigurationError(
                 "client_timeout needs engine='sequential': clients that train together take their "
@@ -173,7 +171,7 @@ def build_engine(
         choice = Choice("sequential", 1, f"{name} can't be stacked, {vectorized.obstacle}")
         if wanted == "vectorized":
             vectorized.warn_once(f"{asked} clients train one by one: {choice.reason}")
-    elif wanted == "vectorized" and not vectorized.stacks_evaluation:
+    elif wanted == "vectorized" and setting.task is not None and not vectorized.stacks_evaluation:
         vectorized.warn_once(
             f"{asked} {name} is evaluated one by one: its predictions can't be stacked, or depend "
             "on the other samples of a batch"

@@ -215,7 +215,8 @@ class AloneClient:
         shared: For a personal copy, the client whose model it stands beside.
 
     Attributes:
-        skipped: Whether its last training step returned no loss.
+        has_loss: Whether its own training step has returned a loss.
+        skipped: Whether the last one returned none.
     """
 
     def __init__(
@@ -241,7 +242,7 @@ class AloneClient:
         parameters = {*copies.parameters}
         self.weights = {name: copies.live[name] for name in copies.parameters}
         self.buffers = {name: t for name, t in copies.live.items() if name not in parameters}
-        self.skipped = False
+        self.has_loss = self.skipped = False
         self._own_step: Callable[[], Tensor] | None = None
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
         self.trainer.penalty = self._penalty
@@ -306,6 +307,7 @@ class AloneClient:
         if not self.module.automatic_optimization:
             return own_step()
         if trains_as_a_task(self.module):
+            self.has_loss = True
             loss = self.half.loss(self, batch)
             self.module.log("train/loss", loss.detach(), batch_size=len(batch[1]))
             return loss
@@ -317,6 +319,7 @@ class AloneClient:
             loss = loss_of(output)
             if loss is None:
                 raise _StepSkippedError
+            self.has_loss = True
             return loss
 
         self._own_step, self.skipped = run, False
@@ -328,6 +331,16 @@ class AloneClient:
         finally:
             self._own_step = None
         return {**output, "loss": loss} if isinstance(output, dict) else loss
+
+    def loss(self, batch: Any, size: int) -> Tensor | None:
+        """Return the loss of a training step, outside of training and without a word in logs."""
+
+        def step(batch: Any) -> Tensor | None:
+            with muted(self.module):
+                own = self.module.training_step
+                return loss_of(self.step(lambda: own(batch, 0), batch))
+
+        return self.trainer.loss(batch, size, step)
 
     def _penalty(self) -> Tensor | None:
         return self.half.penalty(self)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.plugins import Precision
@@ -50,6 +51,7 @@ _STEP_HOOKS = (
     "optimizer_step",
     "on_train_batch_end",
 )
+LossT = TypeVar("LossT", Tensor, Tensor | None)
 Step = Callable[[Callable[[], Any], Any], Any]
 """Takes the module's own training step and its batch; returns what stands for its output."""
 
@@ -162,7 +164,8 @@ class ModuleTrainer:
             optimizer: What is stepped in place of the module's own optimizers.
 
         Raises:
-            ConfigurationError: If an optimizer steps tensors that are not the copy's own.
+            ConfigurationError: If there is no optimizer, or one steps tensors that are not the
+                copy's own.
         """
         trainer, loop, module = self.trainer, self.trainer.fit_loop, self.trainer.lightning_module
         self._set_out(max_epochs, num_batches, max_batches)
@@ -170,12 +173,18 @@ class ModuleTrainer:
         loop._combined_loader = CombinedLoader([None] * num_batches, "max_size_cycle")
         loop._data_fetcher = self._feed
         if optimizer is None:
-            self._strategy.setup_optimizers(trainer)
+            with _no_hint("`LightningModule.configure_optimizers` returned `None`"):
+                self._strategy.setup_optimizers(trainer)
         else:
             self._strategy.optimizers, self._strategy.lr_scheduler_configs = [optimizer], []
             module.configure_gradient_clipping = _no_clipping  # type: ignore[method-assign]
         own = {id(parameter) for parameter in module.parameters()}
         for optimizer in self._strategy.optimizers:
+            if isinstance(optimizer, _MockOptimizer) and module.automatic_optimization:
+                raise ConfigurationError(
+                    f"{type(module).__name__}.configure_optimizers() gives no optimizer, without "
+                    "which a client learns nothing"
+                )
             for group in optimizer.param_groups:
                 if any(id(parameter) not in own for parameter in group["params"]):
                     raise ConfigurationError(
@@ -183,7 +192,7 @@ class ModuleTrainer:
                         "parameters that are not the module's own: each client trains a copy of "
                         "the module, so take them from self.parameters()"
                     )
-        with _modes_as_they_are():
+        with _no_hint(*_MODES):
             loop.on_run_start()
 
     def _set_out(self, max_epochs: int | None, num_batches: int, max_batches: int | None) -> None:
@@ -323,7 +332,7 @@ class ModuleTrainer:
         limits = trainer.limit_val_batches, trainer.limit_test_batches
         trainer.limit_val_batches = trainer.limit_test_batches = 1.0
         try:
-            with _modes_as_they_are():
+            with _no_hint(*_MODES):
                 loop.run()
         finally:
             trainer.limit_val_batches, trainer.limit_test_batches = limits
@@ -345,7 +354,7 @@ class ModuleTrainer:
                 for index, batch in enumerate(batches)
             ]
 
-    def loss(self, batch: Any, size: int, loss: Callable[[Any], Tensor]) -> Tensor:
+    def loss(self, batch: Any, size: int, loss: Callable[[Any], LossT]) -> LossT:
         """Return a loss of the copy on a batch, outside of its training."""
         trainer = self.trainer
         trainer.state.fn = TrainerFn.FITTING
@@ -366,8 +375,18 @@ class ModuleTrainer:
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """Return the loss in what a ``training_step`` returned."""
-    return output.get("loss") if isinstance(output, dict) else output
+    """Return the loss in what a ``training_step`` returned, or ``None`` if it skips the step.
+
+    Raises:
+        TypeError: If it returned anything else than Lightning takes.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if output is not None and not isinstance(loss, Tensor):
+        raise TypeError(
+            "its training_step must return a tensor, a dictionary with its 'loss' or None, not "
+            f"{type(output).__name__}"
+        )
+    return loss
 
 
 class _LocalStrategy(SingleDeviceStrategy):
@@ -519,12 +538,15 @@ def _no_log(*_: Any, **__: Any) -> None:
     """Take the place of ``self.log``."""
 
 
+_MODES = (".*module.* in eval mode at the start of training", ".*does not have many workers")
+
+
 @contextmanager
-def _modes_as_they_are() -> Iterator[None]:
-    """Hide Lightning's hints on modules in evaluation mode and on loaders."""
+def _no_hint(*messages: str) -> Iterator[None]:
+    """Hide what Lightning warns of by these messages."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*module.* in eval mode at the start of training")
-        warnings.filterwarnings("ignore", ".*does not have many workers")
+        for message in messages:
+            warnings.filterwarnings("ignore", message)
         yield
 
 

@@ -25,9 +25,10 @@ from .local import AloneClient
 from .module_trainer import loss_of
 from .sequential import SequentialEngine
 from .stacked import misfit
-from .stacked_client import ANCHOR, MEMORY, Mode, Stack, StackedClient
+from .stacked_client import ANCHOR, MEMORY, Mode, Stack, StackedClient, no_logs
 
 FOREIGN = "its configure_optimizers() gives an optimizer of parameters that are not its own"
+DRAWS = "it draws random numbers while it trains"
 _TOLERANCE = 1e-2  # of the largest gradient; stacked arithmetic rounds otherwise
 _TRACE = 1e-4  # of the largest gradient, that samples without weight leave
 _CLASSES = 32  # that are tried
@@ -76,14 +77,26 @@ class Probe:
             return f"it has {hooks[0]} of its own"
         return None if module.automatic_optimization else "it optimizes manually"
 
-    def training_step(self, leaves: list[Tensor]) -> tuple[str | None, Collection[str]]:
+    def training_step(self, batches: Sequence[list[Tensor]]) -> tuple[str | None, Collection[str]]:
         """Compare a module's own training step with its loss, which stands for it in a stack.
+
+        Args:
+            batches: Some samples, in batches of all the sizes that occur.
 
         Returns:
             What differs, and the names under which the step logs the loss.
         """
         if trains_as_a_task(self.module):
             return None, ("train/loss",)
+        names: Collection[str] = ()
+        for index, leaves in enumerate([*batches, *batches]):
+            reason, names = self._step(index, leaves)
+            if reason is not None:
+                break
+        return reason, names
+
+    def _step(self, index: int, leaves: list[Tensor]) -> tuple[str | None, Collection[str]]:
+        """Compare the training step on a batch with the loss."""
         assert self.setting.form is not None
         module: Any = copy.deepcopy(self.module)
         logged: dict[str, Any] = {}
@@ -96,12 +109,15 @@ class Probe:
 
         module.log, module.log_dict = log, log_dict
         with isolated(self.setting.device), torch.no_grad():
+            drawn = _generators()
             try:
                 loss = module.loss(self.setting.form.batch([leaf.clone() for leaf in leaves]))
                 batch = self.setting.form.batch([leaf.clone() for leaf in leaves])
-                given = loss_of(module.training_step(batch, 0))
+                given = loss_of(module.training_step(batch, index))
             except Exception as error:
                 return _failed("a client alone fails", error), ()
+            if drawn != _generators():
+                return DRAWS, ()
         if not isinstance(given, Tensor) or not _close(loss, given):
             return "its training_step gives another loss than its method loss()", ()
         for name, value in logged.items():
@@ -149,7 +165,7 @@ class Probe:
             except Exception as error:
                 return _failed("many at once fail", error)
             if drawn != _generators():
-                return "it draws random numbers while it trains"
+                return DRAWS
             if not _same(attributes, _attributes(module)):
                 return "it sets attributes of itself while it trains"
             if name := self._replaced_buffer(mode, batches[0]):
@@ -217,6 +233,7 @@ class Probe:
         for name in ("num_samples", "mean_samples", "seen", "num_steps"):
             getattr(client, name).copy_(state[name])
         for model in engine.clients:
+            model.module.log = model.module.log_dict = no_logs  # type: ignore[method-assign]
             if mode.anchored:
                 model.anchor = {n: state[f"{ANCHOR}{n}"] for n in self.stacked.parameters}
         return engine.clients
@@ -504,7 +521,7 @@ def reason_of(error: BaseException) -> str:
     if "dynamic shape" in line:
         return "it makes tensors whose shape depends on values, as masks do"
     if "randomness" in line:
-        return "it draws random numbers while it trains, as dropout does"
+        return f"{DRAWS}, as dropout does"
     if "out= or view" in line:
         return "it writes the result of an operation into a tensor (out=), as spectral_norm does"
     if missing := re.search(r"(?:[Bb]atching rule|not yet support).* aten::(\w+)", line):

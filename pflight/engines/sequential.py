@@ -56,6 +56,7 @@ HOOKS = (
 )
 """What a module may do of its own around a step."""
 _LARGE_KERNEL = 2**20  # weights of a convolution from which on channels-last is slower
+_NO_LOSS = "its training_step returned no loss for any batch"
 _IGNORED_HOOKS = ("configure_callbacks", "on_save_checkpoint", "on_load_checkpoint")
 
 
@@ -81,7 +82,7 @@ class SequentialEngine:
         self.half: Half = setting.half
         self.operations = math.inf  # of a sample's forward pass
         self._threads = torch.get_num_threads()
-        self._channels_last = False
+        self._channels_last = self._changes_input = False
         self._stream: Stream | None = None
         self._visits_to: Callable[[int], list[Visit]] = lambda client: []
         self._drifted: set[str] = set()
@@ -142,6 +143,7 @@ class SequentialEngine:
             try:
                 with time_limit(setting.client_timeout), torch.no_grad(), setting.forward_context():
                     outputs = copy(x) if asked else None
+                    self._changes_input = not torch.equal(x, setting.example[0])
                     if not asked and trains_as_a_task(module):
                         copy.loss((x, y))
             except STOPS:
@@ -379,7 +381,7 @@ class SequentialEngine:
         for client in self.clients:
             client.trainer.end()
         steps = self.client.trainer.global_step
-        if self.client.module.automatic_optimization and steps and not self.client.skipped:
+        if self.client.module.automatic_optimization and steps:
             self._check_gradients(self.client)
         return self._logs(), steps
 
@@ -440,7 +442,10 @@ class SequentialEngine:
         return self._phases[epochs]
 
     def _check_gradients(self, client: AloneClient) -> None:
-        if all(weight.grad is None for weight in client.weights.values()):
+        if not client.has_loss:
+            raise RuntimeError(_NO_LOSS)
+        if not client.skipped and all(w.grad is None for w in client.weights.values()):
+            client.copies.tensors()  # have a parameter that was replaced named
             raise RuntimeError(
                 "its loss depends on none of its weights: a function that it keeps may still hold "
                 "the module that was given, where every client trains a copy"
@@ -456,9 +461,12 @@ class SequentialEngine:
         for visit, batches in self._batches(client_id, "train"):
             count = sum(map(len, visit.parts))
             for part, batch in zip(visit.parts, batches, strict=True):
-                loss = client.trainer.loss(batch, len(part), lambda b: self.half.loss(client, b))
+                if (loss := client.loss(batch, len(part))) is None:
+                    continue
                 (loss * (len(part) / count)).backward()
                 add_logs(logs, {"train/loss": (loss.detach() * len(part), len(part))})
+            if not logs:
+                raise RuntimeError(_NO_LOSS)
         zero = torch.zeros((), device=self.device)
         gradients = {
             name: (zero if weight.grad is None else weight.grad).expand_as(weight)
@@ -562,7 +570,8 @@ class SequentialEngine:
         self.client.module.eval()
         with self.setting.forward_context():
             parts = x.split(self.setting.data.eval_batch_size or len(x) or 1)
-            return torch.cat([self.client.module(part) for part in parts])
+            given = (part.clone() if self._changes_input else part for part in parts)
+            return torch.cat([self.client.module(part) for part in given])
 
     def outputs_of_one(self, states: TensorDict, samples: Samples) -> dict[int, Tensor] | None:
         """Return the outputs of clients that have one and the same model, by row, or ``None``."""
@@ -605,7 +614,7 @@ class SequentialEngine:
         self, clients: Tensor, states: TensorDict, split: Split
     ) -> tuple[Evaluation | list[tuple[int, list[Any]]], list[ClientFailure]]:
         """See :class:`~pflight.engines.base.Engine`."""
-        if self.setting.task is not None:
+        if self.setting.predicts_outputs:
             outputs, failures = self.evaluate(clients, states, split)
             assert isinstance(outputs, Evaluation)
             return outputs, failures

@@ -83,7 +83,7 @@ class StackedClient:
         self._remember = vmap(self._keep)
         self._training = [(part, part.training) for part in module.modules()]
         module._trainer = _NoTrainer()  # type: ignore[assignment]
-        module.log = module.log_dict = _no_logs  # type: ignore[method-assign]
+        module.log = module.log_dict = no_logs  # type: ignore[method-assign]
         self.prepare(self.mode)
 
     @property
@@ -390,5 +390,6 @@ class _NoTrainer:
         raise RuntimeError(f"it asks for trainer.{name}")
 
 
-def _no_logs(*_: Any, **__: Any) -> NoReturn:
+def no_logs(*_: Any, **__: Any) -> NoReturn:
+    """Take the place of ``self.log`` where one call stands for many clients."""
     raise RuntimeError("it logs")

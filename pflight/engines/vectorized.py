@@ -169,7 +169,7 @@ class VectorizedEngine:
         if obstacle := probe.declared_obstacle():
             return obstacle
         batches = self._some_batches(counts)
-        obstacle, self._logged = probe.training_step(batches[-1])
+        obstacle, self._logged = probe.training_step(batches)
         if obstacle:
             return obstacle
         for anchored in (True, False):
@@ -610,7 +610,7 @@ class VectorizedEngine:
         self, clients: Tensor, states: TensorDict, split: Split
     ) -> tuple[Evaluation | list[tuple[int, list[Any]]], list[ClientFailure]]:
         """See :class:`~pflight.engines.base.Engine`."""
-        if self.setting.task is None:
+        if not self.setting.predicts_outputs:
             return self.alone.predict(clients, states, split)
         outputs, failures = self.evaluate(clients, states, split)
         assert isinstance(outputs, Evaluation)

@@ -59,7 +59,8 @@ def fitted(kind: type[ClientModule], flatten: nn.Module) -> Federation:
 
 
 def is_channels_last(federation: Federation) -> bool:
-    (convolution, *_) = federation.clients.attached_engine.client.network
+    module = federation.clients.attached_engine._copies.module
+    convolution = module.network[0]
     weight = convolution.weight
     return weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
 

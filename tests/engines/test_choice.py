@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from pflight.datamodules import TensorClients
-from pflight.engines import SequentialEngine, VectorizedEngine, build_engine
+from pflight.engines import VectorizedEngine, build_engine
 from pflight.models import ClientModule
 from tests.runs import (
     CLASSES,
@@ -79,7 +79,8 @@ def test_the_choice_and_its_reason(
     data = small_data(**options)
     with caplog.at_level("INFO"):
         engine = run(client, data, rounds=0, clients_at_once=3).attached_engine
-    assert isinstance(engine, SequentialEngine)
+    stacks = isinstance(engine, VectorizedEngine) and engine.obstacle is None
+    assert stacks == reason.startswith("vectorized")
     said = [text for text in caplog.messages if " engine" in text]
     assert len(said) == 1
     assert re.match(reason, said[0])
@@ -111,17 +112,7 @@ def test_a_chunk_does_not_depend_on_the_number_of_clients() -> None:
 def test_batchnorm_of_clients_whose_batches_are_unequal(counts: list[int], engine: str) -> None:
     """Only batches of one size can be stacked, and a call for each size takes longer."""
     federation = run(batchnorm_client(), small_data(counts=counts, cohort_size=None))
-    _, choice = build_engine(
-        "auto",
-        None,
-        federation.client,
-        None,
-        federation.layout,
-        federation.clients.attached_data,
-        federation.trainer.strategy.precision_plugin,
-        federation.device,
-        0,
-    )
+    _, choice = build_engine("auto", None, federation.clients.attached_engine.setting)
     assert choice.engine == engine
     if engine == "sequential":
         assert choice.reason == "only 1.7 clients at a time have batches of one size, on average"

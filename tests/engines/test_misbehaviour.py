@@ -22,7 +22,10 @@ from pflight import Federation
 from pflight.callbacks import IFCA, FedAvg, FedSGD, Local, PerFedAvg, ServerCallback
 from pflight.datamodules import FederatedDataModule
 from pflight.errors import ClientError, ConfigurationError
-from pflight.models import ClientModule, PerFedAvgClient
+from pflight.half import Half, LocalClient
+from pflight.models import ClientModule
+from pflight.models.halves import Adapted
+from pflight.state import StateLayout
 from tests.runs import (
     CLASSES,
     ENGINES,
@@ -30,6 +33,7 @@ from tests.runs import (
     assert_same,
     linear_client,
     network_client,
+    owner,
     quiet_trainer,
     run,
     samples,
@@ -40,8 +44,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:engine='vectorized', but clients train one by one:UserWarning",
 )
 
-COUNTS = {"train": (5, 12, 7, 9, 3, 10), "val": (4,) * 6, "test": (6,) * 6}
-BAD = 3
+COUNTS = {"train": (5, 20, 7, 13, 3, 10), "val": (4,) * 6, "test": (6,) * 6}
+BAD, BATCHES = 3, 4  # it alone has so many
 Batch = tuple[Tensor, Tensor]
 
 
@@ -192,7 +196,7 @@ def test_another_number_of_samples_than_counted(
     federation = fitted(data, engine, callback)
     assert federation.history[0].failed == [BAD]
     (text,) = said("round 0: client 3 failed: ", recwarn)
-    assert f"has {count} training samples, but num_samples() says 9" in text
+    assert f"has {count} training samples, but num_samples() says 13" in text
 
 
 @ENGINES
@@ -269,7 +273,7 @@ def test_augmented_samples_of_another_shape_are_not_stacked() -> None:
 
 
 def kind(method: str, does: Callable[[ClientModule], Any], **more: Any) -> type[ClientModule]:
-    """Return a kind of client of which one, with 9 samples, does something in a method.
+    """Return a kind of client of which one, with four batches, does something in a method.
 
     What ``does`` returns, unless it is ``...``, is what the method returns.
     """
@@ -277,11 +281,27 @@ def kind(method: str, does: Callable[[ClientModule], Any], **more: Any) -> type[
 
     def own(self: ClientModule, *args: Any, **options: Any) -> Any:
         result = ...
-        if self.training and self.num_samples == COUNTS["train"][BAD]:
+        if self.training and self.trainer.num_training_batches == BATCHES:
             result = does(self)
         return default(self, *args, **options) if result is ... else result
 
     return type("Odd", (ClientModule,), {method: own, **more})
+
+
+def with_half(method: str, does: Callable[[LocalClient], Any], **more: Any) -> type[ClientModule]:
+    """Return a kind of client whose half does something in a method for one of them."""
+    default = getattr(Half, method)
+
+    def own(self: Half, c: LocalClient, *args: Any) -> Any:
+        odd = bool(c.num_samples == COUNTS["train"][BAD])
+        return does(c) if odd else default(self, c, *args)
+
+    half = type("OddHalf", (Half,), {method: own, **more})
+    return type("Odd", (ClientModule,), {"client_half": half()})
+
+
+def parameters_of(half: Half, layout: StateLayout) -> tuple[str, ...]:
+    return layout.parameters
 
 
 def assign(client: ClientModule, **attributes: Any) -> Any:
@@ -323,10 +343,11 @@ HOOKS = [
     "training_step",
     "loss",
     "forward",
-    "after_training",
 ]
 KINDS = {
     **{hook: (kind(hook, raising(RuntimeError("no"))), "RuntimeError: no") for hook in HOOKS},
+    "its half": (with_half("after_training", raising(RuntimeError("no"))), "RuntimeError: no"),
+    "its half's loss": (with_half("loss", raising(RuntimeError("no"))), "RuntimeError: no"),
     "exits": (kind("loss", lambda _: sys.exit("done")), "SystemExit: done"),
     "exits at the end": (kind("on_train_end", lambda _: sys.exit()), "SystemExit$"),
     "a generator's end": (kind("on_train_end", raising(GeneratorExit())), "GeneratorExit"),
@@ -334,41 +355,48 @@ KINDS = {
     "no loss": (kind("training_step", lambda _: None), "training_step returned no loss for any"),
     "a number": (kind("training_step", lambda _: 0.5), "training_step must return .* not float"),
     "a list": (kind("training_step", lambda _: []), "training_step must return .* not list"),
-    "a dictionary": (kind("training_step", lambda _: {"x": 1}), "one named loss"),
-    "many losses": (kind("loss", lambda c: c.network.bias), "logs 'train/loss' of shape"),
+    "a dictionary": (kind("training_step", lambda _: {"x": 1}), "a dictionary with its 'loss'"),
+    "many losses": (kind("loss", lambda c: c.network.bias), "only for scalar outputs"),
     "detached": (kind("loss", lambda c: torch.tensor(1.0)), "RuntimeError: "),
-    "logs a vector": (kind("on_train_end", lambda c: c.log("x", torch.ones(2))), r"logs 'x' of"),
+    "logs a vector": (
+        kind("on_train_batch_end", lambda c: c.log("x", torch.ones(2))),
+        "but the tensor must have a single element",
+    ),
     "deletes": (kind("on_train_end", delete_weight), "replaced or deleted its network.weight"),
     "another network": (
         kind("on_train_start", lambda c: assign(c, network=nn.Linear(FEATURES, CLASSES))),
         "replaced or deleted its network",
     ),
-    "no network": (kind("after_training", lambda c: assign(c, network=None)), "deleted its netw"),
+    "no network": (kind("on_train_end", lambda c: assign(c, network=None)), "deleted its netw"),
     "another shape": (
-        kind("after_training", lambda c: set_weight(c, torch.ones(1, FEATURES))),
+        kind("on_train_end", lambda c: set_weight(c, torch.ones(1, FEATURES))),
         "changed the shape, type or device of its network.weight",
     ),
     "another type": (
         kind("on_train_end", lambda c: c.double() and ...),
         "changed the shape, type or device of its network.weight",
     ),
-    "another's weights": (
-        kind("configure_optimizers", lambda _: torch.optim.SGD(nn.Linear(2, 2).parameters())),
-        "an optimizer of parameters that are not its own",
-    ),
     "leaves things": (kind("on_train_end", spoil), "it is done"),
-    "remembers nothing": (kind("remember", lambda _: {}, keeps_memory=True), "KeyError"),
+    "remembers nothing": (with_half("remember", lambda _: {}, keeps_memory=True), "KeyError"),
     "remembers too little": (
-        kind("remember", lambda c: {**dict(c.named_parameters()), "network.bias": torch.zeros(1)}),
+        with_half(
+            "remember",
+            lambda c: {**c.weights, "network.bias": torch.zeros(1)},
+            keeps_memory=True,
+            remembered=parameters_of,
+        ),
         "its network.bias is of shape",
     ),
     "remembers NaN": (
-        kind("remember", lambda c: {n: p * torch.nan for n, p in c.named_parameters()}),
+        with_half(
+            "remember",
+            lambda c: {name: w * torch.nan for name, w in c.weights.items()},
+            keeps_memory=True,
+            remembered=parameters_of,
+        ),
         "NaN or infinite",
     ),
 }
-for name in ("remembers too little", "remembers NaN"):
-    KINDS[name][0].keeps_memory = True
 
 
 @ENGINES
@@ -390,6 +418,14 @@ def test_what_a_client_does(
             federation.client_state(client), sound["sequential"].client_state(client)
         )
     assert_same(federation.client_state(BAD), dict(linear_client().state_dict()))
+
+
+@ENGINES
+def test_an_optimizer_of_others_weights_stops_the_run(engine: str) -> None:
+    """It is no failure of a client, but a mistake in the module."""
+    foreign = kind("configure_optimizers", lambda _: torch.optim.SGD(nn.Linear(2, 2).parameters()))
+    with pytest.raises(ConfigurationError, match="parameters that are not the module's own"):
+        fitted(OwnData(lambda *pair: pair), engine, Local, linear_client(foreign))
 
 
 @ENGINES
@@ -435,17 +471,39 @@ def test_weights_that_explode_are_a_warning(
 # What is evaluated beside the model
 
 
+class StuckHalf(Half):
+    """Can't train a client without an anchor, as when it is fine-tuned."""
+
+    def loss(self, c: LocalClient, batch: Any) -> Tensor:
+        if c.anchor is None and bool(c.num_samples == COUNTS["train"][BAD]):
+            raise RuntimeError("it is stuck")
+        return super().loss(c, batch)
+
+
+class StuckAdapted(StuckHalf, Adapted):
+    pass
+
+
 class Stuck(ClientModule):
-    """Can't be trained without an anchor, as when it is fine-tuned, nor tell its loss then."""
+    client_half = StuckHalf()
+
+
+def stuck_per_fedavg() -> PerFedAvg:
+    callback = PerFedAvg()
+    callback.half = StuckAdapted()
+    return callback
+
+
+class Secretive(ClientModule):
+    """Can't tell its loss where nobody trains."""
 
     def loss(self, batch: Batch) -> Tensor:
-        if self.anchor is None and bool((self.num_samples == 9).all()):
+        if not torch.is_grad_enabled() and is_bad(batch[0]):
             raise RuntimeError("it is stuck")
         return super().loss(batch)
 
 
-class StuckPerFedAvg(Stuck, PerFedAvgClient):
-    pass
+is_bad = owner(OwnData(lambda *pair: pair), BAD)
 
 
 @ENGINES
@@ -453,8 +511,8 @@ class StuckPerFedAvg(Stuck, PerFedAvgClient):
     ("callback", "client", "options", "doing"),
     [
         (FedAvg, Stuck, {"finetune_epochs": 1}, "to be fine-tuned"),
-        (PerFedAvg, StuckPerFedAvg, {}, "to adapt"),
-        (partial(IFCA, 2), Stuck, {}, "to tell its loss"),
+        (stuck_per_fedavg, ClientModule, {}, "to adapt"),
+        (partial(IFCA, 2), Secretive, {}, "to tell its loss"),
     ],
 )
 def test_what_comes_before_evaluation(
@@ -486,7 +544,7 @@ def test_a_client_that_can_not_tell_its_loss_is_left_out_of_the_round(
 ) -> None:
     data = OwnData(lambda *pair: pair)
     callback = partial(IFCA, 2, group_rounds=0)
-    federation = fitted(data, engine, callback, linear_client(Stuck))
+    federation = fitted(data, engine, callback, linear_client(Secretive))
     assert federation.history[0].failed == [BAD]
     (text,) = (text for text in said("round 0: client 3 ", recwarn) if "of this round" in text)
     assert text.startswith("failed to tell its loss: RuntimeError: it is stuck")

@@ -8,7 +8,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
+from lightning.pytorch.core.hooks import DataHooks, ModelHooks
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import Sampler
@@ -412,7 +412,7 @@ HOOKS = (
     sorted(
         {
             name
-            for hooks in (ModelHooks, DataHooks, CheckpointHooks)
+            for hooks in (ModelHooks, DataHooks)
             for name in vars(hooks)
             if not name.startswith("_")
         }
@@ -588,7 +588,8 @@ def test_dropout_differs_by_seed_round_and_client() -> None:
     for seed in (0, 1):
         Masks.masks = []
         data = small_data(counts=[4, 4])
-        run(linear_client(Masks), data, FedAvg(), rounds=2, local_epochs=2, seed=seed)
+        options = {"local_epochs": 2, "seed": seed, "engine": "sequential"}
+        run(linear_client(Masks), data, FedAvg(), rounds=2, **options)
         masks += [tuple(mask.tolist()) for mask in Masks.masks]
     assert len(set(masks)) == len(masks) == 2 * 2 * 2 * 2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -23,7 +23,9 @@ from pflight.callbacks import FedAvg, FedSGD, FeSEM, Local, Reptile, ServerCallb
 from pflight.datamodules import TensorClients
 from pflight.engines import VectorizedEngine
 from pflight.errors import ClientError, ConfigurationError
+from pflight.half import OWN, Half, LocalClient
 from pflight.models import ClientModule, ElasticClient, ProximalClient
+from pflight.state import StateLayout
 from tests.runs import (
     CLASSES,
     FEATURES,
@@ -236,20 +238,28 @@ def test_mixed_precision(make: Callable[..., ClientModule], kind: type[ClientMod
     assert_close(single, stacked, 0.02)
 
 
-class Counting(ClientModule):
-    """Sends how many steps it took, and remembers twice that."""
+class CountsSteps(Half):
+    """Sends how many steps a client took, and remembers twice that."""
 
     keeps_memory = True
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.register_buffer("taken", torch.zeros(()))
+    def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"taken": torch.zeros((), dtype=torch.float64)}
 
-    def after_training(self) -> None:
-        self.taken.copy_(self.num_steps)
+    def after_training(self, c: LocalClient) -> None:
+        c.own["taken"].copy_(c.num_steps)
 
-    def remember(self) -> dict[str, Tensor]:
-        return {"taken": 2 * self.taken}
+    def remembered(self, layout: StateLayout) -> tuple[str, ...]:
+        return (f"{OWN}taken",)
+
+    def remember(self, c: LocalClient) -> dict[str, Tensor]:
+        return {f"{OWN}taken": 2 * c.own["taken"]}
+
+
+class Counting(ClientModule):
+    """Names its half itself."""
+
+    client_half = CountsSteps()
 
 
 def test_what_a_client_does_after_training() -> None:
@@ -258,7 +268,7 @@ def test_what_a_client_does_after_training() -> None:
     steps = [2 * -(-count // 4) for count in COUNTS]
     everyone = torch.arange(6)
     kept = stacked.remembered(everyone, stacked.callback.personalize(everyone)).states
-    assert kept["taken"].tolist() == [2 * count for count in steps]
+    assert kept[f"{OWN}taken"].tolist() == [2 * count for count in steps]
 
 
 def networks() -> st.SearchStrategy[nn.Module]:
@@ -415,7 +425,7 @@ class Scheduled(ClientModule):
 
 class OwnLearningRate(ClientModule):
     def configure_optimizers(self) -> Any:
-        return SGD(self.parameters(), lr=1 / float(self.num_samples))
+        return SGD(self.parameters(), lr=1 / self.trainer.num_training_batches)
 
 
 class OwnGenerator(ClientModule):
@@ -477,7 +487,10 @@ class Recurrent(nn.Module):
     ("make", "reason"),
     [
         (lambda: linear_client(Hooked), "it has on_train_batch_end of its own"),
-        (lambda: linear_client(OwnStep), "it has training_step of its own"),
+        (
+            lambda: linear_client(OwnStep),
+            r"its training_step gives another loss than its method loss\(\)",
+        ),
         (lambda: linear_client(Branching), "stacked, it branches on values"),
         (
             lambda: linear_client(Scheduled),
@@ -485,7 +498,7 @@ class Recurrent(nn.Module):
         ),
         (
             lambda: linear_client(OwnLearningRate),
-            r"configure_optimizers\(\) needs a client of its own: it asks for the value of num",
+            r"configure_optimizers\(\) needs a client of its own: it asks for trainer.num_training",
         ),
         (lambda: linear_client(OwnGenerator), "numbers of the module's own that change"),
         (lambda: network_client(SparseEmbedding()), "many at once fail: [^.]*$"),
@@ -530,7 +543,7 @@ def test_the_same_run_twice_and_resumed(
     make: Callable[..., ClientModule], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also over the call at which operations are recorded."""
-    monkeypatch.setattr("pflight.engines.joint._OFTEN", 4)
+    monkeypatch.setattr("pflight.engines.stacked_client._OFTEN", 4)
     client = make(ElasticClient)
     fit = partial(run, client, small_data(cohort_size=4), engine="vectorized")
     whole = fit(callback=Reptile(), rounds=8)
@@ -547,11 +560,11 @@ def test_the_same_run_twice_and_resumed(
 def test_what_is_called_often_is_recorded(
     counts: list[int], make: Callable[..., ClientModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pflight.engines.joint._OFTEN", 4)
+    monkeypatch.setattr("pflight.engines.stacked_client._OFTEN", 4)
     data = double_data(counts=counts, cohort_size=None)
     engine = both(make().double(), data=data, chunk=6, local_epochs=4).attached_engine
     assert isinstance(engine, VectorizedEngine)
-    records = engine._joint._records.values()
+    records = engine._stacked._records.values()
     assert records
     assert all(isinstance(record, nn.Module) for record in records)  # and no plain function
 
@@ -561,7 +574,6 @@ def test_the_clients_module_is_left_alone() -> None:
     before = copy.deepcopy(client.state_dict())
     run(client, small_data(), engine="vectorized", rounds=2)
     assert_same(before, dict(client.state_dict()))
-    assert client.anchor is None
     assert client._trainer is None
 
 
@@ -680,16 +692,16 @@ class ClampsItsWeights(ClientModule):
             self.network.weight.clamp_(-0.1, 0.1)
 
 
-class LooksAtItsSamples(ClientModule):
+class RestsItsBias(ClientModule):
     def on_train_epoch_start(self) -> None:
-        self.network.bias.requires_grad_(bool(self.num_samples > 8))
+        self.network.bias.requires_grad_(self.current_epoch > 0)
 
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (ClampsItsWeights, "it changes its weights"),
-        (LooksAtItsSamples, "it asks for the value of num_samples"),
+        (ClampsItsWeights, "it has on_train_epoch_end of its own"),
+        (RestsItsBias, "it has on_train_epoch_start of its own"),
     ],
 )
 def test_hooks_that_can_not_be_shared(
