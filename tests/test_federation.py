@@ -253,9 +253,10 @@ class TestClientsThatNeverAnswer:
     def test_a_round_of_ones_own_does_not_leave_out_those_of_the_round_before(self) -> None:
         class AllAtOnce(FedAvg):
             def round(self, cohort: Tensor) -> None:
-                if self.federation.history:
+                if self.clients.history:
                     self.begin()
-                    self.receive(self.federation.train_clients(cohort, self.broadcast(cohort)))
+                    for updates in self.clients.train(cohort, self.broadcast):
+                        self.receive(updates)
                     self.step()
                 else:
                     super().round(cohort)
@@ -368,7 +369,7 @@ class TestWhatIsPublic:
                 self.last = updates.states[-1]
 
             def step(self):
-                self.federation.server.pull(0, self.last)
+                self.server.pull(0, self.last)
 
         federation = run(linear_client(), small_data(), Last())
         local = run(linear_client(), small_data(), Local())

@@ -171,7 +171,7 @@ class FedALA(FedAvg):
                 steps=count,
                 purpose=Purpose.FINETUNE,
             )
-            federation.note_failures(updates.failures, "to learn its weights")
+            self.clients.note_failures(updates.failures, "to learn its weights")
             done = torch.isin(clients, updates.clients)
             for name in self.mixed:
                 learned[f"weights.{name}"][done] = updates.states[f"weights.{name}"]

@@ -157,7 +157,7 @@ def _own_control(c: LocalClient) -> dict[str, Tensor]:
 
 def _plain_step(module: LightningModule) -> float:
     """Return the step of plain SGD, or raise if a module trains by anything else."""
-    optimizers, schedulers, _ = _configure_optimizers(module.configure_optimizers())
+    optimizers, schedulers, _ = _configure_optimizers(module.configure_optimizers())  # type: ignore[arg-type]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     steps = {float(group["lr"]) for group in groups}
     reason = ""

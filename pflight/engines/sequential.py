@@ -137,7 +137,7 @@ class SequentialEngine:
         if setting.example:
             evaluated = any(setting.data.num_samples(split).any() for split in ("val", "test"))
             x, y = (leaf.clone() for leaf in setting.example)
-            copy = self._copies.module.eval()
+            copy: Any = self._copies.module.eval()
             judged = evaluated and setting.task is not None
             asked = judged or setting.has_loss_of_its_kind
             try:

@@ -33,10 +33,10 @@ from tests.runs import (
 class FromOne(APFL):
     """Lets the clients' own models start at 1 everywhere."""
 
-    def setup_server(self, federation: Federation) -> None:
-        super().setup_server(federation)
+    def setup_server(self) -> None:
+        super().setup_server()
         for _, name in self.pairs:
-            federation.server.tensors(0)[name].data.fill_(1.0)
+            self.server.tensors(0)[name].data.fill_(1.0)
 
 
 def own(federation: Federation, client: int) -> dict[str, torch.Tensor]:

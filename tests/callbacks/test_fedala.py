@@ -228,7 +228,7 @@ def test_a_client_that_fails_keeps_everything() -> None:
     class Breaking(FedALA):
         def begin(self) -> None:
             super().begin()
-            if len(self.federation.history) == 2:
+            if self.clients.rounds == 2:
                 broken.append(True)
 
     broken: list[bool] = []

@@ -312,8 +312,8 @@ def test_a_hypernet_sized_chunk_is_the_same_as_many_small_ones(
     class OneByOne(FedAvg):
         def round(self, cohort):
             self.begin()
-            for client in cohort.split(1):
-                self.receive(self.federation.train_clients(client, self.broadcast(client)))
+            for updates in self.clients.train(cohort, self.broadcast, at_once=1):
+                self.receive(updates)
             self.step()
 
     single = run(linear_client(double=True), data, OneByOne(), rounds=2)

@@ -40,8 +40,8 @@ from tests.runs import (
 class Recorded(FedDANE):
     """Keeps what arrives, phase by phase: the sets of clients, and what they sent."""
 
-    def setup_server(self, federation: Federation) -> None:
-        super().setup_server(federation)
+    def setup_server(self) -> None:
+        super().setup_server()
         self.sets: list[list[int]] = []
         self.arrived: list[TensorDict] = []
 

@@ -50,8 +50,8 @@ class Stored(FedFomo):
         self.models, self.known = models, received
         self.sent: list[TensorDict] = []
 
-    def setup_server(self, federation: Federation) -> None:
-        super().setup_server(federation)
+    def setup_server(self) -> None:
+        super().setup_server()
         for leaf in self.stored.tensors().values():
             leaf.copy_(torch.tensor(self.models, dtype=torch.float64))
         self.received |= torch.tensor(self.known)

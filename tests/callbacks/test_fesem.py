@@ -264,8 +264,8 @@ def test_the_e_step_of_a_round_uses_the_centers_as_sent_whatever_the_chunks() ->
     class OneByOne(FeSEM):
         def round(self, cohort):
             self.begin()
-            for client in cohort.split(1):
-                self.receive(self.federation.train_clients(client, self.broadcast(client)))
+            for updates in self.clients.train(cohort, self.broadcast, at_once=1):
+                self.receive(updates)
             self.step()
 
     data = small_data(dtype=torch.float64)
@@ -451,8 +451,8 @@ class TestMatching:
         class Backwards(FeSEM):
             def round(self, cohort: Tensor) -> None:
                 self.begin()
-                for client in cohort.flip(0).split(1):
-                    self.receive(self.federation.train_clients(client, self.broadcast(client)))
+                for updates in self.clients.train(cohort.flip(0), self.broadcast, at_once=1):
+                    self.receive(updates)
                 self.step()
 
         client = network_client(MLP(4, [5], CLASSES)).double()

@@ -45,8 +45,8 @@ class Linear(PFedHN):
         self.first = embeddings
         self.hypernetwork = partial(nn.Linear, bias=False)
 
-    def setup_server(self, federation: Federation) -> None:
-        super().setup_server(federation)
+    def setup_server(self) -> None:
+        super().setup_server()
         with torch.no_grad():
             self.network.weight.copy_(torch.tensor([[1.0], [-1.0]]))
             for embedding, value in zip(self.embeddings, self.first, strict=True):
@@ -145,9 +145,9 @@ class Identity(PFedHN):
         super().__init__(embedding_dim=size, clip=None, **options)
         self.hypernetwork = lambda dim, size: nn.Identity()
 
-    def setup_server(self, federation: Federation) -> None:
-        super().setup_server(federation)
-        start = federation.server.tensors(0, self.generated)
+    def setup_server(self) -> None:
+        super().setup_server()
+        start = self.server.tensors(0, self.generated)
         with torch.no_grad():
             for embedding in self.embeddings:
                 embedding.copy_(torch.cat([value.flatten() for value in start.values()]))

@@ -14,7 +14,6 @@ from pflight.callbacks import FedAvg, Local, PFedLA
 from pflight.datamodules import FederatedDataModule, TensorClients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
-from pflight.federation import Federation
 from pflight.half import Half, LocalClient
 from pflight.models import ClientModule, PFedHNCNN
 from tests.runs import (
@@ -78,8 +77,8 @@ class Stored(PFedLA):
         self.models = torch.tensor(models, dtype=torch.float64)
         self.received: list[ClientUpdates] = []
 
-    def setup_server(self, federation: Federation) -> None:
-        super().setup_server(federation)
+    def setup_server(self) -> None:
+        super().setup_server()
         for leaf, column in zip(self.stored.tensors().values(), self.models.T, strict=True):
             leaf.copy_(column)
 
@@ -95,8 +94,8 @@ class Fixed(PFedLA):
         super().__init__(lr=0.0, **options)
         self.fixed = fixed.log().clamp(min=-1e4)
 
-    def setup_server(self, federation: Federation) -> None:
-        super().setup_server(federation)
+    def setup_server(self) -> None:
+        super().setup_server()
         for client, logits in enumerate(self.fixed):
             network = self.hypernetworks[client]
             network["output.weight"].zero_()
@@ -106,8 +105,8 @@ class Fixed(PFedLA):
 class Shuffled(PFedLA):
     """Hypernetworks whose weights differ from the start."""
 
-    def setup_server(self, federation: Federation) -> None:
-        super().setup_server(federation)
+    def setup_server(self) -> None:
+        super().setup_server()
         random = torch.Generator().manual_seed(5)
         for client in range(len(self.hypernetworks)):
             network = self.hypernetworks[client]
@@ -335,9 +334,8 @@ def test_mixtures_are_of_the_models_before_the_round_whatever_the_chunks() -> No
     class OneByOne(Shuffled):
         def round(self, cohort: Tensor) -> None:
             self.begin()
-            for client in cohort.split(1):
-                self._sent = client, self.broadcast(client)
-                self.receive(self.federation.train_clients(*self._sent))
+            for updates in self.clients.train(cohort, self.send, at_once=1):
+                self.receive(updates)
             self.step()
 
     data = small_data(dtype=torch.float64)

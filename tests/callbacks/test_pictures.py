@@ -71,8 +71,8 @@ class Mixing(FedAvg):
     """FedAvg with the weights of a server that mixes layers: 0.5 for oneself, more each round."""
 
     def layer_weights(self, clients: Tensor) -> dict[str, Tensor]:
-        total = self.federation.num_clients
-        own = 0.5 + 0.1 * len(self.federation.history)
+        total = self.clients.num_clients
+        own = 0.5 + 0.1 * self.clients.rounds
         row = torch.full((len(clients), total), (1 - own) / (total - 1), dtype=torch.double)
         row[torch.arange(len(clients)), clients] = own
         return {"network.first": row, "network.second": row.flip(1)}

@@ -58,7 +58,7 @@ def test_the_step_decays_linearly_to_zero() -> None:
 
     class Watched(Reptile):
         def step(self) -> None:
-            seen.append(self.federation.server_lr)
+            seen.append(self.server.lr)
             super().step()
 
     run(linear_client(), small_data(), Watched(lr=0.8, decay="linear"), rounds=4)
@@ -97,7 +97,7 @@ def test_a_finished_run_goes_on_with_a_longer_decay(tmp_path: Path) -> None:
 
     class Watched(Reptile):
         def step(self) -> None:
-            seen.append(self.federation.server_lr)
+            seen.append(self.server.lr)
             super().step()
 
     path = tmp_path / "done.ckpt"

@@ -370,7 +370,7 @@ def test_a_client_that_gives_nan_is_left_out_alone() -> None:
 
     class Asked(FedAvg):
         def round(self, cohort: Tensor) -> None:
-            self.federation.on_client_end = asked.append
+            self.clients.on_client_end = asked.append
             super().round(cohort)
 
     client = linear_client(Fragile, double=True)
