@@ -90,7 +90,8 @@ def test_the_engine_asked_for_is_taken() -> None:
     sequential = run(linear_client(), small_data(), engine="sequential").clients.attached_engine
     assert not isinstance(sequential, VectorizedEngine)
     assert isinstance(
-        run(linear_client(), small_data(), engine="vectorized").clients.attached_engine, VectorizedEngine
+        run(linear_client(), small_data(), engine="vectorized").clients.attached_engine,
+        VectorizedEngine,
     )
 
 

@@ -582,7 +582,9 @@ def test_memory_does_not_grow_with_clients() -> None:
 
     def held(clients: int) -> int:
         data = small_data(counts=[8] * clients)
-        engine = run(linear_client(), data, engine="vectorized", clients_at_once=5).clients.attached_engine
+        engine = run(
+            linear_client(), data, engine="vectorized", clients_at_once=5
+        ).clients.attached_engine
         return sum(tensor.nbytes for tensor in engine._reused.values())
 
     assert held(10) == held(200)
