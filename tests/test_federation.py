@@ -250,20 +250,22 @@ class TestClientsThatNeverAnswer:
         assert failed
         assert (callback.assignments == -1).nonzero().flatten().tolist() == failed
 
-    def test_a_round_of_ones_own_does_not_leave_out_those_of_the_round_before(self) -> None:
+    def test_a_round_of_ones_own_leaves_out_its_own_and_not_those_of_the_round_before(self) -> None:
         class AllAtOnce(FedAvg):
             def round(self, cohort: Tensor) -> None:
-                if self.clients.history:
-                    self.begin()
-                    for updates in self.clients.train(cohort, self.broadcast):
-                        self.receive(updates)
-                    self.step()
-                else:
-                    super().round(cohort)
+                self.begin()
+                for updates in list(self.clients.train(cohort, self.broadcast)):
+                    self.receive(updates)
+                self.step()
 
-        federation = run(linear_client(), small_data(dropout=0.5), AllAtOnce(), rounds=2)
-        assert federation.history[0].failed
-        assert not federation.history[1].failed
+        own, usual = (
+            run(linear_client(), small_data(dropout=0.5), callback, rounds=3)
+            for callback in (AllAtOnce(), FedAvg())
+        )
+        failed = [entry.failed for entry in own.history]
+        assert failed == [entry.failed for entry in usual.history]
+        assert len(set(map(tuple, failed))) == 3
+        assert_same(own.server_states()[0], usual.server_states()[0])
 
 
 class TestCommunication:
@@ -401,16 +403,20 @@ class TestWhatIsPublic:
             federation.client_metrics("val")
 
 
+def chunks(federation: Federation, whole: int | None, count: int) -> list[int]:
+    """Return the sizes of the chunks in which some clients train."""
+    sent = federation.attached_callback.broadcast
+    updates = federation.clients.train(torch.arange(count), sent, whole=whole)
+    return [len(chunk.clients) for chunk in updates]
+
+
 @pytest.mark.parametrize("whole", [None, 16])
 def test_a_rank_without_clients_has_no_chunks(whole: int | None) -> None:
-    federation = run(linear_client(), small_data())
-    nobody = torch.empty(0, dtype=torch.long)
-    assert list(federation.chunks(nobody, whole)) == []
+    assert chunks(run(linear_client(), small_data()), whole, 0) == []
 
 
 def test_chunks_are_even_or_of_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pflight.federation._CHUNK_BYTES", 0)  # only the engine asks for more
+    monkeypatch.setattr("pflight.clients._CHUNK_BYTES", 0)  # only the engine asks for more
     data = small_data(counts=[2] * 50, cohort_size=None)
     federation = run(linear_client(), data, engine="vectorized", clients_at_once=40)
-    sizes = [[len(c) for c in federation.chunks(torch.arange(50), w)] for w in (None, 16)]
-    assert sizes == [[25, 25], [32, 18]]
+    assert [chunks(federation, whole, 50) for whole in (None, 16)] == [[25, 25], [32, 18]]

@@ -445,10 +445,9 @@ class SequentialEngine:
         if not client.has_loss:
             raise RuntimeError(_NO_LOSS)
         if not client.skipped and all(w.grad is None for w in client.weights.values()):
-            client.copies.tensors()  # have a parameter that was replaced named
             raise RuntimeError(
-                "its loss depends on none of its weights: a function that it keeps may still hold "
-                "the module that was given, where every client trains a copy"
+                "its loss depends on none of its weights: it replaced them, or a function that it "
+                "keeps still holds the module that was given, where every client trains a copy"
             )
 
     def _gradient(self, client_id: int) -> tuple[dict[str, Tensor], Logs]:

@@ -78,7 +78,7 @@ def test_the_choice_and_its_reason(
 ) -> None:
     data = small_data(**options)
     with caplog.at_level("INFO"):
-        engine = run(client, data, rounds=0, clients_at_once=3).attached_engine
+        engine = run(client, data, rounds=0, clients_at_once=3).clients.attached_engine
     stacks = isinstance(engine, VectorizedEngine) and engine.obstacle is None
     assert stacks == reason.startswith("vectorized")
     said = [text for text in caplog.messages if " engine" in text]
@@ -87,10 +87,11 @@ def test_the_choice_and_its_reason(
 
 
 def test_the_engine_asked_for_is_taken() -> None:
-    sequential = run(linear_client(), small_data(), engine="sequential").attached_engine
+    sequential = run(linear_client(), small_data(), engine="sequential").clients.attached_engine
     assert not isinstance(sequential, VectorizedEngine)
     assert isinstance(
-        run(linear_client(), small_data(), engine="vectorized").attached_engine, VectorizedEngine
+        run(linear_client(), small_data(), engine="vectorized").clients.attached_engine,
+        VectorizedEngine,
     )
 
 
@@ -98,7 +99,7 @@ def test_a_chunk_does_not_depend_on_the_number_of_clients() -> None:
     def chunk(clients: int) -> int:
         train = [samples(9, client) for client in range(clients)]
         data = TensorClients(train, num_classes=CLASSES)
-        engine = run(linear_client(), data, engine="vectorized").attached_engine
+        engine = run(linear_client(), data, engine="vectorized").clients.attached_engine
         assert isinstance(engine, VectorizedEngine)
         return engine.chunk
 

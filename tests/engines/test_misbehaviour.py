@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -365,7 +366,7 @@ KINDS = {
     "deletes": (kind("on_train_end", delete_weight), "replaced or deleted its network.weight"),
     "another network": (
         kind("on_train_start", lambda c: assign(c, network=nn.Linear(FEATURES, CLASSES))),
-        "replaced or deleted its network",
+        "depends on none of its weights: it replaced them",
     ),
     "no network": (kind("on_train_end", lambda c: assign(c, network=None)), "deleted its netw"),
     "another shape": (
@@ -533,7 +534,7 @@ def test_what_comes_before_evaluation(
         counts = federation.client_metrics("test", model)["num_samples"]
         assert counts.tolist() == [6, 6, 6, 0, 6, 6]
     assert values["acc"].isnan().tolist() == [False, False, False, True, False, False]
-    federation.on_client_error = "raise"
+    federation.clients.training = replace(federation.clients.training, on_client_error="raise")
     with pytest.raises(ClientError, match=f"round 0: client 3 failed {doing}: RuntimeError"):
         values_of(federation, data)
 

@@ -267,7 +267,7 @@ def test_what_a_client_does_after_training() -> None:
     stacked = both(client, Local, data=double_data(cohort_size=None), rounds=1, local_epochs=2)
     steps = [2 * -(-count // 4) for count in COUNTS]
     everyone = torch.arange(6)
-    kept = stacked.remembered(everyone, stacked.callback.personalize(everyone)).states
+    kept = stacked.clients.remembered(everyone, stacked.callback.personalize(everyone)).states
     assert kept[f"{OWN}taken"].tolist() == [2 * count for count in steps]
 
 
@@ -562,7 +562,7 @@ def test_what_is_called_often_is_recorded(
 ) -> None:
     monkeypatch.setattr("pflight.engines.stacked_client._OFTEN", 4)
     data = double_data(counts=counts, cohort_size=None)
-    engine = both(make().double(), data=data, chunk=6, local_epochs=4).attached_engine
+    engine = both(make().double(), data=data, chunk=6, local_epochs=4).clients.attached_engine
     assert isinstance(engine, VectorizedEngine)
     records = engine._stacked._records.values()
     assert records
@@ -582,7 +582,9 @@ def test_memory_does_not_grow_with_clients() -> None:
 
     def held(clients: int) -> int:
         data = small_data(counts=[8] * clients)
-        engine = run(linear_client(), data, engine="vectorized", clients_at_once=5)._engine
+        engine = run(
+            linear_client(), data, engine="vectorized", clients_at_once=5
+        ).clients.attached_engine
         return sum(tensor.nbytes for tensor in engine._reused.values())
 
     assert held(10) == held(200)

@@ -151,7 +151,7 @@ def test_both_engines_agree(optimizer: Any) -> None:
         return run(client, data, FedRep(), 4, local_epochs=3, finetune_epochs=1, engine=engine)
 
     one, many = fit("sequential"), fit("vectorized")
-    assert many.attached_engine.obstacle is None
+    assert many.clients.attached_engine.obstacle is None
     assert [r.failed for r in one.history] == [r.failed for r in many.history]
     for i in range(7):
         torch.testing.assert_close(one.client_state(i), many.client_state(i), rtol=0, atol=1e-10)
