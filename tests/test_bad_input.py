@@ -55,9 +55,9 @@ def test_an_unknown_client(client: int) -> None:
     [
         (nn.Linear(FEATURES + 1, CLASSES), r"samples of shape \(4,\) \(float32\)"),
         (nn.Conv2d(1, 3, 3), r"samples of shape \(4,\)"),
-        (nn.Linear(FEATURES, CLASSES + 2), r"\(2, 5\).* 3 classes"),
-        (nn.Linear(FEATURES, CLASSES - 1), r"\(2, 2\).* 3 classes"),
-        (nn.Sequential(nn.Linear(FEATURES, 3), nn.Unflatten(1, (3, 1))), r"\(2, 3, 1\)"),
+        (nn.Linear(FEATURES, CLASSES + 2), r"\[2, 5\] for 2 samples of 3 classes"),
+        (nn.Linear(FEATURES, CLASSES - 1), r"\[2, 2\] for 2 samples of 3 classes"),
+        (nn.Sequential(nn.Linear(FEATURES, 3), nn.Unflatten(1, (3, 1))), r"\[2, 3, 1\]"),
         (
             nn.RNN(FEATURES, CLASSES),
             "tuple; it",
@@ -76,7 +76,7 @@ def test_a_network_that_does_not_fit_data_for_training_alone(
 ) -> None:
     data = TensorClients([samples(8, seed) for seed in range(3)], num_classes=CLASSES)
     client = kind(nn.Linear(FEATURES, outputs), num_classes=CLASSES)
-    fails(rf"outputs of shape \(2, {outputs}\) for 2 samples of 3 classes", run, client, data)
+    fails(rf"outputs of shape \[2, {outputs}\] for 2 samples of 3 classes", run, client, data)
 
 
 class Autoencoder(ClientModule):
