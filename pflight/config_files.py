@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+from jsonargparse import get_loader, set_loader
 
 from .errors import ConfigurationError
 
+MODE = "bounded yaml"
+"""The parser mode of jsonargparse in which aliases can't make a short text an endless one."""
+
 _DEEPEST = 100
+_MOST_BY_ALIASES = 10_000  # what a text may hold beyond what is written in it
 
 
 def check_config_file(path: str) -> None:
@@ -35,6 +41,7 @@ def check_config_file(path: str) -> None:
     if not isinstance(document, yaml.MappingNode):
         raise _error(path, f"holds a {document.id}, not options by name")
     _check_once(path, document, set())
+    _Extent(path).of(document)
     for key, value in document.value:  # which jsonargparse would pass over
         if key.value == "trainer" and not value.tag.endswith((":map", ":str", ":null")):
             raise _error(path, "has no options by name under trainer", value.start_mark)
@@ -48,6 +55,62 @@ def _check_depth(path: str, text: str) -> None:
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > _DEEPEST:
             raise _error(path, f"is nested more than {_DEEPEST} deep", event.start_mark)
+
+
+def load(text: str) -> Any:
+    """Return what YAML holds, as jsonargparse reads it.
+
+    Raises:
+        ConfigurationError: If aliases lead back to where they are, or repeat too much.
+    """
+    if "*" in text and "&" in text:
+        _check_depth("", text)
+        _Extent("").of(yaml.compose(text, yaml.CSafeLoader))
+    return get_loader("yaml")(text)
+
+
+set_loader(MODE, load, (yaml.YAMLError,))
+
+
+class _Extent:
+    """How deep and how large what a document holds is, with all that its aliases repeat.
+
+    Args:
+        path: The file, for messages.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._found: dict[yaml.Node, tuple[int, int]] = {}
+        self._open: set[yaml.Node] = set()
+
+    def of(self, node: yaml.Node) -> tuple[int, int]:
+        """Return depth and number of nodes.
+
+        Raises:
+            ConfigurationError: If there is no end of them, or they are too many.
+        """
+        if node in self._open:
+            raise _error(self.path, "has an alias for what the alias is in", node.start_mark)
+        if node not in self._found:  # which an alias leads back to
+            self._open.add(node)
+            parts = [self.of(part) for part in _parts(node)]
+            self._open.remove(node)
+            depth = 1 + max((depth for depth, _ in parts), default=0)
+            size = 1 + sum(size for _, size in parts)
+            self._found[node] = depth, size
+            if depth > _DEEPEST + 1:
+                raise _error(self.path, f"is nested more than {_DEEPEST} deep", node.start_mark)
+            if size - len(self._found) > _MOST_BY_ALIASES:
+                more = f"repeats more than {_MOST_BY_ALIASES:,} things by aliases"
+                raise _error(self.path, more, node.start_mark)
+        return self._found[node]
+
+
+def _parts(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [part for pair in node.value for part in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else []
 
 
 def _check_once(path: str, node: yaml.Node, seen: set[yaml.Node]) -> None:
@@ -70,4 +133,5 @@ def _check_once(path: str, node: yaml.Node, seen: set[yaml.Node]) -> None:
 
 def _error(path: str, message: str, mark: yaml.Mark | None = None) -> ConfigurationError:
     where = f" (line {mark.line + 1})" if mark else ""
-    return ConfigurationError(f"the config {path} {message}{where}")
+    whose = f"the config {path}" if path else "YAML"
+    return ConfigurationError(f"{whose} {message}{where}")
