@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,28 @@ def check_config_file(path: str) -> None:
     Raises:
         ConfigurationError: If it isn't; the message names the file and the line.
     """
-    try:
+    with _said_of(path):
         text = Path(path).read_text("utf-8-sig")
         _check_depth(path, text)
         document = yaml.compose(text, yaml.CSafeLoader)
+    if document is None:
+        raise _error(path, "is empty")
+    if not isinstance(document, yaml.MappingNode):
+        raise _error(path, f"holds a {document.id}, not options by name")
+    _check_once(path, document, set())
+    _Extent(path).of(document)
+    with _said_of(path):
+        load(text)
+    for key, value in document.value:  # which jsonargparse would pass over
+        if key.value == "trainer" and not value.tag.endswith((":map", ":str", ":null")):
+            raise _error(path, "has no options by name under trainer", value.start_mark)
+
+
+@contextmanager
+def _said_of(path: str) -> Iterator[None]:
+    """Say of a file why it can't be read."""
+    try:
+        yield
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise _error(path, f"is not UTF-8 text: it has a byte {byte:#x}") from error
@@ -36,15 +56,6 @@ def check_config_file(path: str) -> None:
         raise _error(path, f"is not YAML: {error.problem}", error.problem_mark) from error
     except yaml.YAMLError as error:
         raise _error(path, f"is not YAML: {str(error).splitlines()[0]}") from error
-    if document is None:
-        raise _error(path, "is empty")
-    if not isinstance(document, yaml.MappingNode):
-        raise _error(path, f"holds a {document.id}, not options by name")
-    _check_once(path, document, set())
-    _Extent(path).of(document)
-    for key, value in document.value:  # which jsonargparse would pass over
-        if key.value == "trainer" and not value.tag.endswith((":map", ":str", ":null")):
-            raise _error(path, "has no options by name under trainer", value.start_mark)
 
 
 def _check_depth(path: str, text: str) -> None:
@@ -57,6 +68,13 @@ def _check_depth(path: str, text: str) -> None:
             raise _error(path, f"is nested more than {_DEEPEST} deep", event.start_mark)
 
 
+def groups_in(path: str) -> list[str]:
+    """Return what a checked file names at its outermost level, without what a dot separates."""
+    document = yaml.compose(Path(path).read_text("utf-8-sig"), yaml.CSafeLoader)
+    names = (key.value for key, _ in document.value if not key.tag.endswith(":merge"))
+    return [name.partition(".")[0].removesuffix("+") for name in names]
+
+
 def load(text: str) -> Any:
     """Return what YAML holds, as jsonargparse reads it.
 
@@ -66,7 +84,12 @@ def load(text: str) -> Any:
     if "*" in text and "&" in text:
         _check_depth("", text)
         _Extent("").of(yaml.compose(text, yaml.CSafeLoader))
-    return get_loader("yaml")(text)
+    try:
+        return get_loader("yaml")(text)
+    except yaml.YAMLError:
+        raise
+    except Exception as error:  # tags raise many kinds on values that are not theirs
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
 
 
 set_loader(MODE, load, (yaml.YAMLError,))
@@ -91,7 +114,7 @@ class _Extent:
             ConfigurationError: If there is no end of them, or they are too many.
         """
         if node in self._open:
-            raise _error(self.path, "has an alias for what the alias is in", node.start_mark)
+            raise _error(self.path, "contains itself through an alias", node.start_mark)
         if node not in self._found:  # which an alias leads back to
             self._open.add(node)
             parts = [self.of(part) for part in _parts(node)]
@@ -102,7 +125,7 @@ class _Extent:
             if depth > _DEEPEST + 1:
                 raise _error(self.path, f"is nested more than {_DEEPEST} deep", node.start_mark)
             if size - len(self._found) > _MOST_BY_ALIASES:
-                more = f"repeats more than {_MOST_BY_ALIASES:,} things by aliases"
+                more = f"repeats more than {_MOST_BY_ALIASES:,} things through aliases"
                 raise _error(self.path, more, node.start_mark)
         return self._found[node]
 
@@ -124,6 +147,8 @@ def _check_once(path: str, node: yaml.Node, seen: set[yaml.Node]) -> None:
         return
     keys = set()
     for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise _error(path, f"has a {key.id} for the name of an option", key.start_mark)
         name = str(key.value)
         if name in keys:
             raise _error(path, f"has {name} twice", key.start_mark)
