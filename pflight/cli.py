@@ -37,7 +37,7 @@ from .callbacks.monitors.report import PredictionWriter, ResultTable
 from .callbacks.monitors.tensorboard import Primitive, TensorBoardReport
 from .checkpoint import read_checkpoint
 from .checks import check_strategy
-from .config_files import check_config_file
+from .config_files import MODE, check_config_file
 from .errors import ClientError, ConfigurationError
 from .federation import Federation
 from .files import causes, full_disk
@@ -91,7 +91,7 @@ class FederationCLI(LightningCLI):
         self._resumed_step: int | None = None
         self._in_place = False  # whether a run goes on in its own folder
         self._until_done = ExitStack()
-        settings = {"exit_on_error": False, "allow_abbrev": False}
+        settings = {"exit_on_error": False, "allow_abbrev": False, "parser_mode": MODE}
         commands = {name: {**settings, "epilog": _EPILOG} for name in self.subcommands()}
         with self._until_done:
             super().__init__(

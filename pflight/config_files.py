@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+from jsonargparse import get_loader, set_loader
 
 from .errors import ConfigurationError
 
+MODE = "bounded yaml"
+"""The parser mode of jsonargparse in which aliases can't make a short text an endless one."""
+
 _DEEPEST = 100
+_MOST_BY_ALIASES = 10_000  # what a text may hold beyond what is written in it
 
 
 def check_config_file(path: str) -> None:
@@ -17,10 +25,28 @@ def check_config_file(path: str) -> None:
     Raises:
         ConfigurationError: If it isn't; the message names the file and the line.
     """
-    try:
+    with _said_of(path):
         text = Path(path).read_text("utf-8-sig")
         _check_depth(path, text)
         document = yaml.compose(text, yaml.CSafeLoader)
+    if document is None:
+        raise _error(path, "is empty")
+    if not isinstance(document, yaml.MappingNode):
+        raise _error(path, f"holds a {document.id}, not options by name")
+    _check_once(path, document, set())
+    _Extent(path).of(document)
+    with _said_of(path):
+        load(text)
+    for key, value in document.value:  # which jsonargparse would pass over
+        if key.value == "trainer" and not value.tag.endswith((":map", ":str", ":null")):
+            raise _error(path, "has no options by name under trainer", value.start_mark)
+
+
+@contextmanager
+def _said_of(path: str) -> Iterator[None]:
+    """Say of a file why it can't be read."""
+    try:
+        yield
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise _error(path, f"is not UTF-8 text: it has a byte {byte:#x}") from error
@@ -30,14 +56,6 @@ def check_config_file(path: str) -> None:
         raise _error(path, f"is not YAML: {error.problem}", error.problem_mark) from error
     except yaml.YAMLError as error:
         raise _error(path, f"is not YAML: {str(error).splitlines()[0]}") from error
-    if document is None:
-        raise _error(path, "is empty")
-    if not isinstance(document, yaml.MappingNode):
-        raise _error(path, f"holds a {document.id}, not options by name")
-    _check_once(path, document, set())
-    for key, value in document.value:  # which jsonargparse would pass over
-        if key.value == "trainer" and not value.tag.endswith((":map", ":str", ":null")):
-            raise _error(path, "has no options by name under trainer", value.start_mark)
 
 
 def _check_depth(path: str, text: str) -> None:
@@ -48,6 +66,74 @@ def _check_depth(path: str, text: str) -> None:
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > _DEEPEST:
             raise _error(path, f"is nested more than {_DEEPEST} deep", event.start_mark)
+
+
+def groups_in(path: str) -> list[str]:
+    """Return what a checked file names at its outermost level, without what a dot separates."""
+    document = yaml.compose(Path(path).read_text("utf-8-sig"), yaml.CSafeLoader)
+    names = (key.value for key, _ in document.value if not key.tag.endswith(":merge"))
+    return [name.partition(".")[0].removesuffix("+") for name in names]
+
+
+def load(text: str) -> Any:
+    """Return what YAML holds, as jsonargparse reads it.
+
+    Raises:
+        ConfigurationError: If aliases lead back to where they are, or repeat too much.
+    """
+    if "*" in text and "&" in text:
+        _check_depth("", text)
+        _Extent("").of(yaml.compose(text, yaml.CSafeLoader))
+    try:
+        return get_loader("yaml")(text)
+    except yaml.YAMLError:
+        raise
+    except Exception as error:  # tags raise many kinds on values that are not theirs
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
+
+
+set_loader(MODE, load, (yaml.YAMLError,))
+
+
+class _Extent:
+    """How deep and how large what a document holds is, with all that its aliases repeat.
+
+    Args:
+        path: The file, for messages.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._found: dict[yaml.Node, tuple[int, int]] = {}
+        self._open: set[yaml.Node] = set()
+
+    def of(self, node: yaml.Node) -> tuple[int, int]:
+        """Return depth and number of nodes.
+
+        Raises:
+            ConfigurationError: If there is no end of them, or they are too many.
+        """
+        if node in self._open:
+            raise _error(self.path, "contains itself through an alias", node.start_mark)
+        if node not in self._found:  # which an alias leads back to
+            self._open.add(node)
+            parts = [self.of(part) for part in _parts(node)]
+            self._open.remove(node)
+            depth = 1 + max((depth for depth, _ in parts), default=0)
+            size = 1 + sum(size for _, size in parts)
+            self._found[node] = depth, size
+            if depth > _DEEPEST + 1:
+                raise _error(self.path, f"is nested more than {_DEEPEST} deep", node.start_mark)
+            if size - len(self._found) > _MOST_BY_ALIASES:
+                more = f"repeats more than {_MOST_BY_ALIASES:,} things through aliases"
+                raise _error(self.path, more, node.start_mark)
+        return self._found[node]
+
+
+def _parts(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [part for pair in node.value for part in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else []
 
 
 def _check_once(path: str, node: yaml.Node, seen: set[yaml.Node]) -> None:
@@ -61,6 +147,8 @@ def _check_once(path: str, node: yaml.Node, seen: set[yaml.Node]) -> None:
         return
     keys = set()
     for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise _error(path, f"has a {key.id} for the name of an option", key.start_mark)
         name = str(key.value)
         if name in keys:
             raise _error(path, f"has {name} twice", key.start_mark)
@@ -70,4 +158,5 @@ def _check_once(path: str, node: yaml.Node, seen: set[yaml.Node]) -> None:
 
 def _error(path: str, message: str, mark: yaml.Mark | None = None) -> ConfigurationError:
     where = f" (line {mark.line + 1})" if mark else ""
-    return ConfigurationError(f"the config {path} {message}{where}")
+    whose = f"the config {path}" if path else "YAML"
+    return ConfigurationError(f"{whose} {message}{where}")

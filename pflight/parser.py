@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .augmentation import Augmentation
+from .config_files import groups_in
 from .datamodules.partitions.partition import Partition
 from .errors import ConfigurationError
 
@@ -107,7 +108,10 @@ class FederationParser(LightningArgumentParser):
         except ArgumentError as error:
             complaint = _complaint(str(error))
             reason = complaint.in_words()
-            if option := complaint.unknown_option:
+            option, *others = _unknown(complaint.unknown_option, args, commands)
+            if others:
+                reason = f"there are no options {', '.join([option, *others])}"
+            elif option:
                 known = [*complaint.siblings, *self._options(args, option, commands)]
                 meant = _meant(option, known)
                 reason = f"there is no option {option}{_question(meant)}"
@@ -303,6 +307,22 @@ def _names(value: Any, prefix: str = "") -> Iterator[str]:
                 key = f"{prefix}.{name}" if prefix else name
                 yield key
                 yield from _names(part, key)
+
+
+def _unknown(
+    first: str | None, args: Sequence[str], commands: Mapping[str, LightningArgumentParser]
+) -> list[str]:
+    """Return the unknown option that was found first, and what config files name beside groups."""
+    groups = {name for parser in commands.values() for name in vars(parser.get_defaults())}
+    groups |= {*commands, (first or "").partition(".")[0]}
+    strangers = [
+        group
+        for option, path in pairwise(part for arg in args for part in arg.split("=", 1))
+        if option in ("--config", "-c") and os.path.isfile(path)
+        for group in groups_in(path)
+        if group not in groups
+    ]
+    return [first or "", *strangers] if first or not strangers else strangers
 
 
 def _without(options: Sequence[str], args: Sequence[str]) -> list[str]:

@@ -39,17 +39,24 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     """Raise :class:`ClientTimeout` in what takes longer; a timer that runs already goes on after.
 
     Python code is interrupted, and calls that wait, such as ``time.sleep`` or reading a socket; a
-    call into a library of C ends first.
+    call into a library of C ends first. Who catches the exception has failed all the same, if only at
+    the end.
 
     Args:
         seconds: The limit, or ``None`` for no limit.
+
+    Raises:
+        ClientTimeout: When the time is over, and at the end if that was caught inside.
     """
     if seconds is None:
         yield
         return
 
+    over: list[ClientTimeout] = []
+
     def interrupt(*_: Any) -> NoReturn:
-        raise ClientTimeout(f"took longer than client_timeout, {seconds:g} s")
+        over.append(ClientTimeout(f"took longer than client_timeout, {seconds:g} s"))
+        raise over[-1]
 
     began, (left, interval) = time.monotonic(), signal.getitimer(signal.ITIMER_REAL)
     handler = signal.signal(signal.SIGALRM, interrupt)
@@ -65,3 +72,5 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         if left:
             left = max(left - (time.monotonic() - began), 1e-3)
             signal.setitimer(signal.ITIMER_REAL, left, interval)
+    if over:
+        raise over[0]
