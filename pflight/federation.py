@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -31,16 +30,11 @@ from .metrics import F1Average
 from .monitors import check_monitor, check_monitors
 from .options import check_range, check_types
 from .record import RunRecord
-from .round_log import log_histograms, log_values, tell_loggers
+from .round_log import ignore_hints, log_histograms, log_values, tell_loggers
 from .server import ServerModels, server_work
 from .server_callback import ServerCallback, chosen_half, server_callback_of
 from .server_schedule import WaitingSchedule, build_optimizer, monitored, step_schedule
 from .state import StateLayout, with_state
-
-_MEANINGLESS = (  # Lightning's hints that don't hold for a federation
-    "The number of training batches .* is smaller than the logging interval",
-    "It is recommended to use .*sync_dist=True",
-)
 
 
 class Federation(L.LightningModule):
@@ -70,17 +64,16 @@ class Federation(L.LightningModule):
         on_client_error: ``"skip"`` leaves a client that raises or returns NaN out of its round, or
             of what is measured, and warns; ``"raise"`` stops the run.
         client_timeout: Seconds after which a client that trains, or is evaluated, is interrupted
-            and has failed, as far as Python can interrupt it: not within a call into a library. It
-            trains clients one by one, in the main thread of a POSIX system.
-        client_memory: Where clients' private entries and other states that they keep are held:
-            in ``"ram"``, if all of them fit, and whole in each checkpoint; or on ``"disk"``, in the
-            folder ``memory`` of ``trainer.default_root_dir``, which the run's checkpoints need.
+            and has failed, where Python can interrupt it: not within a call into a library. Clients
+            train one by one, in the main thread of a POSIX system.
+        client_memory: Where what clients keep is held: in ``"ram"``, and whole in each checkpoint;
+            or on ``"disk"``, in the folder ``memory`` of ``trainer.default_root_dir``, which the
+            run's checkpoints need.
         allow_other_data: Whether a run may go on from a checkpoint that was made with other data of
             as many clients, which is an error otherwise.
         seed: Keys all randomness of local training and of the server.
-        f1_average: The classes over which F1 is averaged inside a client: those in its labels or
-            predictions (``"union"``), in its labels (``"true"``), ``"all"``, or class 1 alone
-            (``"binary"``).
+        f1_average: The classes over which a client's F1 is averaged: those in its labels or
+            predictions (``"union"``), in its labels (``"true"``), ``"all"``, or ``"binary"``.
 
     Attributes:
         clients: The clients, as the server callback asks them to train.
@@ -187,9 +180,7 @@ class Federation(L.LightningModule):
     @property
     def algorithm(self) -> str:
         """What results call the algorithm, such as FedEC for ``Reptile`` with an ElasticClient."""
-        callback = self.attached_callback
-        tuned = self.clients.training.finetune_epochs > 0 and not callback.personalizes
-        return callback.algorithm_name + " + fine-tuning" * tuned
+        return self.attached_callback.name_in_results
 
     def server_states(self) -> list[dict[str, Tensor]]:
         """Return the server's models, each as in ``client.state_dict()``."""
@@ -282,8 +273,7 @@ class Federation(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Bring client, data and callback together; set the server up once."""
-        for hint in _MEANINGLESS:
-            warnings.filterwarnings("ignore", hint)
+        ignore_hints()
         trainer, clients = self.trainer, self.clients
         callback = server_callback_of(trainer)
         assert callback is not None
@@ -418,15 +408,10 @@ class Federation(L.LightningModule):
             self.server = self.clients.server = ServerModels(self.layout, self.server_optimizer)
 
     def _set_up(self, callback: ServerCallback) -> None:
-        if self.callback is None:
-            callback.clients, callback.server = self.clients, self.server
-            self.clients.server_half = callback
-            callback.setup_server()
-            for name, part in callback.modules.items():
-                self.add_module(name, part)
-        else:
-            callback.take_over(self.callback)
-        self.callback = self.clients.server_half = callback
+        callback.join(self.clients, self.server, self.callback)
+        for name, part in callback.modules.items():
+            self.add_module(name, part)
+        self.callback = callback
 
     def _evaluator(self, split: Literal["val", "test"]) -> Evaluator:
         return Evaluator(self.clients, self.attached_callback, split, self.f1_average)

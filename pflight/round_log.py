@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,15 @@ from torch import Tensor
 
 _PER_ROUND: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
 _SHOWN = ("val/micro_acc", "val/macro_acc", "test/micro_acc", "test/macro_acc")
+
+
+def ignore_hints() -> None:
+    """Leave out Lightning's hints that don't hold for a federation."""
+    for hint in (
+        "The number of training batches .* is smaller than the logging interval",
+        "It is recommended to use .*sync_dist=True",
+    ):
+        warnings.filterwarnings("ignore", hint)
 
 
 def tell_loggers(federation: L.LightningModule, names: Mapping[str, str]) -> None:

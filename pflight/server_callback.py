@@ -97,12 +97,27 @@ class ServerCallback(L.Callback):
         """What the field calls the algorithm with these options; not inherited by subclasses."""
         return type(self).__name__
 
-    def take_over(self, before: ServerCallback) -> None:
-        """Go on with what another callback has trained.
+    @property
+    def name_in_results(self) -> str:
+        """The algorithm's name, and whether its clients are judged after fine-tuning."""
+        tuned = self.clients.training.finetune_epochs > 0 and not self.personalizes
+        return self.algorithm_name + " + fine-tuning" * tuned
+
+    def join(self, clients: Clients, server: ServerModels, before: ServerCallback | None) -> None:
+        """Become the server half of some clients; go on with what another callback has trained.
+
+        Args:
+            clients: The clients.
+            server: The server's models.
+            before: The callback that set them up, if one has.
 
         Raises:
-            ConfigurationError: If it is of another kind, or has other options.
+            ConfigurationError: If that is of another kind, or has other options.
         """
+        if before is None:
+            self.clients, self.server, clients.server_half = clients, server, self
+            self.setup_server()
+            return
         if type(self) is not type(before):
             raise ConfigurationError(
                 f"this federation was set up by {type(before).__name__}, not by "
@@ -111,6 +126,7 @@ class ServerCallback(L.Callback):
         if self is not before:
             check_same_options(type(self).__name__, before._given, self._given)
             vars(self).update(vars(before))
+            clients.server_half = self
 
     def local_data(self, data: FederatedDataModule) -> FederatedDataModule:
         """Return the data as the clients are to use them, by default as they are.
