@@ -34,45 +34,45 @@ from pflight.runs import RunFolder
 from tests.event_files import read_events
 
 QUICKSTART = "configs/quickstart.yaml"
-ALGORITHMS = {  # the two halves of each
-    "apfl": ("APFL", "APFLClient"),
-    "apfl_adaptive": ("APFL", "APFLClient"),
-    "ditto": ("Ditto", "DittoClient"),
-    "fedadam": ("FedAvg", "ClientModule"),
-    "fedala": ("FedALA", "ClientModule"),
-    "fedavg": ("FedAvg", "ClientModule"),
-    "fedavgm": ("FedAvg", "ClientModule"),
-    "fedbn": ("SharedPart", "ClientModule"),
-    "fedcluster": ("CFL", "ClientModule"),
-    "feddane": ("FedDANE", "DaneClient"),
-    "feddist": ("Reptile", "ClientModule"),
-    "feddws": ("Reptile", "ClientModule"),
-    "fedec": ("Reptile", "ElasticClient"),
-    "fedec_l2": ("Reptile", "ElasticClient"),
-    "fedec_wo": ("Reptile", "ElasticClient"),
-    "fedfomo": ("FedFomo", "ClientModule"),
-    "fedper": ("SharedPart", "ClientModule"),
-    "fedprox": ("FedAvg", "ProximalClient"),
-    "fedrep": ("FedRep", "FedRepClient"),
-    "fedsgd": ("FedSGD", "ClientModule"),
-    "fedyogi": ("FedAvg", "ClientModule"),
-    "fesem": ("FeSEM", "ProximalClient"),
-    "fesem_auto": ("FeSEM", "ProximalClient"),
-    "fesem_ma": ("FeSEM", "ProximalClient"),
-    "heurpfedla": ("PFedLA", "ClientModule"),
-    "hypocluster": ("IFCA", "ClientModule"),
-    "l2gd": ("L2GD", "ClientModule"),
-    "lg_fedavg": ("SharedPart", "ClientModule"),
-    "local": ("Local", "ClientModule"),
-    "perfedavg": ("PerFedAvg", "PerFedAvgClient"),
-    "perfedavg_hf": ("PerFedAvg", "PerFedAvgClient"),
-    "pfedhn": ("PFedHN", "ClientModule"),
-    "pfedhn_pc": ("PFedHN", "ClientModule"),
-    "pfedla": ("PFedLA", "ClientModule"),
-    "pfedme": ("PFedMe", "PFedMeClient"),
-    "reptile": ("Reptile", "ClientModule"),
-    "robust": ("TrimmedKMeans", "ClientModule"),
-    "scaffold": ("SCAFFOLD", "ScaffoldClient"),
+ALGORITHMS = {
+    "apfl": "APFL",
+    "apfl_adaptive": "APFL",
+    "ditto": "Ditto",
+    "fedadam": "FedAvg",
+    "fedala": "FedALA",
+    "fedavg": "FedAvg",
+    "fedavgm": "FedAvg",
+    "fedbn": "SharedPart",
+    "fedcluster": "CFL",
+    "feddane": "FedDANE",
+    "feddist": "Reptile",
+    "feddws": "Reptile",
+    "fedec": "FedEC",
+    "fedec_l2": "FedEC",
+    "fedec_wo": "FedEC",
+    "fedfomo": "FedFomo",
+    "fedper": "SharedPart",
+    "fedprox": "FedProx",
+    "fedrep": "FedRep",
+    "fedsgd": "FedSGD",
+    "fedyogi": "FedAvg",
+    "fesem": "FeSEM",
+    "fesem_auto": "FeSEM",
+    "fesem_ma": "FeSEM",
+    "heurpfedla": "PFedLA",
+    "hypocluster": "IFCA",
+    "l2gd": "L2GD",
+    "lg_fedavg": "SharedPart",
+    "local": "Local",
+    "perfedavg": "PerFedAvg",
+    "perfedavg_hf": "PerFedAvg",
+    "pfedhn": "PFedHN",
+    "pfedhn_pc": "PFedHN",
+    "pfedla": "PFedLA",
+    "pfedme": "PFedMe",
+    "reptile": "Reptile",
+    "robust": "TrimmedKMeans",
+    "scaffold": "SCAFFOLD",
 }
 NETWORKS = {
     "celeba": "CelebACNN",
@@ -704,7 +704,7 @@ class TestConfigs:
         for config in configs:
             (server,) = config["trainer"]["callbacks"]
             client = config["model"]["init_args"]["client"]
-            assert (class_name(server), class_name(client)) == ALGORITHMS[algorithm]
+            assert (class_name(server), class_name(client)) == (ALGORITHMS[algorithm], "Classifier")
             assert client["init_args"]["network"]["init_args"]["in_features"] == 64
             assert client["init_args"]["optimizer"]["init_args"]["lr"] == 0.1
 
@@ -755,7 +755,7 @@ class TestConfigs:
     @pytest.mark.parametrize("none", ["null", "None"])
     def test_null_on_the_line_is_null_at_any_depth(self, none, capsys):
         options = {"data.cohort_size": 3, "model.client.gradient_clip_val": 2.0}
-        options |= {"model.client.constraint": "l2", "model.server_optimizer": "SGD"}
+        options |= {"trainer.callbacks.constraint": "l2", "model.server_optimizer": "SGD"}
         given = [f"--{key}={value}" for key, value in options.items()]
         given += [part for key in options for part in (f"--{key}", none)]
         printed = printed_config(capsys, *composed("data/digits", "algorithm/fedec"), *given)
@@ -765,7 +765,8 @@ class TestConfigs:
         assert config["data"]["init_args"]["cohort_size"] is None
         assert federation["server_optimizer"] is None
         assert client["gradient_clip_val"] is None
-        assert client["constraint"] is None
+        (fedec,) = config["trainer"]["callbacks"]
+        assert fedec["init_args"]["constraint"] is None
 
     def test_print_config_round_trips(self, capsys):
         first = printed_config(capsys, *composed("data/digits", "algorithm/fesem"))
@@ -817,8 +818,8 @@ class TestBadInput:
             ([f"--config={'long' * 80}"], "there is no config file 'longlong"),
             (["--model.client=Nobody"], "model.client: unknown class Nobody"),
             (["--data=Nothing"], "data: unknown class Nothing"),
-            (["--model.client.mu=much"], "model.client.mu: expected a number, got much"),
-            (["--model.client.mu=-1"], "mu must be at least 0"),
+            (["--trainer.callbacks.mu=much"], "trainer.callbacks.mu: expected a number or null"),
+            (["--trainer.callbacks.mu=-1"], "FeSEM: mu must be at least 0"),
             (["--model.nothing=1"], "there is no option model.nothing"),
             (["--trainer.nothing=1"], "there is no option trainer.nothing"),
             (["--data.participation=0"], "participation"),

@@ -52,7 +52,7 @@ CASES: list[tuple[str, Any, str]] = [
     # of another type
     ("seed_everything", "abc", "seed_everything: expected true/false or a whole number, got abc"),
     ("data.batch_size", "ten", "data.batch_size: expected a whole number or null, got ten"),
-    ("model.client.mu", "much", "model.client.mu: expected a number, got much"),
+    ("model.local_epochs", "much", "model.local_epochs: expected a whole number, got much"),
     (
         "model.client.optimizer.lr",
         "abc",
@@ -67,7 +67,7 @@ CASES: list[tuple[str, Any, str]] = [
     ("trainer.logger", "abc", "trainer.logger: expected a list, true/false, a class or null"),
     ("data.dropout", None, "Digits: dropout must be a finite number, got null"),
     ("data.partition", None, "Digits: partition must be a Partition, got null"),
-    ("model.client.optimizer", None, "ProximalClient: optimizer must be a function, got null"),
+    ("model.client.optimizer", None, "Classifier: optimizer must be a function, got null"),
     ("model.seed", None, "Federation: seed must be a whole number, got null"),
     ("data", None, "the following arguments are required: data"),
     # out of range
