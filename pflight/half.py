@@ -177,8 +177,14 @@ class Half:
         """
         return None
 
-    def phases(self, module: LightningModule, epochs: int) -> list[Phase] | None:
-        """Return the phases of local training; ``None`` if all parameters train in all epochs."""
+    def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase] | None:
+        """Return the phases of local training; ``None`` if all parameters train in all epochs.
+
+        Args:
+            module: The client module.
+            epochs: How many local epochs there are; the last phase goes on if it takes more.
+            anchored: Whether this is a participation in a round, and not fine-tuning.
+        """
         return None
 
     def after_training(self, c: LocalClient) -> None:

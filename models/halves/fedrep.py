@@ -49,7 +49,7 @@ class HeadFirst(Half):
                 f"{', '.join(layers)}"
             )
 
-    def phases(self, module: LightningModule, epochs: int) -> list[Phase]:
+    def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase]:
         """Return the epochs of the head, then those of the body."""
         head, body = self._parameters(module)
         first = min(epochs, self.head_epochs)

@@ -452,7 +452,8 @@ def resting(module: L.LightningModule, layout: StateLayout, phase: Phase | None)
 
 def phase_of(phases: Sequence[Phase] | None, epoch: int) -> Phase | None:
     """Return the phase to which an epoch belongs."""
-    return next((p for p in phases or () if p.first <= epoch < p.first + p.epochs), None)
+    begun = [phase for phase in phases or () if phase.first <= epoch]
+    return begun[-1] if begun else None
 
 
 class Stream:

@@ -86,7 +86,7 @@ class SequentialEngine:
         self._stream: Stream | None = None
         self._visits_to: Callable[[int], list[Visit]] = lambda client: []
         self._drifted: set[str] = set()
-        self._phases: dict[int, list[Phase] | None] = {}
+        self._phases: dict[tuple[int, bool], list[Phase] | None] = {}
         self._build()
         if setting.mixes_samples and setting.data.batch_size == 1:
             raise ConfigurationError("batch_size=1 can't train a network with BatchNorm")
@@ -437,9 +437,10 @@ class SequentialEngine:
         return {**self._logs(), **losses}, taken
 
     def _phases_of(self, epochs: int) -> list[Phase] | None:
-        if epochs not in self._phases:
-            self._phases[epochs] = self.half.phases(self.setting.client, epochs)
-        return self._phases[epochs]
+        key = epochs, self.client.anchor is not None
+        if key not in self._phases:
+            self._phases[key] = self.half.phases(self.setting.client, *key)
+        return self._phases[key]
 
     def _check_gradients(self, client: AloneClient) -> None:
         if not client.has_loss:

@@ -132,7 +132,7 @@ class VectorizedEngine:
         setting.precision.convert_module(module).to(setting.device)
         self._stacked = StackedClient(module, setting.half, setting.layout)
         self._dependence: dict[bool, Dependence] = {}  # by whether there is an anchor
-        self._phases: dict[int, list[Phase | None]] = {}
+        self._phases: dict[tuple[int, bool], list[Phase | None]] = {}
         self._reused: dict[str, Tensor] = {}
         self._causes: list[BaseException] = []  # why an evaluation fell back
         self._warned = set() if warned is None else warned
@@ -248,12 +248,12 @@ class VectorizedEngine:
             return Plan(sizes, whole if sizes else 0)
 
         def run(chunk: _Chunk) -> None:
-            self._train_chunk(chunk, self._phases_of(epochs), work)
+            self._train_chunk(chunk, phases, work)
 
         mode = Mode(purpose is Purpose.TRAIN, kept is not None)
         work = _Work(round_index, mode, plan, run, one_by_one, on_client_end=on_client_end)
-        phased = self.obstacle is None and self._phases_of(epochs)[0] is not None
-        if phased and steps is not None:
+        phases = self._phases_of(epochs, mode.anchored) if self.obstacle is None else [None]
+        if phases != [None] and steps is not None:
             return one_by_one(clients, starts, kept)
         return self._in_chunks(clients, starts, kept, work)
 
@@ -421,12 +421,13 @@ class VectorizedEngine:
             keep if kept is not None else None,
         )
 
-    def _phases_of(self, epochs: int) -> list[Phase | None]:
+    def _phases_of(self, epochs: int, anchored: bool) -> list[Phase | None]:
         """Return the phases of local training; a single ``None`` if all epochs are alike."""
-        if epochs not in self._phases:
-            phases = self.setting.half.phases(self.setting.client, epochs)
-            self._phases[epochs] = [*phases] if phases else [None]
-        return self._phases[epochs]
+        key = epochs, anchored
+        if key not in self._phases:
+            phases = self.setting.half.phases(self.setting.client, epochs, anchored)
+            self._phases[key] = [*phases] if phases else [None]
+        return self._phases[key]
 
     def _train_chunk(self, chunk: _Chunk, phases: Sequence[Phase | None], work: _Work) -> None:
         """Train the clients of a chunk, in place."""
