@@ -17,7 +17,9 @@ from pflight import Federation
 from pflight.callbacks import FedAvg, FedDANE, Local
 from pflight.datamodules import TensorClients
 from pflight.errors import ClientError
-from pflight.models import ClientModule, DaneClient
+from pflight.half import Half, LocalClient, Phase
+from pflight.models import ClientModule
+from pflight.models.halves import Dane
 from tests.runs import CLASSES, ENGINES, FEATURES, quiet_trainer, run, samples, sgd
 
 pytestmark = pytest.mark.filterwarnings(  # pytest.warns hands it on as if it were ours
@@ -42,12 +44,6 @@ class KeepsAList(ClientModule):
         return super().loss(batch) + sum(p.square().sum() for p in self.listed) / 2
 
 
-class ChangesAList(KeepsAList):
-    def after_training(self) -> None:
-        for parameter in self.listed:
-            parameter.clamp_(-0.1, 0.1)
-
-
 class ClampsData(ClientModule):
     def on_train_epoch_end(self) -> None:
         for parameter in self.parameters():
@@ -68,24 +64,14 @@ class Cools(ClientModule):
         return F.cross_entropy(self(batch[0]) / self.temperature, batch[1])
 
 
-class CoolsByADictionary(ClientModule):
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.settings = {"temperature": 1.0}
+class PullsSmallBatches(Half):
+    averages_samples = False
 
-    def on_train_epoch_start(self) -> None:
-        self.settings["temperature"] = 0.5**self.current_epoch
-
-    def loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self(batch[0]) / self.settings["temperature"], batch[1])
-
-
-class PullsSmallBatches(ClientModule):
-    def loss(self, batch: Any) -> Tensor:
-        loss = super().loss(batch)
-        if self.anchor is None or len(batch[1]) >= 4:
+    def loss(self, c: LocalClient, batch: Any) -> Tensor:
+        loss = c.task_loss(batch)
+        if c.anchor is None or len(batch[1]) >= 4:
             return loss
-        return loss + self.squared_distance(self.anchor) / 2
+        return loss + sum((w - c.anchor[name]).square().sum() for name, w in c.weights.items()) / 2
 
 
 def distance(one: Tensor, other: Tensor) -> Tensor:
@@ -97,38 +83,23 @@ with warnings.catch_warnings():
     scripted_distance = torch.jit.script(distance)
 
 
-class Scripted(ClientModule):
-    def loss(self, batch: Any) -> Tensor:
-        loss = super().loss(batch)
-        if self.anchor is None:
-            return loss
-        held = self.anchor.tensors()
-        return loss + sum(scripted_distance(p, held[name]) for name, p in self.named_parameters())
+class Scripted(Half):
+    def penalty(self, c: LocalClient) -> Any:
+        if c.anchor is None:
+            return None
+        return sum(scripted_distance(w, c.anchor[name]) for name, w in c.weights.items())
 
 
-class StepsByWeights(ClientModule):
-    def configure_optimizers(self) -> SGD:
-        return SGD(self.parameters(), lr=0.1 * float(self.network[0].weight.detach().norm()))
+class CountsSteps(Half):
+    def loss(self, c: LocalClient, batch: Any) -> Tensor:
+        return c.task_loss(batch) * (1 + c.num_steps)
 
 
-class CountsOptimizers(ClientModule):
-    def configure_optimizers(self) -> SGD:
-        self.optimizers_built = getattr(self, "optimizers_built", 0) + 1
-        return SGD(self.parameters(), lr=0.1 / self.optimizers_built)
-
-
-class ReplacesAfterwards(ClientModule):
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.register_buffer("total", torch.zeros(()).double())
-
-    def after_training(self) -> None:
-        self.total = self.total + self.num_samples
-
-
-class CountsSteps(ClientModule):
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) * (1 + self.num_steps)
+class FailsAlone(Half):
+    def loss(self, c: LocalClient, batch: Any) -> Tensor:
+        if c.anchor is None:
+            raise ValueError("no anchor")
+        return c.task_loss(batch)
 
 
 class Thaws(ClientModule):
@@ -192,45 +163,108 @@ class Masks(ClientModule):
         return F.cross_entropy(self(batch[0])[batch[1] > 0], batch[1][batch[1] > 0])
 
 
-class FailsAlone(ClientModule):
+class Ends(ClientModule):
+    """Trains on nothing after its first batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx else self.loss(batch)
+
+
+class Mixes(ClientModule):
+    """Draws numbers in its training step alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        noise = torch.rand(()).item()
+        return self.loss(batch) * (1 if noise < 1 else 2)
+
+
+class LogsMore(ClientModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log_dict({"train/loss": loss, "train/size": float(len(batch[1]))})
+        return loss
+
+
+class LogsItsLoss(ClientModule):
+    """Is its loss in all that its training step gives and logs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        loss = self.loss(batch)
+        self.log("own/loss", loss)
+        return {"loss": loss}
+
+
+class Declares(ClientModule):
+    vectorizable = False
+
+
+class CountsInAnObject(ClientModule):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.count = Count()
+
     def loss(self, batch: Any) -> Tensor:
-        if self.anchor is None:
-            raise ValueError("no anchor")
+        self.count.calls += 1
+        return super().loss(batch) * 0.9999**self.count.calls
+
+
+class Count:
+    calls = 0
+
+
+class CountsInAClass(ClientModule):
+    def loss(self, batch: Any) -> Tensor:
+        Total.calls += 1
         return super().loss(batch)
+
+
+class Total:
+    calls = 0
 
 
 CLIENTS = {
     "keeps a list": (KeepsAList, "other results than one alone"),
-    "changes a list": (ChangesAList, "other results than one alone"),
-    "clamps data": (ClampsData, "it changes its weights"),
-    "cools": (Cools, "it changes its weights or buffers"),
-    "cools by a dictionary": (CoolsByADictionary, "it sets attributes of itself"),
+    "clamps data": (ClampsData, "it has on_train_epoch_end of its own"),
+    "cools": (Cools, "it has on_train_epoch_start of its own"),
     "pulls small batches": (PullsSmallBatches, None),
     "scripted": (Scripted, None),
-    "steps by weights": (StepsByWeights, "optimizer depend on its weights"),
-    "counts optimizers": (CountsOptimizers, "sets attributes"),
-    "replaces afterwards": (ReplacesAfterwards, "it replaces the buffer total"),
     "counts steps": (CountsSteps, None),
-    "thaws": (Thaws, "it thaws network.0.bias"),
+    "fails alone": (FailsAlone, "a client alone fails: no anchor"),
+    "thaws": (Thaws, "it has on_train_epoch_start of its own"),
     "two names": (TwoNames, None),
     "shortens rows": (ShortensRows, "changes the parameter network.table.weight in place"),
     "measures one-hot": (MeasuresOneHot, "it branches on values or takes a number out of a tensor"),
     "by numpy": (ByNumPy, "it takes values out of a tensor"),
     "masks": (Masks, "it makes tensors whose shape depends on values"),
-    "fails alone": (FailsAlone, "a client alone fails: no anchor"),
     "adds for few": (AddsForFew, "network.seldom.bias has a gradient depends on the size"),
+    "ends": (Ends, "its training_step gives another loss than its method loss()"),
+    "mixes": (Mixes, "it draws random numbers while it trains"),
+    "logs more": (LogsMore, "it logs 'train/size' while it trains, beside its loss"),
+    "logs its loss": (LogsItsLoss, None),
+    "declares": (Declares, "it says that it is not vectorizable"),
+    "counts in an object": (CountsInAnObject, "it sets attributes of itself while it trains"),
 }
+
+
+def client_of(kind: type) -> ClientModule:
+    if issubclass(kind, nn.Module) and not issubclass(kind, ClientModule):
+        return ClientModule(kind(), CLASSES, sgd(0.1)).double()
+    client = (kind if issubclass(kind, ClientModule) else ClientModule)(
+        network(), CLASSES, sgd(0.1)
+    )
+    if issubclass(kind, Half):
+        client.client_half = kind()
+    return client.double()
 
 
 @pytest.mark.parametrize(("kind", "reason"), CLIENTS.values(), ids=CLIENTS)
 def test_both_engines_agree(
-    kind: Callable[..., Any], reason: str | None, recwarn: pytest.WarningsRecorder
+    kind: type, reason: str | None, recwarn: pytest.WarningsRecorder
 ) -> None:
-    own = issubclass(kind, ClientModule)
-    client = (kind if own else ClientModule)(network() if own else kind(), CLASSES, sgd(0.1))
+    client = client_of(kind)
     train = [samples(count, seed, dtype=torch.float64) for seed, count in enumerate(COUNTS)]
     data = TensorClients(train, num_classes=CLASSES, batch_size=4, cohort_size=4)
-    fit = partial(run, client.double(), data, rounds=4, local_epochs=3)
+    fit = partial(run, client, data, rounds=4, local_epochs=3)
     alone = fit(engine="sequential")
     recwarn.clear()
     stacked = fit(engine="vectorized")
@@ -241,22 +275,27 @@ def test_both_engines_agree(
         torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-10)
 
 
-class RestsItsNorm(DaneClient):
-    def on_train_epoch_start(self) -> None:
-        self.network[1].eval()
+class RestsItsNorm(Dane):
+    def phases(self, module: Any, epochs: int) -> list[Phase]:
+        names = [name for name, _ in module.named_parameters() if not name.startswith("network.1")]
+        return [Phase(0, epochs, names)]
 
 
 def test_a_record_is_of_one_mode() -> None:
     """Gradients at the start are of modules that train, those of the epochs of one that rests."""
     layers = nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES)
-    client = RestsItsNorm(nn.Sequential(*layers), CLASSES, sgd(0.1)).double()
+    client = ClientModule(nn.Sequential(*layers), CLASSES, sgd(0.1)).double()
+    client.client_half = RestsItsNorm()
     train = [samples(8, seed, dtype=torch.float64) for seed in range(4)]
     data = TensorClients(train, num_classes=CLASSES, batch_size=None, cohort_size=1)
-    fits = [
-        run(client, data, FedDANE(same_set=True), rounds=14, engine=engine, clients_at_once=1)
-        for engine in ("sequential", "vectorized")
-    ]
-    torch.testing.assert_close(*[fit.server_states()[0] for fit in fits])
+    states = []
+    for engine in ("sequential", "vectorized"):
+        callback = FedDANE(same_set=True)
+        callback.half = client.client_half
+        federation = run(client, data, callback, rounds=14, engine=engine, clients_at_once=1)
+        states.append(federation.server_states()[0])
+    torch.testing.assert_close(*states)
+    assert federation.clients.attached_engine.obstacle is None
 
 
 # Embeddings
