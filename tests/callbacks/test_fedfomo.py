@@ -168,7 +168,7 @@ class TestChoice:
         """Return what client 0 of six is sent, in as many rounds as one likes."""
         callback = FedFomo(**options)
         federation = Federation(linear_client(), seed=seed)
-        federation.num_clients = 6
+        federation.clients.num_clients = 6
         federation._set_up(callback)
         callback.received[:] = torch.tensor([True] * 5 + [False])
         callback.affinity[0] = torch.tensor(affinity)

@@ -77,7 +77,7 @@ class TestProgressBar:
             assert re.search(rf"Round .* {seen} ", drawn)
         for client in (1, 2, 3):
             assert re.search(rf"clients .* {client}/3", drawn)
-        assert module.on_client_end is None
+        assert module.clients.on_client_end is None
 
     def test_shows_micro_and_macro_accuracy(self, monkeypatch):
         monkeypatch.setattr("pflight.callbacks.monitors.progress._MIN_INTERVAL", -1)
@@ -122,11 +122,11 @@ class TestProgressBar:
         def broken(*args: object) -> None:
             raise RuntimeError("a bug")
 
-        monkeypatch.setattr(module, "_end_round", broken)
+        monkeypatch.setattr(module.clients, "end_round", broken)
         with pytest.raises(RuntimeError, match="a bug"):
             trainer(2, bar).fit(module, datamodule=data)
         assert bar._progress is None
-        assert module.on_client_end is None
+        assert module.clients.on_client_end is None
         assert file.getvalue().endswith("\x1b[?25h")  # the cursor is shown again
 
     def test_test_and_predict(self, data, monkeypatch):

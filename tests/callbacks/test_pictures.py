@@ -213,7 +213,7 @@ class TestClusterPlot:
         plot = ClusterPlot()
         options = {"default_root_dir": tmp_path}
         module = run(linear_client(), small_data(), FeSEM(2), 1, plot, trainer=options)
-        assert module.on_updates == []
+        assert module.clients.on_updates == []
 
     def test_a_sample_of_the_clients(self, tmp_path):
         plot = ClusterPlot(max_clients=4)
