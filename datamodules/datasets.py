@@ -126,6 +126,10 @@ class DatasetClients(FederatedDataModule):
             loader.close()
         self._loaders.clear()
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Send the workers home where a run ends early."""
+        self.teardown()
+
     @property
     def knows_classes(self) -> bool:
         """Whether samples have classes that can be counted: not without reading them."""
