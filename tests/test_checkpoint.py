@@ -107,17 +107,17 @@ def test_auto_goes_on_as_the_run_began(
     saved = fit(3)
     path = tmp_path / "saved.ckpt"
     saved.trainer.save_checkpoint(path)
-    assert isinstance(saved.attached_engine, VectorizedEngine)
+    assert isinstance(saved.clients.attached_engine, VectorizedEngine)
     monkeypatch.setitem(choice._LIMITS, "cpu", choice._LIMITS["cpu"]._replace(busy=0))
-    assert not isinstance(fit(1).attached_engine, VectorizedEngine)
+    assert not isinstance(fit(1).clients.attached_engine, VectorizedEngine)
     with caplog.at_level("INFO"):
         resumed = fit(6, ckpt_path=path)
-    assert isinstance(resumed.attached_engine, VectorizedEngine)
-    assert resumed.attached_engine.chunk == saved.attached_engine.chunk
+    assert isinstance(resumed.clients.attached_engine, VectorizedEngine)
+    assert resumed.clients.attached_engine.chunk == saved.clients.attached_engine.chunk
     assert any(text.endswith("clients at once: as in the checkpoint") for text in caplog.messages)
     assert_equal_runs(resumed, whole)
     asked = fit(6, ckpt_path=path, engine="sequential")
-    assert not isinstance(asked.attached_engine, VectorizedEngine)
+    assert not isinstance(asked.clients.attached_engine, VectorizedEngine)
 
 
 def test_a_finished_run_is_extended(tmp_path: Path) -> None:

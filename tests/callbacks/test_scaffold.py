@@ -246,7 +246,7 @@ def test_many_clients_at_once_are_as_one_by_one(option: str) -> None:
         return run(client, data, SCAFFOLD(option=option), 4, local_epochs=2, engine=engine)
 
     one, many = fit("sequential"), fit("vectorized")
-    assert many.attached_engine.obstacle is None
+    assert many.clients.attached_engine.obstacle is None
     tolerance = {"rtol": 1e-10, "atol": 1e-12}
     torch.testing.assert_close(many.server_states()[0], one.server_states()[0], **tolerance)
     for i in range(6):
