@@ -465,7 +465,7 @@ class SequentialEngine:
                     continue
                 (loss * (len(part) / count)).backward()
                 add_logs(logs, {"train/loss": (loss.detach() * len(part), len(part))})
-            if not logs:
+            if visit.parts and not logs:
                 raise RuntimeError(_NO_LOSS)
         zero = torch.zeros((), device=self.device)
         gradients = {

@@ -51,7 +51,7 @@ def test_two_rounds_of_world_q_by_hand() -> None:
     # Client 0 has trained to (0.1, -0.2). Its gradient at the server's model is (-0.75, 2.3):
     # weights 1 + 0.75 * 0.15, clipped to 1, and 1 - 2.3 * 0.35.
     two = run(quadratic_client(), world_q(), FedALA(start_epochs=1), 2)
-    kept = two.memory.state_dict()["fedala"][0]
+    kept = two.clients.memory.state_dict()["fedala"][0]
     assert kept["weights.network.theta"].tolist() == pytest.approx([1, 0.195], abs=1e-12)
     mixture = 0.25, -0.2 + 0.195 * 0.35
     trained = mixture[0] + 0.075, mixture[1] - 0.2 * (mixture[1] + 1)
@@ -235,10 +235,10 @@ def test_a_client_that_fails_keeps_everything() -> None:
     long = run(watched(linear_client(), fail), small_data(), Breaking(), 4)
     broken.clear()
     short = run(watched(linear_client(), fail), small_data(), Breaking(), 2)
-    held, before = (f.memory.state_dict()["fedala"][3] for f in (long, short))
+    held, before = (f.clients.memory.state_dict()["fedala"][3] for f in (long, short))
     assert_same(held, before)
     assert not torch.equal(weights(long, 2)["weights.network.bias"], torch.ones(CLASSES))
-    assert long.memory.state_dict()["fedala"][2]["times"] == 4
+    assert long.clients.memory.state_dict()["fedala"][2]["times"] == 4
 
 
 def test_penalties_vanish_while_weights_are_learned() -> None:

@@ -273,7 +273,7 @@ def test_a_client_that_fails_keeps_its_history() -> None:
     def fit(*clients: Classifier) -> Federation:
         federation = Federation(clients[0])
         for rounds, client in enumerate(clients, start=1):
-            federation._client = (client,)
+            federation.clients.module = client
             quiet_trainer(rounds, FedEC()).fit(federation, datamodule=small_data())
         return federation
 

@@ -15,6 +15,7 @@ from pflight import Federation
 from pflight.callbacks import Local
 from pflight.callbacks.methods.pfedhn import PFedHN, fully_connected
 from pflight.datamodules import TensorClients
+from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.half import LocalClient
 from tests.runs import (
@@ -120,8 +121,8 @@ class Recording(PFedHN):
         self.before.append([embedding.detach().clone() for embedding in self.embeddings])
         super().round(cohort)
 
-    def change(self, client: Tensor) -> dict[str, Tensor]:
-        self.sent, self.last = self.broadcast(client)[0], super().change(client)
+    def change(self, updates: ClientUpdates) -> dict[str, Tensor]:
+        self.sent, self.last = self.broadcast(updates.clients)[0], super().change(updates)
         return self.last
 
 
