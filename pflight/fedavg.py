@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from tensordict import TensorDict
 
 from .engines.updates import ClientUpdates
 from .optim import Yogi
@@ -63,7 +64,15 @@ class FedAvg(ServerCallback):
         self.mean.add(updates.states, weights)
 
     def step(self) -> None:
-        """Pull the server's model to the mean of the clients that answered."""
+        """Pull the server's model to what :meth:`aggregate` makes of the clients' mean."""
         self.mean.all_reduce()
         if self.mean.weights[0] > 0:
-            self.server.pull(0, self.mean.compute()[0])
+            self.server.pull(0, self.aggregate(self.mean.compute()[0]))
+
+    def aggregate(self, mean: TensorDict) -> TensorDict:
+        """Return what the server's model is pulled to, by default the mean of the clients' models.
+
+        Args:
+            mean: Of the clients that answered, whose weights add up to ``self.mean.weights[0]``.
+        """
+        return mean

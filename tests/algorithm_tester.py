@@ -43,6 +43,7 @@ from pflight.datamodules import TensorClients
 from pflight.layers import Layers
 from pflight.models import ClientModule, ElasticClient, ProximalClient
 from pflight.models.halves import Controlled
+from tests.own_methods import FedBABU, FedDyn
 from tests.runs import (
     assert_same,
     batchnorm_client,
@@ -111,6 +112,8 @@ ALGORITHMS = {
     "SCAFFOLD": Algorithm(SCAFFOLD),
     "SCAFFOLD-I": Algorithm(lambda: SCAFFOLD(option="I")),
     "FedDANE": Algorithm(lambda: FedDANE(same_set=True)),
+    "FedDyn": Algorithm(FedDyn),
+    "FedBABU": Algorithm(FedBABU),
 }
 
 
@@ -173,7 +176,7 @@ class AlgorithmTester:
             )
             for engine in ("sequential", "vectorized")
         )
-        assert vectorized.attached_engine.obstacle is None
+        assert vectorized.clients.attached_engine.obstacle is None
         models = (sequential.server_states(), vectorized.server_states())
         clients = [[run.client_state(i) for i in range(6)] for run in (sequential, vectorized)]
         for left, right in (models, clients):

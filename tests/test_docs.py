@@ -7,30 +7,17 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from textwrap import dedent
 from types import CodeType
 
 import pytest
 import yaml
 
 from pflight.cli import main
+from tests.pages import ROOT, blocks, files
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<language>\w+)\b.*?\n(?P<code>.*?)^(?P=indent)```$",
-    re.DOTALL | re.MULTILINE,
-)
 CONFIG = re.compile(r"\bconfigs/[\w./-]+\.yaml\b")
-
-
-def blocks(page: Path, language: str) -> Iterator[tuple[str, int]]:
-    """Yield the page's blocks of a language, and how many lines are above each."""
-    text = page.read_text(encoding="utf-8")
-    for block in FENCE.finditer(text):
-        if block["language"] == language:
-            yield dedent(block["code"]), text.count("\n", 0, block.start("code"))
 
 
 def python_blocks(page: Path) -> Iterator[CodeType]:
@@ -66,10 +53,18 @@ def resolved(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.fixture(autouse=True)
 def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def write_files(page: Path) -> None:
+    """Write what the page shows as files of the reader's into the empty folder."""
+    for name, text in files(page).items():
+        Path(name).write_text(text)
 
 
 @having("python")
 def test_the_python_blocks_run(page: Path) -> None:
+    write_files(page)
     namespace = {"__name__": "__main__"}
     for block in python_blocks(page):
         exec(block, namespace)
@@ -77,6 +72,7 @@ def test_the_python_blocks_run(page: Path) -> None:
 
 @having("console")
 def test_the_commands_are_understood(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_files(page)
     for arguments in commands(page):
         config = resolved(arguments, capsys)
         if arguments[0] == "fit":  # what a run leaves for the commands that follow
@@ -87,6 +83,7 @@ def test_the_commands_are_understood(page: Path, capsys: pytest.CaptureFixture[s
 
 @having("yaml")
 def test_the_yaml_blocks_are_configurations(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_files(page)
     for text, _ in blocks(page, "yaml"):
         Path("own.yaml").write_text(text)
         configs = ("configs/data/digits.yaml", "configs/algorithm/fedavg.yaml", "own.yaml")

@@ -566,7 +566,7 @@ def checkpoint(federation: Federation, epoch: int) -> Path:
 
 def test_disk_equals_ram_bit_for_bit(in_ram: Federation, on_disk: Federation) -> None:
     assert_equal_runs(in_ram, on_disk)
-    assert isinstance(on_disk.memory, MappedMemory)
+    assert isinstance(on_disk.clients.memory, MappedMemory)
     one, other = (run.trainer.predict(run, datamodule=data()) for run in (in_ram, on_disk))
     for left, right in zip(one, other, strict=True):
         assert torch.equal(left.logits, right.logits)
@@ -585,7 +585,7 @@ def test_what_client_modules_remember_is_on_disk_too(tmp_path: Path) -> None:
         for kind in ("ram", "disk")
     )
     assert_equal_runs(one, other)
-    (slot,) = other.memory.state_dict().values()
+    (slot,) = other.clients.memory.state_dict().values()
     assert all(isinstance(entry, Row) for entry in slot.values())
 
 
@@ -605,7 +605,7 @@ def test_a_checkpoint_holds_a_table_instead_of_states(
     saved = read_checkpoint(checkpoint(on_disk, 4))
     assert saved["hyper_parameters"]["client_memory"] == "disk"
     (table,) = saved["pflight"]["memory"]["rows"].values()
-    assert table.shape == (len(in_ram.memory.state_dict()["private"]), 4)
+    assert table.shape == (len(in_ram.clients.memory.state_dict()["private"]), 4)
 
 
 @pytest.mark.parametrize("kinds", [("ram", "disk"), ("disk", "ram")])

@@ -35,15 +35,12 @@ class PersonalFedAvg(FedAvg):
         private = {*self.private, *layout.own}
         self.private = tuple(name for name in layout.names if name in private)
 
-    def step(self) -> None:
-        """Pull the server's model, and where personal models start, to the clients' mean."""
-        self.mean.all_reduce()
-        if self.mean.weights[0] > 0:
-            mean = self.mean.compute()[0]
-            for shared, personal in self.pairs:
-                if shared in self.sent_names:
-                    mean[personal] = mean[shared]
-            self.server.pull(0, mean)
+    def aggregate(self, mean: TensorDict) -> TensorDict:
+        """Return the mean, where personal models start as well."""
+        for shared, personal in self.pairs:
+            if shared in self.sent_names:
+                mean[personal] = mean[shared]
+        return mean
 
     def personalize(self, clients: Tensor) -> TensorDict:
         """Return the clients' states with what they are judged by as their network ``[C]``."""

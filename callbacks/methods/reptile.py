@@ -7,6 +7,7 @@ from typing import Literal
 
 import lightning as L
 import torch
+from tensordict import TensorDict
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -97,13 +98,9 @@ class Reptile(FedAvg):
             (decay,), (base,) = scheduler.lr_lambdas, scheduler.base_lrs
             scheduler.optimizer.param_groups[0]["lr"] = base * decay(scheduler.last_epoch)
 
-    def step(self) -> None:
-        """Step towards the mean of the clients that answered."""
-        self.mean.all_reduce()
-        if not self.mean.weights[0] > 0:
-            return
-        mean = self.mean.compute()[0]
+    def aggregate(self, mean: TensorDict) -> TensorDict:
+        """Return the mean, with floating buffers by the optimizer's step as well."""
         for name, buffer in self.server.tensors(0, self.clients.layout.averaged).items():
             if name in self.sent_names:
                 mean[name] = torch.lerp(buffer, mean[name], self.server.lr)
-        self.server.pull(0, mean)
+        return mean

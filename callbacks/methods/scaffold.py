@@ -83,17 +83,12 @@ class SCAFFOLD(FedAvg):
                 sent[f"{OWN}gradient.{name}"] = own
         return sent
 
-    def step(self) -> None:
-        """Pull the server's model to the mean, and move the control variate."""
-        self.mean.all_reduce()
-        answered = self.mean.weights[0]
-        if not answered > 0:
-            return
-        mean = self.mean.compute()[0]
-        share = answered / len(self.clients.trainable)
+    def aggregate(self, mean: TensorDict) -> TensorDict:
+        """Return the mean, with the control variate as it has moved."""
+        share = self.mean.weights[0] / len(self.clients.trainable)
         for name, control in self.server.tensors(0, self.controls).items():
             mean[name] = control + share * mean[name]
-        self.server.pull(0, mean)
+        return mean
 
     def client_controls(self, clients: Tensor) -> TensorDict:
         """Return :math:`c_i` of the clients, a stack ``[C]``; 0 for those that never answered."""

@@ -17,6 +17,7 @@ from pflight.callbacks import FedFomo, Local
 from pflight.datamodules import TensorClients
 from pflight.datamodules.partitions.held_out import HeldOut
 from pflight.errors import ConfigurationError
+from pflight.history import Round
 from tests import reference
 from tests.runs import (
     CLASSES,
@@ -167,15 +168,13 @@ class TestChoice:
     def choose(self, affinity: Sequence[float], seed: int = 0, **options: Any) -> list[list[int]]:
         """Return what client 0 of six is sent, in as many rounds as one likes."""
         callback = FedFomo(**options)
-        federation = Federation(linear_client(), seed=seed)
-        federation.clients.num_clients = 6
-        federation._set_up(callback)
+        federation = run(linear_client(), small_data(), callback, 0, seed=seed)
         callback.received[:] = torch.tensor([True] * 5 + [False])
         callback.affinity[0] = torch.tensor(affinity)
         chosen = []
         for _ in range(200):
             chosen.append(callback.choose(torch.tensor([0]))[0].tolist())
-            federation.history.append(None)
+            federation.history.append(Round(0, []))
         return chosen
 
     def test_the_best_are_sent_never_the_own_or_one_that_is_not_there(self) -> None:

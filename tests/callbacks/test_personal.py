@@ -55,7 +55,7 @@ def test_both_engines_agree(method: Method) -> None:
         fit(method, 4, lambda: batchnorm_client().double(), data, local_epochs=2, engine=engine)
         for engine in ("sequential", "vectorized")
     )
-    assert other.clients.engine.obstacle is None
+    assert other.clients.attached_engine.obstacle is None
     pairs = [(one.server_states()[0], other.server_states()[0])]
     pairs += [(one.client_state(i), other.client_state(i)) for i in range(6)]
     for left, right in pairs:
