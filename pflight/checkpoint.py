@@ -50,9 +50,26 @@ def is_whole(path: str | os.PathLike[str]) -> bool:
 
 def steps_so_far(path: str | os.PathLike[str]) -> int | None:
     """Return after how many steps a whole file was saved; ``None`` if no run can go on from it."""
+    progress = _progress(path)
+    return progress and progress[0]
+
+
+def rounds_so_far(path: str | os.PathLike[str]) -> int | None:
+    """Return after how many rounds a whole file was saved, or epochs if it is no federation's.
+
+    ``None`` is for a file that no run can go on from.
+    """
+    progress = _progress(path)
+    return progress and progress[1]
+
+
+def _progress(path: str | os.PathLike[str]) -> tuple[int, int] | None:
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        return int(checkpoint["global_step"]) if "loops" in checkpoint else None
+        if "loops" not in checkpoint:
+            return None
+        steps = int(checkpoint["global_step"])
+        return steps, steps if "pflight" in checkpoint else int(checkpoint["epoch"]) + 1
     except Exception:  # no checkpoint at all
         return None
 

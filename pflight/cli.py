@@ -89,7 +89,7 @@ class FederationCLI(LightningCLI):
     ) -> None:
         self._stop = stop
         self._resumed_step: int | None = None
-        self._in_place = False  # whether a run goes on in its own folder
+        self._in_place = False  # whether what is in the run folder is of this run
         self._until_done = ExitStack()
         settings = {"exit_on_error": False, "allow_abbrev": False, "parser_mode": MODE}
         commands = {name: {**settings, "epilog": _EPILOG} for name in self.subcommands()}
@@ -165,13 +165,18 @@ class FederationCLI(LightningCLI):
             options = part.get("init_args")
             if options is not None and options.get("seed") == 0:
                 options.seed = int(config.seed_everything)
+        if not config.trainer.fast_dev_run:
+            self.folder.check_kinds(str(self.subcommand))
         if self.subcommand == "fit" and not config.trainer.fast_dev_run:
             self._claim("fit")
             self.folder.check_config()
+        if self._stop is not None:
+            self._stop.advice = self._advice
         if config.get("ckpt_path") is None and self.subcommand == "fit" and self._is_requeued():
             config.ckpt_path = "last"
         if config.get("ckpt_path") is None:
             if self.subcommand == "fit":
+                self._check_origin()
                 return
             config.ckpt_path = self._best()
         path = self.folder.resolve(config.ckpt_path, may_start=self.subcommand == "fit")
@@ -183,6 +188,7 @@ class FederationCLI(LightningCLI):
         self._resumed_step = int(record["global_step"])  # for a federation, the rounds so far
         if self.subcommand == "fit":
             self._in_place = path.resolve().is_relative_to(self.folder.path.resolve())
+            self._check_origin()
             unit = "round" if "pflight" in record else "step"
             _say(f"continuing with {unit} {self._resumed_step} from {path}")
 
@@ -198,6 +204,10 @@ class FederationCLI(LightningCLI):
             if reason := refusal(error):
                 raise ConfigurationError(reason) from error
             raise
+
+    def _check_origin(self) -> None:
+        if not (self._in_place or self.config[self.subcommand].trainer.fast_dev_run):
+            self.folder.check_origin()
 
     def _is_requeued(self) -> bool:
         return SLURMEnvironment.detect() and bool(self.folder.requeued())
@@ -243,8 +253,6 @@ class FederationCLI(LightningCLI):
 
     def fit(self, **kwargs: Any) -> None:
         """Train in the run folder; an earlier run there moves aside unless it is continued."""
-        if self._stop is not None:
-            self._stop.advice = self._advice
         try:
             self.trainer.fit(**kwargs)
         except RuntimeError as error:
@@ -253,17 +261,23 @@ class FederationCLI(LightningCLI):
             raise
 
     def _advice(self) -> str:
-        """Say how far a fit has come that ends early, and how to go on."""
-        done = self.trainer.current_epoch
-        if not (done or self._in_place):
-            return "before the end of the first round: the same command starts again"
-        unit = "round" if isinstance(self.model, Federation) else "epoch"
+        """Say how far a command has come that ends early, and how to go on."""
+        folder = self.folder
+        if self.subcommand != "fit":
+            return f"in the {self.subcommand} of {folder.path}"
+        saved = folder.rounds_saved() if self._in_place else None
+        done = self.trainer.current_epoch if saved is None and hasattr(self, "trainer") else saved
+        if not done:
+            return (
+                f"before the end of the first round in {folder.path}: the same command starts again"
+            )
+        unit = "round" if isinstance(getattr(self, "model", None), Federation) else "epoch"
         where = f"after {done} {unit}{'s' if done != 1 else ''}"
-        if done == self.trainer.max_epochs:
+        if done == self._get(self.config, "trainer").max_epochs:
             return f"{where}, which are all"
-        if not any(self.folder.checkpoints.glob("*.ckpt")):
-            return f"{where}: there is no checkpoint in {self.folder.path} to go on from"
-        return f"{where}: --ckpt_path last goes on from {self.folder.path}"
+        if saved is None:
+            return f"{where}: there is no checkpoint in {folder.path} to go on from"
+        return f"{where}: --ckpt_path last goes on from {folder.path}"
 
     def test(self, **kwargs: Any) -> None:
         """Test; the results of an earlier test of this run are replaced."""
@@ -304,6 +318,7 @@ class FederationCLI(LightningCLI):
     def _make_room(self) -> None:
         if not self._in_place and (moved := self.folder.set_aside()):
             _say(f"moved the earlier run in {self.folder.path} to {moved}")
+        self._in_place = True
 
     def _undo(self, kind: type[BaseException] | None, *_: object) -> None:
         """Leave the run folder as it was if an error came before there was anything of a run.
@@ -314,6 +329,7 @@ class FederationCLI(LightningCLI):
         if kind is not None:
             self.folder.drop_empty_events()
         if kind not in (None, SystemExit) and self.folder.put_back():
+            self._in_place = False
             _say(f"put the earlier run back to {self.folder.path}")
 
     def _without_table(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -497,9 +513,15 @@ def _config_file(path: str) -> str:
 
 
 def _dumped(parser: Any, config: Namespace) -> str:
-    """Return the configuration as YAML, without the checkpoint that a run begins from."""
+    """Return the configuration as YAML, without the checkpoint that a run begins from.
+
+    Nor does it allow to go on with other data.
+    """
     config = config.clone()
     config.ckpt_path = None
+    options = config.model.get("init_args") or {}
+    if options.get("allow_other_data"):
+        options.allow_other_data = False  # a consent is for one resume
     with warnings.catch_warnings():  # jsonargparse 4.49 renamed the argument
         warnings.simplefilter("ignore", DeprecationWarning)
         return parser.dump(config, skip_none=False)

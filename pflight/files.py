@@ -11,13 +11,18 @@ from pathlib import Path
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, a user's share of it, a file
 
 
+def partial_of(path: Path) -> Path:
+    """Return where a file is written before it takes its place."""
+    return path.with_name(f".{path.name}.partial")
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path beside a file, for what takes the file's place at the end.
 
     A kill leaves the old file or the new one, an error the old file alone.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_of(path)
     try:
         yield partial
         os.replace(partial, path)

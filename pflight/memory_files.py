@@ -31,7 +31,7 @@ Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 MEMORY = "memory"  # the folder
 _ROWS = ".rows"  # the suffix of a file of states
-_TABLES = "tables"  # which rows each checkpoint names
+TABLES = "tables"  # the folder in it: which rows each checkpoint names
 _NEXT = ".next"  # of a checkpoint that is being written
 _WRITTEN = ".json"  # of one that is written
 _ALIGNMENT = 16  # bytes, of the largest number
@@ -243,7 +243,7 @@ def named_by(checkpoint: Path, memory: dict[str, Any]) -> Iterator[None]:
     folder = Path(memory["folder"])
     memory["beside"] = os.path.relpath(folder, checkpoint.resolve().parent)
     shown = _seen_from(folder, checkpoint)
-    tables = folder / _TABLES
+    tables = folder / TABLES
     tables.mkdir(exist_ok=True)
     stem = hashlib.sha256(shown.encode()).hexdigest()[:16]
     before = set(tables.glob(f"{stem}-*"))
@@ -286,7 +286,7 @@ def is_needed(folder: Path) -> bool:
 
 def clear(folder: Path) -> None:
     """Remove all client memory from a folder, and the folder if nothing else is in it."""
-    for own in {path.parent for path in folder.glob(f"*/*{_ROWS}")} | {folder / _TABLES}:
+    for own in {path.parent for path in folder.glob(f"*/*{_ROWS}")} | {folder / TABLES}:
         shutil.rmtree(own, ignore_errors=True)
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
@@ -356,7 +356,7 @@ def kept_tables(folder: Path) -> Iterator[dict[str, list[int]]]:
 
 
 def _tables(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    for path in (folder / _TABLES).glob("*"):
+    for path in (folder / TABLES).glob("*"):
         if path.suffix in (_NEXT, _WRITTEN):
             with suppress(FileNotFoundError):  # it was removed just now
                 yield path, _read_table(path)

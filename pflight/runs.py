@@ -18,10 +18,10 @@ from textwrap import indent
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from .checkpoint import is_whole, steps_so_far
+from .checkpoint import is_whole, rounds_so_far, steps_so_far
 from .errors import ConfigurationError
-from .files import replacing
-from .memory_files import MEMORY, clear, is_needed, sync
+from .files import partial_of, replacing
+from .memory_files import MEMORY, TABLES, clear, is_needed, sync
 
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.yaml"
@@ -33,6 +33,7 @@ _HEADER = "# Written by pflight: all options of the run in this folder.\n"
 _LOCK = ".lock"  # the suffix
 _NAMED = ("last", "best")
 _ANOTHER = "give another --trainer.default_root_dir"
+_MOVE = f"move it, or {_ANOTHER}"
 
 
 class RunFolder:
@@ -52,7 +53,15 @@ class RunFolder:
     def __init__(self, path: str | Path | None = None) -> None:
         if "://" in str(path):
             raise ConfigurationError(f"the run folder must be on a disk, not {path}: {_ANOTHER}")
+        if path is not None and not str(path).strip():
+            raise ConfigurationError(f"the run folder has no name: {_ANOTHER}, the current one is .")
         self.path = Path(os.path.expanduser(path or "."))  # as the Trainer does
+        for part in (self.path, *self.path.parents):
+            if os.path.islink(part) and not os.path.exists(part):
+                raise ConfigurationError(
+                    f"the run folder {self.path} can't be made: {part} is a link that leads "
+                    f"nowhere; {_ANOTHER}"
+                )
         if os.path.exists(self.path) and not os.path.isdir(self.path):
             raise ConfigurationError(f"the run folder {self.path} is a file: {_ANOTHER}")
         self._found: list[Path] | None = None  # what was here when it was claimed
@@ -70,6 +79,11 @@ class RunFolder:
     def requeued(self) -> list[Path]:
         """Return the checkpoints that Lightning saved when it had SLURM requeue the job."""
         return sorted(self.path.glob("hpc_ckpt_*.ckpt"))
+
+    def rounds_saved(self) -> int | None:
+        """Return after how many rounds, or epochs, the newest checkpoint here was saved, if any."""
+        found = map(rounds_so_far, [*self.checkpoints.glob("*.ckpt"), *self.requeued()])
+        return max((rounds for rounds in found if rounds is not None), default=None)
 
     def has_run(self) -> bool:
         """Return whether a round has left a trace here, a checkpoint or a logged scalar.
@@ -171,20 +185,59 @@ class RunFolder:
                 with suppress(OSError):  # since something is in it
                     path.rmdir()
 
+    def check_kinds(self, work: str) -> None:
+        """Raise if there is a folder where a command writes a file, or the other way round.
+
+        Args:
+            work: The command, such as ``"fit"``.
+        """
+        files, folders = [self.path / f".{work}{_LOCK}", *self.events()], []
+        if work == "fit":
+            replaced = [self.checkpoints / f"{name}.ckpt" for name in _NAMED]
+            replaced.append(self.path / CONFIG)
+            files += [*replaced, *map(partial_of, replaced), self.path / _HPARAMS]
+            memory = self.path / MEMORY
+            folders += [self.checkpoints, self.path / PICTURES, memory, memory / TABLES]
+        for path in files:
+            if path.is_dir():
+                raise ConfigurationError(f"{path} is a folder, but a file of the run: {_MOVE}")
+        for path in folders:
+            if os.path.lexists(path) and not path.is_dir():
+                raise ConfigurationError(f"{path} is a file, but a folder of the run: {_MOVE}")
+
     def check_config(self) -> None:
         """Raise if there is a config that pflight did not write, and a run would overwrite."""
-        config = self.path / CONFIG
-        try:
-            text = config.read_bytes()
-        except FileNotFoundError:
-            return
-        except OSError:
-            text = b"of another kind"
-        if text.strip() and not text.startswith(_HEADER.encode()):
+        if self._has_own_config() is False:
             raise ConfigurationError(
-                f"pflight did not write {config}, which a run in {self.path} would overwrite: "
-                f"move it, or {_ANOTHER}"
+                f"pflight did not write {self.path / CONFIG}, which a run in {self.path} would "
+                f"overwrite: {_MOVE}"
             )
+
+    def check_origin(self) -> None:
+        """Raise if a new run would move aside what no run of pflight has written, to all seeming.
+
+        Each run writes its config before anything else that is worth keeping.
+        """
+        others = (self.checkpoints, self.path / PICTURES)
+        foreign = [path for path in others if path.is_dir() and any(path.iterdir())]
+        if self._has_own_config() is None and (foreign or self.has_run()):
+            what = foreign[0] if foreign else f"the run in {self.path}"
+            raise ConfigurationError(
+                f"{what} is in the way of a new run, and without a {CONFIG} that pflight wrote it "
+                f"may be somebody else's: {_MOVE}"
+            )
+
+    def _has_own_config(self) -> bool | None:
+        """Return whether pflight wrote the config here; ``None`` if there is none."""
+        try:
+            text = (self.path / CONFIG).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError:
+            return False
+        if not text.strip():
+            return None
+        return text.startswith(_HEADER.encode())
 
     def save_config(self, text: str) -> None:
         """Write the config, unless it is there already; a kill leaves the old one or the new."""
@@ -207,7 +260,7 @@ class RunFolder:
         """
         found = self._own() if self._found is None else self._found
         if not self.has_run():
-            self._clear(found)
+            self._clear(found if self._has_own_config() else ())
             return None
         folder = self.path.resolve()
         numbered = (folder.with_name(f"{folder.name}.{n}") for n in count(1))
@@ -236,7 +289,7 @@ class RunFolder:
         """
         if self._aside is None or self.has_run():
             return False
-        self._clear(self.events())
+        self._clear(self._own())
         _move(self._aside.iterdir(), self.path)
         _point_config(self.path, self.path)
         self._aside.rmdir()
@@ -295,8 +348,8 @@ class RunFolder:
         return own + self.events() + self.requeued()
 
     def _clear(self, paths: Iterable[Path]) -> None:
-        """Remove what a start-up left, of event files only those among ``paths``."""
-        for path in {*self.events()}.intersection(paths) | {self.path / _HPARAMS}:
+        """Remove what a start-up left, of files only those among ``paths``."""
+        for path in {*self.events(), self.path / _HPARAMS}.intersection(paths):
             path.unlink(missing_ok=True)
         clear(self.path / MEMORY)
         if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
