@@ -181,6 +181,15 @@ class ClientModels(NamedTuple):
         return cls(clients.completed(ids, clients.remembered(ids, tuned).states), tuned)
 
 
+def model_of(
+    clients: Clients, callback: ServerCallback, client: int, device: torch.device
+) -> TensorDict:
+    """Return the state that a client is judged by; if it fails, that which it has as it is."""
+    failures = clients.failures_of(clients.rounds, "its model is taken as it is", together=False)
+    with clients.noting(failures):
+        return ClientModels.of(clients, callback, torch.tensor([client], device=device)).used[0]
+
+
 def predict(
     clients: Clients, callback: ServerCallback, ids: Tensor
 ) -> Evaluation | list[tuple[int, list[Any]]]:

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import lightning as L
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -21,7 +20,7 @@ from .distributed import owned
 from .engines.choice import EngineName
 from .engines.updates import Evaluation
 from .errors import ConfigurationError
-from .evaluation import ClientModels, Evaluator, Judged, predict
+from .evaluation import Evaluator, Judged, model_of, predict
 from .fedavg import FedAvg
 from .half import Half, half_of, layout_with
 from .history import Round
@@ -42,10 +41,9 @@ class Federation(L.LightningModule):
 
     A cohort of clients is a batch, a communication round is a training step and one epoch, and the
     server's update is an optimizer step, so that the stock ``lightning.Trainer`` runs a federation:
-    ``max_epochs`` is the number of rounds and ``global_step`` counts them. The algorithm is the
-    client module together with a :class:`~pflight.callbacks.ServerCallback` among the Trainer's
-    callbacks; without one it is FedAvg. The data comes from a
-    :class:`~pflight.datamodules.FederatedDataModule`.
+    ``max_epochs`` is the number of rounds. The algorithm is a
+    :class:`~pflight.callbacks.ServerCallback` among the Trainer's callbacks, by default FedAvg; the
+    data comes from a :class:`~pflight.datamodules.FederatedDataModule`.
 
     Args:
         client: The client module. Copies of it are trained; it is never changed.
@@ -59,8 +57,7 @@ class Federation(L.LightningModule):
             ``ReduceLROnPlateau`` watches its ``monitor``, or else ``val/macro_acc``.
         engine: How local training runs: ``"sequential"``, one client after the other;
             ``"vectorized"``, many at once; or ``"auto"``, by a rule on network, batch and device.
-        clients_at_once: Clients that the vectorized engine trains at once; by default as many as
-            the processor's caches or the GPU's memory hold.
+        clients_at_once: Clients that are trained at once; by default as many as caches or GPU hold.
         on_client_error: ``"skip"`` leaves a client that raises or returns NaN out of its round, or
             of what is measured, and warns; ``"raise"`` stops the run.
         client_timeout: Seconds after which a client that trains, or is evaluated, is interrupted
@@ -86,10 +83,9 @@ class Federation(L.LightningModule):
 
     Example:
         >>> import lightning as L, pflight, torch
-        >>> train = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(3)]
+        >>> train = [(torch.randn(8, 4), torch.randint(2, (8,)))] * 3
         >>> data = pflight.datamodules.TensorClients(train, num_classes=2)
-        >>> client = pflight.models.Classifier(torch.nn.Linear(4, 2), num_classes=2)
-        >>> federation = pflight.Federation(client)
+        >>> federation = pflight.Federation(pflight.models.Classifier(torch.nn.Linear(4, 2), 2))
         >>> trainer = L.Trainer(max_epochs=2, accelerator="cpu", logger=False,
         ...     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
         >>> trainer.fit(federation, datamodule=data)
@@ -172,9 +168,7 @@ class Federation(L.LightningModule):
     def attached_callback(self) -> ServerCallback:
         """The server callback that set this federation up; an error before that."""
         if self.callback is None:
-            raise ConfigurationError(
-                "the federation has no server yet: run it with a Trainer, or load a checkpoint"
-            )
+            raise ConfigurationError("no server yet: run it with a Trainer, or load a checkpoint")
         return self.callback
 
     @property
@@ -190,26 +184,18 @@ class Federation(L.LightningModule):
     def client_state(self, client: int) -> dict[str, Tensor]:
         """Return the model that a client is judged by, as in ``client.state_dict()``.
 
-        With ``finetune_epochs`` it is fine-tuned as in evaluation. This needs the client's data, so
-        a Trainer must have run this federation.
+        With ``finetune_epochs`` this needs the client's data, and so that a Trainer has run.
 
         Raises:
             ConfigurationError: For an unknown client, or before the federation has been set up.
         """
         self.clients.check(client)
-        ids = torch.tensor([client], device=self.device)
-        failures = self.clients.failures_of(
-            self.clients.rounds, "its model is taken as it is", together=False
-        )
-        with self._server_work(), self.clients.noting(failures):
-            models = ClientModels.of(self.clients, self.attached_callback, ids)
-            return self.layout.state_dict(models.used[0])
+        with self._server_work():
+            state = model_of(self.clients, self.attached_callback, client, self.device)
+        return self.layout.state_dict(state)
 
     def client_module(self, client: int) -> L.LightningModule:
-        """Return a client's own LightningModule: a new copy of the client with its weights.
-
-        It is in evaluation mode, as the client is judged: call its ``train()`` to train it on.
-        """
+        """Return a client's own LightningModule, a new copy, in evaluation mode."""
         return with_state(self.client, self.client_state(client)).eval()
 
     def client_metrics(self, split: str = "test", model: Judged = "") -> dict[str, Tensor]:
@@ -220,8 +206,7 @@ class Federation(L.LightningModule):
             model: ``""`` for the model that a client uses, ``"server/"``, or ``"finetuned/"``.
 
         Returns:
-            ``acc``, ``f1``, ``loss`` and ``num_samples``, tensors ``[num_clients]``; values are NaN
-            for clients without samples.
+            ``num_samples`` and what clients are judged by, ``[num_clients]``; NaN without samples.
         """
         if split not in self._evaluators:
             raise ConfigurationError(f"there has been no evaluation of {split!r} samples yet")
@@ -242,7 +227,7 @@ class Federation(L.LightningModule):
         Args:
             checkpoint_path: A checkpoint that a Trainer saved.
             map_location: As in ``torch.load``.
-            client: A client module of the architecture that was trained; its weights don't matter.
+            client: A client module of the architecture that was trained, whatever its weights.
             callback: The server callback that trained it, with its options; by default FedAvg.
             **options: Arguments of :class:`Federation` to change.
 
@@ -292,8 +277,7 @@ class Federation(L.LightningModule):
         open_memory(clients.memory, trainer)
         if stage == "fit":
             clients.check_memory_of_rounds(callback.bytes_kept, trainer.max_epochs)
-        names = {"algorithm": self.algorithm, "client": type(self.client).__name__}
-        tell_loggers(self, names)
+        tell_loggers(self, algorithm=self.algorithm, client=type(self.client).__name__)
 
     def configure_optimizers(self) -> Any:
         """Return the server optimizer, with its scheduler if there is one."""
@@ -326,12 +310,12 @@ class Federation(L.LightningModule):
 
     def on_fit_end(self) -> None:
         """Give every rank the whole client memory, so that any of them can be asked."""
-        memory = self.clients.memory
-        memory.load_state_dict(memory.state_of_all_ranks())
+        self.clients.memory.load_state_dict(self.clients.memory.state_of_all_ranks())
 
     def on_validation_epoch_start(self) -> None:
         """Start to judge all clients on their validation samples."""
-        self._evaluators["val"] = self._evaluator("val")
+        whose = self.clients, self.attached_callback
+        self._evaluators["val"] = Evaluator(*whose, "val", self.f1_average)
 
     def validation_step(self, clients: Tensor, batch_idx: int) -> None:
         """Judge a chunk of clients ``[C]`` on their validation samples."""
@@ -347,7 +331,8 @@ class Federation(L.LightningModule):
 
     def on_test_epoch_start(self) -> None:
         """Start to judge all clients on their test samples."""
-        self._evaluators["test"] = self._evaluator("test")
+        whose = self.clients, self.attached_callback
+        self._evaluators["test"] = Evaluator(*whose, "test", self.f1_average)
 
     def test_step(self, clients: Tensor, batch_idx: int) -> None:
         """Judge a chunk of clients ``[C]`` on their test samples."""
@@ -369,12 +354,10 @@ class Federation(L.LightningModule):
     ) -> Evaluation | list[tuple[int, list[Any]]]:
         """Return the outputs of a chunk of clients ``[C]`` on their test samples.
 
-        Of a module that is no task these are pairs of a client's id and what its own
-        ``predict_step`` gives for each batch.
+        Of a module that is no task: pairs of an id and what ``predict_step`` gives for each batch.
         """
-        ids = owned(clients)
         with self._server_work(), self.clients.noting(self._predict_failures):
-            return predict(self.clients, self.attached_callback, ids)
+            return predict(self.clients, self.attached_callback, owned(clients))
 
     def on_predict_epoch_end(self) -> None:
         """Stop if a client failed and that is to stop the run."""
@@ -412,9 +395,6 @@ class Federation(L.LightningModule):
         for name, part in callback.modules.items():
             self.add_module(name, part)
         self.callback = callback
-
-    def _evaluator(self, split: Literal["val", "test"]) -> Evaluator:
-        return Evaluator(self.clients, self.attached_callback, split, self.f1_average)
 
     def _server_work(self) -> AbstractContextManager[None]:
         return server_work(self.device, self.clients.seed, self.clients.rounds)

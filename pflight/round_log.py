@@ -24,12 +24,12 @@ def ignore_hints() -> None:
         warnings.filterwarnings("ignore", hint)
 
 
-def tell_loggers(federation: L.LightningModule, names: Mapping[str, str]) -> None:
+def tell_loggers(federation: L.LightningModule, **names: str) -> None:
     """Hand the hyper-parameters to the loggers, which write them beside their logs.
 
     Args:
         federation: The federation.
-        names: What is said besides its options.
+        **names: What is said besides its options.
     """
     for logger in federation.loggers:
         if isinstance(logger, TensorBoardLogger):  # would log an empty hp_metric as well

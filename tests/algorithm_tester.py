@@ -117,10 +117,19 @@ ALGORITHMS = {
 }
 
 
+ONE_OF_EACH_KIND = ("FedAvg", "FedSGD", "FeSEM", "FedEC", "pFedLA", "Ditto", "SCAFFOLD", "FedRep")
+"""What `./check fast` runs: those that average, that cluster, that remember, and so on."""
+
+
 class AlgorithmTester:
     """Puts an algorithm through everything that does not depend on its mathematics."""
 
-    @pytest.fixture(params=ALGORITHMS)
+    @pytest.fixture(
+        params=[
+            pytest.param(name, marks=[pytest.mark.fast] if name in ONE_OF_EACH_KIND else [])
+            for name in ALGORITHMS
+        ]
+    )
     def algorithm(self, request: pytest.FixtureRequest) -> Algorithm:
         return ALGORITHMS[request.param]
 

@@ -24,6 +24,8 @@ FACE = "pflight"  # whose lazy names keep `import pflight` fast
 # What does not hold yet: remove an edge here when it is gone from the code, and add none.
 KNOWN = (("pflight.__main__", "pflight.cli"),)
 
+pytestmark = pytest.mark.fast
+
 
 class Import(NamedTuple):
     """An import of one module of the project in another."""

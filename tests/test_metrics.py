@@ -34,6 +34,8 @@ E1 = (
     torch.tensor([0, 0, 1, 2, 3]),
 )
 
+pytestmark = pytest.mark.fast
+
 
 def approx(value: float) -> object:
     return pytest.approx(value, abs=1e-7)

@@ -19,6 +19,8 @@ from pflight.state import (
 )
 from tests.runs import batchnorm_client, linear_client
 
+pytestmark = pytest.mark.fast
+
 
 def stack(**leaves: Tensor) -> TensorDict:
     return TensorDict(leaves, batch_size=[len(next(iter(leaves.values())))])

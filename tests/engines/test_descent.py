@@ -16,6 +16,8 @@ from pflight.engines.descent import Descent
 from pflight.models import ClientModule
 from tests.runs import linear_client, run, sgd, small_data
 
+pytestmark = pytest.mark.fast
+
 
 class TwoHeads(nn.Module):
     """A network of which one head is used at a time."""
