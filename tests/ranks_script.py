@@ -17,13 +17,13 @@ from pflight import Federation
 from pflight.callbacks import FedDANE, PerFedAvg, PFedMe
 from pflight.datamodules import TensorClients
 from pflight.errors import ClientError
-from pflight.models import ClientModule, DaneClient, PerFedAvgClient, PFedMeClient
 from tests import algorithm_tester
 from tests.algorithm_tester import Algorithm
 from tests.runs import (
     CLASSES,
     batchnorm_client,
     dropout_client,
+    failing_at_the_end,
     linear_client,
     quiet_trainer,
     samples,
@@ -34,11 +34,11 @@ ROUNDS, SAVED = 4, 2
 ON_DISK = "Local on disk"
 DROPOUT = {"CFL-splitting", "FeSEM", "FeSEM-MA", "IFCA", "L2GD", "Local", ON_DISK, "TrimmedKMeans"}
 BATCHNORM = {"APFL", "Ditto", "FedALA", "FedAvg", "FedBN", "FedEC", "FedFomo", "FedRep"}
-BATCHNORM |= {"HeurpFedLA", "SCAFFOLD", "pFedHN"}
+BATCHNORM |= {"FedBABU", "FedDyn", "HeurpFedLA", "SCAFFOLD", "pFedHN"}
 OTHERS = {  # which the common tester has without what needs the data of newcomers
-    "FedDANE": Algorithm(FedDANE, DaneClient),
-    "Per-FedAvg": Algorithm(PerFedAvg, PerFedAvgClient),
-    "pFedMe": Algorithm(PFedMe, PFedMeClient),
+    "FedDANE": Algorithm(FedDANE),
+    "Per-FedAvg": Algorithm(PerFedAvg),
+    "pFedMe": Algorithm(PFedMe),
 }
 ALGORITHMS = {
     name: algorithm_tester.ALGORITHMS[name.removesuffix(" on disk")]
@@ -46,21 +46,14 @@ ALGORITHMS = {
 } | OTHERS
 
 
-def failing(kind: type[ClientModule]) -> type[ClientModule]:
-    """Return a kind of client of which one, with 9 samples, always fails."""
-
-    def on_train_end(self: ClientModule) -> None:
-        if self.num_samples == 9:
-            raise RuntimeError("out of battery")
-
-    return type("Failing", (kind,), {"on_train_end": on_train_end})
-
-
 def fit(name: str, folder: Path, ckpt_path: Path | None = None, **options: Any) -> dict[str, Any]:
     """Train, save a checkpoint after some rounds, test, and return all that is known."""
     algorithm, make = ALGORITHMS[name], dropout_client if name in DROPOUT else batchnorm_client
     data = small_data(cohort_size=4, dropout=0.2, holdout_clients=0.2, eval_chunk=3)
-    client, memory = make(failing(algorithm.client)), "disk" if name == ON_DISK else "ram"
+    client, memory = (
+        make(failing_at_the_end(algorithm.client)),
+        "disk" if name == ON_DISK else "ram",
+    )
     federation = Federation(client, local_epochs=2, finetune_epochs=1, client_memory=memory)
     saver = ModelCheckpoint(folder, f"{name}-{{epoch}}", save_top_k=-1, every_n_epochs=SAVED)
     trainer = quiet_trainer(ROUNDS, algorithm.callback(), saver, default_root_dir=folder, **options)
