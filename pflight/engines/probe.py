@@ -8,20 +8,22 @@ import random
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from lightning import LightningModule
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
-from pflight.half import PERSONAL, Half
+from pflight.half import PERSONAL, Half, Phase
 from pflight.randomness import isolated
 from pflight.state import state_tensors
 from pflight.task import Task, trains_as_a_task
 
 from .descent import steps_only
-from .local import AloneClient
+from .local import AloneClient, resting
 from .module_trainer import loss_of
 from .sequential import SequentialEngine
 from .stacked import misfit
@@ -32,6 +34,8 @@ DRAWS = "it draws random numbers while it trains"
 _TOLERANCE = 1e-2  # of the largest gradient; stacked arithmetic rounds otherwise
 _TRACE = 1e-4  # of the largest gradient, that samples without weight leave
 _CLASSES = 32  # that are tried
+_ODD, _ODD_IN_HALF = 5e-2, 0.3  # as _TOLERANCE, of a run that goes on
+_VANISHED = 1e-3  # of the largest gradient at first, from which on gradients are rounding
 
 
 class Dependence(NamedTuple):
@@ -43,6 +47,19 @@ class Dependence(NamedTuple):
     """Tensors that are told to a client, and which its loss does not look at."""
     weighs_samples: bool
     """Whether samples whose weight is zero leave no trace, so that they may fill up a batch."""
+
+
+class Witness(NamedTuple):
+    """One client of a stack in one step: what it had, and what it got."""
+
+    mode: Mode
+    phase: Phase | None
+    state: dict[str, Tensor]
+    """With all that it was told."""
+    leaves: list[Tensor]
+    """Of its batch."""
+    gradients: dict[str, Tensor]
+    loss: Tensor
 
 
 class Probe:
@@ -58,6 +75,7 @@ class Probe:
         self.engine = engine
         self.setting = engine.setting
         self.module = stacked.module
+        self._largest = 0.0  # gradient of a client alone, as it was given
 
     def declared_obstacle(self) -> str | None:
         """Say what a module has that keeps it from being stacked, or return ``None``."""
@@ -176,6 +194,9 @@ class Probe:
                     "clients, or numbers of the module's own that change from call to call"
                 )
             untouched = [_untouched(results) for results in alone]
+            given = [g for results in alone for g in results.gradients[0][0].values()]
+            sizes = [float(g.abs().max()) for g in given if g is not None and g.numel()]
+            self._largest = max([self._largest, *sizes])
         if odd := frozenset().union(*untouched) - untouched[0].intersection(*untouched):
             return f"whether {min(odd)} has a gradient depends on the size of the batch"
         return None
@@ -205,6 +226,27 @@ class Probe:
         )
 
     @torch.no_grad()
+    def contradicts(self, found: Witness) -> bool:
+        """Return whether a client alone gets something else than it got in a stack.
+
+        What rounding leaves of a gradient that vanishes is not looked at: beside the largest one of
+        now, that of the beginning counts.
+        """
+        with isolated(self.setting.device), torch.enable_grad():
+            alone, loss = self._gradients(
+                found.mode, found.state, found.leaves, found.phase, steps=True
+            )
+        known = {n: g for n, g in alone.items() if g is not None and n in found.gradients}
+        numbers = [*known.values(), loss, found.loss, *(found.gradients[name] for name in known)]
+        if not all(bool(number.isfinite().all()) for number in numbers):
+            return False  # it will fail by itself
+        precise = self.setting.dtype.itemsize >= 4 and not isinstance(
+            self.setting.precision, MixedPrecision
+        )
+        stack = {name: found.gradients[name].unsqueeze(0) for name in known}, found.loss[None]
+        tolerance = _ODD if precise else _ODD_IN_HALF
+        return not _alike(stack, [(alone, loss)], tolerance, _VANISHED * self._largest)
+
     def predicts_each_alone(self, x: Tensor) -> bool:
         """Return whether predictions stay as they are beside the zeros that fill batches up."""
         states = self._two_states(Mode(anchored=False, remembers=False))
@@ -239,19 +281,36 @@ class Probe:
         return engine.clients
 
     def _gradients(
-        self, mode: Mode, state: Mapping[str, Tensor], leaves: list[Tensor]
+        self,
+        mode: Mode,
+        state: Mapping[str, Tensor],
+        leaves: list[Tensor],
+        phase: Phase | None = None,
+        steps: bool = False,
     ) -> tuple[dict[str, Tensor | None], Tensor]:
-        """Return the gradients of the parameters in a state, and the loss."""
+        """Return the gradients of the parameters in a state, and the loss.
+
+        Args:
+            mode: What the client trains with.
+            state: With all that it is told.
+            leaves: The tensors of a batch.
+            phase: Of the parameters that train.
+            steps: Whether the loss is that of a training step.
+        """
         assert self.setting.form is not None
         batch = self.setting.form.batch([leaf.clone() for leaf in leaves])
         gradients: dict[str, Tensor | None] = {}
         total = torch.zeros((), device=self.setting.device)
         for model in self._enter(mode, state):
             prefix = PERSONAL if model.shared is not None else ""
-            loss = model.half.loss(model, batch)
-            total = total + loss.detach()
-            parts = torch.autograd.grad(loss, list(model.weights.values()), allow_unused=True)
-            names = (f"{prefix}{name}" for name in model.weights)
+            with resting(model.module, self.setting.layout, phase):
+                own = model.loss(batch, len(leaves[0])) if steps else model.half.loss(model, batch)
+                if own is None:
+                    raise RuntimeError("its training_step returned no loss")
+                total = total + own.detach()
+                weights = {name: w for name, w in model.weights.items() if w.requires_grad}
+                parts = torch.autograd.grad(own, list(weights.values()), allow_unused=True)
+            names = (f"{prefix}{name}" for name in weights)
             gradients.update(zip(names, parts, strict=True))
         return gradients, total
 
@@ -331,6 +390,12 @@ class Probe:
         parameters = {name: others.pop(name) for name in stacked.trained()}
         twice = [part.expand(2, *part.shape).clone() for part in leaves]
         found = stacked.gradients(parameters, others, setting.form.batch(twice))
+        afresh = {n: t for n, t in self._two_states(mode).items() if n in others}
+        again = [part.clone() for part in twice]
+        repeated = stacked.gradients(parameters, afresh, setting.form.batch(again))
+        by_row = [({n: g[row] for n, g in found[0].items()}, found[1][row]) for row in (0, 1)]
+        if not _alike(repeated, by_row, _TRACE):
+            return False
         with torch.no_grad():
             if stacked.changes_afterwards and mode.anchored:
                 stacked.after_training(states)
@@ -458,13 +523,21 @@ def _alike(
     stacked: tuple[Stack, Tensor],
     alone: list[tuple[dict[str, Tensor | None], Tensor]],
     tolerance: float,
+    smallest: float = 0.0,
 ) -> bool:
-    """Return whether the rows of stacked gradients and losses are those of single clients."""
+    """Return whether the rows of stacked gradients and losses are those of single clients.
+
+    Args:
+        stacked: Gradients and losses ``[C, ...]``.
+        alone: Those of the clients.
+        tolerance: Difference, as a part of a client's largest gradient.
+        smallest: What counts as the largest gradient where it is smaller than this.
+    """
     for row, (gradients, loss) in enumerate(alone):
         if not (stacked[1][row] - loss).abs() <= tolerance * max(1.0, float(loss.abs())):
             return False
         known = {name: g for name, g in gradients.items() if g is not None and g.numel()}
-        scale = max(float(g.abs().max()) for g in known.values())
+        scale = max([smallest, *(float(g.abs().max()) for g in known.values())])
         for name, gradient in known.items():
             difference = (stacked[0][name][row] - gradient).abs().max()
             if not difference <= tolerance * scale + 1e-6:
@@ -478,20 +551,38 @@ def _generators() -> tuple[Any, ...]:
     return random.getstate(), drawn, torch.get_rng_state().tolist()
 
 
-def _attributes(client: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return all attributes of all modules, with what is in lists and the like."""
-    return {
-        (name, attribute): (value, _contents(value))
-        for name, module in client.named_modules()
-        for attribute, value in vars(module).items()
+def _attributes(client: nn.Module) -> dict[tuple[Any, str], Any]:
+    """Return the attributes of all modules, their classes and what these name of their globals.
+
+    Each with what is in it: a list, a class or another object may change while it stays the same.
+    """
+    kinds = {kind for module in client.modules() for kind in type(module).__mro__}
+    owners = [*client.named_modules(), *((kind, kind) for kind in kinds)]
+    found = {
+        (name, attribute): value
+        for name, owner in owners
+        for attribute, value in vars(owner).items()
         if attribute != "training"
     }
+    for kind in kinds:
+        if kind.__module__.split(".")[0] in ("torch", "lightning", "pflight", "builtins"):
+            continue
+        for method in vars(kind).values():
+            if not isinstance(method, FunctionType):
+                continue
+            known = method.__globals__.keys() & method.__code__.co_names
+            found |= {(method, name): method.__globals__[name] for name in known}
+    return {place: (value, _contents(value)) for place, value in found.items()}
 
 
 def _contents(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
-    return list(value) if isinstance(value, list | set) else []
+    if isinstance(value, list | set):
+        return list(value)
+    if isinstance(value, ModuleType | FunctionType | nn.Module) or not hasattr(value, "__dict__"):
+        return []
+    return [*vars(value).values()]
 
 
 def _same(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> bool:

@@ -72,6 +72,7 @@ class StackedClient:
         self.memory = half.remembered(layout) if half.keeps_memory else ()
         self.own = [n.removeprefix(OWN) for n in layout.own if n.startswith(OWN)]
         self.mode = Mode(anchored=True, remembers=False)
+        self.training_phase: Phase | None = None
         self._frozen = Frozen(module, layout)
         self._tied = other_places(module)
         self._modes: Hashable = None  # of the modules and parameters
@@ -111,9 +112,11 @@ class StackedClient:
     @contextmanager
     def phase(self, phase: Phase | None) -> Iterator[None]:
         """Let parameters rest that don't train in a phase."""
+        self.training_phase = phase
         with resting(self.module, self.layout, phase):
             self._note_modes()
             yield
+        self.training_phase = None
         self._note_modes()
 
     def _note_modes(self) -> None:

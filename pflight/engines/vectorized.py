@@ -14,6 +14,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from tensordict import TensorDict
 from torch import Tensor
 
+from pflight.errors import ConfigurationError
 from pflight.half import PERSONAL, Phase
 from pflight.history import Logs, merge_logs
 from pflight.loaders import Split
@@ -26,7 +27,7 @@ from .base import GRADIENT_BATCH, Setting, are_one, finite_rows
 from .local import ready
 from .mixed import StackedAutocast
 from .outputs import Samples, evaluate_task
-from .probe import Dependence, Probe, reason_of
+from .probe import Dependence, Probe, Witness, reason_of
 from .samples import check_order
 from .sequential import SequentialEngine
 from .stacked import Batches, Group, Plan, StackedOptimizer, clip, rows_per_call
@@ -131,6 +132,8 @@ class VectorizedEngine:
         module = ready(setting.client)
         setting.precision.convert_module(module).to(setting.device)
         self._stacked = StackedClient(module, setting.half, setting.layout)
+        self._probe = Probe(self._stacked, self.alone)
+        self._audited, self._audits = -1, False  # the last such round, and whether one is due
         self._dependence: dict[bool, Dependence] = {}  # by whether there is an anchor
         self._phases: dict[tuple[int, bool], list[Phase | None]] = {}
         self._reused: dict[str, Tensor] = {}
@@ -153,18 +156,17 @@ class VectorizedEngine:
             self.stacks_evaluation = False
             return
         self._some = self._some_samples()
-        probe = Probe(self._stacked, self.alone)
         try:
-            self.obstacle = self._find_obstacle(probe)
+            self.obstacle = self._find_obstacle()
         except STOPS:
             raise
         except BaseException as error:
             self.obstacle = f"trying it fails: {reason_of(error)}"
         if self.stacks_evaluation:
-            self.stacks_evaluation = probe.predicts_each_alone(self._some[0])
+            self.stacks_evaluation = self._probe.predicts_each_alone(self._some[0])
 
-    def _find_obstacle(self, probe: Probe) -> str | None:
-        data, half = self.setting.data, self.setting.half
+    def _find_obstacle(self) -> str | None:
+        data, half, probe = self.setting.data, self.setting.half, self._probe
         counts = data.num_samples("train")[data.train_clients].unique().tolist()
         if obstacle := probe.declared_obstacle():
             return obstacle
@@ -297,6 +299,8 @@ class VectorizedEngine:
             range(len(plans)), key=lambda row: (plans[row].steps, counts[row]), reverse=True
         )
         everyone = self._chunk_of_all(clients, starts, kept, plans, order, work)
+        if work.round_index > self._audited and (work.round_index + 1).bit_count() == 1:
+            self._audited, self._audits = work.round_index, True
         self._stacked.take_frozen(everyone.starts)
         failed: dict[int, BaseException | None] = {}  # rows, as they are ordered here
         for part in torch.arange(len(plans)).tensor_split(-(-len(plans) // self.chunk)):
@@ -476,8 +480,9 @@ class VectorizedEngine:
         limit = None if by_half else getattr(stacked.module, "gradient_clip_val", None)
         algorithm = getattr(stacked.module, "gradient_clip_algorithm", "norm")
         for step in range(len(batches)):
+            last = step + 1 == len(batches)
             parts = [
-                self._gradients(group, parameters, others, chunk.losses)
+                self._gradients(group, chunk, parameters, others, last)
                 for group in batches.groups(step)
             ]
             for names, optimizer in zip(models, optimizers, strict=True):
@@ -504,7 +509,7 @@ class VectorizedEngine:
         counts = torch.tensor([plan.num_seen for plan in chunk.plans], device=self.device)
         for step in range(len(batches)):
             for group in batches.groups(step):
-                gradients = self._gradients(group, parameters, others, chunk.losses)
+                gradients = self._gradients(group, chunk, parameters, others)
                 for name, gradient in gradients.items():
                     share = group.size / counts[group.rows].to(gradient)
                     share = share.view(-1, *[1] * (gradient.dim() - 1))
@@ -519,10 +524,13 @@ class VectorizedEngine:
             if name not in parameters and name not in unread
         }
 
-    def _gradients(self, group: Group, parameters: Stack, others: Stack, losses: Tensor) -> Stack:
+    def _gradients(
+        self, group: Group, chunk: _Chunk, parameters: Stack, others: Stack, last: bool = True
+    ) -> Stack:
         """Return the gradients of a group of rows, and add up its losses."""
         rows = group.rows
         assert self.setting.form is not None
+        audited = self._some_rows(group, chunk, parameters) if self._audits and last else {}
         with self._stacked_context():
             gradients, mean_losses = self._stacked.gradients(
                 {name: value[rows] for name, value in parameters.items()},
@@ -530,8 +538,52 @@ class VectorizedEngine:
                 self.setting.form.batch(group.leaves),
                 group.weights,
             )
-        losses[rows] += mean_losses * group.size
+        chunk.losses[rows] += mean_losses * group.size
+        self._audit(audited, gradients, mean_losses)
         return gradients
+
+    # Stacked clients against one alone
+
+    def _some_rows(
+        self, group: Group, chunk: _Chunk, parameters: Stack
+    ) -> dict[int, tuple[dict[str, Tensor], list[Tensor]]]:
+        """Return the state and the batch of two clients of a group, by row, as they are now."""
+        state = {**chunk.results, **self._others(chunk, (), ()), **parameters}
+        found = {}
+        for row in {0, len(group.leaves[0]) - 1}:
+            count = group.size if isinstance(group.size, int) else int(group.size[row])
+            own = {name: t[group.rows.start + row].clone() for name, t in state.items()}
+            found[row] = own, [leaf[row, :count] for leaf in group.leaves]
+        return found
+
+    def _audit(
+        self,
+        audited: dict[int, tuple[dict[str, Tensor], list[Tensor]]],
+        gradients: Stack,
+        losses: Tensor,
+    ) -> None:
+        """Raise if a client alone gets something else than it got in a stack.
+
+        Two have to, because a single one may be next to a kink, of which rounding chooses the side.
+        """
+        stacked, why = self._stacked, ""
+        for row, (state, leaves) in audited.items():
+            self._audits, got = False, {name: g[row] for name, g in gradients.items()}
+            found = Witness(stacked.mode, stacked.training_phase, state, leaves, got, losses[row])
+            try:
+                if not self._probe.contradicts(found):
+                    return
+                why = "gets other results alone"
+            except Exception as error:
+                why = f"fails alone: {reason_of(error)}"
+        if why:
+            name = type(self.setting.client).__name__
+            raise ConfigurationError(
+                f"round {self._audited}: a {name} that trained together with others {why}, as with "
+                "numbers that it keeps outside of its tensors and that change from call to call. "
+                "Results so far are wrong: train with engine='sequential', or say vectorizable = "
+                f"False in {name}"
+            )
 
     def _batches(self, chunk: _Chunk, work: _Work, phase: Phase | None = None) -> Batches:
         """Prepare the batches of a chunk, or those of a phase, in memory that all chunks use."""

@@ -14,13 +14,37 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from pflight import Federation
-from pflight.callbacks import FedAvg, FedDANE, Local
+from pflight.callbacks import (
+    APFL,
+    SCAFFOLD,
+    Ditto,
+    FedAvg,
+    FedDANE,
+    FedEC,
+    FedRep,
+    FedSGD,
+    Local,
+    PerFedAvg,
+    PFedMe,
+)
 from pflight.datamodules import TensorClients
-from pflight.errors import ClientError
+from pflight.engines import VectorizedEngine
+from pflight.engines.probe import Probe, Witness
+from pflight.errors import ClientError, ConfigurationError
 from pflight.half import Half, LocalClient, Phase
 from pflight.models import ClientModule
 from pflight.models.halves import Dane
-from tests.runs import CLASSES, ENGINES, FEATURES, quiet_trainer, run, samples, sgd
+from tests.runs import (
+    CLASSES,
+    ENGINES,
+    FEATURES,
+    batchnorm_client,
+    quiet_trainer,
+    run,
+    samples,
+    sgd,
+    small_data,
+)
 
 pytestmark = pytest.mark.filterwarnings(  # pytest.warns hands it on as if it were ours
     "ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"
@@ -198,6 +222,10 @@ class Declares(ClientModule):
     vectorizable = False
 
 
+class Count:
+    calls = 0
+
+
 class CountsInAnObject(ClientModule):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -205,21 +233,42 @@ class CountsInAnObject(ClientModule):
 
     def loss(self, batch: Any) -> Tensor:
         self.count.calls += 1
-        return super().loss(batch) * 0.9999**self.count.calls
+        return super().loss(batch) * self.count.calls
 
 
-class Count:
+class CountsInItsClass(ClientModule):
     calls = 0
 
-
-class CountsInAClass(ClientModule):
     def loss(self, batch: Any) -> Tensor:
-        Total.calls += 1
-        return super().loss(batch)
+        type(self).calls += 1
+        return super().loss(batch) * (1 + self.calls // 10_000)
 
 
-class Total:
-    calls = 0
+class CountsInAnother(ClientModule):
+    def loss(self, batch: Any) -> Tensor:
+        Count.calls += 1
+        return super().loss(batch) * (1 + Count.calls // 10_000)
+
+
+CALLS = [0]
+
+
+class CountsInAGlobal(ClientModule):
+    def loss(self, batch: Any) -> Tensor:
+        CALLS[0] += 1
+        return super().loss(batch) * (1 + CALLS[0] // 10_000)
+
+
+class CountsDeep(ClientModule):
+    """Counts where nobody looks, and cools slowly."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.counts = [[0]]
+
+    def loss(self, batch: Any) -> Tensor:
+        self.counts[0][0] += 1
+        return super().loss(batch) * 0.999 ** self.counts[0][0]
 
 
 CLIENTS = {
@@ -243,6 +292,10 @@ CLIENTS = {
     "logs its loss": (LogsItsLoss, None),
     "declares": (Declares, "it says that it is not vectorizable"),
     "counts in an object": (CountsInAnObject, "it sets attributes of itself while it trains"),
+    "counts in its class": (CountsInItsClass, "it sets attributes of itself while it trains"),
+    "counts in another": (CountsInAnother, "it sets attributes of itself while it trains"),
+    "counts in a global": (CountsInAGlobal, "it sets attributes of itself while it trains"),
+    "counts deep": (CountsDeep, "numbers of the module's own that change from call to call"),
 }
 
 
@@ -296,6 +349,100 @@ def test_a_record_is_of_one_mode() -> None:
         states.append(federation.server_states()[0])
     torch.testing.assert_close(*states)
     assert federation.clients.attached_engine.obstacle is None
+
+
+# What is found out later
+
+
+class Turns(ClientModule):
+    """Changes its loss after so many calls, which it counts where nobody looks."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.counts = [[0]]
+
+    def loss(self, batch: Any) -> Tensor:
+        self.counts[0][0] += 1
+        return super().loss(batch) * (2 if self.counts[0][0] > 14 else 1)
+
+
+def same_sizes() -> TensorClients:
+    train = [samples(8, seed, dtype=torch.float64) for seed in range(4)]
+    return TensorClients(train, num_classes=CLASSES, batch_size=None, cohort_size=4)
+
+
+@pytest.mark.parametrize("callback", [FedAvg, FedSGD])
+def test_a_module_that_changes_from_call_to_call_stops_the_run(callback: Any) -> None:
+    rounds: list[int] = []
+
+    class Counted(callback):
+        def round(self, cohort: Tensor) -> None:
+            rounds.append(len(rounds))
+            super().round(cohort)
+
+    match = r"a Turns that trained together .* Results so far are wrong: .*engine='sequential'"
+    with pytest.raises(ConfigurationError, match=match) as raised:
+        run(client_of(Turns), same_sizes(), Counted(), rounds=40, engine="vectorized")
+    assert str(raised.value).startswith(f"round {rounds[-1]}: ")
+    assert rounds[-1] in (3, 7, 15)
+    run(client_of(Turns), same_sizes(), callback(), rounds=20, engine="sequential")
+
+
+def test_clients_are_audited_in_rounds_of_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    audited: list[Witness] = []
+    contradicts = Probe.contradicts
+
+    def noted(self: Probe, found: Witness) -> bool:
+        audited.append(found)
+        return contradicts(self, found)
+
+    monkeypatch.setattr(Probe, "contradicts", noted)
+    data = TensorClients(
+        [samples(count, seed, dtype=torch.float64) for seed, count in enumerate(COUNTS)],
+        num_classes=CLASSES,
+        batch_size=4,
+        cohort_size=4,
+    )
+    run(client_of(ClientModule), data, rounds=9, local_epochs=2, engine="vectorized")
+    assert len(audited) == 4  # in rounds 0, 1, 3 and 7
+    assert all(len(found.leaves[1]) <= 4 for found in audited)
+
+
+HALVES = {
+    "Ditto": lambda: Ditto(lam=0.5),
+    "APFL": lambda: APFL(alpha=0.3, alpha_lr=0.1),
+    "pFedMe": lambda: PFedMe(lam=5.0, personal_steps=2),
+    "Per-FedAvg": lambda: PerFedAvg(alpha=0.1, hessian=True),
+    "SCAFFOLD": lambda: SCAFFOLD(option="I"),
+    "FedEC": lambda: FedEC(0.5),
+    "FedRep": lambda: FedRep(head_epochs=1),
+    "FedDANE": lambda: FedDANE(mu=0.3),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_halves_pass_every_audit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also at every step of every chunk, and in single precision."""
+    monkeypatch.setattr("pflight.engines.probe._ODD", 1e-3)
+    in_step = VectorizedEngine._gradients
+
+    def audited(self: VectorizedEngine, *args: Any) -> Any:
+        self._audits = True
+        return in_step(self, *args[:4])
+
+    monkeypatch.setattr(VectorizedEngine, "_gradients", audited)
+    client = batchnorm_client(optimizer=sgd(0.1, momentum=0.5 * (name != "SCAFFOLD")))
+    federation = run(
+        client,
+        small_data(cohort_size=4),
+        HALVES[name](),
+        rounds=3,
+        local_epochs=2,
+        finetune_epochs=int(name in ("FedRep", "FedDANE")),
+        engine="vectorized",
+    )
+    assert federation.clients.attached_engine.obstacle is None
+    assert not any(entry.failed for entry in federation.history)
 
 
 # Embeddings
