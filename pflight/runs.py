@@ -54,7 +54,9 @@ class RunFolder:
         if "://" in str(path):
             raise ConfigurationError(f"the run folder must be on a disk, not {path}: {_ANOTHER}")
         if path is not None and not str(path).strip():
-            raise ConfigurationError(f"the run folder has no name: {_ANOTHER}, the current one is .")
+            raise ConfigurationError(
+                f"the run folder has no name: {_ANOTHER}, the current one is ."
+            )
         self.path = Path(os.path.expanduser(path or "."))  # as the Trainer does
         for part in (self.path, *self.path.parents):
             if os.path.islink(part) and not os.path.exists(part):
