@@ -83,7 +83,7 @@ def test_the_field_has_a_name_for_it(
 
 
 def test_before_it_is_set_up_it_has_none() -> None:
-    with pytest.raises(ConfigurationError, match="the federation has no server yet"):
+    with pytest.raises(ConfigurationError, match="no server yet"):
         _ = Federation(linear_client()).algorithm
 
 
