@@ -211,7 +211,7 @@ class Mixing(L.LightningModule):
 
     Example:
         >>> import pflight
-        >>> module = pflight.models.Classifier(nn.nn.Linear(4, 2), num_classes=2)
+        >>> module = pflight.models.Classifier(torch.nn.Linear(4, 2), num_classes=2)
         >>> Mixing(module, ["network.bias"], lr=1.0).weights.tensors()["network.bias"]
         Parameter containing:
         tensor([1., 1.], requires_grad=True)

@@ -393,7 +393,10 @@ class Probe:
         afresh = {n: t for n, t in self._two_states(mode).items() if n in others}
         again = [part.clone() for part in twice]
         repeated = stacked.gradients(parameters, afresh, setting.form.batch(again))
-        by_row = [({n: g[row] for n, g in found[0].items()}, found[1][row]) for row in (0, 1)]
+        by_row: list[tuple[dict[str, Tensor | None], Tensor]] = [
+            ({name: gradient[row] for name, gradient in found[0].items()}, found[1][row])
+            for row in (0, 1)
+        ]
         if not _alike(repeated, by_row, _TRACE):
             return False
         with torch.no_grad():
