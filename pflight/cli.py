@@ -76,8 +76,9 @@ class FederationCLI(LightningCLI):
     :class:`~pflight.models.ClientModule`. The run folder is ``trainer.default_root_dir``: it gets
     ``config.yaml``, TensorBoard's events and ``checkpoints/`` with ``last.ckpt`` of every round and
     ``best.ckpt`` by ``--monitor`` and ``--mode``, for classifiers ``val/macro_acc`` unless others
-    are named, if the configuration brings no logger or ``ModelCheckpoint`` of its own. ``--ckpt_path last`` and ``best`` are those of this folder; all
-    but ``fit`` take ``best`` where none is named. One ``fit`` at a time writes there.
+    are named, if the configuration brings no logger or ``ModelCheckpoint`` of its own.
+    ``--ckpt_path last`` and ``best`` are those of this folder; all but ``fit`` take ``best`` where
+    none is named. One ``fit`` at a time writes there.
 
     Args:
         args: Arguments in place of those of the process.

@@ -68,6 +68,7 @@ def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @having("python")
 def test_the_python_blocks_run(page: Path) -> None:
     namespace = {"__name__": "__main__"}
