@@ -224,7 +224,7 @@ class ModuleTrainer:
 
     def _bare_step(self, batch: Any, last: bool) -> None:
         """Do what Lightning's loop does without hooks, which take several times as long."""
-        trainer, strategy, module = self.trainer, self._strategy, self._strategy.lightning_module
+        trainer, strategy, module = self.trainer, self._strategy, self.trainer.lightning_module
         loop, (optimizer,) = trainer.fit_loop.epoch_loop, strategy.optimizers
         progress, steps = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer
         batch = move_data_to_device(batch, strategy.root_device)
@@ -241,7 +241,7 @@ class ModuleTrainer:
             return ClosureResult.from_training_step_output(output)
 
         steps.step.increment_ready()
-        optimizer.step(Closure(step, torch.Tensor.backward, optimizer.zero_grad))
+        optimizer.step(Closure(step, Tensor.backward, optimizer.zero_grad))  # type: ignore[arg-type]
         steps.step.increment_completed()
         progress.increment_processed()
         if strategy.lr_scheduler_configs:
