@@ -204,17 +204,14 @@ def peak_of(root: Path, rounds: int, batch_size: int, num_workers: int) -> None:
 
     def watch() -> None:
         while not done.wait(0.1):
-            readers = [child.pid for child in multiprocessing.active_children()]
-            own = sum(memory(reader, "Private_") for reader in readers)  # shared with none
-            held.append(own)
+            readers = multiprocessing.active_children()
+            held.append(sum(memory(reader.pid, "Private_") for reader in readers))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
         data = DatasetClients(read(root), batch_size=batch_size, num_workers=num_workers)
-        started = time.perf_counter()
         train(data, rounds)
-        seconds = (time.perf_counter() - started) / rounds
     finally:
         done.set()
         watcher.join()
@@ -222,7 +219,7 @@ def peak_of(root: Path, rounds: int, batch_size: int, num_workers: int) -> None:
     images = int(data.num_samples("train").sum())
     print(
         f"| {images:,} | {data.num_clients} | {num_workers} | {peak:.0f} | {max(held):.0f} "
-        f"| {imports:.0f} | {seconds:.1f} |",
+        f"| {imports:.0f} |",
         flush=True,
     )
 
@@ -253,8 +250,8 @@ def main() -> None:
                 for batch_size in (10, 32):
                     compare(Path(folder), options.rounds, batch_size, num_workers)
     if "memory" in options.tables:
-        print("| images | clients | readers | peak, MiB | of readers | imports | s a round |")
-        print("|---|---|---|---|---|---|---|", flush=True)
+        print("| images | clients | readers | peak, MiB | of readers, MiB | imports, MiB |")
+        print("|---|---|---|---|---|---|", flush=True)
         for images in options.images:
             with TemporaryDirectory(dir=options.folder) as folder:
                 draw(Path(folder), images, clients=max(1, images // 100), side=32)

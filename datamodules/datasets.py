@@ -243,11 +243,11 @@ def _drawing_aside() -> Iterator[None]:
     To copy NumPy's state takes longer than to read a small sample, so its functions draw from
     another generator meanwhile. All that is lost is the second of two normal numbers, if it waits.
     """
-    python, numpy = random.getstate(), np.random.get_bit_generator()  # type: ignore[attr-defined]
-    np.random.set_bit_generator(_ASIDE)  # type: ignore[attr-defined]
+    python, numpy = random.getstate(), np.random.mtrand.get_bit_generator()
+    np.random.mtrand.set_bit_generator(_ASIDE)
     try:
         with torch.random.fork_rng([]):
             yield
     finally:
         random.setstate(python)
-        np.random.set_bit_generator(numpy)  # type: ignore[attr-defined]
+        np.random.mtrand.set_bit_generator(numpy)

@@ -14,6 +14,8 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MeanAbsoluteError, R2Score
+from torchmetrics.classification import BinaryJaccardIndex
+from torchmetrics.text import Perplexity
 
 from pflight import ConfigurationError, Federation
 from pflight.callbacks import (
@@ -468,6 +470,77 @@ def test_a_training_step_need_not_take_the_index_of_its_batch() -> None:
     torch.manual_seed(3)
     state = run(Short(), hospitals(), FedAvg()).server_states()[0]
     assert_same(state, run(regression(), hospitals(), FedAvg()).server_states()[0])
+
+
+class Segmenter(L.LightningModule):
+    """Judged by an object that counts pixels, over batches of unequal size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Conv2d(1, 1, 3, padding=1)
+        self.iou = BinaryJaccardIndex()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.binary_cross_entropy_with_logits(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.iou.update(self.net(batch[0]), batch[1])
+        self.log("val/iou", self.iou)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class NextToken(L.LightningModule):
+    """Judged by the perplexity of sequences of unequal length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm = nn.Embedding(9, 6), nn.LSTM(6, 9, batch_first=True)
+        self.perplexity = Perplexity(ignore_index=0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.lstm(self.embed(ids))[0]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        ids = batch["input_ids"]
+        return F.cross_entropy(self(ids[:, :-1]).mT, ids[:, 1:], ignore_index=0)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        ids = batch["input_ids"]
+        self.perplexity(self(ids[:, :-1]), ids[:, 1:])
+        self.log("val/perplexity", self.perplexity)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def clinic(count: int, seed: int) -> TensorDataset:
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 1, 4, 4, generator=random)
+    return TensorDataset(x, (x + seed / 2 > 0).float())
+
+
+@pytest.mark.parametrize("method", [FedAvg(), Ditto(lam=0.1)], ids=lambda m: type(m).__name__)
+def test_objects_are_those_of_torchmetrics_on_each_client_alone(method: ServerCallback) -> None:
+    torch.manual_seed(0)
+    clinics = [clinic(count, seed) for seed, count in enumerate((3, 7, 4))]
+    data = DatasetClients(clinics, clinics, batch_size=4, eval_batch_size=3)
+    federation = run(Segmenter(), data, copy.deepcopy(method), 2)
+    texts = [Sequences(count, count) for count in (7, 4, 9)]
+    read = DatasetClients(texts, texts, batch_size=4, eval_batch_size=3, collate_fn=padded)
+    writers = run(NextToken(), read, copy.deepcopy(method), 2)
+    for client in range(3):
+        module = federation.client_module(client).eval()
+        x, y = clinics[client].tensors
+        ids = padded(list(texts[client]))["input_ids"]
+        with torch.no_grad():
+            iou = BinaryJaccardIndex()(module.net(x), y)
+            logits = writers.client_module(client).eval()(ids[:, :-1])
+        perplexity = Perplexity(ignore_index=0)(logits, ids[:, 1:])
+        assert federation.client_metrics("val")["iou"][client] == pytest.approx(float(iou))
+        values = writers.client_metrics("val")["perplexity"]
+        assert values[client] == pytest.approx(float(perplexity), rel=1e-5)
 
 
 class Own(Regression):

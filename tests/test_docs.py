@@ -62,6 +62,7 @@ def write_files(page: Path) -> None:
         Path(name).write_text(text)
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @having("python")
 def test_the_python_blocks_run(page: Path) -> None:
     write_files(page)

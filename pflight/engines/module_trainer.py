@@ -285,7 +285,7 @@ class ModuleTrainer:
             return ClosureResult.from_training_step_output(output)
 
         steps.step.increment_ready()
-        optimizer.step(Closure(step, torch.Tensor.backward, optimizer.zero_grad))  # type: ignore[arg-type]
+        optimizer.step(Closure(step, Tensor.backward, optimizer.zero_grad))  # type: ignore[arg-type]
         steps.step.increment_completed()
         progress.increment_processed()
         if strategy.lr_scheduler_configs:

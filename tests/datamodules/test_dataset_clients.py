@@ -114,9 +114,8 @@ def unreadable(samples: list[Any]) -> Any:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_worker_outlives_its_data(root: Path, fails: bool) -> None:
-    failed = pytest.raises(ClientError, match="client 0 failed: OSError: no such image")
-
     def fit() -> None:
+        failed = pytest.raises(ClientError, match="client 0 failed: OSError: no such image")
         data = hospitals(root, 2)
         if fails:
             data.collate_fn = unreadable
