@@ -30,7 +30,8 @@ class TensorClients(FederatedDataModule):
         train: For each client its training features ``[n, ...]`` and labels ``[n]``.
         test: The same for testing, in the same order of clients; ``None`` means no test data.
         val: The same for validation.
-        num_classes: Number of classes; labels are ``0 .. num_classes - 1``.
+        num_classes: Number of classes; labels are ``0 .. num_classes - 1``. ``None`` for targets of
+            another kind, ``[n, ...]``, which are kept as they are.
         cohort_size: Clients that train in a round; with neither this nor ``participation``, all.
         batch_size: Samples of a local training batch; ``None`` means all of the client's.
         seed: Seed of the cohorts, the newcomers and the order of the samples.
@@ -52,7 +53,7 @@ class TensorClients(FederatedDataModule):
         test: Pairs | None = None,
         val: Pairs | None = None,
         *,
-        num_classes: int,
+        num_classes: int | None = None,
         cohort_size: int | None = None,
         batch_size: int | None = 32,
         seed: int = 0,
@@ -79,13 +80,15 @@ class TensorClients(FederatedDataModule):
                     f"{self.num_clients}"
                 )
             for client, pair in enumerate(given):
-                _check_form(pair, f"client {client}, {split}")
+                _check_form(pair, f"client {client}, {split}", num_classes)
             self._pairs[split] = given
-        first = self._check_shapes()
-        nothing = first[:0], torch.empty(0, dtype=torch.long, device=first.device)
+        x, y = self._check_shapes()
+        nothing = x[:0], y[:0] if num_classes is None else y[:0].long()
+        labelled = num_classes is not None
         for split, given in self._pairs.items():
             _check_values(given, split, num_classes)
-            kept = [_with_int_labels(pair) if pair[0].shape[0] else nothing for pair in given]
+            filled = [_with_int_labels(pair) for pair in given] if labelled else given
+            kept = [pair if pair[0].shape[0] else nothing for pair in filled]
             self._pairs[split] = kept or [nothing] * self.num_clients
         self.setup()
 
@@ -94,21 +97,21 @@ class TensorClients(FederatedDataModule):
         self.check_client(client)
         return self._pairs[split][client]
 
-    def _check_shapes(self) -> Tensor:
-        """Require one feature shape and data type; return the first features of all."""
-        first: Tensor | None = None
+    def _check_shapes(self) -> Pair:
+        """Require one shape and data type of features; return the first samples of all."""
+        first: Pair | None = None
         origin = ""
         for split, pairs in self._pairs.items():
-            for client, (x, _) in enumerate(pairs):
+            for client, (x, y) in enumerate(pairs):
                 shape = x.shape
                 if shape[0] == 0:
                     continue
                 if first is None:
-                    first, origin, expected = x, f"client {client}, {split}", shape[1:]
-                elif shape[1:] != expected or x.dtype != first.dtype:
+                    first, origin, expected = (x, y), f"client {client}, {split}", shape[1:]
+                elif shape[1:] != expected or x.dtype != first[0].dtype:
                     raise ConfigurationError(
                         f"client {client}, {split}: features are {x.dtype} of shape "
-                        f"{list(shape[1:])}, but those of {origin} are {first.dtype} of shape "
+                        f"{list(shape[1:])}, but those of {origin} are {first[0].dtype} of shape "
                         f"{list(expected)}"
                     )
         if first is None:
@@ -116,7 +119,7 @@ class TensorClients(FederatedDataModule):
         return first
 
 
-def _check_form(pair: Pair, name: str) -> None:
+def _check_form(pair: Pair, name: str, num_classes: int | None) -> None:
     """Raise unless these are features and a label for each."""
     if not (isinstance(pair, tuple | list) and len(pair) == 2):
         raise ConfigurationError(f"{name}: expected a pair of features and labels")
@@ -126,14 +129,15 @@ def _check_form(pair: Pair, name: str) -> None:
             f"{name}: features and labels must be tensors, got {type(x).__name__} and "
             f"{type(y).__name__}"
         )
-    if y.ndim != 1 or x.ndim == 0 or x.shape[0] != y.shape[0]:
+    labels = y.ndim == 1 or (num_classes is None and y.ndim > 0)
+    if not labels or x.ndim == 0 or x.shape[0] != y.shape[0]:
         raise ConfigurationError(
             f"{name}: features of shape {list(x.shape)} and labels of shape {list(y.shape)}; "
             "expected [n, ...] and [n]"
         )
 
 
-def _check_values(pairs: Pairs, split: Split, num_classes: int) -> None:
+def _check_values(pairs: Pairs, split: Split, num_classes: int | None) -> None:
     """Raise unless features are finite and labels classes; many clients at once, for speed."""
     for block in _blocks(pairs):
         columns = [
@@ -167,10 +171,12 @@ def _with_int_labels(pair: Pair) -> Pair:
     return pair if y.dtype is torch.long else (x, y.long())
 
 
-def _fault_of(x: Tensor, y: Tensor, num_classes: int) -> str | None:
+def _fault_of(x: Tensor, y: Tensor, num_classes: int | None) -> str | None:
     """Say what is wrong with features and labels of one or several clients."""
     if not _finite(x):
         return "features contain NaN or infinite values"
+    if num_classes is None:
+        return None if _finite(y) else "targets contain NaN or infinite values"
     if y.is_complex() or not (y == (labels := y.long())).all():
         return f"labels must be whole numbers, got {y.dtype}"
     smallest, largest = (int(bound) for bound in labels.aminmax())

@@ -16,15 +16,19 @@ from pflight.options import check_range, checked
 from pflight.task import Batch, OptimizerOf, Task, plain_sgd
 
 
-def as_classifier(module: LightningModule) -> Classifier:
+def as_classifier(module: LightningModule, what: str) -> Classifier:
     """Return a client module that is a classifier, as some methods need it.
+
+    Args:
+        module: The client module.
+        what: What needs logits and classes, for the message.
 
     Raises:
         ConfigurationError: If it is another LightningModule.
     """
     if not isinstance(module, Classifier):
         raise ConfigurationError(
-            f"this asks for logits and classes, which a Classifier has and {type(module).__name__} "
+            f"{what} needs logits and classes, which a Classifier has and {type(module).__name__} "
             "has not"
         )
     return module

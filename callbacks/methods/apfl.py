@@ -34,7 +34,7 @@ class APFL(PersonalFedAvg):
             stay with them.
 
     Raises:
-        ConfigurationError: If an option is out of range, or the client is of another kind.
+        ConfigurationError: If an option is out of range, or the client names another half.
 
     References:
         Deng et al., Adaptive Personalized Federated Learning, 2020,

@@ -30,7 +30,7 @@ class Ditto(PersonalFedAvg):
         buffers: As in :class:`~pflight.callbacks.ServerCallback`; a personal model's stay with it.
 
     Raises:
-        ConfigurationError: If an option is out of range, or the client is of another kind.
+        ConfigurationError: If an option is out of range, or the client names another half.
 
     References:
         Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021,

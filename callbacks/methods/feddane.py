@@ -42,7 +42,7 @@ class FedDANE(FedAvg):
         mu: Weight of the proximal penalty; by default 0.1, or what the client's own half says.
 
     Raises:
-        ConfigurationError: If the client is of another kind or its optimization is manual.
+        ConfigurationError: If the client names another half or its optimization is manual.
 
     References:
         Li et al., FedDANE: A Federated Newton-Type Method, 2019, https://arxiv.org/abs/2001.01920.

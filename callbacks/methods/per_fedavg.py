@@ -31,7 +31,7 @@ class PerFedAvg(FedAvg):
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
     Raises:
-        ConfigurationError: If an option is out of range, or the client is of another kind.
+        ConfigurationError: If an option is out of range, or the client names another half.
 
     References:
         Fallah et al., Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic

@@ -48,7 +48,7 @@ class PFedMe(FedAvg):
         mu: Weight decay of the inner steps.
 
     Raises:
-        ConfigurationError: If an option is out of range, or the client is of another kind.
+        ConfigurationError: If an option is out of range, or the client names another half.
 
     References:
         T. Dinh et al., Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020,

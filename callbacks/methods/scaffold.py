@@ -42,7 +42,7 @@ class SCAFFOLD(FedAvg):
         lr: Step :math:`\eta_g` of the default server optimizer, SGD.
 
     Raises:
-        ConfigurationError: If the step is out of range, or the client is of another kind.
+        ConfigurationError: If the step is out of range, or the client names another half.
 
     References:
         Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML

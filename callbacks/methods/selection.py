@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from tensordict import TensorDict
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from pflight.cohort import sample_clients
 from pflight.data_module import FederatedDataModule
@@ -23,8 +24,8 @@ from pflight.distributed import all_sum, gather
 from pflight.engines.updates import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
-from pflight.loaders import Split
-from pflight.models.classifier import Classifier, as_classifier
+from pflight.loaders import Split, Visit
+from pflight.models.classifier import as_classifier
 from pflight.options import whole
 from pflight.randomness import Purpose, generator, isolated
 from pflight.state import stack_states
@@ -114,6 +115,8 @@ def select_by_trials(
 ) -> ClusterSelection:
     """Try numbers of clusters for a method, as :func:`~pflight.callbacks.select_num_clusters`."""
     check_candidates(candidates, criterion)
+    if criterion == "accuracy":
+        as_classifier(federation.client, "FeSEM: criterion 'accuracy', unlike 'distance',")
     if not whole(rounds) >= 2:
         raise ConfigurationError(f"select_num_clusters: rounds must be at least 2, got {rounds}")
     data.prepare_data()
@@ -133,7 +136,7 @@ def select_by_trials(
         )
     if criterion == "distance" and numbers[0] > 1:
         numbers.insert(0, numbers[0] - 1)
-    client = copy.deepcopy(as_classifier(federation.client))
+    client = copy.deepcopy(federation.client)
     client.load_state_dict(gather(client.state_dict())[0])  # ranks may have started differently
     accuracy, distance = {}, {}
     for k in numbers:
@@ -192,7 +195,7 @@ class SampledClients(FederatedDataModule):
 
     def __init__(self, data: FederatedDataModule, clients: Tensor) -> None:
         super().__init__(
-            num_classes=data.num_classes,
+            num_classes=getattr(data, "num_classes", None),
             batch_size=data.batch_size,
             eval_batch_size=data.eval_batch_size,
             eval_chunk=data.eval_chunk,
@@ -205,25 +208,48 @@ class SampledClients(FederatedDataModule):
         self.fill = data.fill
         self.holds_out = not data.num_samples("val")[clients].any()
 
-    def samples(self, client: int, split: Split) -> tuple[Tensor, Tensor]:
+    def samples(self, client: int, split: Split) -> Any:
         """See :meth:`FederatedDataModule.samples`."""
         origin = int(self.clients[client])
         if not self.holds_out:
             return self.data.samples(origin, split)
-        x, y = self.data.samples(origin, "train")
-        part = self._part(origin, len(y), split)
-        return x[part], y[part]
+        samples = self.data.samples(origin, "train")
+        part = self._part(origin, split)
+        return tree_map(lambda leaf: leaf[part], samples)
+
+    @property
+    def holds_tensors(self) -> bool:
+        """Whether the data of all clients are tensors."""
+        return self.data.holds_tensors
+
+    def num_samples(self, split: Split = "train") -> Tensor:
+        """Return each client's number of samples, ``[num_clients]``."""
+        if not self.holds_out:
+            return self.data.num_samples(split)[self.clients]
+        counts = self.data.num_samples("train")[self.clients]
+        held_out = counts // 5
+        return {"train": counts - held_out, "val": held_out}.get(split, torch.zeros_like(counts))
+
+    def batches(self, split: Split, visits: Sequence[Visit]) -> Iterator[Any]:
+        """See :meth:`FederatedDataModule.batches`."""
+        moved = [visit._replace(client=int(self.clients[visit.client])) for visit in visits]
+        if not self.holds_out:
+            return self.data.batches(split, moved)
+        for row, visit in enumerate(moved):
+            place = self._part(visit.client, split)
+            moved[row] = visit._replace(parts=[place[part] for part in visit.parts])
+        return self.data.batches("train", moved)
 
     def labels(self, client: int, split: Split) -> Tensor:
         """See :meth:`FederatedDataModule.labels`."""
         origin = int(self.clients[client])
         if not self.holds_out:
             return self.data.labels(origin, split)
-        y = self.data.labels(origin, "train")
-        return y[self._part(origin, len(y), split)]
+        return self.data.labels(origin, "train")[self._part(origin, split)]
 
-    def _part(self, origin: int, count: int, split: Split) -> Tensor:
-        """Return the positions of a split among a client's ``count`` training samples."""
+    def _part(self, origin: int, split: Split) -> Tensor:
+        """Return the positions of a split among a client's training samples."""
+        count = int(self.data.num_samples("train")[origin])
         order = torch.randperm(count, generator=generator(Purpose.SAMPLE, self.seed, origin))
         held_out, rest = order[: count // 5], order[count // 5 :]
         return {"train": rest, "val": held_out, "test": order[:0]}[split].sort().values
@@ -231,7 +257,7 @@ class SampledClients(FederatedDataModule):
 
 def _try(
     federation: Federation,
-    client: Classifier,
+    client: L.LightningModule,
     data: SampledClients,
     callback: Selectable,
     rounds: int,
@@ -276,7 +302,8 @@ def _try(
             total[0] += callback.distances(stack_states([model.to(trial.device)]), center).item()
             total[1] += 1
     total = all_sum(total)
-    return trial.history[-1].metrics["val/macro_acc"], float(total[0] / total[1])
+    accuracy = trial.history[-1].metrics.get("val/macro_acc", float("nan"))
+    return accuracy, float(total[0] / total[1])
 
 
 @rank_zero_only

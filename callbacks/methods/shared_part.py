@@ -154,15 +154,17 @@ class FedRep(SharedPart):
     The head :math:`h_i` is private, the body :math:`\phi` shared. What the head is, and how a
     client trains first the one and then the other, is
     :class:`~pflight.models.halves.HeadFirst`'s. A
-    newcomer has the initial head; with ``finetune_epochs`` up to the client's ``head_epochs`` it
-    trains that alone, as the authors do before they test.
+    newcomer has the initial head; with ``finetune_epochs`` up to ``head_epochs`` it trains that
+    alone, as the authors do before they test.
 
     Args:
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`ServerCallback`, for the body.
+        head: The layers of the head; by default the last one, or what the client's own half says.
+        head_epochs: Local epochs in which the head is trained; by default 1.
 
     Raises:
-        ConfigurationError: If the client is of another kind, or the local epochs end before those
+        ConfigurationError: If the client names another half, or the local epochs end before those
             of the head, or there is no body for the others.
 
     References:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from pflight.data_module import FederatedDataModule
 from pflight.fingerprint import joined
@@ -43,19 +44,19 @@ class HeldOut(FederatedDataModule):
     def __init__(self, data: FederatedDataModule, share: float) -> None:
         check_range(self, "(0, 1)", share=share)
         options = inspect.signature(FederatedDataModule).parameters
-        super().__init__(**{name: getattr(data, name) for name in options})
+        super().__init__(**{name: getattr(data, name, None) for name in options})
         self.num_clients = data.num_clients
         self.fill = data.fill
         self.data = data
         self.share = share
 
-    def samples(self, client: int, split: Split) -> tuple[Tensor, Tensor]:
+    def samples(self, client: int, split: Split) -> Any:
         """See :meth:`FederatedDataModule.samples`."""
+        samples = self.data.samples(client, "train" if split == "held_out" else split)
         if split in ("val", "test"):
-            return self.data.samples(client, split)
-        x, y = self.data.samples(client, "train")
-        part = self._part(client, len(y), split)
-        return x[part], y[part]
+            return samples
+        part = self._part(client, int(self.data.num_samples("train")[client]), split)
+        return tree_map(lambda leaf: leaf[part], samples)
 
     def labels(self, client: int, split: Split) -> Tensor:
         """See :meth:`FederatedDataModule.labels`."""

@@ -215,7 +215,7 @@ class AloneClient:
         shared: For a personal copy, the client whose model it stands beside.
 
     Attributes:
-        has_loss: Whether its own training step has returned a loss.
+        has_loss: Whether a training step has come to a loss.
         skipped: Whether the last one returned none.
     """
 
@@ -319,12 +319,12 @@ class AloneClient:
             loss = loss_of(output)
             if loss is None:
                 raise _StepSkippedError
-            self.has_loss = True
             return loss
 
         self._own_step, self.skipped = run, False
         try:
             loss = self.half.loss(self, batch)
+            self.has_loss = True
         except _StepSkippedError:
             self.skipped = True
             return output

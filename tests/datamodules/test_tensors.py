@@ -199,3 +199,15 @@ def test_a_label_that_is_no_class_is_not_counted_as_another(label):
     data = Mislabelled([GOOD] * 3, num_classes=2)
     with pytest.raises(ConfigurationError, match=f"client 1, train: label {label}, but num_class"):
         data.class_counts()
+
+
+def test_without_classes_targets_are_kept_as_they_are():
+    x, y = torch.randn(5, 4), torch.randn(5, 2, dtype=torch.float64)
+    data = TensorClients([(x, y), (x[:0], y[:0, 0])])
+    assert data.samples(0, "train")[1] is y
+    assert data.samples(1, "train")[1].shape == (0, 2)
+    assert not data.knows_classes
+    with pytest.raises(ConfigurationError, match="client 1, train: targets contain NaN"):
+        TensorClients([(x, y), (x, y / 0 * 0)])
+    with pytest.raises(ConfigurationError, match=r"client 0, train: features of shape \[5, 4\]"):
+        TensorClients([(x, y[:3])])

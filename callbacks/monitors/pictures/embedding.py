@@ -88,7 +88,7 @@ class EmbeddingTrajectory(Picture):
 
     def start(self, federation: Federation) -> None:
         """Choose the clients."""
-        client = as_classifier(federation.client)
+        client = as_classifier(federation.client, type(self).__name__)
         if not any(isinstance(module, nn.Linear) for module in client.modules()):
             raise ConfigurationError(
                 "EmbeddingTrajectory draws the inputs of the last linear layer, and "

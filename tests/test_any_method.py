@@ -1,0 +1,104 @@
+"""Every algorithm's configuration trains a regression module that knows nothing of pflight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from torchmetrics import MeanAbsoluteError
+
+from pflight import Federation
+from pflight.callbacks import ServerCallback
+from pflight.datamodules import DatasetClients, FederatedDataModule, TensorClients
+from pflight.errors import ConfigurationError
+from tests.pages import ROOT
+from tests.runs import quiet_trainer
+
+CONFIGS = {path.stem: path for path in sorted((ROOT / "configs" / "algorithm").glob("*.yaml"))}
+NEED_CLASSES = {  # and what is said before the start
+    "fedec": "constraint 'kl' compares logits",
+    "fesem_ma": "FeSEM: matching, .* needs logits and classes, which .* and Diabetes has not",
+    "fesem_auto": "FeSEM: criterion 'accuracy', unlike 'distance', needs logits and classes",
+}
+
+
+class Diabetes(L.LightningModule):
+    """A user's own, with steps, metric and optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1)
+        self.layers = nn.Sequential(*layers)
+        self.mae = MeanAbsoluteError()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = nn.functional.mse_loss(self.layers(x).squeeze(1), y)
+        self.log("train/mse", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x, y = batch
+        self.mae(self.layers(x).squeeze(1), y)
+        self.log("val/mae", self.mae)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def samples(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 5, generator=random)
+    return x, x.sum(1) + 0.1 * torch.randn(count, generator=random)
+
+
+def in_memory() -> FederatedDataModule:
+    train, val = ([samples(count, seed + i) for i in range(6)] for count, seed in ((12, 0), (6, 9)))
+    return TensorClients(train, val=val, batch_size=6)
+
+
+def lazy() -> FederatedDataModule:
+    train, val = (
+        [TensorDataset(*samples(count, seed + i)) for i in range(6)]
+        for count, seed in ((12, 0), (6, 9))
+    )
+    return DatasetClients(train, val, batch_size=6)
+
+
+def configured(path: Path) -> Namespace:
+    """Return the server callback and the federation's options of a configuration."""
+    config = yaml.safe_load(path.read_text())
+    (server,) = config["trainer"]["callbacks+"]
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(ServerCallback, "server")
+    parser.add_class_arguments(Federation, "model", skip={"client"}, instantiate=False)
+    parsed = parser.parse_object({"server": server, "model": config.get("model", {})})
+    return parser.instantiate(parsed)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of Lightning, as it loads
+@pytest.mark.parametrize("data", [in_memory, lazy])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_on_regression(name: str, data) -> None:
+    config = configured(CONFIGS[name])
+    federation = Federation(Diabetes(), **config.model)
+    trainer = quiet_trainer(2, config.server)
+    if name in NEED_CLASSES:
+        with pytest.raises(ConfigurationError, match=NEED_CLASSES[name]) as error:
+            trainer.fit(federation, datamodule=data())
+        assert "\n" not in str(error.value)
+        assert not federation.history
+        return
+    trainer.fit(federation, datamodule=data())
+    assert not any(entry.failed for entry in federation.history)
+    assert 0 < federation.history[-1].metrics["val/macro_mae"] < 5
+    start = Diabetes().state_dict()
+    moved = [federation.client_state(i)["layers.0.weight"] for i in range(6)]
+    assert not any(torch.equal(weight, start["layers.0.weight"]) for weight in moved)
