@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning as L
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from .checkpoint import AtomicCheckpointIO
@@ -14,6 +16,8 @@ from .data_module import FederatedDataModule
 from .errors import ConfigurationError
 from .memory import ClientMemory, MappedMemory
 from .options import described, differing, whole
+
+_PROCESSES_PER_CORE = 4
 
 
 def check_trainer(trainer: L.Trainer) -> None:
@@ -54,6 +58,28 @@ def check_strategy(strategy: object) -> None:
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
         raise ConfigurationError(
             f"a federation runs on one device or with strategy ddp, not with {name}"
+        )
+
+
+def check_processes(trainer: L.Trainer, num_clients: int | None) -> None:
+    """Raise on so many processes on CPUs that it must be a mistake.
+
+    Args:
+        trainer: Their Trainer.
+        num_clients: How many clients they share, if that is known.
+    """
+    if not isinstance(trainer.accelerator, CPUAccelerator) or trainer.world_size == 1:
+        return
+    cores = os.cpu_count() or 1
+    if trainer.num_devices > _PROCESSES_PER_CORE * cores:
+        raise ConfigurationError(
+            f"trainer.devices asks for {trainer.num_devices:,} processes on {cores} CPU cores: "
+            f"give at most {_PROCESSES_PER_CORE * cores}"
+        )
+    if num_clients is not None and trainer.world_size > num_clients:
+        raise ConfigurationError(
+            f"trainer.devices and num_nodes ask for {trainer.world_size:,} processes, and there "
+            f"are {num_clients:,} clients to share"
         )
 
 

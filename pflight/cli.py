@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -30,18 +31,20 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.optim import Optimizer
 
 # The packages of what is imported here import their classes, which are then known by short names.
 from .callbacks.monitors.progress import FederationProgressBar
 from .callbacks.monitors.report import PredictionWriter, ResultTable
 from .callbacks.monitors.tensorboard import Primitive, TensorBoardReport
 from .checkpoint import read_checkpoint
-from .checks import check_strategy
+from .checks import check_processes, check_strategy
 from .config_files import MODE, check_config_file
 from .errors import ClientError, ConfigurationError
 from .federation import Federation
 from .files import causes, full_disk
-from .parser import FederationParser, refusal
+from .options import why_not_built
+from .parser import FederationParser, refusal, specs
 from .runs import RunFolder
 from .server_callback import ServerCallback
 from .signals import SaveWhenStopped, StopBetweenRounds
@@ -61,6 +64,7 @@ _TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,
     "enable_model_summary": False,
 }
+_RANK_0_FIRST = 5.0  # seconds
 _TEST = ".test"
 _FEDERATION = {
     "class_path": "pflight.Federation",
@@ -93,28 +97,37 @@ class FederationCLI(LightningCLI):
         self._until_done = ExitStack()
         settings = {"exit_on_error": False, "allow_abbrev": False, "parser_mode": MODE}
         commands = {name: {**settings, "epilog": _EPILOG} for name in self.subcommands()}
-        with self._until_done:
-            super().__init__(
-                L.LightningModule,
-                L.LightningDataModule,
-                save_config_callback=SaveRunConfig,
-                save_config_kwargs={"make_room": self._make_room},
-                trainer_defaults=_TRAINER_DEFAULTS,
-                seed_everything_default=0,
-                parser_kwargs={
-                    **settings,
-                    "prog": "pflight",
-                    "description": "Personalized federated learning with PyTorch Lightning",
-                    "version": __version__,
-                    **commands,
-                },
-                subclass_mode_model=True,
-                subclass_mode_data=True,
-                auto_configure_optimizers=False,
-                load_from_checkpoint_support=False,
-                parser_class=FederationParser,
-                args=args,
-            )
+        try:
+            with self._until_done:
+                super().__init__(
+                    L.LightningModule,
+                    L.LightningDataModule,
+                    save_config_callback=SaveRunConfig,
+                    save_config_kwargs={"make_room": self._make_room},
+                    trainer_defaults=_TRAINER_DEFAULTS,
+                    seed_everything_default=0,
+                    parser_kwargs={
+                        **settings,
+                        "prog": "pflight",
+                        "description": "Personalized federated learning with PyTorch Lightning",
+                        "version": __version__,
+                        **commands,
+                    },
+                    subclass_mode_model=True,
+                    subclass_mode_data=True,
+                    auto_configure_optimizers=False,
+                    load_from_checkpoint_support=False,
+                    parser_class=FederationParser,
+                    args=args,
+                )
+        except ConfigurationError as error:
+            if "optimizer can't be built" in str(error) and (reason := self._refused_optimizer()):
+                raise ConfigurationError(reason) from error
+            raise
+        except Exception as error:
+            if full_disk(error) and hasattr(self, "config") and self.config.subcommand != "fit":
+                error.add_note(f"during {self.config.subcommand} in {self.folder.path}")
+            raise
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Let the model be a federation unless another class is named; add what picks the best."""
@@ -170,7 +183,7 @@ class FederationCLI(LightningCLI):
         if self.subcommand == "fit" and not config.trainer.fast_dev_run:
             self._claim("fit")
             self.folder.check_config()
-        if self._stop is not None:
+        if self._stop is not None and self.subcommand == "fit":
             self._stop.advice = self._advice
         if config.get("ckpt_path") is None and self.subcommand == "fit" and self._is_requeued():
             config.ckpt_path = "last"
@@ -208,6 +221,16 @@ class FederationCLI(LightningCLI):
     def _check_origin(self) -> None:
         if not (self._in_place or self.config[self.subcommand].trainer.fast_dev_run):
             self.folder.check_origin()
+
+    def _refused_optimizer(self) -> str | None:
+        """Say which optimizer of the configuration can't be built."""
+        for name, spec in specs(self.config[self.subcommand]):
+            kind, options = resolve_name(spec.class_path), spec.get("init_args") or {}
+            if isinstance(kind, type) and issubclass(kind, Optimizer):
+                reason = why_not_built(kind, dict(options))
+                if reason is not None:
+                    return f"{name}: {reason}"
+        return None
 
     def _is_requeued(self) -> bool:
         return SLURMEnvironment.detect() and bool(self.folder.requeued())
@@ -247,6 +270,7 @@ class FederationCLI(LightningCLI):
             report.config = report.config or self._dump()
             report.hparams = report.hparams or _hparams(self.config[self.subcommand])
         trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        check_processes(trainer, getattr(self.datamodule, "num_clients", None))
         if self._stop is not None:
             self._stop.attend(trainer)
         return trainer
@@ -261,10 +285,8 @@ class FederationCLI(LightningCLI):
             raise
 
     def _advice(self) -> str:
-        """Say how far a command has come that ends early, and how to go on."""
+        """Say how far a fit has come that ends early, and how to go on."""
         folder = self.folder
-        if self.subcommand != "fit":
-            return f"in the {self.subcommand} of {folder.path}"
         saved = folder.rounds_saved() if self._in_place else None
         done = self.trainer.current_epoch if saved is None and hasattr(self, "trainer") else saved
         if not done:
@@ -438,7 +460,8 @@ def main(args: Sequence[str] | None = None) -> None:
         full, cause = full_disk(error), _configuration_error(error)
         if full is not None:
             where = f" ({full.filename})" if full.filename else ""
-            _fail(f"{cause or f'{full.strerror}{where}'} {stop.advice()}", status=1)
+            notes = " ".join(getattr(error, "__notes__", ()))
+            _fail(f"{cause or f'{full.strerror}{where}'} {stop.advice() or notes}", status=1)
         if isinstance(error, ClientError):
             _fail(f"{error}; the run ended {stop.advice()}", status=1)
         if cause is None:
@@ -466,6 +489,11 @@ def _left_to_the_main_thread() -> Iterator[None]:
 
 
 def _fail(message: str, status: int = 2) -> NoReturn:
+    """End with a line, which is rank 0's if it fails alike: that ends the other ranks."""
+    rank = getattr(rank_zero_only, "rank", None) or 0
+    if rank:
+        time.sleep(_RANK_0_FIRST)
+        message = f"rank {rank}: {message}"
     sys.stderr.write(f"pflight: error: {' '.join(message.split())}\n")
     sys.exit(status)
 

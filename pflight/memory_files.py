@@ -113,9 +113,11 @@ class RowFile:
         try:
             length = self.length
             mapped = np.memmap(self.path, np.uint8, "r", first * self.row_bytes, table)
-        except (OSError, ValueError) as error:
+        except (FileNotFoundError, ValueError) as error:
             behind = (row for row in wanted if row.index >= length)
             raise next(behind, wanted[0]).lost() from error
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
         states = {
             name: torch.empty((len(wanted), *shape), dtype=dtype)
             for name, (_, dtype, shape) in self.columns.items()
@@ -142,12 +144,20 @@ class RowFile:
         return places
 
     def headers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return client and checksum ``[n, 2]`` of rows ``[n]``; zeros where there is no row."""
+        """Return client and checksum ``[n, 2]`` of rows ``[n]``; zeros where there is no row.
+
+        Raises:
+            ConfigurationError: If the file can't be read.
+        """
         headers = np.zeros((len(indices), 2), np.int64)
-        there = indices < self.length
-        if there.any():
-            rows = np.memmap(self.path, np.uint8, "r", shape=(self.length, self.row_bytes))
-            headers[there] = np.ascontiguousarray(rows[indices[there], :_HEADER]).view(np.int64)
+        try:
+            length = self.length
+            there = indices < length
+            if there.any():
+                rows = np.memmap(self.path, np.uint8, "r", shape=(length, self.row_bytes))
+                headers[there] = np.ascontiguousarray(rows[indices[there], :_HEADER]).view(np.int64)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
         return headers
 
 
@@ -215,6 +225,10 @@ def tensors(entry: Entry) -> State:
     return entry.tensors() if isinstance(entry, Row) else entry
 
 
+def _unreadable(path: Path, error: OSError) -> ConfigurationError:
+    return ConfigurationError(f"the client memory in {path} can't be read: {error.strerror}")
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or what a folder lists, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -236,6 +250,9 @@ def named_by(checkpoint: Path, memory: dict[str, Any]) -> Iterator[None]:
     Args:
         checkpoint: The file.
         memory: What :meth:`ClientMemory.save` returned. It is told where the file will lie.
+
+    Raises:
+        ConfigurationError: If the list of the rows can't be written.
     """
     if not memory.get("files"):
         yield
@@ -244,11 +261,16 @@ def named_by(checkpoint: Path, memory: dict[str, Any]) -> Iterator[None]:
     memory["beside"] = os.path.relpath(folder, checkpoint.resolve().parent)
     shown = _seen_from(folder, checkpoint)
     tables = folder / TABLES
-    tables.mkdir(exist_ok=True)
     stem = hashlib.sha256(shown.encode()).hexdigest()[:16]
     before = set(tables.glob(f"{stem}-*"))
     path = tables / f"{stem}-{secrets.token_hex(4)}{_NEXT}"
-    _write_table(path, {"checkpoint": shown, "rows": named_rows(memory)})
+    try:
+        tables.mkdir(exist_ok=True)
+        _write_table(path, {"checkpoint": shown, "rows": named_rows(memory)})
+    except OSError as error:
+        raise ConfigurationError(
+            f"the client memory in {folder} can't be written: {error.strerror}"
+        ) from error
     yield
     path.rename(path.with_suffix(_WRITTEN))
     gone = {path for path, table in _tables(folder) if not _is_kept(folder, table)}
@@ -270,7 +292,11 @@ def locate(memory: dict[str, Any], checkpoint: Path) -> None:
         return
     beside = checkpoint.resolve().parent / memory["beside"]
     for folder in (beside.resolve(), Path(memory["folder"])):
-        if all((folder / name).is_file() for name, _ in memory["files"]):
+        try:
+            found = all((folder / name).exists() for name, _ in memory["files"])
+        except OSError as error:
+            raise _unreadable(folder, error) from error
+        if found:
             memory["folder"] = str(folder)
             return
     raise ConfigurationError(
@@ -378,7 +404,12 @@ def _write_table(path: Path, table: dict[str, Any]) -> None:
 
 @lru_cache(maxsize=32)
 def _read_table(path: Path) -> dict[str, Any]:
-    content, _, checksum = path.read_bytes().rpartition(b"\n")
+    try:
+        content, _, checksum = path.read_bytes().rpartition(b"\n")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _unreadable(path, error) from error
     if checksum != xxhash.xxh3_64_hexdigest(content).encode():
         raise ConfigurationError(
             f"{path} is damaged, which lists the client memory that a checkpoint needs. If it is "

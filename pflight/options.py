@@ -140,6 +140,26 @@ def check_optimizer(optimizer: Optimizer) -> None:
                         check_range(optimizer, _RANGES[name], **{name: part})
 
 
+def why_not_built(kind: type[Optimizer], options: Mapping[str, Any]) -> str | None:
+    """Say why an optimizer can't be built, if that is due to its options.
+
+    Example:
+        >>> why_not_built(torch.optim.SGD, {"lr": None})
+        "SGD: lr can't be null"
+        >>> why_not_built(torch.optim.SGD, {"lr": -1.0})
+        'Invalid learning rate: -1.0'
+    """
+    parameters = inspect.signature(kind).parameters
+    try:
+        check_optimizer(kind([torch.nn.Parameter(torch.zeros(2, 2))], **options))
+    except Exception as error:  # whatever an optimizer makes of an option
+        for name, value in options.items():
+            if value is None and name in parameters and parameters[name].default is not None:
+                return f"{kind.__name__}: {name} can't be null"
+        return " ".join(str(error).split())
+    return None
+
+
 def number(value: Any) -> float:
     """Return a number below 2**128 as it is, and NaN for all else, which no comparison lets pass.
 

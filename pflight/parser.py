@@ -174,6 +174,8 @@ class _Complaint(NamedTuple):
                 expected.append("a class")
             *others, last = sorted(dict.fromkeys(expected), key="null".__eq__)
             said = f"expected {', '.join(others)}{' or ' if others else ''}{last}"
+            if str(self.value).lower() in ("nan", "inf", "-inf"):
+                said = said.replace("a number", "a finite number")
             said += "" if self.value is None else f", got {self.value}"
         else:
             said = re.sub(r"(required: )\w+\.", r"\1", "; ".join(dict.fromkeys(others)))
@@ -292,6 +294,19 @@ def _kinds(kinds: Iterable[type]) -> Iterator[type]:
         if not kind.__module__.startswith(("torch.nn.", "torchvision.", "torchmetrics.")):
             yield kind
         yield from _kinds(kind.__subclasses__())
+
+
+def specs(value: Any, prefix: str = "") -> Iterator[tuple[str, Namespace]]:
+    """Yield what in a configuration names a class, with the name of its option."""
+    if isinstance(value, list):
+        for item in value:
+            yield from specs(item, prefix)
+    elif isinstance(value, Namespace):
+        if value.get("class_path"):
+            yield prefix, value
+        for name, part in vars(value).items():
+            inner = name not in ("init_args", "dict_kwargs")
+            yield from specs(part, ".".join(filter(None, (prefix, name))) if inner else prefix)
 
 
 def _names(value: Any, prefix: str = "") -> Iterator[str]:

@@ -39,8 +39,8 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     """Raise :class:`ClientTimeout` in what takes longer; a timer that runs already goes on after.
 
     Python code is interrupted, and calls that wait, such as ``time.sleep`` or reading a socket; a
-    call into a library of C ends first. Who catches the exception has failed all the same, if only
-    at the end.
+    call into a library of C ends first. A client that catches the exception has failed all the
+    same: it is raised again at the end.
 
     Args:
         seconds: The limit, or ``None`` for no limit.
