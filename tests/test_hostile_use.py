@@ -1,0 +1,360 @@
+"""What nobody should do to a run is one line, and nothing is lost or wrong in silence."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from pflight import cli
+from pflight.checkpoint import AtomicCheckpointIO
+from pflight.cli import main
+from pflight.engines.time_limit import ClientTimeout, time_limit
+from pflight.errors import ConfigurationError
+from pflight.memory_files import Row, RowFile
+
+OPTIONS = [
+    "--config=configs/quickstart.yaml",
+    "--data.num_clients=6",
+    "--model.local_epochs=1",
+    "--model.client.network.hidden=[4]",
+]
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def pflight(command: str, *args: str, rounds: int = 1, root: str = "run") -> None:
+    shared = [f"--trainer.default_root_dir={root}", f"--trainer.max_epochs={rounds}"]
+    main([command, *OPTIONS, *shared, *args])
+
+
+@pytest.fixture(scope="module")
+def run_of_one_round(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("trained")
+    pflight("fit", root=str(root))
+    return root
+
+
+@pytest.fixture
+def trained(run_of_one_round: Path, _in_folder: None) -> None:
+    """A run of one round in the folder ``run``."""
+    shutil.copytree(run_of_one_round, "run")
+
+
+def refused(capfd: pytest.CaptureFixture[str], args: list[str], status: int = 2) -> str:
+    """Return the line that a command ends with."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as exit_:
+        main(args)
+    assert exit_.value.code == status
+    (line,) = [x for x in capfd.readouterr().err.splitlines() if "engine, " not in x]
+    return line.removeprefix("pflight: error: ")
+
+
+def fit_refused(capfd: pytest.CaptureFixture[str], *args: str, root: str = "run") -> str:
+    return refused(capfd, ["fit", *OPTIONS, f"--trainer.default_root_dir={root}", *args])
+
+
+class TestAliases:
+    """Of YAML."""
+
+    @pytest.mark.parametrize("text", ["trainer: &a\n  callbacks: *a\n", "trainer: &a\n  x: [*a]\n"])
+    def test_that_lead_back_to_themselves(self, text, capfd):
+        Path("own.yaml").write_text(text)
+        said = refused(capfd, ["fit", "--config=own.yaml"])
+        assert said == "the config own.yaml contains itself through an alias (line 1)"
+        assert fit_refused(capfd, "--trainer=own.yaml").startswith("YAML contains itself")
+
+    @pytest.mark.parametrize("value", ["&a {x: *a}", "&a [*a]"])
+    def test_on_the_command_line(self, value, capfd):
+        assert "YAML contains itself through an alias" in fit_refused(
+            capfd, f"--trainer.callbacks={value}"
+        )
+
+    @pytest.mark.parametrize("group", ["trainer", "nothing"])
+    def test_that_repeat_without_end(self, group, capfd):
+        lines = [f"{group}:", "  a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+        for level in range(1, 9):
+            lines.append(f"  a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]")
+        Path("own.yaml").write_text("\n".join(lines))
+        said = refused(capfd, ["fit", "--config=own.yaml"])
+        assert said.startswith(
+            "the config own.yaml repeats more than 10,000 things through aliases"
+        )
+
+    def test_that_nest_too_deep(self, capfd):
+        lines = ["a0: &a0 [x]", *(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 200))]
+        Path("own.yaml").write_text("\n".join(lines))
+        assert "nested more than 100 deep" in refused(capfd, ["fit", "--config=own.yaml"])
+
+    def test_that_are_sound(self):
+        text = "data: {init_args: {seed: &n 1}}\nmodel: {init_args: {local_epochs: *n, seed: *n}}\n"
+        Path("own.yaml").write_text(text)
+        pflight("fit", "--config=own.yaml")
+        config = yaml.safe_load(Path("run/config.yaml").read_text())
+        assert config["data"]["init_args"]["seed"] == config["model"]["init_args"]["seed"] == 1
+
+
+def test_groups_that_there_are_not_are_named_before_what_is_missing(capfd):
+    Path("own.yaml").write_text("aa: [1]\ntrainer.max_epochs: 3\nbb: 2\n")
+    said = refused(capfd, ["fit", "--config=own.yaml"])
+    assert said == "there are no options aa, bb"
+    Path("own.yaml").write_text("trainr: {max_epochs: 3}\n")
+    said = refused(capfd, ["fit", "--config", "own.yaml"])
+    assert said == "there is no option trainr.max_epochs: did you mean trainer.max_epochs?"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[a]: 3\n", "has a sequence for the name of an option (line 1)"),
+        ("trainer: {max_epochs: !!timestamp x}", "is not YAML: AttributeError"),
+        ("trainer: {max_epochs: !!bool x}", "is not YAML: KeyError"),
+        ("!!python/object:os.x a: 3\n", "is not YAML: could not determine a constructor"),
+    ],
+)
+def test_yaml_that_can_not_be_made(text, said, capfd):
+    Path("own.yaml").write_text(text)
+    assert said in refused(capfd, ["fit", "--config=own.yaml"])
+    if "max_epochs" in text:
+        value = text.removeprefix("trainer: {max_epochs: ").removesuffix("}")
+        assert "trainer.max_epochs" in fit_refused(capfd, f"--trainer.max_epochs={value}")
+
+
+class TestTimeLimit:
+    def test_a_client_that_catches_it_has_failed(self):
+        went_on = []
+
+        def persist() -> None:
+            with time_limit(0.01):
+                try:
+                    time.sleep(600)
+                except BaseException:
+                    went_on.append(True)
+
+        with pytest.raises(ClientTimeout, match=r"took longer than client_timeout, 0\.01 s"):
+            persist()
+        assert went_on
+
+    def test_another_exception_after_it_is_not_hidden(self):
+        def fail() -> None:
+            with time_limit(0.01):
+                try:
+                    time.sleep(600)
+                except BaseException:
+                    raise ValueError("its own") from None
+
+        with pytest.raises(ValueError, match="its own"):
+            fail()
+
+
+class TestRunFolder:
+    @pytest.mark.parametrize("name", ["", " "])
+    def test_without_a_name(self, name, capfd):
+        Path("checkpoints").mkdir()
+        assert fit_refused(capfd, root=name).startswith("the run folder has no name: give another")
+        assert [path.name for path in Path().iterdir()] == ["checkpoints"]
+
+    @pytest.mark.parametrize("root", ["link", "link/run"])
+    def test_behind_a_link_to_nothing(self, root, capfd):
+        Path("link").symlink_to("nowhere")
+        assert "link is a link that leads nowhere" in fit_refused(capfd, root=root)
+
+    @pytest.mark.parametrize("root", [".", "run"])
+    @pytest.mark.parametrize("name", ["checkpoints/theirs.bin", "pictures/cat.png"])
+    def test_what_others_wrote_is_not_moved(self, name, root, capfd):
+        theirs = Path(root, name)
+        theirs.parent.mkdir(parents=True)
+        theirs.write_text("theirs")
+        said = fit_refused(capfd, root=root)
+        assert f"{theirs.parent} is in the way of a new run, and without a config.yaml" in said
+        assert theirs.read_text() == "theirs"
+        assert not Path(f"{Path(root).resolve()}.1").exists()
+
+    def test_checkpoints_without_a_config_are_not_moved_but_a_run_may_go_on(self, capfd):
+        pflight("fit")
+        Path("run/config.yaml").unlink()
+        assert "run/checkpoints is in the way" in fit_refused(capfd)
+        pflight("fit", "--ckpt_path=last", rounds=2)
+        pflight("fit")
+        assert Path("run.1/config.yaml").is_file()
+
+    def test_files_of_others_that_a_start_up_could_have_left_stay(self):
+        for name in ("hparams.yaml", "events.out.tfevents.1"):
+            Path("run").mkdir(exist_ok=True)
+            Path("run", name).write_bytes(b"")
+        pflight("fit")
+        assert Path("run/hparams.yaml").read_bytes() == b""
+        assert Path("run/events.out.tfevents.1").exists()
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "checkpoints/last.ckpt",
+            "checkpoints/best.ckpt",
+            "checkpoints/.last.ckpt.partial",
+            "events.out.tfevents.1",
+            "hparams.yaml",
+            ".fit.lock",
+        ],
+    )
+    @pytest.mark.parametrize("resume", [[], ["--ckpt_path=last"]])
+    def test_a_folder_in_the_place_of_a_file(self, name, resume, trained, capfd):
+        path = Path("run", name)
+        path.unlink(missing_ok=True)
+        path.mkdir()
+        said = fit_refused(capfd, *resume)
+        assert said.startswith(f"{path} is a folder, but a file of the run: move it, or give")
+
+    @pytest.mark.parametrize("name", ["checkpoints", "memory", "memory/tables", "pictures"])
+    def test_a_file_in_the_place_of_a_folder(self, name, capfd):
+        path = Path("run", name)
+        path.parent.mkdir(parents=True)
+        path.touch()
+        assert fit_refused(capfd).startswith(f"{path} is a file, but a folder of the run: move it")
+
+    @pytest.mark.parametrize(
+        ("command", "name"), [("test", ".test.lock"), ("predict", "predictions.csv")]
+    )
+    def test_a_folder_in_the_place_of_a_result(self, command, name, trained, capfd):
+        Path("run", name).mkdir()
+        args = [command, *OPTIONS, "--trainer.default_root_dir=run"]
+        assert f"run/{name}" in refused(capfd, args)
+
+
+def test_a_consent_to_other_data_is_for_one_resume(trained, capfd):
+    other = ["--data.partition=IID", "--ckpt_path=last", "--trainer.max_epochs=2"]
+    assert "made with other data" in fit_refused(capfd, *other)
+    pflight("fit", *other, "--model.allow_other_data=true", rounds=2)
+    config = yaml.safe_load(Path("run/config.yaml").read_text())
+    assert config["model"]["init_args"]["allow_other_data"] is False
+    again = ["--config=run/config.yaml", "--ckpt_path=last", "--trainer.max_epochs=3"]
+    main(["fit", *again])
+    said = refused(capfd, ["fit", *again, "--trainer.max_epochs=4", "--data.seed=7"])
+    assert "made with other data" in said
+
+
+class TestFullDisk:
+    """Which is what the given call of a method says."""
+
+    @pytest.fixture
+    def full(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+        def at(owner: Any, method: str, call: int) -> None:
+            original, calls = getattr(owner, method), []
+
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                calls.append(1)
+                if len(calls) >= call:
+                    raise OSError(28, "No space left on device")
+                return original(*args, **kwargs)
+
+            monkeypatch.setattr(owner, method, wrapped)
+
+        return at
+
+    def test_after_a_checkpoint_of_the_first_round(self, full, capfd):
+        full(AtomicCheckpointIO, "save_checkpoint", call=2)
+        said = refused(capfd, ["fit", *OPTIONS, "--trainer.default_root_dir=run"], status=1)
+        assert [path.name for path in Path("run/checkpoints").glob("*.ckpt")] == ["best.ckpt"]
+        went_on = "after 1 round: --ckpt_path last goes on from run"
+        assert said == f"No space left on device {went_on}"
+
+    def test_before_any(self, full, trained, capfd):
+        full(AtomicCheckpointIO, "save_checkpoint", call=1)
+        said = refused(capfd, ["fit", *OPTIONS, "--trainer.default_root_dir=run"], status=1)
+        assert said.endswith(
+            "before the end of the first round in run: the same command starts again"
+        )
+
+    @pytest.mark.parametrize(
+        ("owner", "method"), [("pflight.federation.Federation", "setup"), (None, "save_checkpoint")]
+    )
+    def test_when_a_run_goes_on(self, owner, method, full, capfd):
+        pflight("fit", rounds=2)
+        full(cli.Federation if owner else AtomicCheckpointIO, method, call=1)
+        args = ["--trainer.default_root_dir=run", "--ckpt_path=last", "--trainer.max_epochs=4"]
+        said = refused(capfd, ["fit", *OPTIONS, *args], status=1)
+        assert said.endswith("after 2 rounds: --ckpt_path last goes on from run")
+
+    @pytest.mark.parametrize("command", ["test", "predict", "validate"])
+    def test_in_other_commands(self, command, full, trained, capfd):
+        full(cli.Federation, "setup", call=1)
+        said = refused(capfd, [command, *OPTIONS, "--trainer.default_root_dir=run"], status=1)
+        assert said == f"No space left on device during {command} in run"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--model.client.optimizer.lr=null"], "model.client.optimizer: SGD: lr can't be null"),
+        (
+            ["--model.client.optimizer.lr=nan"],
+            "model.client.optimizer.lr: expected a finite number",
+        ),
+        (["--model.client.optimizer.lr=-1"], "model.client.optimizer: Invalid learning rate: -1.0"),
+        (
+            ["--model.server_optimizer=Adam", "--model.server_optimizer.betas=null"],
+            "model.server_optimizer: Adam: betas can't be null",
+        ),
+        (["--trainer.devices=99999"], "trainer.devices asks for 99,999 processes on"),
+        (["--trainer.devices=7"], "ask for 7 processes, and there are 6 clients to share"),
+    ],
+)
+def test_options(options, said, monkeypatch, capfd):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert said in fit_refused(capfd, "--trainer.accelerator=cpu", *options)
+
+
+def test_client_memory_that_can_not_be_read(capfd):
+    """As a folder in its place can't be, or, for who is not root, a file without the right."""
+    options = ["--config=configs/data/digits.yaml", "--config=configs/algorithm/local.yaml"]
+    options += ["--data.num_clients=6", "--model.client_memory=disk", "--trainer.accelerator=cpu"]
+    options += ["--trainer.default_root_dir=run"]
+    main(["fit", *options, "--trainer.max_epochs=1"])
+    (table,) = Path("run/memory/tables").glob("*.json")
+    kept = table.rename("kept")
+    table.mkdir()
+    resume = ["--ckpt_path=last", "--trainer.max_epochs=2"]
+    said = refused(capfd, ["fit", *options, *resume])
+    assert said == f"the client memory in {table.resolve()} can't be read: Is a directory"
+    table.rmdir()
+    kept.rename(table)
+    main(["fit", *options, *resume])
+
+
+@pytest.mark.parametrize("read", [RowFile.headers, lambda f, i: f.read([Row(f, 0, 3, 1)])])
+def test_rows_of_client_memory_that_can_not_be_read(read):
+    file = RowFile(Path("it.rows"), (("weight", "float32", (1,)),))
+    file.path.mkdir()
+    with pytest.raises(ConfigurationError, match=r"memory in it\.rows can't be read: Is a dir"):
+        read(file, np.zeros(1, np.int64))
+
+
+class TestRanks:
+    def test_an_error_of_one_rank_alone_is_said(self, monkeypatch, capfd):
+        monkeypatch.setattr(rank_zero_only, "rank", 1)
+        monkeypatch.setattr(cli, "_RANK_0_FIRST", 0.0)
+        assert refused(capfd, ["fit", "--config=nowhere.yaml"]).startswith(
+            "rank 1: there is no con"
+        )
+
+    def test_an_error_of_all_is_said_once(self):
+        command = [sys.executable, "-m", "pflight", "fit", *OPTIONS, "--trainer.accelerator=cpu"]
+        command += ["--trainer.devices=2", "--trainer.strategy=ddp"]
+        command += ["--trainer.default_root_dir=run", "--model.client.network.in_features=63"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 2
+        assert done.stderr.count("pflight: error: ") == 1
+        assert "rank 1" not in done.stderr
