@@ -44,7 +44,8 @@ class HeldOut(FederatedDataModule):
     def __init__(self, data: FederatedDataModule, share: float) -> None:
         check_range(self, "(0, 1)", share=share)
         options = inspect.signature(FederatedDataModule).parameters
-        super().__init__(**{name: getattr(data, name, None) for name in options})
+        given: dict[str, Any] = {name: getattr(data, name, None) for name in options}
+        super().__init__(**given)
         self.num_clients = data.num_clients
         self.fill = data.fill
         self.data = data
