@@ -164,8 +164,8 @@ class ModuleTrainer:
             optimizer: What is stepped in place of the module's own optimizers.
 
         Raises:
-            ConfigurationError: If there is no optimizer, or one steps tensors that are not the
-                copy's own.
+            ConfigurationError: If there is no optimizer, or several without manual optimization, or
+                one steps tensors that are not the copy's own.
         """
         trainer, loop, module = self.trainer, self.trainer.fit_loop, self.trainer.lightning_module
         self._set_out(max_epochs, num_batches, max_batches)
@@ -174,7 +174,15 @@ class ModuleTrainer:
         loop._data_fetcher = self._feed
         if optimizer is None:
             with _no_hint("`LightningModule.configure_optimizers` returned `None`"):
-                self._strategy.setup_optimizers(trainer)
+                try:
+                    self._strategy.setup_optimizers(trainer)
+                except RuntimeError as error:
+                    if "multiple optimizers" not in str(error):
+                        raise
+                    raise ConfigurationError(
+                        f"{type(module).__name__}.configure_optimizers() gives several optimizers, "
+                        "which takes manual optimization: set automatic_optimization=False"
+                    ) from error
         else:
             self._strategy.optimizers, self._strategy.lr_scheduler_configs = [optimizer], []
             module.configure_gradient_clipping = _no_clipping  # type: ignore[method-assign]
