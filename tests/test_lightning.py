@@ -19,10 +19,12 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 
 from pflight import Federation
 from pflight.callbacks import FedAvg, FedSGD, FeSEM, Local
+from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.models import ClientModule, ProximalClient
 from tests.event_files import read_events
 from tests.runs import (
+    CLASSES,
     FEATURES,
     assert_same,
     batchnorm_client,
@@ -31,6 +33,7 @@ from tests.runs import (
     linear_client,
     quiet_trainer,
     run,
+    samples,
     sgd,
     small_data,
 )
@@ -133,7 +136,7 @@ class TestLimits:
 @pytest.mark.parametrize(
     ("option", "value", "names"),
     [
-        ("gradient_clip_val", 1.0, r"ClientModule\(gradient_clip_val"),
+        ("gradient_clip_val", 1.0, r"Classifier\(gradient_clip_val"),
         ("accumulate_grad_batches", 2, "batch_size"),
     ],
 )
@@ -455,8 +458,9 @@ class TestEvaluation:
             assert (module(x).argmax(1) == y).double().mean() == acc[i]
 
     def test_clients_without_test_data_are_left_out(self) -> None:
-        data = small_data()
-        data._pairs["test"][2] = (torch.empty(0, FEATURES), torch.empty(0, dtype=torch.long))
+        train = [samples(6, client) for client in range(6)]
+        test = [samples(0 if client == 2 else 4, 50 + client) for client in range(6)]
+        data = TensorClients(train, test, num_classes=CLASSES)
         federation = run(linear_client(), data)
         federation.trainer.test(federation, datamodule=data, verbose=False)
         each = federation.client_metrics("test")["acc"]

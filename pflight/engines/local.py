@@ -215,7 +215,7 @@ class AloneClient:
         shared: For a personal copy, the client whose model it stands beside.
 
     Attributes:
-        has_loss: Whether a training step has come to a loss.
+        has_loss: Whether a training step has given a loss.
         skipped: Whether the last one returned none.
     """
 
@@ -330,6 +330,7 @@ class AloneClient:
             return output
         finally:
             self._own_step = None
+        self.has_loss = True
         return {**output, "loss": loss} if isinstance(output, dict) else loss
 
     def loss(self, batch: Any, size: int) -> Tensor | None:

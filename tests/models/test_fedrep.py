@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pflight import Federation
 from pflight.callbacks import FedAvg, FedRep, SharedPart
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
-from pflight.models import ClientModule, FedRepClient
+from pflight.models import ClientModule
 from tests import reference
 from tests.callbacks.test_shared_part import (
     ENGINES,
-    ProductClient,
     product_client,
     product_world,
     regression_client,
@@ -31,24 +30,20 @@ from tests.runs import (
     batches_of,
     batchnorm_client,
     dropout_client,
+    failing,
     flat,
     linear_client,
     network_client,
-    quiet_trainer,
     run,
     sgd,
     small_data,
 )
 
 
-class RepProduct(FedRepClient, ProductClient):
-    """A product of two numbers, the second of which is the head."""
-
-
 @ENGINES
 def test_s2(engine: str) -> None:
-    client = product_client(RepProduct, head_epochs=1)
-    federation = run(client, product_world(), FedRep(), local_epochs=2, engine=engine)
+    callback = FedRep(head_epochs=1)
+    federation = run(product_client(), product_world(), callback, local_epochs=2, engine=engine)
     assert flat(federation.server_states()[0]) == pytest.approx([0.9775, 1], abs=1e-12)
     assert flat(federation.client_state(0)) == pytest.approx([0.9775, 1.1], abs=1e-12)
     assert flat(federation.client_state(1)) == pytest.approx([0.9775, 0.8], abs=1e-12)
@@ -56,8 +51,8 @@ def test_s2(engine: str) -> None:
 
 @ENGINES
 def test_zero_body_epochs_leave_the_body_at_its_start(engine: str) -> None:
-    client = product_client(RepProduct, head_epochs=2)
-    federation = run(client, product_world(), FedRep(), 2, local_epochs=2, engine=engine)
+    callback = FedRep(head_epochs=2)
+    federation = run(product_client(), product_world(), callback, 2, local_epochs=2, engine=engine)
     assert flat(federation.server_states()[0]) == pytest.approx([1, 1], abs=0)
     expected = 2 - 0.9**4  # the distance to y = 2 shrinks four times
     assert flat(federation.client_state(0)) == pytest.approx([1, expected], abs=1e-12)
@@ -110,8 +105,8 @@ def test_several_rounds_with_partial_participation(
     """Momentum and weight decay do not move what rests."""
     data = small_data(cohort_size=3, dtype=torch.float64)
     optimizer = sgd(0.1, momentum=momentum, weight_decay=decay)
-    client = regression_client(FedRepClient, head_epochs=2, optimizer=optimizer)
-    federation = run(client, data, FedRep(), rounds=5, local_epochs=5, engine=engine)
+    client = regression_client(optimizer=optimizer)
+    federation = run(client, data, FedRep(head_epochs=2), rounds=5, local_epochs=5, engine=engine)
 
     def batches(epochs: slice) -> reference.Batches:
         def chosen(round_: int, client: int) -> list[np.ndarray]:
@@ -141,14 +136,12 @@ def test_both_engines_agree(optimizer: Any) -> None:
         layers = nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, CLASSES)
         client = network_client(
             nn.Sequential(*layers),
-            FedRepClient,
-            head_epochs=2,
-            head=Layers(last=2),
             optimizer=lambda p: optimizer(p, lr=0.01, weight_decay=0.1),
             gradient_clip_val=0.5,
         ).double()
         data = small_data((5, 12, 0, 9, 3, 10, 1), cohort_size=4, dtype=torch.float64)
-        return run(client, data, FedRep(), 4, local_epochs=3, finetune_epochs=1, engine=engine)
+        callback = FedRep(head=Layers(last=2), head_epochs=2)
+        return run(client, data, callback, 4, local_epochs=3, finetune_epochs=1, engine=engine)
 
     one, many = fit("sequential"), fit("vectorized")
     assert many.clients.attached_engine.obstacle is None
@@ -160,8 +153,8 @@ def test_both_engines_agree(optimizer: Any) -> None:
 @ENGINES
 def test_with_an_empty_head_it_is_fedavg(engine: str) -> None:
     data = small_data(cohort_size=3, dtype=torch.float64)
-    client = linear_client(FedRepClient, double=True, head=Layers(), head_epochs=0)
-    rep = run(client, data, FedRep(), 3, local_epochs=2, engine=engine)
+    callback = FedRep(head=Layers(), head_epochs=0)
+    rep = run(linear_client(double=True), data, callback, 3, local_epochs=2, engine=engine)
     plain = run(linear_client(double=True), data, FedAvg(), 3, local_epochs=2, engine=engine)
     assert flat(rep.server_states()[0]) == pytest.approx(
         flat(plain.server_states()[0]), rel=1e-12, abs=1e-14
@@ -173,8 +166,8 @@ def test_with_an_empty_head_it_is_fedavg(engine: str) -> None:
 def test_batchnorm_that_rests_keeps_its_statistics(engine: str, resting: str) -> None:
     layers = Layers(first=2) if resting == "head" else Layers(last=1)
     epochs = 0 if resting == "head" else 3
-    client = batchnorm_client(FedRepClient, head=layers, head_epochs=epochs)
-    federation = run(client, small_data(), FedRep(), 2, local_epochs=3, engine=engine)
+    client, callback = batchnorm_client(), FedRep(head=layers, head_epochs=epochs)
+    federation = run(client, small_data(), callback, 2, local_epochs=3, engine=engine)
     start, state = client.state_dict(), federation.client_state(1)
     for name in ("weight", "running_mean", "running_var", "num_batches_tracked"):
         assert torch.equal(state[f"network.1.{name}"], start[f"network.1.{name}"])
@@ -183,8 +176,8 @@ def test_batchnorm_that_rests_keeps_its_statistics(engine: str, resting: str) ->
 
 @ENGINES
 def test_batchnorm_sees_the_batches_of_its_own_epochs(engine: str) -> None:
-    client = batchnorm_client(FedRepClient, head_epochs=1)
-    federation = run(client, small_data(), FedRep(), local_epochs=3, engine=engine)
+    callback = FedRep(head_epochs=1)
+    federation = run(batchnorm_client(), small_data(), callback, local_epochs=3, engine=engine)
     state = federation.client_state(1)
     assert state["network.1.num_batches_tracked"] == 2 * 3  # two epochs of three batches
 
@@ -192,8 +185,8 @@ def test_batchnorm_sees_the_batches_of_its_own_epochs(engine: str) -> None:
 def test_what_rests_is_in_evaluation_mode() -> None:
     """A body that rests gives what the server's body gives: head epochs don't depend on batches."""
     data = small_data([12], batch_size=None)
-    client = batchnorm_client(FedRepClient, head_epochs=2)
-    federation = run(client, data, FedRep(), local_epochs=2)
+    client = batchnorm_client()
+    federation = run(client, data, FedRep(head_epochs=2), local_epochs=2)
     body, head = client.network[:3].eval(), client.network[3]
     x, y = data.samples(0, "train")
     with torch.no_grad():
@@ -208,9 +201,9 @@ def test_what_rests_is_in_evaluation_mode() -> None:
 
 
 def test_the_head_is_private_and_the_body_travels() -> None:
-    callback = FedRep()
-    client = batchnorm_client(FedRepClient, head_epochs=1)
-    federation = run(client, small_data(cohort_size=3), callback, 2, local_epochs=2)
+    callback = FedRep(head_epochs=1)
+    data = small_data(cohort_size=3)
+    federation = run(batchnorm_client(), data, callback, 2, local_epochs=2)
     other = SharedPart(Layers(last=1))
     plain = run(batchnorm_client(), small_data(cohort_size=3), other, 2)
     assert callback.parts == other.parts
@@ -220,8 +213,8 @@ def test_the_head_is_private_and_the_body_travels() -> None:
 
 def test_newcomers_train_their_head_alone() -> None:
     data = small_data(holdout_clients=0.34)
-    client = batchnorm_client(FedRepClient, head_epochs=2)
-    federation = run(client, data, FedRep(), 2, local_epochs=3, finetune_epochs=2)
+    callback = FedRep(head_epochs=2)
+    federation = run(batchnorm_client(), data, callback, 2, local_epochs=3, finetune_epochs=2)
     server = federation.server_states()[0]
     for i in data.new_clients.tolist():
         state = federation.client_state(i)
@@ -235,30 +228,25 @@ def test_newcomers_train_their_head_alone() -> None:
 def test_nobody_else_rests_when_a_client_fails(engine: str) -> None:
     """Whether it fails in the epochs of the head or in those of the body."""
 
-    class Failing(FedRepClient):
-        def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-            if self.num_samples == 9:  # client 3
-                raise RuntimeError("out of battery")
-            return super().loss(batch)
-
     def fit(kind: type[ClientModule], counts: tuple[int, ...]) -> Federation:
-        client = batchnorm_client(kind, head_epochs=1)
-        return run(client, small_data(counts), FedRep(), 2, local_epochs=2, engine=engine)
+        callback = FedRep(head_epochs=1)
+        data = small_data(counts)
+        return run(batchnorm_client(kind), data, callback, 2, local_epochs=2, engine=engine)
 
-    failing = fit(Failing, (5, 12, 7, 9, 3, 10))
-    without = fit(FedRepClient, (5, 12, 7, 0, 3, 10))
-    assert [entry.failed for entry in failing.history] == [[3], [3]]
+    broken = fit(failing(), (5, 12, 7, 9, 3, 10))
+    without = fit(ClientModule, (5, 12, 7, 0, 3, 10))
+    assert [entry.failed for entry in broken.history] == [[3], [3]]
     for i in (0, 1, 2, 4, 5):
         torch.testing.assert_close(
-            failing.client_state(i), without.client_state(i), rtol=0, atol=1e-6
+            broken.client_state(i), without.client_state(i), rtol=0, atol=1e-6
         )
 
 
 def test_a_resumed_run_has_all_heads(tmp_path: Path) -> None:
     def fit(rounds: int, **options: Any) -> Federation:
-        client = dropout_client(FedRepClient, head_epochs=1)
         data = small_data(cohort_size=3)
-        return run(client, data, FedRep(), rounds, local_epochs=2, **options)
+        callback = FedRep(head_epochs=1)
+        return run(dropout_client(), data, callback, rounds, local_epochs=2, **options)
 
     fit(2).trainer.save_checkpoint(tmp_path / "half.ckpt")
     resumed, whole = fit(4, ckpt_path=tmp_path / "half.ckpt"), fit(4)
@@ -266,41 +254,28 @@ def test_a_resumed_run_has_all_heads(tmp_path: Path) -> None:
         assert_same(resumed.client_state(i), whole.client_state(i))
 
 
-def test_alone_it_trains_in_the_same_phases() -> None:
-    data = small_data([12], batch_size=None)
-    options = {"head_epochs": 2, "optimizer": sgd(0.1, momentum=0.9, weight_decay=0.1)}
-    federation = run(batchnorm_client(FedRepClient, **options), data, FedRep(), local_epochs=5)
-    alone = batchnorm_client(FedRepClient, **options)
-    quiet_trainer(5, limit_val_batches=0).fit(alone, datamodule=data.client(0))
-    torch.testing.assert_close(dict(alone.state_dict()), federation.client_state(0))
-    assert all(module.training for module in alone.network)
-    assert all(parameter.requires_grad for parameter in alone.parameters())
-
-
 def test_parameters_that_are_frozen_stay_so() -> None:
-    client = dropout_client(FedRepClient, head_epochs=1, head=Layers(last=1))
+    client = dropout_client()
     client.network[0].bias.requires_grad_(False)
-    federation = run(client, small_data(), FedRep(), 2, local_epochs=2)
+    federation = run(client, small_data(), FedRep(head_epochs=1), 2, local_epochs=2)
     start, state = client.state_dict(), federation.client_state(0)
     assert torch.equal(state["network.0.bias"], start["network.0.bias"])
     assert not torch.equal(state["network.0.weight"], start["network.0.weight"])
 
 
 def test_what_does_not_fit_is_refused_before_training() -> None:
-    def fit(client: ClientModule, **options: Any) -> Federation:
-        return run(client, small_data(), FedRep(), **options)
+    def fit(callback: FedRep, **options: Any) -> Federation:
+        return run(dropout_client(), small_data(), callback, **options)
 
     with pytest.raises(ConfigurationError, match="FedRep: head_epochs must be at least 0, got -1"):
         FedRep(head_epochs=-1)
     with pytest.raises(ConfigurationError, match="local_epochs=2 must be at least head_epochs=10"):
-        fit(dropout_client(FedRepClient, head_epochs=10), local_epochs=2)
+        fit(FedRep(head_epochs=10), local_epochs=2)
     with pytest.raises(ConfigurationError, match="local_steps must be null"):
-        fit(dropout_client(FedRepClient), local_epochs=20, local_steps=3)
-    with pytest.raises(ConfigurationError, match="head_epochs must be at least 0, got -1"):
-        dropout_client(FedRepClient, head_epochs=-1)
+        fit(FedRep(), local_epochs=20, local_steps=3)
     with pytest.raises(ConfigurationError, match="the head has no parameter that is trained"):
-        dropout_client(FedRepClient, head=Layers())
+        fit(FedRep(head=Layers()), local_epochs=2)
     with pytest.raises(ConfigurationError, match="FedRep: no parameter of the body is trained"):
-        fit(dropout_client(FedRepClient, head=Layers("network")), local_epochs=2)
+        fit(FedRep(head=Layers("network")), local_epochs=2)
     with pytest.raises(ConfigurationError, match="'output' matches none of the 2 layers"):
-        dropout_client(FedRepClient, head=Layers("output"))
+        fit(FedRep(head=Layers("output")), local_epochs=2)

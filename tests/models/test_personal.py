@@ -1,4 +1,4 @@
-"""What all clients with personal models have in common, and their losses under ``vmap``."""
+"""What all halves with personal models have in common, and their losses under ``vmap``."""
 
 from __future__ import annotations
 
@@ -6,40 +6,52 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 
-from pflight.engines.joint import JointClient
-from pflight.models import APFLClient, ClientModule, DittoClient, PerFedAvgClient, PFedMeClient
-from pflight.models.personal import PersonalClient
-from pflight.state import StateLayout, StateModule, state_tensors
+from pflight import Federation
+from pflight.callbacks import APFL, Ditto, PerFedAvg, PFedMe, ServerCallback
+from pflight.engines.base import Setting
+from pflight.engines.local import ready
+from pflight.engines.sequential import SequentialEngine
+from pflight.engines.stacked_client import ANCHOR, StackedClient
+from pflight.half import OWN, PERSONAL, Half, layout_with
+from pflight.models import ClientModule
+from pflight.models.halves import Personal
+from pflight.state import StateLayout
 from tests.runs import (
     CLASSES,
     FEATURES,
     assert_same,
     batchnorm_client,
-    linear_client,
     network_client,
-    quiet_trainer,
+    run,
     small_data,
 )
 
-CLIENTS: dict[str, Callable[..., ClientModule]] = {
-    "Ditto": lambda make: make(DittoClient, lam=0.5),
-    "APFL": lambda make: make(APFLClient, alpha=0.75),
-    "APFL-adaptive": lambda make: make(APFLClient, alpha=0.75, alpha_lr=0.1),
-    "pFedMe": lambda make: make(PFedMeClient, lam=2.0, personal_steps=3),
-    "Per-FedAvg": lambda make: make(PerFedAvgClient, alpha=0.2),
-    "Per-FedAvg-Hessian": lambda make: make(PerFedAvgClient, alpha=0.2, hessian=True),
+METHODS: dict[str, Callable[[], ServerCallback]] = {
+    "Ditto": lambda: Ditto(lam=0.5),
+    "APFL": lambda: APFL(alpha=0.75),
+    "APFL-adaptive": lambda: APFL(alpha=0.75, alpha_lr=0.1),
+    "pFedMe": lambda: PFedMe(lam=2.0, personal_steps=3),
+    "Per-FedAvg": lambda: PerFedAvg(alpha=0.2),
+    "Per-FedAvg-Hessian": lambda: PerFedAvg(alpha=0.2, hessian=True),
 }
-ALL = pytest.mark.parametrize("name", CLIENTS)
+ALL = pytest.mark.parametrize("name", METHODS)
+SCALARS = ("num_samples", "mean_samples", "seen", "num_steps")
 
 
-def changed(client: ClientModule, seed: int) -> dict[str, Tensor]:
+def setting_of(client: ClientModule, half: Half) -> Setting:
+    layout, data = layout_with(half, StateLayout.of(client)), small_data(dtype=torch.float64)
+    return Setting(client, half, layout, data, Precision(), torch.device("cpu"), seed=0)
+
+
+def changed(layout: StateLayout, seed: int) -> dict[str, Tensor]:
     """Return a client's state with other numbers in it."""
     random = torch.Generator().manual_seed(seed)
     return {
         name: t + 0.3 * torch.rand(t.shape, generator=random) if t.is_floating_point() else t + seed
-        for name, t in state_tensors(client).items()
+        for name, t in layout.template.items()
     }
 
 
@@ -51,49 +63,59 @@ def batches(count: int, size: int = 9) -> tuple[Tensor, Tensor]:
 
 @ALL
 def test_many_at_once_have_the_gradients_and_buffers_of_each_alone(name: str) -> None:
-    client = CLIENTS[name](batchnorm_client).double()
-    layout = StateLayout.of(client)
-    anchor = {n: layout.template[n] for n in layout.parameters}
-    states = [changed(client, seed) for seed in range(3)]
+    client, half = batchnorm_client().double(), METHODS[name]().half
+    setting = setting_of(client, half)
+    layout = setting.layout
+    states = [changed(layout, seed) for seed in range(3)]
     x, y = batches(3)
 
-    alone = []
+    engine = SequentialEngine(setting)
+    alone: list[tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]] = []
     for row, state in enumerate(states):
-        single = CLIENTS[name](batchnorm_client).double()
-        single.load_state_dict(state)
-        single.anchor = StateModule(anchor, persistent=False)
-        loss = single.loss((x[row], y[row]))
-        loss.backward()
-        alone.append((loss.detach(), single))
+        engine.load(state, anchored=True)
+        gradients, total = {}, torch.zeros((), dtype=torch.float64)
+        for model in engine.clients:
+            loss = model.half.loss(model, (x[row], y[row]))
+            prefix = "" if model.shared is None else PERSONAL
+            found = torch.autograd.grad(loss, list(model.weights.values()), allow_unused=True)
+            named = zip(model.weights.items(), found, strict=True)
+            gradients |= {
+                f"{prefix}{n}": torch.zeros_like(w) if g is None else g for (n, w), g in named
+            }
+            total = total + loss.detach()
+        alone.append((gradients, total, {n: t.clone() for n, t in engine.state().items()}))
 
-    joint = JointClient(client, layout)
-    joint.prepare(anchored=True, remembers=False)
+    stacked = StackedClient(ready(client), half, layout)
     stack = {n: torch.stack([state[n] for state in states]) for n in layout.names}
-    parameters = {n: stack[n] for n in layout.parameters}
+    parameters = {n: stack[n] for n in stacked.trained()}
     others = {n: value for n, value in stack.items() if n not in parameters}
-    others |= {f"anchor.{n}": value.expand(3, *value.shape) for n, value in anchor.items()}
-    gradients, losses = joint.gradients(parameters, others, x, y)
-    for row, (loss, single) in enumerate(alone):
+    others |= {f"{ANCHOR}{n}": stack[n].clone() for n in stacked.parameters}
+    others |= {n: torch.zeros(3, dtype=torch.float64) for n in SCALARS}
+    gradients, losses = stacked.gradients(parameters, others, (x, y))
+    for row, (expected, loss, after) in enumerate(alone):
         torch.testing.assert_close(losses[row], loss)
-        for parameter_name, parameter in single.named_parameters():
-            gradient = gradients[parameter_name][row]
-            expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
-        for buffer_name in layout.buffers:
-            after = state_tensors(single)[buffer_name]
-            torch.testing.assert_close(others[buffer_name][row], after, rtol=1e-10, atol=1e-12)
+        for n, gradient in expected.items():
+            torch.testing.assert_close(gradients[n][row], gradient, rtol=1e-10, atol=1e-12)
+        for n in layout.buffers:
+            torch.testing.assert_close(others[n][row], after[n], rtol=1e-10, atol=1e-12)
 
 
 @ALL
-@pytest.mark.parametrize("make", [linear_client, batchnorm_client])
-def test_without_an_anchor_it_is_a_plain_client(name: str, make: Callable[..., object]) -> None:
-    data = small_data(counts=[12])
-    client, plain = CLIENTS[name](make), make()
-    for module in (client, plain):
-        torch.manual_seed(0)
-        quiet_trainer(2).fit(module, datamodule=data.client(0))
-    state = client.state_dict()
-    assert_same({n: state[n] for n in plain.state_dict()}, dict(plain.state_dict()))
+def test_without_an_anchor_their_loss_is_the_clients_own(name: str) -> None:
+    """As when they are fine-tuned."""
+    client, half = batchnorm_client().double(), METHODS[name]().half
+    engines = [SequentialEngine(setting_of(client, half)) for half in (half, Half())]
+    x, y = (part[0] for part in batches(1))
+    results = []
+    for engine in engines:
+        state = changed(StateLayout.of(client), 1)
+        template = engine.setting.layout.template
+        engine.load({**template, **state}, anchored=False)
+        (model,) = engine.clients
+        loss = model.half.loss(model, (x, y))
+        loss.backward()
+        results.append({n: w.grad.clone() for n, w in model.weights.items()} | {"loss": loss})
+    assert_same(*results)
 
 
 def networks() -> dict[str, nn.Module]:
@@ -107,32 +129,35 @@ def networks() -> dict[str, nn.Module]:
 @ALL
 @pytest.mark.parametrize("kind", ["tied", "frozen"])
 def test_tied_and_frozen_weights(name: str, kind: str) -> None:
-    client = CLIENTS[name](lambda *a, **k: network_client(networks()[kind], *a, **k)).double()
-    layout = StateLayout.of(client)
-    client.anchor = StateModule({n: layout.template[n] for n in layout.parameters})
+    client = network_client(networks()[kind]).double()
     before = {n: value.clone() for n, value in client.state_dict().items()}
-    optimizer = client.configure_optimizers()
-    x, y = batches(2)
-    for batch in zip(x, y, strict=True):
-        optimizer.zero_grad()
-        client.loss(batch).backward()
-        optimizer.step()
-    state = client.state_dict()
-    if kind == "tied":
-        assert torch.equal(state["network.0.0.weight"], state["network.0.2.weight"])
-        assert not torch.equal(state["network.0.0.weight"], before["network.0.0.weight"])
-        assert "personal.0.2.weight" not in state
-    else:
-        assert torch.equal(state["network.0.weight"], before["network.0.weight"])
-        assert "personal.0.weight" not in state
+
+    def fit(engine: str) -> Federation:
+        data = small_data(dtype=torch.float64)
+        return run(client, data, METHODS[name](), 2, local_epochs=2, engine=engine)
+
+    one, many = fit("sequential"), fit("vectorized")
+    assert many.clients.attached_engine.obstacle is None
+    for i in range(6):
+        state = one.client_state(i)
+        torch.testing.assert_close(state, many.client_state(i), rtol=1e-9, atol=1e-10)
+        if kind == "tied":
+            assert torch.equal(state["network.0.0.weight"], state["network.0.2.weight"])
+            assert not torch.equal(state["network.0.0.weight"], before["network.0.0.weight"])
+        else:
+            assert torch.equal(state["network.0.weight"], before["network.0.weight"])
+    copied = [n for n in one.layout.names if n.startswith((PERSONAL, f"{OWN}theta."))]
+    held = "network.0.2.weight" if kind == "tied" else "network.0.weight"
+    assert not any(n.endswith(held) for n in copied)
 
 
 def test_the_personal_model_is_a_copy_of_all_that_may_change() -> None:
-    client = batchnorm_client(PersonalClient)
-    state = client.state_dict()
-    network = [n for n in state if n.startswith("network.")]
-    assert {f"personal.{n.removeprefix('network.')}" for n in network} == state.keys() - {*network}
-    for n in network:
-        own = state[n.replace("network", "personal")]
-        assert torch.equal(own, state[n])
-        assert own.data_ptr() != state[n].data_ptr()
+    client = batchnorm_client()
+    client.network[0].requires_grad_(False)
+    plain = StateLayout.of(client)
+    layout = layout_with(Personal(Half()), plain)
+    live = [n for n in plain.names if n not in plain.frozen]
+    assert {n for n in layout.own if n.startswith(PERSONAL)} == {f"{PERSONAL}{n}" for n in live}
+    for n in live:
+        own = layout.template[f"{PERSONAL}{n}"]
+        assert torch.equal(own, layout.template[n])
