@@ -121,8 +121,10 @@ class FederationCLI(LightningCLI):
                     args=args,
                 )
         except ConfigurationError as error:
-            if "optimizer can't be built" in str(error) and (reason := self._refused_optimizer()):
-                raise ConfigurationError(reason) from error
+            whose, refused, _ = str(error).partition("optimizer can't be built: ")
+            if refused and (found := self._refused_optimizer()):
+                option, reason = found
+                raise ConfigurationError(f"{option}: {whose}{refused}{reason}") from error
             raise
         except Exception as error:
             if full_disk(error) and hasattr(self, "config") and self.config.subcommand != "fit":
@@ -222,14 +224,14 @@ class FederationCLI(LightningCLI):
         if not (self._in_place or self.config[self.subcommand].trainer.fast_dev_run):
             self.folder.check_origin()
 
-    def _refused_optimizer(self) -> str | None:
-        """Say which optimizer of the configuration can't be built."""
+    def _refused_optimizer(self) -> tuple[str, str] | None:
+        """Return which optimizer of the configuration can't be built, and why."""
         for name, spec in specs(self.config[self.subcommand]):
             kind, options = resolve_name(spec.class_path), spec.get("init_args") or {}
             if isinstance(kind, type) and issubclass(kind, Optimizer):
                 reason = why_not_built(kind, dict(options))
                 if reason is not None:
-                    return f"{name}: {reason}"
+                    return name, reason
         return None
 
     def _is_requeued(self) -> bool:

@@ -298,15 +298,21 @@ class TestFullDisk:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--model.client.optimizer.lr=null"], "model.client.optimizer: SGD: lr can't be null"),
+        (
+            ["--model.client.optimizer.lr=null"],
+            "model.client.optimizer: the client's optimizer can't be built: SGD: lr can't be null",
+        ),
         (
             ["--model.client.optimizer.lr=nan"],
             "model.client.optimizer.lr: expected a finite number",
         ),
-        (["--model.client.optimizer.lr=-1"], "model.client.optimizer: Invalid learning rate: -1.0"),
+        (
+            ["--model.client.optimizer.lr=-1"],
+            "model.client.optimizer: the client's optimizer can't be built: Invalid learning rate",
+        ),
         (
             ["--model.server_optimizer=Adam", "--model.server_optimizer.betas=null"],
-            "model.server_optimizer: Adam: betas can't be null",
+            "model.server_optimizer: the server's optimizer can't be built: Adam: betas can't be",
         ),
         (["--trainer.devices=99999"], "trainer.devices asks for 99,999 processes on"),
         (["--trainer.devices=7"], "ask for 7 processes, and there are 6 clients to share"),
@@ -323,7 +329,7 @@ def test_client_memory_that_can_not_be_read(capfd):
     options += ["--data.num_clients=6", "--model.client_memory=disk", "--trainer.accelerator=cpu"]
     options += ["--trainer.default_root_dir=run"]
     main(["fit", *options, "--trainer.max_epochs=1"])
-    (table,) = Path("run/memory/tables").glob("*.json")
+    table, *_ = Path("run/memory/tables").glob("*.json")
     kept = table.rename("kept")
     table.mkdir()
     resume = ["--ckpt_path=last", "--trainer.max_epochs=2"]
