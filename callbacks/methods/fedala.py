@@ -210,8 +210,8 @@ class Mixing(L.LightningModule):
         lr: :math:`\eta`.
 
     Example:
-        >>> import pflight
-        >>> module = pflight.models.Classifier(nn.nn.Linear(4, 2), num_classes=2)
+        >>> import pflight, torch
+        >>> module = pflight.models.Classifier(torch.nn.Linear(4, 2), num_classes=2)
         >>> Mixing(module, ["network.bias"], lr=1.0).weights.tensors()["network.bias"]
         Parameter containing:
         tensor([1., 1.], requires_grad=True)
