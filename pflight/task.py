@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .metrics import ClientMetrics, F1Average
-from .options import check_range
+from .options import check_range, checked
 
 Batch = tuple[Tensor, Tensor]
 OptimizerOf = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -22,6 +22,7 @@ def plain_sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)
 
 
+@checked
 class Task(L.LightningModule):
     """A network and what its outputs mean, as a LightningModule that trains alone as well.
 

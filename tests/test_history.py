@@ -157,7 +157,7 @@ class CountsReads(list[Round]):
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_no_round_looks_through_all_that_came_before(tmp_path: Path) -> None:
     federation = Federation(linear_client())
-    federation.history = CountsReads()
+    federation.clients.history = CountsReads()
     saver = ModelCheckpoint(tmp_path, save_on_train_epoch_end=True)
     for last in (10, 40):
         reads, before = CountsReads.reads, len(federation.history)

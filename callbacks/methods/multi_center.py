@@ -92,7 +92,7 @@ class MultiCenter(ServerCallback):
         if self.matching is not None:
             what = f"{type(self).__name__}: matching, which weighs the last layer by classes,"
             self.chain = matched_chain(as_classifier(self.clients.module, what), self.sent_names)
-            if not self.clients.attached_data.knows_classes:
+            if (data := self.clients.data) is not None and not data.knows_classes:
                 raise ConfigurationError(f"{what} needs data with num_classes")
         self.assignments = torch.full((self.clients.num_clients,), -1)
         self.add_centers(self.num_clusters)
