@@ -549,7 +549,7 @@ def _dumped(parser: Any, config: Namespace) -> str:
     """
     config = config.clone()
     config.ckpt_path = None
-    options = config.model.get("init_args") or {}
+    options: Any = config.model.get("init_args") or {}
     if options.get("allow_other_data"):
         options.allow_other_data = False  # a consent is for one resume
     with warnings.catch_warnings():  # jsonargparse 4.49 renamed the argument
