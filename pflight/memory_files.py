@@ -113,7 +113,7 @@ class RowFile:
         try:
             length = self.length
             mapped = np.memmap(self.path, np.uint8, "r", first * self.row_bytes, table)
-        except (FileNotFoundError, ValueError) as error:
+        except (FileNotFoundError, IsADirectoryError, ValueError) as error:
             behind = (row for row in wanted if row.index >= length)
             raise next(behind, wanted[0]).lost() from error
         except OSError as error:
