@@ -549,11 +549,7 @@ def _dumped(parser: Any, config: Namespace) -> str:
     """
     config = config.clone()
     config.ckpt_path = None
-<<<<<<< HEAD
-    options = config.model.get("init_args") or Namespace()
-=======
     options: Any = config.model.get("init_args") or {}
->>>>>>> hostile
     if options.get("allow_other_data"):
         options.allow_other_data = False  # a consent is for one resume
     with warnings.catch_warnings():  # jsonargparse 4.49 renamed the argument
