@@ -615,6 +615,7 @@ def _quieten() -> None:
     warnings.formatwarning = _format_warning
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.pflight").setLevel(logging.INFO)
     for message in (
         r".*does not have many workers",
         r".*isinstance\(treespec, LeafSpec\).*",

@@ -15,7 +15,8 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _as_loud_as_before() -> Iterator[None]:
     """Undo what the command line does in a process that is its own."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    names = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.pflight")
+    loggers = [logging.getLogger(name) for name in names]
     levels, form = [logger.level for logger in loggers], warnings.formatwarning
     yield
     warnings.formatwarning = form

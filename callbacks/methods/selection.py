@@ -35,9 +35,7 @@ from .multi_center import MultiCenter
 Criterion = Literal["accuracy", "distance"]
 CANDIDATES = (2, 3, 4, 5, 6)
 
-# Lightning's handler shows what is logged here; the level is its own, whatever Lightning's is.
-_log = logging.getLogger("lightning.pytorch.pflight")
-_log.setLevel(logging.INFO)
+_log = logging.getLogger("lightning.pytorch.pflight")  # which Lightning's handler shows
 
 
 @dataclass(frozen=True)

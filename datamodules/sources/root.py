@@ -8,9 +8,7 @@ from pathlib import Path
 
 from pflight.errors import ConfigurationError
 
-# Lightning's handler shows what is logged here; the level is its own, whatever Lightning's is.
-_log = logging.getLogger("lightning.pytorch.pflight")
-_log.setLevel(logging.INFO)
+_log = logging.getLogger("lightning.pytorch.pflight")  # which Lightning's handler shows
 
 
 def check_root(root: str) -> None:

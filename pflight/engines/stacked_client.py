@@ -23,10 +23,7 @@ from pflight.state import StateLayout, other_places
 from .embeddings import CheckedEmbeddings
 from .local import Calls, Frozen, call_again, logits_of, noting_calls, resting
 
-# PyTorch's advice on what vmap runs client by client is not for users, and names this file.
-warnings.filterwarnings(
-    "ignore", "There is a performance drop because we have not yet implemented the batching rule"
-)
+_ADVICE = "There is a performance drop because we have not yet implemented the batching rule"
 
 Stack = dict[str, Tensor]
 """Tensors ``[C, ...]`` by their names in a client, one row for each of ``C`` clients."""
@@ -83,6 +80,8 @@ class StackedClient:
         self._after_training = vmap(self._finish, out_dims=None)
         self._remember = vmap(self._keep)
         self._training = [(part, part.training) for part in module.modules()]
+        # PyTorch's advice on what vmap runs client by client is not for users, and names this file.
+        warnings.filterwarnings("ignore", _ADVICE)
         module._trainer = _NoTrainer()  # type: ignore[assignment]
         module.log = module.log_dict = no_logs  # type: ignore[method-assign]
         self.prepare(self.mode)
