@@ -21,6 +21,7 @@ from pflight import Federation
 from pflight.callbacks import FedAvg
 from pflight.checkpoint import AtomicCheckpointIO
 from pflight.cli import main
+from pflight.clients import Clients
 from pflight.signals import StopBetweenRounds
 from tests.event_files import read_events
 from tests.runs import linear_client, quiet_trainer, small_data
@@ -116,7 +117,7 @@ class TestFit:
         self, signum, engine, monkeypatch, capfd
     ):
         with monkeypatch.context() as patch:
-            raising(patch, Federation, "train_clients", signum, call=3)
+            raising(patch, Clients, "train", signum, call=3)
             assert stopped("fit", f"--model.engine={engine}") == STATUS[signum]
         name = signal.Signals(signum).name
         assert error_line(capfd) == (
@@ -220,7 +221,8 @@ class TestEvaluation:
         capfd.readouterr()
         raising(monkeypatch, Federation, method, signum)
         assert stopped(command, "--ckpt_path=last") == STATUS[signum]
-        assert error_line(capfd) == f"pflight: stopped by {signal.Signals(signum).name}"
+        name = signal.Signals(signum).name
+        assert error_line(capfd) == f"pflight: stopped by {name} in the {command} of run"
         assert Path("run/predictions.csv").read_bytes() == before
         assert not list(Path("run").rglob("*partial*"))
 
@@ -308,7 +310,7 @@ class TestSlurm:
         handler = signal.getsignal(signal.SIGUSR1)
         with monkeypatch.context() as patch:
             raising(patch, Federation, "on_train_epoch_end", signal.SIGUSR1, call=2)
-            raising(patch, Federation, "train_clients", signal.SIGTERM, call=4)
+            raising(patch, Clients, "train", signal.SIGTERM, call=4)
             assert stopped("fit", *memory) == 143
         assert signal.getsignal(signal.SIGUSR1) == handler
         assert Path("requeued").read_text() == "requeue 7\n"
