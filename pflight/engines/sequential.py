@@ -310,6 +310,8 @@ class SequentialEngine:
                             _copy_whole(name, own[name], value[row])
                     self._mend_frozen()
                     done[row] = logs
+        late = {failure.client for failure in failures}  # one may have caught its time-out
+        done = {row: logs for row, logs in done.items() if int(clients[row]) not in late}
         trained = TensorDict(results, batch_size=[len(clients)])
         keep = TensorDict(remembered, batch_size=[len(clients)])
         finite = finite_rows(trained)
