@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -24,7 +25,6 @@ from pflight.callbacks import (
     FedDANE,
     FedEC,
     FedProx,
-    FedRep,
     FeSEM,
     Local,
     PerFedAvg,
@@ -33,19 +33,8 @@ from pflight.callbacks import (
     Reptile,
     ServerCallback,
 )
-from pflight.datamodules import DatasetClients
-from pflight.models import (
-    APFLClient,
-    ClientModule,
-    DaneClient,
-    DittoClient,
-    ElasticClient,
-    FedRepClient,
-    PerFedAvgClient,
-    PFedMeClient,
-    ProximalClient,
-    ScaffoldClient,
-)
+from pflight.datamodules import DatasetClients, FederatedDataModule
+from pflight.models import ClientModule, ElasticClient, ProximalClient
 from tests.runs import assert_same, batchnorm_client, quiet_trainer, run, sgd, small_data
 
 COUNTS = (9, 14, 6, 11)
@@ -623,53 +612,183 @@ def test_a_client_whose_samples_cannot_be_read_fails_alone() -> None:
     assert [entry.failed for entry in federation.history] == [[1], [1]]
 
 
-PAIRS = {
+NAMED = {
     "FedProx": (FedProx(0.3), FedAvg(), ProximalClient, {"mu": 0.3}),
-    "Ditto": (Ditto(lam=0.3), Ditto(), DittoClient, {"lam": 0.3}),
-    "APFL": (APFL(alpha=0.3), APFL(), APFLClient, {"alpha": 0.3}),
-    "APFL-adaptive": (
-        APFL(alpha=0.3, alpha_lr=0.1),
-        APFL(),
-        APFLClient,
-        {"alpha": 0.3, "alpha_lr": 0.1},
+    "FeSEM": (
+        FeSEM(2, mu=0.3, scaling="eq7"),
+        FeSEM(2),
+        ProximalClient,
+        {"mu": 0.3, "scaling": "eq7"},
     ),
     "FedEC": (FedEC(0.5), Reptile(), ElasticClient, {"alpha": 0.5}),
     "FedEC-l2": (FedEC(0.5, "l2"), Reptile(), ElasticClient, {"alpha": 0.5, "constraint": "l2"}),
-    "pFedMe": (
-        PFedMe(lam=5.0, personal_steps=2),
-        PFedMe(),
-        PFedMeClient,
-        {"lam": 5.0, "personal_steps": 2},
-    ),
-    "Per-FedAvg": (PerFedAvg(alpha=0.1), PerFedAvg(), PerFedAvgClient, {"alpha": 0.1}),
-    "Per-FedAvg-hessian": (
-        PerFedAvg(alpha=0.1, hessian=True),
-        PerFedAvg(),
-        PerFedAvgClient,
-        {"alpha": 0.1, "hessian": True},
-    ),
-    "SCAFFOLD": (SCAFFOLD(option="I"), SCAFFOLD(), ScaffoldClient, {"option": "I"}),
-    "FedDANE": (FedDANE(True, mu=0.3), FedDANE(True), DaneClient, {"mu": 0.3}),
-    "FedRep": (FedRep(head_epochs=1), FedRep(), FedRepClient, {"head_epochs": 1}),
 }
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_a_method_alone_is_the_pair_of_old(name: str) -> None:
-    alone, callback, kind, options = PAIRS[name]
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("name", NAMED)
+def test_a_method_is_what_it_is_with_a_client_that_names_the_half(name: str, engine: str) -> None:
+    alone, callback, kind, options = NAMED[name]
     data = small_data(dtype=torch.float64, cohort_size=4)
 
-    def client(kind: type[ClientModule], **options: Any) -> ClientModule:
-        optimizer = sgd(0.1, momentum=0.9)
-        return batchnorm_client(kind, optimizer=optimizer, **options).double()
+    def fit(kind: type[ClientModule], callback: ServerCallback, **options: Any) -> Federation:
+        client = batchnorm_client(kind, optimizer=sgd(0.1, momentum=0.9), **options).double()
+        return run(client, data, copy.deepcopy(callback), 4, local_epochs=2, engine=engine)
 
-    one = run(client(ClientModule), data, alone, 4, local_epochs=2)
-    other = run(client(kind, **options), data, callback, 4, local_epochs=2, engine="sequential")
+    one, other = fit(ClientModule, alone), fit(kind, callback, **options)
     for i in range(6):
-        state, expected = one.client_state(i), other.client_state(i)
-        torch.testing.assert_close(state, {key: expected[key] for key in state})
-    assert one.history[-1].metrics["val/macro_acc"] == other.history[-1].metrics["val/macro_acc"]
-    assert one.history[-1].bytes_up == other.history[-1].bytes_up
+        assert_same(one.client_state(i), other.client_state(i))
+    assert one.history == other.history
+
+
+# Modules that can be stacked
+
+
+class Dicts(FederatedDataModule):
+    """Clients whose samples are dictionaries with a pair in them."""
+
+    def __init__(self, counts: Sequence[int], batch_size: int | None = 4) -> None:
+        super().__init__(num_classes=None, batch_size=batch_size, cohort_size=3)
+        self.num_clients, self.counts = len(counts), {"train": counts, "val": [3] * len(counts)}
+
+    def num_samples(self, split: Any = "train") -> Tensor:
+        return torch.tensor(self.counts.get(split, [0] * self.num_clients))
+
+    def samples(self, client: int, split: Any) -> dict[str, Any]:
+        x, y = table(int(self.num_samples(split)[client]), client + 10 * (split == "val")).tensors
+        x, y = x.double(), y.double()
+        return {"x": (x[:, :2], x[:, 2:]), "y": y.squeeze(1)}
+
+
+class Pairs(Dicts):
+    """Clients whose samples are pairs."""
+
+    def samples(self, client: int, split: Any) -> tuple[Tensor, Tensor]:
+        samples = super().samples(client, split)
+        return torch.cat(samples["x"], dim=1), samples["y"].unsqueeze(1)
+
+
+class Stackable(L.LightningModule):
+    """A module of one's own that says what its loss is, and nothing else of federations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 6), nn.Linear(1, 6, bias=False)
+        self.out = nn.Sequential(nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return self.out(self.first(x[0]) + self.second(x[1])).squeeze(-1)
+
+    def loss(self, batch: dict[str, Any]) -> Tensor:
+        return F.mse_loss(self(batch["x"]), batch["y"])
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train/mse", loss)
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.log("val/mse", self.loss(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.5)
+
+
+class Filling(Stackable):
+    """Says what the losses of samples are as well, so that batches may be filled up."""
+
+    def sample_losses(self, batch: dict[str, Any]) -> Tensor:
+        return F.mse_loss(self(batch["x"]), batch["y"], reduction="none")
+
+    def loss(self, batch: dict[str, Any]) -> Tensor:
+        return self.sample_losses(batch).mean()
+
+
+STACKED = [method for method in METHODS if type(method) is not SCAFFOLD]  # which has no momentum
+
+
+@pytest.mark.parametrize("kind", [Stackable, Filling])
+@pytest.mark.parametrize("method", STACKED, ids=lambda method: type(method).__name__)
+def test_a_module_with_a_loss_is_stacked(method: ServerCallback, kind: type[Stackable]) -> None:
+    def fit(engine: str) -> Federation:
+        torch.manual_seed(3)
+        options = {"local_epochs": 2, "engine": engine}
+        return run(kind().double(), Dicts((9, 14, 5, 11)), copy.deepcopy(method), 4, **options)
+
+    alone, stacked = fit("sequential"), fit("vectorized")
+    engine = stacked.clients.attached_engine
+    assert engine.obstacle is None
+    assert engine.fills_batches == (kind is Filling and type(method) is not PerFedAvg)
+    for client in range(4):
+        one, other = alone.client_state(client), stacked.client_state(client)
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+    for left, right in zip(alone.history, stacked.history, strict=True):
+        assert ("train/mse" in left.metrics) == (type(method) not in (PFedMe, PerFedAvg))
+        assert left.metrics == pytest.approx(right.metrics, rel=1e-9)
+
+
+class OwnLossObject(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = nn.MSELoss()
+
+
+class Steps(Stackable):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) + self.out[1].bias.square().sum() + 0.1
+
+
+class Chatty(Stackable):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("train/mean", batch["y"].mean())
+        return super().training_step(batch, batch_idx)
+
+
+class Declared(Stackable):
+    vectorizable = False
+
+
+OBSTACLES = {
+    Regression: "it has no method loss(batch)",
+    OwnLossObject: "it has no method loss(batch)",
+    Steps: "its training_step gives another loss than its method loss()",
+    Chatty: "it logs 'train/mean' while it trains, beside its loss",
+    Declared: "it says that it is not vectorizable",
+}
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", OBSTACLES, ids=lambda kind: kind.__name__)
+def test_a_module_that_cannot_be_stacked_trains_alone_and_is_told_why(kind: type) -> None:
+    torch.manual_seed(3)
+    module = kind().double()
+    data = (Pairs if isinstance(module, Regression) else Dicts)((9, 14, 5, 11))
+    with pytest.warns(UserWarning, match="clients train one by one") as warned:
+        stacked = run(module, data, FedAvg(), engine="vectorized")
+    assert any(OBSTACLES[kind] in str(warning.message) for warning in warned)
+    alone = run(module, data, FedAvg(), engine="sequential")
+    assert_same(alone.server_states()[0], stacked.server_states()[0])
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_frozen_parts_are_those_of_the_checkpoint(engine: str, tmp_path: Path) -> None:
+    """Also where the module that a run is resumed with was built with other random weights."""
+
+    def module(seed: int) -> Stackable:
+        torch.manual_seed(seed)
+        made = Stackable().double()
+        made.first.requires_grad_(False)
+        return made
+
+    def fit(seed: int, rounds: int, **options: Any) -> Federation:
+        return run(module(seed), Dicts((9, 14, 5, 11)), FedAvg(), rounds, engine=engine, **options)
+
+    fit(1, 2).trainer.save_checkpoint(tmp_path / "half.ckpt")
+    whole, resumed = fit(1, 4), fit(2, 4, ckpt_path=tmp_path / "half.ckpt")
+    for client in range(4):
+        assert_same(whole.client_state(client), resumed.client_state(client))
+    assert torch.equal(resumed.client_state(0)["first.weight"], module(1).first.weight)
+    assert whole.history[-1].metrics == resumed.history[-1].metrics
 
 
 def test_divergences_need_logits() -> None:
@@ -678,5 +797,5 @@ def test_divergences_need_logits() -> None:
 
 
 def test_two_halves_are_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="FedProx and ProximalClient"):
+    with pytest.raises(ConfigurationError, match=r"FedProx brings .*, and ProximalClient names"):
         run(batchnorm_client(ProximalClient), small_data(), FedProx(0.3))

@@ -215,7 +215,7 @@ class AloneClient:
         shared: For a personal copy, the client whose model it stands beside.
 
     Attributes:
-        has_loss: Whether its own training step has returned a loss.
+        has_loss: Whether a training step has given a loss.
         skipped: Whether the last one returned none.
     """
 
@@ -319,7 +319,6 @@ class AloneClient:
             loss = loss_of(output)
             if loss is None:
                 raise _StepSkippedError
-            self.has_loss = True
             return loss
 
         self._own_step, self.skipped = run, False
@@ -330,6 +329,7 @@ class AloneClient:
             return output
         finally:
             self._own_step = None
+        self.has_loss = True
         return {**output, "loss": loss} if isinstance(output, dict) else loss
 
     def loss(self, batch: Any, size: int) -> Tensor | None:
