@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
 
 from .clients import Clients
 from .errors import ConfigurationError
+from .task import Task
 
 _MEANS = (
     "macro_acc",
@@ -72,7 +73,8 @@ def check_monitor(
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
     models = ("", "server/", "finetuned/") if clients.training.finetune_epochs else ("", "server/")
-    of_validation = [f"val/{model}{name}" for model in models for name in _MEANS]
+    means = _means_of(clients.module)
+    of_validation = [f"val/{model}{name}" for model in models for name in means]
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     if any(_may_log(part) for part in callbacks):
         return
@@ -95,6 +97,17 @@ def check_monitor(
     alike = get_close_matches(monitor, known, cutoff=0.5)
     hint = f"did you mean {' or '.join(alike)}" if alike else f"there are {', '.join(known[:10])}"
     raise ConfigurationError(f"{watcher} watches {monitor!r}, which no round will have: {hint}")
+
+
+def _means_of(module: L.LightningModule) -> list[str]:
+    """Return the names of what clients are judged by, over all of them."""
+    if not (isinstance(module, Task) and module.higher_is_better):
+        return list(_MEANS)
+    return [
+        f"{mean}{name}"
+        for name in module.higher_is_better
+        for mean in ("macro_", "micro_", "worst_decile_", "")
+    ]
 
 
 def _may_log(part: object) -> bool:

@@ -245,7 +245,7 @@ class Probe:
         )
         stack = {name: found.gradients[name].unsqueeze(0) for name in known}, found.loss[None]
         tolerance = _ODD if precise else _ODD_IN_HALF
-        return not _alike(stack, [(alone, loss)], tolerance, _VANISHED * self._largest)
+        return not _alike(stack, [({**known}, loss)], tolerance, _VANISHED * self._largest)
 
     def predicts_each_alone(self, x: Tensor) -> bool:
         """Return whether predictions stay as they are beside the zeros that fill batches up."""

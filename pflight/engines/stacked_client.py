@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from pflight.half import OWN, PERSONAL, Half, Phase
 from pflight.state import StateLayout, other_places
+from pflight.task import trains_as_a_task
 
 from .embeddings import CheckedEmbeddings
 from .local import Calls, Frozen, call_again, logits_of, noting_calls, resting
@@ -75,7 +76,8 @@ class StackedClient:
         self._modes: Hashable = None  # of the modules and parameters
         self._calls: Counter[Hashable] = Counter()
         self._records: dict[Hashable, Callable[..., Any]] = {}
-        self._gradients = vmap(grad_and_value(self._loss))
+        self._logs: dict[Mode, bool] = {}
+        self._gradients = vmap(grad_and_value(self._loss, has_aux=True))
         self._outputs = vmap(self._output)
         self._after_training = vmap(self._finish, out_dims=None)
         self._remember = vmap(self._keep)
@@ -96,6 +98,10 @@ class StackedClient:
     def remembers_its_state(self) -> bool:
         """Whether a client keeps its whole model as it is."""
         return type(self.half).remember is Half.remember
+
+    def logs_loss(self, mode: Mode) -> bool:
+        """Return whether a training step would log its loss: not where the half asks for others."""
+        return self._logs.get(mode, True)
 
     def prepare(self, mode: Mode) -> None:
         """Get ready to train."""
@@ -146,25 +152,31 @@ class StackedClient:
 
     def loss(self, state: Mapping[str, Tensor], batch: Any) -> Tensor:
         """Return what a single client minimises, the loss of its personal model included."""
-        return self._loss_of(state, batch)
+        return self._loss_of(state, batch)[0]
 
     def _loss(
         self, parameters: Stack, others: Stack, batch: Any, weights: Tensor | None = None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         return self._loss_of({**parameters, **others}, batch, weights)
 
     def _loss_of(
         self, tensors: Mapping[str, Tensor], batch: Any, weights: Tensor | None = None
-    ) -> Tensor:
-        client = self._client(tensors, weights)
+    ) -> tuple[Tensor, Tensor]:
+        """Return what a client minimises, and what its training step would log of it."""
+        models = [self._client(tensors, weights)]
         with CheckedEmbeddings(), _attention_on(self.module.device):
-            loss = self.half.loss(client, batch)
-            if self.half.personal is None or not self.mode.anchored:
-                return loss
-            # The personal loss may look at the shared model, but does not train it.
-            shared = self._client({n: t.detach() for n, t in tensors.items()}, weights)
-            personal = StackedRow(self, self.half.personal, tensors, weights, shared)
-            return loss + self.half.personal.loss(personal, batch)
+            loss = self.half.loss(models[0], batch)
+            if self.half.personal is not None and self.mode.anchored:
+                # The personal loss may look at the shared model, but does not train it.
+                shared = self._client({n: t.detach() for n, t in tensors.items()}, weights)
+                personal = StackedRow(self, self.half.personal, tensors, weights, shared)
+                loss = loss + self.half.personal.loss(personal, batch)
+                models.append(personal)
+        own = [model.own_loss for model in models if model.own_loss is not None]
+        if trains_as_a_task(self.module):  # which logs what its half makes of it
+            own = [loss.detach()]
+        self._logs[self.mode] = bool(own)
+        return loss, sum(own, torch.zeros_like(loss))
 
     def _client(self, tensors: Mapping[str, Tensor], weights: Tensor | None = None) -> StackedRow:
         return StackedRow(self, self.half, tensors, weights)
@@ -193,8 +205,10 @@ class StackedClient:
         others: Stack,
         batch: Any,
         weights: Tensor | None = None,
-    ) -> tuple[Stack, Tensor]:
+    ) -> tuple[Stack, Tensor, Tensor]:
         """Return the gradients ``[C, ...]`` of the parameters, and the losses ``[C]``.
+
+        And thirdly what the clients' own training steps would log of these.
 
         Args:
             parameters: Stacked parameters.
@@ -215,9 +229,11 @@ class StackedClient:
             self._calls[key] += 1
             records = len(self._records)
             if self._calls[key] < _OFTEN * (records + 1) or records == _RECORDS:
-                return self._gradients(*arguments)
+                gradients, losses = self._gradients(*arguments)
+                return gradients, *losses
             self._records[key] = self._record(*arguments)
-        return self._records[key](*arguments)
+        gradients, losses = self._records[key](*arguments)
+        return gradients, *losses
 
     def _record(self, parameters: Stack, others: Stack, *batch: Any) -> Callable[..., Any]:
         """Return the operations behind :meth:`gradients` or, where they can't be had, itself."""
@@ -253,6 +269,9 @@ class StackedRow:
         tensors: The client's state, and what it is told, by name.
         sample_weights: Of the samples of a batch ``[batch]``, adding up to 1, or ``None``.
         shared: For a personal copy, the client whose model it stands beside.
+
+    Attributes:
+        own_loss: What :meth:`task_loss` gave, or ``None``: without gradients.
     """
 
     def __init__(
@@ -276,6 +295,7 @@ class StackedRow:
         mode, known = stacked.mode, (stacked.parameters, stacked.memory)
         self.anchor = Part(tensors, ANCHOR, known[0]) if mode.anchored else None
         self.memory = Part(tensors, MEMORY, known[1]) if mode.remembers else None
+        self.own_loss: Tensor | None = None
         self._calls: Calls = []
 
     @property
@@ -300,7 +320,9 @@ class StackedRow:
 
     def task_loss(self, batch: Any) -> Tensor:
         """See :class:`~pflight.half.LocalClient`."""
-        return self._loss_at(self.state(), batch)
+        loss = self._loss_at(self.state(), batch)
+        self.own_loss = loss.detach()
+        return loss
 
     def task_loss_at(
         self,

@@ -49,6 +49,7 @@ class _Work:
         run: Does it for a chunk.
         one_by_one: Does it for some clients in the sequential engine.
         shuffled: Whether samples come in the order of the round, or as they lie.
+        steps: Whether clients take steps, or tell their gradients.
         on_client_end: Called with the id of each client that is done.
     """
 
@@ -58,6 +59,7 @@ class _Work:
     run: Callable[[_Chunk], None]
     one_by_one: Callable[[Tensor, TensorDict, Kept | None], ClientUpdates]
     shuffled: bool = True
+    steps: bool = True
     on_client_end: Callable[[int], None] | None = None
 
 
@@ -72,7 +74,7 @@ class _Chunk:
         results: What they return ``[C, ...]``, to be filled in.
         told: Anchor, memory and scalars ``[C, ...]``, by name.
         kept: What they keep ``[C, ...]``, to be filled in.
-        losses: Sums over samples of their losses ``[C]``, to be added to.
+        losses: Sums over samples of the losses ``[C]`` that they log, to be added to.
     """
 
     clients: list[int]
@@ -277,7 +279,7 @@ class VectorizedEngine:
             self._add_gradients(chunk, self._batches(chunk, work))
 
         mode, shuffled = Mode(anchored=True, remembers=False), batches is not None
-        work = _Work(round_index, mode, plan, run, one_by_one, shuffled)
+        work = _Work(round_index, mode, plan, run, one_by_one, shuffled, steps=False)
         return self._in_chunks(clients, states, None, work)
 
     def losses(
@@ -389,7 +391,10 @@ class VectorizedEngine:
         good = [row for row in range(len(order)) if row not in failed]
         seen = sum(done.plans[row].num_seen for row in good)
         total = done.losses[good].sum()
-        logs: list[Logs] = [dict.fromkeys(self._logged, (total, seen))] if seen else []
+        names: Collection[str] = ("train/loss",)
+        if work.steps:
+            names = self._logged if self._stacked.logs_loss(work.mode) else ()
+        logs: list[Logs] = [dict.fromkeys(names, (total, seen))] if seen else []
         place = None if order == sorted(order) else torch.tensor(order).argsort()
 
         def in_order(stack: Stack) -> TensorDict:
@@ -482,7 +487,7 @@ class VectorizedEngine:
         for step in range(len(batches)):
             last = step + 1 == len(batches)
             parts = [
-                self._gradients(group, chunk, parameters, others, last)
+                self._gradients(group, chunk, parameters, others, steps=True, last=last)
                 for group in batches.groups(step)
             ]
             for names, optimizer in zip(models, optimizers, strict=True):
@@ -525,20 +530,35 @@ class VectorizedEngine:
         }
 
     def _gradients(
-        self, group: Group, chunk: _Chunk, parameters: Stack, others: Stack, last: bool = True
+        self,
+        group: Group,
+        chunk: _Chunk,
+        parameters: Stack,
+        others: Stack,
+        steps: bool = False,
+        last: bool = True,
     ) -> Stack:
-        """Return the gradients of a group of rows, and add up its losses."""
+        """Return the gradients of a group of rows, and add up the losses that are logged.
+
+        Args:
+            group: The rows, with their batches.
+            chunk: Whose rows they are.
+            parameters: Of the chunk, by which the loss is differentiated.
+            others: Everything else that the loss looks at.
+            steps: Whether they take a step, which logs its own loss.
+            last: Whether it is their last.
+        """
         rows = group.rows
         assert self.setting.form is not None
         audited = self._some_rows(group, chunk, parameters) if self._audits and last else {}
         with self._stacked_context():
-            gradients, mean_losses = self._stacked.gradients(
+            gradients, mean_losses, own = self._stacked.gradients(
                 {name: value[rows] for name, value in parameters.items()},
                 {name: value[rows] for name, value in others.items()},
                 self.setting.form.batch(group.leaves),
                 group.weights,
             )
-        chunk.losses[rows] += mean_losses * group.size
+        chunk.losses[rows] += (own if steps else mean_losses) * group.size
         self._audit(audited, gradients, mean_losses)
         return gradients
 

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -576,8 +577,19 @@ def persist(client: ClientModule) -> Any:
             continue
 
 
-@pytest.mark.parametrize("hangs", [sleep, persist])
-@pytest.mark.parametrize("method", ["loss", "on_train_end", "configure_optimizers"])
+def swallow(client: ClientModule) -> None:
+    with suppress(BaseException):
+        time.sleep(600)
+
+
+HANGS = [
+    (hangs, method)
+    for hangs in (sleep, persist)
+    for method in ("loss", "on_train_end", "configure_optimizers")
+]
+
+
+@pytest.mark.parametrize(("hangs", "method"), [*HANGS, (swallow, "on_train_end")])
 def test_a_client_that_hangs_is_left_out(
     hangs: Any, method: str, sound: dict[str, Federation], recwarn: pytest.WarningsRecorder
 ) -> None:

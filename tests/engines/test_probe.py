@@ -426,9 +426,9 @@ def test_halves_pass_every_audit(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("pflight.engines.probe._ODD", 1e-3)
     in_step = VectorizedEngine._gradients
 
-    def audited(self: VectorizedEngine, *args: Any) -> Any:
+    def audited(self: VectorizedEngine, *args: Any, **options: Any) -> Any:
         self._audits = True
-        return in_step(self, *args[:4])
+        return in_step(self, *args[:4], **{**options, "last": True})
 
     monkeypatch.setattr(VectorizedEngine, "_gradients", audited)
     client = batchnorm_client(optimizer=sgd(0.1, momentum=0.5 * (name != "SCAFFOLD")))
