@@ -114,18 +114,3 @@ class Classifier(Task):
     def client_metrics(self, num_clients: int, f1_average: F1Average) -> ClientMetrics:
         """Return accuracy and F1 of all clients."""
         return ClientMetrics(num_clients, self.num_classes, f1_average=f1_average)
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log loss and accuracy when this module is validated by itself."""
-        self._log_quality(batch, "val")
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log loss and accuracy when this module is tested by itself."""
-        self._log_quality(batch, "test")
-
-    def _log_quality(self, batch: Batch, stage: str) -> None:
-        x, y = batch
-        outputs = self(x)
-        values = {"loss": F.cross_entropy(outputs, y), **self.measure(outputs, y)}
-        named = {f"{stage}/{name}": value for name, value in values.items()}
-        self.log_dict(named, prog_bar=True, batch_size=len(y))

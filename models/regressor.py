@@ -86,15 +86,8 @@ class Regressor(Task):
                 f"{list(targets.shape)}"
             )
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log loss and errors when this module is validated by itself."""
-        self._log_quality(batch, "val")
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log loss and errors when this module is tested by itself."""
-        self._log_quality(batch, "test")
-
-    def _log_quality(self, batch: Batch, stage: str) -> None:
+    def log_quality(self, batch: Batch, stage: str) -> None:
+        """Log loss and errors when this module is judged by itself, these over all batches."""
         x, y = batch
         outputs = self(x)
         self.metrics.update(outputs.view_as(y), y)

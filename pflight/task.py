@@ -113,6 +113,27 @@ class Task(L.LightningModule):
         self.log("train/loss", loss.detach(), batch_size=len(batch[1]))
         return loss
 
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log how good the module is when it is validated by itself."""
+        self.log_quality(batch, "val")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log how good the module is when it is tested by itself."""
+        self.log_quality(batch, "test")
+
+    def log_quality(self, batch: Batch, stage: str) -> None:
+        """Log the mean loss of a batch, and what :meth:`measure` says of it.
+
+        Args:
+            batch: Inputs and targets.
+            stage: ``"val"`` or ``"test"``, the prefix of the names.
+        """
+        x, y = batch
+        outputs = self(x)
+        values = {"loss": self.losses(outputs, y).mean(), **self.measure(outputs, y)}
+        named = {f"{stage}/{name}": value for name, value in values.items()}
+        self.log_dict(named, prog_bar=True, batch_size=len(y))
+
     def predict_step(self, batch: Batch | Tensor, batch_idx: int = 0) -> Tensor:
         """Return the outputs ``[batch, ...]`` of a batch, with or without targets."""
         return self(batch if isinstance(batch, Tensor) else batch[0])

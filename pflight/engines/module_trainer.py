@@ -36,7 +36,7 @@ from torchmetrics import Metric
 from pflight.errors import ConfigurationError
 from pflight.history import Logs, add_logs
 
-_STEP_HOOKS = (
+STEP_HOOKS = (
     "on_before_batch_transfer",
     "transfer_batch_to_device",
     "on_after_batch_transfer",
@@ -47,10 +47,10 @@ _STEP_HOOKS = (
     "backward",
     "on_after_backward",
     "on_before_optimizer_step",
-    "configure_gradient_clipping",
     "optimizer_step",
     "on_train_batch_end",
 )
+"""What a module may do of its own around a step, apart from clipping gradients."""
 LossT = TypeVar("LossT", Tensor, Tensor | None)
 Step = Callable[[Callable[[], Any], Any], Any]
 """Takes the module's own training step and its batch; returns what stands for its output."""
@@ -141,7 +141,9 @@ class ModuleTrainer:
         return (
             module.automatic_optimization
             and type(self._strategy.precision_plugin) is Precision
-            and not any(is_overridden(hook, module) for hook in _STEP_HOOKS)
+            and not any(
+                is_overridden(hook, module) for hook in (*STEP_HOOKS, "configure_gradient_clipping")
+            )
         )
 
     # Training

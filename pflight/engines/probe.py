@@ -523,7 +523,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 
 def _alike(
-    stacked: tuple[Stack, Tensor],
+    stacked: tuple[Stack, Tensor, *tuple[Tensor, ...]],
     alone: list[tuple[dict[str, Tensor | None], Tensor]],
     tolerance: float,
     smallest: float = 0.0,

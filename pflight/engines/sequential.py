@@ -28,6 +28,7 @@ from pflight.task import Task, trains_as_a_task
 from .base import GRADIENT_BATCH, ONE_THREAD, Setting, are_one, finite_rows, threads
 from .descent import Descent, steps_only
 from .local import SCALARS, AloneClient, Copies, Stream, phase_of, resting
+from .module_trainer import STEP_HOOKS
 from .operations import count_operations
 from .outputs import Samples, evaluate_task
 from .samples import check_order
@@ -35,26 +36,11 @@ from .time_limit import time_limit
 from .updates import STOPS, ClientFailure, ClientUpdates, Evaluation, Kept
 
 HOOKS = (
-    "on_fit_start",
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "optimizer_zero_grad",
-    "on_before_backward",
-    "backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "optimizer_step",
-    "on_train_batch_end",
-    "on_train_epoch_end",
-    "on_train_end",
-    "on_fit_end",
+    *("on_fit_start", "on_train_start", "on_train_epoch_start"),
+    *STEP_HOOKS,
+    *("on_train_epoch_end", "on_train_end", "on_fit_end"),
 )
-"""What a module may do of its own around a step."""
+"""What a module may do of its own around its training steps."""
 _LARGE_KERNEL = 2**20  # weights of a convolution from which on channels-last is slower
 _NO_LOSS = "its training_step returned no loss for any batch"
 _IGNORED_HOOKS = ("configure_callbacks", "on_save_checkpoint", "on_load_checkpoint")
