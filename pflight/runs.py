@@ -193,6 +193,8 @@ class RunFolder:
         Args:
             work: The command, such as ``"fit"``.
         """
+        if not os.path.isdir(self.path):  # pathlib's raises on a name that is too long
+            return
         files, folders = [self.path / f".{work}{_LOCK}", *self.events()], []
         if work == "fit":
             replaced = [self.checkpoints / f"{name}.ckpt" for name in _NAMED]
