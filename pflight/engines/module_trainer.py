@@ -73,7 +73,7 @@ class ModuleTrainer:
         self._bare: bool | None = None
         with _quiet():
             self.trainer = L.Trainer(
-                devices=1 if device.type == "cpu" else [device.index or 0],
+                devices=[device.index or 0] if device.type == "cuda" else 1,
                 strategy=self._strategy,
                 plugins=[LightningEnvironment()],
                 logger=False,
@@ -403,7 +403,7 @@ class _LocalStrategy(SingleDeviceStrategy):
     """Lets a client half have its say in every training step, outside of the user's module."""
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
-        accelerator = CPUAccelerator() if device.type == "cpu" else CUDAAccelerator()
+        accelerator = CUDAAccelerator() if device.type == "cuda" else CPUAccelerator()
         super().__init__(device, accelerator=accelerator, precision_plugin=precision)
         self.step: Step | None = None
         self.penalty: Callable[[], Tensor | None] | None = None

@@ -329,7 +329,7 @@ def test_both_engines_agree(
 
 
 class RestsItsNorm(Dane):
-    def phases(self, module: Any, epochs: int) -> list[Phase]:
+    def phases(self, module: Any, epochs: int, anchored: bool) -> list[Phase]:
         names = [name for name, _ in module.named_parameters() if not name.startswith("network.1")]
         return [Phase(0, epochs, names)]
 
