@@ -113,7 +113,7 @@ ALGORITHMS = {
     "SCAFFOLD-I": Algorithm(lambda: SCAFFOLD(option="I")),
     "FedDANE": Algorithm(lambda: FedDANE(same_set=True)),
     "FedDyn": Algorithm(FedDyn),
-    "FedBABU": Algorithm(FedBABU),
+    "FedBABU": Algorithm(lambda: FedBABU(Layers(types=nn.BatchNorm1d))),
 }
 
 

@@ -10,6 +10,7 @@ import torch
 
 from pflight.callbacks import FedAvg, FedProx, FedRep
 from pflight.cli import main
+from pflight.errors import ConfigurationError
 from pflight.layers import Layers
 from tests.callbacks.test_shared_part import product_client, product_world
 from tests.own_methods import FedBABU, FedDyn
@@ -19,6 +20,7 @@ from tests.runs import (
     assert_same,
     batchnorm_client,
     flat,
+    linear_client,
     quadratic_client,
     run,
     sgd,
@@ -95,6 +97,10 @@ class TestFedBABU:
         one = run(batchnorm_client(), data, FedBABU(), 3, local_epochs=2)
         other = run(batchnorm_client(), data, FedRep(head_epochs=0), 3, local_epochs=2)
         assert_same(one.server_states()[0], other.server_states()[0])
+
+    def test_a_network_of_one_layer_is_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match="FedBABU: no parameter of the body is"):
+            run(linear_client(), small_data(), FedBABU())
 
     def test_with_no_head_it_is_fedavg(self) -> None:
         one = run(batchnorm_client(), small_data(), FedBABU(Layers()), 3)
