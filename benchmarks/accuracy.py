@@ -20,7 +20,7 @@ import logging
 import statistics
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import lightning as L
@@ -155,7 +155,8 @@ def run(
     trainer.fit(federation, datamodule=data)
     curve = [entry.metrics.get("val/macro_acc", torch.nan) for entry in federation.history]
     (values,) = trainer.test(federation, datamodule=data, verbose=False)
-    federation.finetune_epochs = options.local_epochs
+    tuned_too = replace(federation.clients.training, finetune_epochs=options.local_epochs)
+    federation.clients.training = tuned_too
     (tuned,) = trainer.test(federation, datamodule=data, verbose=False)
     last = federation.history[-1].metrics
     values = {**last, **values, "finetuned": tuned["test/finetuned/macro_acc"]}

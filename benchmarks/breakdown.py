@@ -20,13 +20,12 @@ from options import at_least, folder, known
 from peers.images import write_images
 from peers.pflight import auto, fit, make_federation
 from peers.workloads import WORKLOADS, Record, Task
-from tensordict import TensorDict
+from stopwatch import timing
 from torch import Tensor
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, profile
 
 from pflight import Federation
-from pflight.engines import ClientUpdates
 
 WARM_UP = 3  # rounds in which kernels are chosen and networks recorded
 PROFILED = 3
@@ -42,17 +41,12 @@ class TimedFederation(Federation):
 
     def training_step(self, cohort: Tensor, batch_idx: int) -> None:
         """Run a round."""
+        spent: list[float] = []
         started = time.perf_counter()
-        self.training.append(0.0)
-        super().training_step(cohort, batch_idx)
+        with timing(self.clients.attached_engine, "train", spent.append):
+            super().training_step(cohort, batch_idx)
         self.rounds.append(time.perf_counter() - started)
-
-    def train_clients(self, clients: Tensor, sent: TensorDict) -> ClientUpdates:
-        """Train the clients."""
-        started = time.perf_counter()
-        updates = super().train_clients(clients, sent)
-        self.training[-1] += time.perf_counter() - started
-        return updates
+        self.training.append(sum(spent))
 
 
 def parts(task: Task, rounds: int) -> list[float]:

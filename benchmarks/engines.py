@@ -22,7 +22,8 @@ from options import at_least
 from torch import nn
 
 from pflight.datamodules import TensorClients
-from pflight.engines import SequentialEngine, build_engine
+from pflight.engines import Engine, Setting, build_engine
+from pflight.half import Half, half_of, layout_with
 from pflight.models import (
     FEMNISTCNN,
     MLP,
@@ -162,13 +163,13 @@ CASES = {
 }
 
 
-def seconds(engines: list[SequentialEngine], case: Case, repeats: int) -> list[float]:
+def seconds(engines: list[Engine], case: Case, repeats: int) -> list[float]:
     """Return each engine's median seconds for all clients, by turns, once all are warm."""
     times: list[list[float]] = [[] for _ in engines]
     clients = torch.arange(case.clients)
     for turn in range(WARM + repeats):
         for engine, own in zip(engines, times, strict=True):
-            starts = expand_state(engine.layout.template, case.clients)
+            starts = expand_state(engine.setting.layout.template, case.clients)
             begun = time.perf_counter()
             engine.train(clients, starts, round_index=turn)
             own.append(time.perf_counter() - begun)
@@ -186,12 +187,13 @@ def row(name: str, case: Case, chunks: list[int], repeats: int) -> str:
     data = TensorClients(samples, num_classes=10, batch_size=case.batch)
     sgd = partial(torch.optim.SGD, lr=0.01, momentum=case.momentum)
     client = case.client(case.network(), 10, optimizer=sgd)
-    layout = StateLayout.of(client)
-    shared = client, layout, data, Precision(), torch.device("cpu"), 0
-    sequential, _ = build_engine("sequential", None, *shared)
-    vectorized, asked = build_engine("vectorized", None, *shared)
-    others = [build_engine("vectorized", chunk, *shared)[0] for chunk in chunks]
-    _, choice = build_engine("auto", None, *shared)
+    half = half_of(client) or Half()
+    layout = layout_with(half, StateLayout.of(client))
+    setting = Setting(client, half, layout, data, Precision(), torch.device("cpu"), seed=0)
+    sequential, _ = build_engine("sequential", None, setting)
+    vectorized, asked = build_engine("vectorized", None, setting)
+    others = [build_engine("vectorized", chunk, setting)[0] for chunk in chunks]
+    _, choice = build_engine("auto", None, setting)
     alone, stacked, *rest = seconds([sequential, vectorized, *others], case, repeats)
     chosen = alone if choice.engine == "sequential" else stacked
     cells = [

@@ -2,7 +2,7 @@
 
     python benchmarks/methods.py --root data --page docs/comparison.md
     python benchmarks/methods.py --tasks digits --partitions classes4 --seeds 1 --methods pfedme \
-        --set model.client.lam=1
+        --set trainer.callbacks.lam=1
 
 A run is what ``pflight fit`` makes of a data set's and a method's configuration. At a seed, all
 methods see the same partition, initial network and batches. Of 25 clients, 20 train and five are
@@ -55,7 +55,7 @@ OPTIONS = {  # what configurations leave to the data set; chosen on validation, 
     **{name: [f"trainer.callbacks.num_clusters={CLUSTERS}"] for name in CLUSTERED},
     TUNED: [f"model.finetune_epochs={TUNING}"],
     "reptile": [f"model.finetune_epochs={TUNING}"],
-    "fedrep": [f"model.local_epochs={3 * EPOCHS}", f"model.client.head_epochs={2 * EPOCHS}"],
+    "fedrep": [f"model.local_epochs={3 * EPOCHS}", f"trainer.callbacks.head_epochs={2 * EPOCHS}"],
 }
 PARTS = {"perfedavg": 2, "perfedavg_hf": 3}  # of a batch, which is larger by so much
 COMMON = [

@@ -225,7 +225,6 @@ class Probe:
             unequal and self._weighs_samples(mode, largest),
         )
 
-    @torch.no_grad()
     def contradicts(self, found: Witness) -> bool:
         """Return whether a client alone gets something else than it got in a stack.
 
@@ -243,10 +242,13 @@ class Probe:
         precise = self.setting.dtype.itemsize >= 4 and not isinstance(
             self.setting.precision, MixedPrecision
         )
-        stack = {name: found.gradients[name].unsqueeze(0) for name in known}, found.loss[None]
+        stack = {name: found.gradients[name].unsqueeze(0) for name in known}
         tolerance = _ODD if precise else _ODD_IN_HALF
-        return not _alike(stack, [({**known}, loss)], tolerance, _VANISHED * self._largest)
+        return not _alike(
+            stack, found.loss[None], [(known, loss)], tolerance, _VANISHED * self._largest
+        )
 
+    @torch.no_grad()
     def predicts_each_alone(self, x: Tensor) -> bool:
         """Return whether predictions stay as they are beside the zeros that fill batches up."""
         states = self._two_states(Mode(anchored=False, remembers=False))
@@ -393,11 +395,8 @@ class Probe:
         afresh = {n: t for n, t in self._two_states(mode).items() if n in others}
         again = [part.clone() for part in twice]
         repeated = stacked.gradients(parameters, afresh, setting.form.batch(again))
-        by_row: list[tuple[dict[str, Tensor | None], Tensor]] = [
-            ({name: gradient[row] for name, gradient in found[0].items()}, found[1][row])
-            for row in (0, 1)
-        ]
-        if not _alike(repeated, by_row, _TRACE):
+        by_row = [({n: g[row] for n, g in found[0].items()}, found[1][row]) for row in (0, 1)]
+        if not _alike(*repeated[:2], by_row, _TRACE):
             return False
         with torch.no_grad():
             if stacked.changes_afterwards and mode.anchored:
@@ -408,7 +407,7 @@ class Probe:
             if setting.task is not None:
                 results["its outputs"] = stacked.outputs(states, twice[0])
         stacked.prepare(mode)
-        return _alike(found, alone.gradients, _TOLERANCE) and all(
+        return _alike(*found[:2], alone.gradients, _TOLERANCE) and all(
             _close(results[name][row], value)
             for row, results_alone in enumerate(alone.others)
             for name, value in results_alone.items()
@@ -463,7 +462,7 @@ class Probe:
                 batch = [leaf.expand(2, *leaf.shape) for leaf in filled]
                 after = {name: value.clone() for name, value in others.items()}
                 found = stacked.gradients(parameters, after, setting.form.batch(batch), weights)
-                if not _alike(found, alone, _TRACE):
+                if not _alike(*found[:2], alone, _TRACE):
                     return False
                 for name in setting.layout.buffers:
                     torch.testing.assert_close(after[name], torch.stack([s[name] for s in own]))
@@ -523,26 +522,28 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 
 def _alike(
-    stacked: tuple[Stack, Tensor, *tuple[Tensor, ...]],
-    alone: list[tuple[dict[str, Tensor | None], Tensor]],
+    stacked: Stack,
+    losses: Tensor,
+    alone: Sequence[tuple[Mapping[str, Tensor | None], Tensor]],
     tolerance: float,
     smallest: float = 0.0,
 ) -> bool:
     """Return whether the rows of stacked gradients and losses are those of single clients.
 
     Args:
-        stacked: Gradients and losses ``[C, ...]``.
+        stacked: Gradients ``[C, ...]``.
+        losses: And losses ``[C]``.
         alone: Those of the clients.
         tolerance: Difference, as a part of a client's largest gradient.
         smallest: What counts as the largest gradient where it is smaller than this.
     """
     for row, (gradients, loss) in enumerate(alone):
-        if not (stacked[1][row] - loss).abs() <= tolerance * max(1.0, float(loss.abs())):
+        if not (losses[row] - loss).abs() <= tolerance * max(1.0, float(loss.abs())):
             return False
         known = {name: g for name, g in gradients.items() if g is not None and g.numel()}
         scale = max([smallest, *(float(g.abs().max()) for g in known.values())])
         for name, gradient in known.items():
-            difference = (stacked[0][name][row] - gradient).abs().max()
+            difference = (stacked[name][row] - gradient).abs().max()
             if not difference <= tolerance * scale + 1e-6:
                 return False
     return True
