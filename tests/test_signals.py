@@ -222,7 +222,7 @@ class TestEvaluation:
         raising(monkeypatch, Federation, method, signum)
         assert stopped(command, "--ckpt_path=last") == STATUS[signum]
         name = signal.Signals(signum).name
-        assert error_line(capfd) == f"pflight: stopped by {name} in the {command} of run"
+        assert error_line(capfd) == f"pflight: stopped by {name}"
         assert Path("run/predictions.csv").read_bytes() == before
         assert not list(Path("run").rglob("*partial*"))
 
