@@ -621,7 +621,7 @@ def test_a_timer_that_runs_already_goes_on(recwarn: pytest.WarningsRecorder) -> 
     handler = signal.signal(signal.SIGALRM, lambda *_: rang.set())
     before = signal.setitimer(signal.ITIMER_REAL, 600)
     try:
-        fitted(OwnData(lambda *_: time.sleep(600)), "sequential", client_timeout=0.1)
+        fitted(OwnData(lambda *_: time.sleep(600)), "sequential", client_timeout=0.5)
         left, _ = signal.getitimer(signal.ITIMER_REAL)
         assert 0 < left < 600
         signal.setitimer(signal.ITIMER_REAL, 0.01)
