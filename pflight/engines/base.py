@@ -22,7 +22,7 @@ from pflight.state import StateLayout, entries, resting_parts, rows
 from pflight.task import Task
 
 from .samples import Form, checked, usual_samples
-from .time_limit import check_timer, time_limit
+from .time_limit import check_timer
 from .updates import ClientFailure, ClientUpdates, Evaluation, Kept
 
 GRADIENT_BATCH = 512  # samples in one pass where their number does not matter
@@ -180,9 +180,8 @@ class Setting:
         self.form: Form | None = None
         self.example: list[Tensor] = []
         if data.holds_tensors:
-            with time_limit(client_timeout):
-                usual = usual_samples(data, of_pairs=self._of_pairs)
-                samples = precision.convert_input(usual)
+            usual = usual_samples(data, self._of_pairs, client_timeout)
+            samples = precision.convert_input(usual)
             self.form = Form.of(samples)
             self.example = [leaf[:2].to(device, copy=True) for leaf in tree_leaves(samples)]
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import (
 from pflight.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError
 
+from .time_limit import time_limit
 from .updates import STOPS, ClientFailure
 
 _ASKED = 5  # clients, of which one or two may be odd
@@ -148,10 +149,17 @@ def check_order(count: int, order: Tensor) -> None:
         raise ValueError(f"order() gives {len(order)} positions for {count} training samples")
 
 
-def usual_samples(data: FederatedDataModule, of_pairs: bool = True) -> Any:
+def usual_samples(
+    data: FederatedDataModule, of_pairs: bool = True, client_timeout: float | None = None
+) -> Any:
     """Return the training samples of a client that has them in the most frequent form.
 
     Of the first clients; any of these may differ, or fail to hand out its own.
+
+    Args:
+        data: Where they come from.
+        of_pairs: Whether they have to be features and labels.
+        client_timeout: Seconds that a client may take, or ``None``.
 
     Raises:
         ConfigurationError: If all of them fail.
@@ -160,7 +168,8 @@ def usual_samples(data: FederatedDataModule, of_pairs: bool = True) -> Any:
     failures: list[ClientFailure] = []
     for client in data.train_clients[:_ASKED].tolist():
         try:
-            found.append(checked(data.samples(client, "train"), of_pairs))
+            with time_limit(client_timeout):
+                found.append(checked(data.samples(client, "train"), of_pairs))
         except STOPS:
             raise
         except BaseException as error:
