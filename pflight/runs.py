@@ -198,8 +198,8 @@ class RunFolder:
         files, folders = [self.path / f".{work}{_LOCK}", *self.events()], []
         if work == "fit":
             replaced = [self.checkpoints / f"{name}.ckpt" for name in _NAMED]
-            files += [*replaced, self.path / _HPARAMS]
-            files += map(partial_of, [*replaced, self.path / CONFIG])
+            replaced.append(self.path / CONFIG)
+            files += [*replaced, *map(partial_of, replaced), self.path / _HPARAMS]
             memory = self.path / MEMORY
             folders += [self.checkpoints, self.path / PICTURES, memory, memory / TABLES]
         for path in files:
