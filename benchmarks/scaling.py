@@ -99,7 +99,7 @@ def e_step_seconds(clients: int, repeats: int) -> float:
     seconds = []
     with torch.no_grad():
         for _ in range(repeats):
-            server.begin()
+            server.on_round_start()
             started = time.perf_counter()
             for count in [size] * (clients // size) + [clients % size]:
                 ids = torch.arange(count) % 8

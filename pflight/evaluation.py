@@ -89,7 +89,7 @@ class Evaluator:
         Raises:
             ClientError: On all ranks, if a client of any of them failed and that stops the run.
         """
-        self.failures.settle()
+        self.failures.raise_together()
         newcomers = self.clients.newcomers
         everyone = torch.arange(self.clients.num_clients)
         groups = {"": everyone[~torch.isin(everyone, newcomers)]}

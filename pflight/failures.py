@@ -16,13 +16,13 @@ from .errors import ClientError
 class Failures:
     """The clients that failed at something: left out of it with a warning, or the end of the run.
 
-    With several ranks the run ends when all of them :meth:`settle`, so that none waits for another.
+    With several ranks the run ends when all of them :meth:`raise_together`: none waits for another.
 
     Args:
         round_index: In or after which round.
         consequence: What becomes of them, where the run goes on.
         on_client_error: ``"skip"`` or ``"raise"``.
-        together: Whether all ranks will :meth:`settle`; else each stops by itself.
+        together: Whether all ranks will :meth:`raise_together`; else each stops by itself.
 
     Attributes:
         clients: Their ids.
@@ -65,7 +65,7 @@ class Failures:
                 raise error
             self._errors.append(error)
 
-    def settle(self) -> None:
+    def raise_together(self) -> None:
         """Stop all ranks where a client of any of them failed; each rank has to call it.
 
         Raises:

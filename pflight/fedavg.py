@@ -53,7 +53,7 @@ class FedAvg(ServerCallback):
             names += ["FedAvgM"] if sgd and optimizer.defaults["momentum"] else []
         return " + ".join(names) or "FedAvg"
 
-    def begin(self) -> None:
+    def on_round_start(self) -> None:
         """Start an empty mean."""
         self.mean = WeightedMean(self.server.tensors(0, self.sent_names))
 
@@ -64,13 +64,13 @@ class FedAvg(ServerCallback):
         self.mean.add(updates.states, weights)
 
     def step(self) -> None:
-        """Pull the server's model to what :meth:`aggregate` makes of the clients' mean."""
+        """Set the server's pseudo-gradient to what :meth:`aggregate` makes of the clients' mean."""
         self.mean.all_reduce()
         if self.mean.weights[0] > 0:
-            self.server.pull(0, self.aggregate(self.mean.compute()[0]))
+            self.server.set_pseudo_gradient(0, self.aggregate(self.mean.compute()[0]))
 
     def aggregate(self, mean: TensorDict) -> TensorDict:
-        """Return what the server's model is pulled to, by default the mean of the clients' models.
+        """Return what the server's model is stepped to, by default the mean of the clients' models.
 
         Args:
             mean: Of the clients that answered, whose weights add up to ``self.mean.weights[0]``.

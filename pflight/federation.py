@@ -282,7 +282,7 @@ class Federation(L.LightningModule):
     def configure_optimizers(self) -> Any:
         """Return the server optimizer, with its scheduler if there is one."""
         callback = self.attached_callback
-        callback.prepare(self.trainer)
+        callback.on_before_configure_optimizers(self.trainer)
         optimizer, scheduler = build_optimizer(
             self.parameters(),
             self.server_optimizer or callback.configure_optimizer,
@@ -302,7 +302,7 @@ class Federation(L.LightningModule):
         failures = self.clients.failures_of(self.current_epoch, "it is left out of this round")
         with self._server_work(), self.clients.noting(failures):
             self.attached_callback.round(cohort)
-        failures.settle()
+        failures.raise_together()
         log_histograms(self, self.clients.current.histograms, self.current_epoch)
         log_values(self, self.clients.end_round(failures.clients), self.current_epoch)
         optimizer.step()
@@ -361,7 +361,7 @@ class Federation(L.LightningModule):
 
     def on_predict_epoch_end(self) -> None:
         """Stop if a client failed and that is to stop the run."""
-        self._predict_failures.settle()
+        self._predict_failures.raise_together()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what a resumed run needs, as tensors and primitives."""

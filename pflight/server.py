@@ -92,21 +92,21 @@ class ServerModels(nn.ModuleList):
         return expand_state(self.tensors(index, names), count)
 
     @torch.no_grad()
-    def pull(self, index: int, aggregate: Mapping[str, Tensor]) -> None:
+    def set_pseudo_gradient(self, index: int, aggregate: Mapping[str, Tensor]) -> None:
         """Give a model its pseudo-gradient, its distance to the aggregate; set its buffers to it.
 
         SGD with step 1 then takes the parameters all the way to the aggregate. A model that is not
-        pulled in a round has no gradient and stays where it is, whatever the optimizer.
+        given one in a round has no gradient and stays where it is, whatever the optimizer.
         """
         parameters = self.tensors(index, self.layout.parameters)
         distances = {
             name: parameters[name] - value if name in parameters else value
             for name, value in aggregate.items()
         }
-        self.descend(index, distances)
+        self.set_gradients(index, distances)
 
     @torch.no_grad()
-    def descend(self, index: int, gradients: Mapping[str, Tensor]) -> None:
+    def set_gradients(self, index: int, gradients: Mapping[str, Tensor]) -> None:
         """Give a model the gradients of its parameters; set its buffers to the other entries."""
         tensors = self.tensors(index)
         for name, value in gradients.items():

@@ -160,7 +160,7 @@ class ServerCallback(L.Callback):
         """Return a scheduler of the server optimizer, stepped once a round; by default none."""
         return None
 
-    def prepare(self, trainer: L.Trainer) -> None:
+    def on_before_configure_optimizers(self, trainer: L.Trainer) -> None:
         """Get ready to train: the last moment to add models, before the server optimizer is built.
 
         Called at the start of every ``fit``, after a checkpoint has been loaded.
@@ -168,12 +168,12 @@ class ServerCallback(L.Callback):
 
     def round(self, cohort: Tensor) -> None:
         """Run one communication round with the clients of ``cohort`` ``[S]``."""
-        self.begin()
+        self.on_round_start()
         for updates in self.clients.train(cohort, self.broadcast):
             self.receive(updates)
         self.step()
 
-    def begin(self) -> None:
+    def on_round_start(self) -> None:
         """Make empty partial sums for a new round."""
 
     def broadcast(self, clients: Tensor) -> TensorDict:

@@ -253,7 +253,7 @@ class TestClientsThatNeverAnswer:
     def test_a_round_of_ones_own_leaves_out_its_own_and_not_those_of_the_round_before(self) -> None:
         class AllAtOnce(FedAvg):
             def round(self, cohort: Tensor) -> None:
-                self.begin()
+                self.on_round_start()
                 for updates in list(self.clients.train(cohort, self.broadcast)):
                     self.receive(updates)
                 self.step()
@@ -371,7 +371,7 @@ class TestWhatIsPublic:
                 self.last = updates.states[-1]
 
             def step(self):
-                self.server.pull(0, self.last)
+                self.server.set_pseudo_gradient(0, self.last)
 
         federation = run(linear_client(), small_data(), Last())
         local = run(linear_client(), small_data(), Local())

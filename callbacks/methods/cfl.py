@@ -125,10 +125,10 @@ class CFL(MultiCenter):
         able = torch.isin(clients, self.clients.trainable)
         late = clients[able & (self.assignments[clients] < 0)]
         if len(late):
-            self.assignments[late] = self.descend(late.to(cohort.device))
+            self.assignments[late] = self.descend_tree(late.to(cohort.device))
         super().round(cohort)
 
-    def begin(self) -> None:
+    def on_round_start(self) -> None:
         """Start without updates."""
         self._updates: list[ClientUpdates] = []
         self._arrived: dict[int, Tensor] = {}
@@ -138,7 +138,7 @@ class CFL(MultiCenter):
         clusters = super().centers_of(clients)
         new = clusters < 0
         if self.splits and new.any():
-            clusters[new] = self.descend(clients[new.to(clients.device)])
+            clusters[new] = self.descend_tree(clients[new.to(clients.device)])
         return clusters
 
     def receive(self, updates: ClientUpdates) -> None:
@@ -162,13 +162,13 @@ class CFL(MultiCenter):
             self._changes |= arrived
         for cluster in range(self.num_clusters):
             self._test(cluster)
-        super().begin()
+        super().on_round_start()
         for updates in self._updates:
             self.assign(updates, self.assignments[updates.clients.cpu()])
         self._updates.clear()
         super().step()
 
-    def descend(self, clients: Tensor) -> Tensor:
+    def descend_tree(self, clients: Tensor) -> Tensor:
         """Return the cluster of each newcomer ``[C]``, -1 where it has no samples to train on.
 
         One that fails to train goes with the first half.

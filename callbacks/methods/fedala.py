@@ -108,7 +108,7 @@ class FedALA(FedAvg):
         template = self.clients.layout.template
         return super().bytes_kept + 2 * sum(template[name].nbytes for name in self.mixed)
 
-    def prepare(self, trainer: L.Trainer) -> None:
+    def on_before_configure_optimizers(self, trainer: L.Trainer) -> None:
         """Get ready to learn weights as clients train, by an engine for them alone."""
         setting = self.clients.attached_engine.setting
         mixing = Mixing(setting.client, self.mixed, self.lr)
@@ -121,7 +121,7 @@ class FedALA(FedAvg):
 
     def round(self, cohort: Tensor) -> None:
         """Run one round; clients mix what they are sent with what they kept, then train."""
-        self.begin()
+        self.on_round_start()
         for updates in self.clients.train(cohort, self.send):
             asked, learned = self._learned
             self.keep(updates, learned[torch.isin(asked, updates.clients)])

@@ -75,7 +75,7 @@ class FedDANE(FedAvg):
             return
         gradient = self.mean.compute()[0]
         self.informed = cohort
-        self.begin()
+        self.on_round_start()
 
         def corrected(clients: Tensor) -> TensorDict:
             sent = self.broadcast(clients)

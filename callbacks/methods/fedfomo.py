@@ -104,7 +104,7 @@ class FedFomo(StoredModels):
 
     def round(self, cohort: Tensor) -> None:
         """Run one round; no stored model changes before all clients have trained."""
-        self.begin()
+        self.on_round_start()
         for updates in self.clients.train(cohort, self.send):
             asked, scores = self._asked
             self._scores[updates.clients.cpu()] = scores[torch.isin(asked, updates.clients)].cpu()
@@ -116,7 +116,7 @@ class FedFomo(StoredModels):
         self._asked = clients, self.scores(clients)
         return self.mixtures(*self._asked)
 
-    def begin(self) -> None:
+    def on_round_start(self) -> None:
         """Start without updates and scores."""
         self._updates: list[ClientUpdates] = []
         self._scores = torch.zeros_like(self.affinity)

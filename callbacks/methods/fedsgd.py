@@ -62,7 +62,7 @@ class FedSGD(FedAvg):
 
     def round(self, cohort: Tensor) -> None:
         """Broadcast, collect gradients, and step."""
-        self.begin()
+        self.on_round_start()
         for updates in self.clients.gradients(cohort, self.broadcast, batches=self.batches):
             gradients = clipped(self.clients.module, updates.states)
             self.receive(replace(updates, states=gradients))
@@ -72,4 +72,4 @@ class FedSGD(FedAvg):
         """Set the server's gradient to the mean of the clients' gradients."""
         self.mean.all_reduce()
         if self.mean.weights[0] > 0:
-            self.server.descend(0, self.mean.compute()[0])
+            self.server.set_gradients(0, self.mean.compute()[0])

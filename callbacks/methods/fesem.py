@@ -149,7 +149,7 @@ class FeSEM(Selectable):
         chosen = " (K chosen)" * (self._given.get("num_clusters") == "auto")
         return ("FeSEM" if self.matching is None else "FeSEM-MA") + chosen
 
-    def prepare(self, trainer: L.Trainer) -> None:
+    def on_before_configure_optimizers(self, trainer: L.Trainer) -> None:
         """Choose the number of clusters, unless it is known; until then there is one model."""
         if not self.num_clusters:
             self.selection = select_for(trainer, self)
@@ -195,7 +195,7 @@ class FeSEM(Selectable):
                 f"few of {len(sample)} clients answered; the next round tries others"
             )
             return
-        self.begin()
+        self.on_round_start()
         for update in updates:
             self.assign(update, clusters[torch.searchsorted(sample, update.clients.cpu())])
         means = self.means()

@@ -124,7 +124,7 @@ class HyperNetworks(nn.Module):
         own = F.one_hot(clients, len(self)).unsqueeze(1).to(positive)
         return torch.where(total > 0, positive / torch.where(total > 0, total, 1), own)
 
-    def descend(self, clients: Tensor, weights: Tensor, gradients: Tensor) -> None:
+    def set_gradients(self, clients: Tensor, weights: Tensor, gradients: Tensor) -> None:
         """Give the hypernetworks of the clients ``[C]`` the gradients of what is to fall.
 
         Args:

@@ -116,9 +116,9 @@ class IFCA(MultiCenter):
                     "equal: give centers, or group_rounds of 1 or more"
                 )
 
-    def begin(self) -> None:
+    def on_round_start(self) -> None:
         """Start empty means; nobody has chosen."""
-        super().begin()
+        super().on_round_start()
         self._chosen.fill_(-1)
 
     def centers_of(self, clients: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class IFCA(MultiCenter):
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take over what all clients have chosen."""
-        self.settle(self._chosen)
+        self.update_assignments(self._chosen)
 
     on_test_epoch_start = on_validation_epoch_start
     on_test_epoch_end = on_validation_epoch_end

@@ -100,7 +100,7 @@ class L2GD(FedAvg):
         now = self.clients.rounds
         share, due = self.share(now), self.share(now + 1)
         means = self.server.tensors(0, self.sent_names if share else ())
-        self.begin()
+        self.on_round_start()
 
         def send(clients: Tensor) -> TensorDict:
             starts = self.personalize(clients)
@@ -128,7 +128,7 @@ class L2GD(FedAvg):
             change, share = self.mean.compute()[0], self.mean.weights[0].cpu() / count
             means = self.server.tensors(0, self.sent_names).items()
             moved = {name: mean + share.to(mean) * change[name] for name, mean in means}
-            self.server.pull(0, moved)
+            self.server.set_pseudo_gradient(0, moved)
 
     def personalize(self, clients: Tensor) -> TensorDict:
         """Return the clients' own models ``[C]``, those of newcomers at the mean."""

@@ -118,7 +118,7 @@ class MultiCenter(ServerCallback):
         self.clients.log({f"{self.tag}/size_{k}": float(n) for k, n in enumerate(sizes)})
         self.clients.current.histograms[f"{self.tag}/assignments"] = self.assignments
 
-    def begin(self) -> None:
+    def on_round_start(self) -> None:
         """Start empty means, one per center."""
         groups = self.num_clusters
         self.mean: WeightedMean | MatchedMean
@@ -181,19 +181,19 @@ class MultiCenter(ServerCallback):
         return torch.ones(len(clients))
 
     def step(self) -> None:
-        """Pull each center to the mean of its members that answered."""
+        """Step each center to the mean of its members that answered."""
         for k, mean in self.means().items():
-            self.server.pull(k, mean)
+            self.server.set_pseudo_gradient(k, mean)
 
     def means(self) -> dict[int, TensorDict]:
         """Combine all ranks; return the mean of each center that has members in this round."""
         self.mean.all_reduce()
-        self.settle(self._assigned)
+        self.update_assignments(self._assigned)
         means = self.mean.compute()
         filled = self.mean.weights.nonzero().flatten().tolist()
         return {k: means[k].to(self.clients.device) for k in filled}
 
-    def settle(self, assigned: Tensor) -> None:
+    def update_assignments(self, assigned: Tensor) -> None:
         """Take over the centers that all ranks assigned ``[num_clients]``, -1 for no change."""
         assigned = all_max(assigned)
         self.assignments = torch.where(assigned >= 0, assigned, self.assignments)

@@ -165,7 +165,7 @@ class PFedLA(StoredModels):
 
     def round(self, cohort: Tensor) -> None:
         """Run one round; no stored model changes before all clients have trained."""
-        self.begin()
+        self.on_round_start()
         for updates in self.clients.train(cohort, self.send, whole=BLOCK):
             self.receive(updates)
         self.step()
@@ -175,7 +175,7 @@ class PFedLA(StoredModels):
         self._sent = clients, self.broadcast(clients)
         return self._sent[1]
 
-    def begin(self) -> None:
+    def on_round_start(self) -> None:
         """Start without updates and with inner products of zero."""
         self._updates: list[ClientUpdates] = []
         weights = self.hypernetworks(torch.arange(1))
@@ -218,7 +218,8 @@ class PFedLA(StoredModels):
             with torch.enable_grad():
                 weights = self.hypernetworks(part)
             retained = self._retained(part, weights).unsqueeze(2)
-            self.hypernetworks.descend(part, weights, -products[part].masked_fill(retained, 0))
+            gradients = -products[part].masked_fill(retained, 0)
+            self.hypernetworks.set_gradients(part, weights, gradients)
         for name, leaf in self.stored.tensors().items():
             for updates in self._updates:
                 leaf.index_copy_(0, updates.clients, updates.states[name])

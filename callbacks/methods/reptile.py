@@ -74,7 +74,7 @@ class Reptile(FedAvg):
             return "FedDist" if self.weighting == "uniform" else "FedDWS"
         return "Reptile"
 
-    def prepare(self, trainer: L.Trainer) -> None:
+    def on_before_configure_optimizers(self, trainer: L.Trainer) -> None:
         """Note how many rounds there will be."""
         self._rounds = trainer.max_epochs
 

@@ -69,7 +69,7 @@ class SCAFFOLD(FedAvg):
 
     def round(self, cohort: Tensor) -> None:
         """Run a round; with option I clients take their gradients before they train."""
-        self.begin()
+        self.on_round_start()
         for updates in self.clients.train(cohort, self.send):
             self.receive(updates)
         self.step()

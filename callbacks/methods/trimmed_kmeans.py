@@ -109,7 +109,7 @@ class TrimmedKMeans(MultiCenter):
                 ServerCallback.round(self, cohort[~new])
         self.log_sizes()
 
-    def begin(self) -> None:
+    def on_round_start(self) -> None:
         """Start without updates."""
         self._updates: list[ClientUpdates] = []
 
@@ -118,11 +118,11 @@ class TrimmedKMeans(MultiCenter):
         self._updates.append(updates)
 
     def step(self) -> None:
-        """Pull each cluster's model to the trimmed mean of its members that answered."""
+        """Step each cluster's model to the trimmed mean of its members that answered."""
         clients, states = gather_states(self._updates, self.clients.device)
         self._updates.clear()
         for k, mean in self._means(self._round_mean, states, self.assignments[clients]).items():
-            self.server.pull(k, mean)
+            self.server.set_pseudo_gradient(k, mean)
 
     def centers_of(self, clients: Tensor) -> Tensor:
         """Return each client's cluster; newcomers with samples find the nearest center."""
@@ -171,7 +171,7 @@ class TrimmedKMeans(MultiCenter):
         """Assign clients ``[M]`` to clusters ``[M]`` for good."""
         assigned = torch.full_like(self.assignments, -1)
         assigned[clients] = clusters
-        self.settle(assigned)
+        self.update_assignments(assigned)
 
     def _nearest(self, states: TensorDict) -> Tensor:
         """Return the nearest center of stage 2 to the models of stage 1 ``[M]``."""

@@ -205,8 +205,8 @@ def test_the_first_time_takes_more_batches_and_a_share_of_them() -> None:
             return super().loss(batch)
 
     class Rounds(FedALA):
-        def begin(self) -> None:
-            super().begin()
+        def on_round_start(self) -> None:
+            super().on_round_start()
             round_[0] += 1
 
     round_ = [0]
@@ -226,8 +226,8 @@ def test_a_client_that_fails_keeps_everything() -> None:
             raise RuntimeError("out of battery")
 
     class Breaking(FedALA):
-        def begin(self) -> None:
-            super().begin()
+        def on_round_start(self) -> None:
+            super().on_round_start()
             if self.clients.rounds == 2:
                 broken.append(True)
 

@@ -311,7 +311,7 @@ def test_a_hypernet_sized_chunk_is_the_same_as_many_small_ones(
 
     class OneByOne(FedAvg):
         def round(self, cohort):
-            self.begin()
+            self.on_round_start()
             for updates in self.clients.train(cohort, self.broadcast, at_once=1):
                 self.receive(updates)
             self.step()

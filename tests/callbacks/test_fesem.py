@@ -263,7 +263,7 @@ def test_ties_go_to_the_lowest_index_and_memberless_centers_stay() -> None:
 def test_the_e_step_of_a_round_uses_the_centers_as_sent_whatever_the_chunks() -> None:
     class OneByOne(FeSEM):
         def round(self, cohort):
-            self.begin()
+            self.on_round_start()
             for updates in self.clients.train(cohort, self.broadcast, at_once=1):
                 self.receive(updates)
             self.step()
@@ -450,7 +450,7 @@ class TestMatching:
     def test_chunks_do_not_matter(self) -> None:
         class Backwards(FeSEM):
             def round(self, cohort: Tensor) -> None:
-                self.begin()
+                self.on_round_start()
                 for updates in self.clients.train(cohort.flip(0), self.broadcast, at_once=1):
                     self.receive(updates)
                 self.step()

@@ -128,8 +128,8 @@ class Recording(PFedLA):
     def snapshot(self) -> list[Tensor]:
         return [vector.detach().clone() for vector in self.hypernetworks.vectors]
 
-    def begin(self) -> None:
-        super().begin()
+    def on_round_start(self) -> None:
+        super().on_round_start()
         self.before.append(self.snapshot())
 
 
@@ -333,7 +333,7 @@ def test_rounds_of_unequal_clients_with_momentum_and_batchnorm(kind: str, retain
 def test_mixtures_are_of_the_models_before_the_round_whatever_the_chunks() -> None:
     class OneByOne(Shuffled):
         def round(self, cohort: Tensor) -> None:
-            self.begin()
+            self.on_round_start()
             for updates in self.clients.train(cohort, self.send, at_once=1):
                 self.receive(updates)
             self.step()
