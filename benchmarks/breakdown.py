@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, profile
 
-from pflight import Federation
+from pflight import Federation, keep_freed_memory
 
 WARM_UP = 3  # rounds in which kernels are chosen and networks recorded
 PROFILED = 3
@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=at_least(1), default=10)
     parser.add_argument("--root", type=folder, help="folder of Fashion-MNIST's idx files")
     options = parser.parse_args()
+    keep_freed_memory()
     print("| | local training | rest of the round | Trainer | operators |")
     print("|---|---|---|---|---|")
     with TemporaryDirectory() as images:

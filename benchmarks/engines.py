@@ -21,6 +21,7 @@ from lightning.pytorch.plugins import Precision
 from options import at_least
 from torch import nn
 
+from pflight import keep_freed_memory
 from pflight.datamodules import TensorClients
 from pflight.engines import Engine, Setting, build_engine
 from pflight.half import Half, half_of, layout_with
@@ -214,6 +215,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=at_least(1), default=5)
     parser.add_argument("--chunks", nargs="+", type=at_least(1), default=[], help="clients at once")
     options = parser.parse_args()
+    keep_freed_memory()
     for beginning in options.cases:
         if not any(name.startswith(beginning) for name in CASES):
             parser.error(f"no case begins with {beginning!r}; there are {'; '.join(CASES)}")

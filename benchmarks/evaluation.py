@@ -20,7 +20,7 @@ import torch
 from options import at_least
 from stopwatch import Stopwatch
 
-from pflight import Federation
+from pflight import Federation, keep_freed_memory
 from pflight.callbacks import FedAvg, Local
 from pflight.datamodules import TensorClients
 from pflight.models import MLP, ClientModule, LogisticRegression
@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--clients", type=at_least(1), default=1000)
     parser.add_argument("--rounds", type=at_least(2), default=10)
     options = parser.parse_args()
+    keep_freed_memory()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     print("| network | models | ms | min to max |")

@@ -30,7 +30,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from options import at_least
 from stopwatch import Stopwatch
 
-from pflight import Federation
+from pflight import Federation, keep_freed_memory
 from pflight.callbacks import FeSEM, Reptile
 from pflight.datamodules import TensorClients
 from pflight.models import MLP, ElasticClient, ProximalClient
@@ -97,6 +97,7 @@ def main() -> None:
     parser.add_argument("--folder", help="where to write; a temporary folder by default")
     parser.add_argument("--single", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    keep_freed_memory()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     if options.single:

@@ -26,7 +26,7 @@ from options import at_least
 from stopwatch import Stopwatch
 from torch import Tensor, nn
 
-from pflight import Federation
+from pflight import Federation, keep_freed_memory
 from pflight.callbacks import FedAvg
 from pflight.datamodules import TensorClients
 from pflight.models import MLP, ClientModule, LogisticRegression, McMahanCNN
@@ -118,6 +118,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=at_least(1), default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
+    keep_freed_memory()
     torch.set_num_threads(options.threads)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

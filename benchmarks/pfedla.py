@@ -31,7 +31,7 @@ from stopwatch import timing
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from pflight import Federation
+from pflight import Federation, keep_freed_memory
 from pflight.callbacks import PFedLA, ServerCallback
 from pflight.datamodules import (
     ConsecutiveClasses,
@@ -193,6 +193,7 @@ def main() -> None:
     chain.add_argument("--seeds", type=int, default=3)
     chain.set_defaults(run=print_chain)
     options = parser.parse_args()
+    keep_freed_memory()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     options.run(options)

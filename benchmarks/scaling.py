@@ -29,7 +29,7 @@ from options import at_least, known
 from stopwatch import Stopwatch
 from tensordict import TensorDict
 
-from pflight import Federation
+from pflight import Federation, keep_freed_memory
 from pflight.callbacks import FedAvg, FeSEM, PFedLA, ServerCallback
 from pflight.datamodules import TensorClients
 from pflight.engines import ClientUpdates
@@ -191,6 +191,7 @@ def main() -> None:
     parser.add_argument("--picture", help="file for the picture of the curves")
     parser.add_argument("--single", choices=CURVES, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    keep_freed_memory()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     if options.single:

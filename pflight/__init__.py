@@ -9,6 +9,7 @@ from pflight.version import __version__
 
 if TYPE_CHECKING:
     from . import callbacks, datamodules, engines, models
+    from .allocator import keep_freed_memory
     from .errors import ClientError, ConfigurationError
     from .federation import Federation
     from .layers import Layers
@@ -22,6 +23,7 @@ __all__ = [
     "callbacks",
     "datamodules",
     "engines",
+    "keep_freed_memory",
     "models",
 ]
 
@@ -30,6 +32,7 @@ _HOMES = {
     "ConfigurationError": "pflight.errors",
     "Federation": "pflight.federation",
     "Layers": "pflight.layers",
+    "keep_freed_memory": "pflight.allocator",
 }
 
 

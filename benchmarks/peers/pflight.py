@@ -10,7 +10,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 
-from pflight import Federation
+from pflight import Federation, keep_freed_memory
 from pflight.callbacks import FedAvg
 from pflight.datamodules import TensorClients
 from pflight.models import ClientModule
@@ -79,6 +79,7 @@ def train(
     task: Task, rounds: int, record: Record, engine: Engine = "auto", **options: Any
 ) -> Weights:
     """Train with one of the engines; ``options`` are those of :func:`fit`."""
+    keep_freed_memory()
     federation = make_federation(task, engine)
     fit(federation, task, rounds, record, **options)
     return [tensor.cpu().numpy() for tensor in federation.server_states()[0].values()]

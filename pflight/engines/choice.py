@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.model_summary import get_human_readable_count
 
 from pflight.errors import ConfigurationError
 
-from .allocator import keep_freed_memory
 from .base import Engine, Setting
 from .operations import count_operations
 from .sequential import SequentialEngine
@@ -150,7 +149,6 @@ def build_engine(
         ConfigurationError: As in :meth:`~pflight.engines.base.Engine.check_input`, or where clients
             can't be interrupted.
     """
-    keep_freed_memory()
     if setting.client_timeout is None:
         choice = choose(wanted, chunk, setting)
     else:

@@ -13,10 +13,11 @@ _LARGEST = 32 * 2**20  # bytes of a block that comes from the heap; glibc takes 
 def keep_freed_memory() -> bool:
     """Let glibc keep what is freed, so that a step does not wait for the system's fresh pages.
 
-    A chunk's gradients are megabytes that live for a step. By default glibc gives them back to the
-    operating system whenever they lie at the end of the heap, and a round of small clients spends
-    more on getting them again, page by page, than on arithmetic. Nothing is changed where there is
-    no glibc, or where the environment has options for its allocator.
+    The command ``pflight`` calls this when it starts; a Python program may, before it trains. The
+    gradients of clients that train together are megabytes that live for a step. By default glibc
+    gives them back to the operating system whenever they lie at the end of the heap, and a round of
+    small clients spends more on getting them again, page by page, than on arithmetic. Nothing is
+    changed where there is no glibc, or where the environment has options for its allocator.
 
     Returns:
         Whether the allocator was told so.
