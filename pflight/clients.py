@@ -19,19 +19,20 @@ from torch import Tensor
 
 from .data_module import FederatedDataModule
 from .distributed import owned
-from .engines.base import Engine, Setting
+from .engines.base import Engine
 from .engines.choice import Choice, EngineName, build_engine
-from .engines.updates import ClientFailure, ClientUpdates, Kept
 from .errors import ConfigurationError
 from .failures import Failures
 from .half import Half
 from .history import Logs, Round, Traffic, add_logs
 from .host import check_fits, readable
 from .loaders import Split
+from .local.setting import Setting
 from .memory import ClientMemory, MappedMemory
 from .randomness import Purpose
 from .server import ServerModels
 from .state import StateLayout, largest_values, moved, state_bytes
+from .updates import ClientFailure, ClientUpdates, Kept
 
 _log = logging.getLogger("lightning.pytorch.pflight")
 _CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
@@ -176,7 +177,7 @@ class Clients:
         if self.data is None:
             return torch.arange(self.num_clients)
         clients = self.data.train_clients
-        able = clients if self.engine is None else clients[self.engine.has_batches(clients)]
+        able = clients if self.engine is None else clients[self.engine.setting.has_batches(clients)]
         return able if len(able) else clients  # where nobody learns anything, nothing moves
 
     @property
@@ -329,7 +330,7 @@ class Clients:
         def gradients(ids: Tensor, states: TensorDict) -> ClientUpdates:
             engine, index = self.attached_engine, self.current.entry.index
             updates = engine.gradients(ids, states, round_index=index, batches=batches)
-            return updates.where(engine.has_batches(updates.clients))
+            return updates.where(engine.setting.has_batches(updates.clients))
 
         for chunk in self._chunks(clients):
             yield self._ask(chunk, send(chunk), gradients, returns)
@@ -536,7 +537,7 @@ class Clients:
             kept=self.remembered(clients, starts) if self.half.keeps_memory else None,
             on_client_end=self.on_client_end,
         )
-        idle = ~engine.has_batches(updates.clients)
+        idle = ~engine.setting.has_batches(updates.clients)
         if idle.any():  # who has learnt nothing has nothing to say, and weighs nothing
             sent = starts[torch.isin(clients, updates.clients)]
             updates = updates.where(~idle | moved(sent, updates.states, self.layout.parameters))

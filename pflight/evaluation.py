@@ -10,11 +10,11 @@ from torch import Tensor
 
 from .clients import Clients
 from .distributed import owned
-from .engines.updates import Evaluation
 from .errors import ConfigurationError
 from .metrics import ClientMetrics, ClientValues, F1Average, LoggedMetrics
 from .server_callback import ServerCallback
 from .task import Task
+from .updates import Evaluation
 
 Judged = Literal["", "server/", "finetuned/"]
 """Tag prefixes: the model that a client would use, what the server would send it, and the former

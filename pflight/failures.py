@@ -9,8 +9,8 @@ from itertools import chain
 import torch
 
 from .distributed import gather, is_distributed
-from .engines.updates import ClientFailure
 from .errors import ClientError
+from .updates import ClientFailure
 
 
 class Failures:

@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 from tensordict import TensorDict
 
-from .engines.updates import ClientUpdates
 from .optim import Yogi
 from .options import checked
 from .server_callback import ServerCallback
 from .state import WeightedMean
+from .updates import ClientUpdates
 
 _STEPPED = {torch.optim.Adam: "FedAdam", torch.optim.Adagrad: "FedAdagrad", Yogi: "FedYogi"}
 

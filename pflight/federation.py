@@ -18,7 +18,6 @@ from .checks import check_data, check_given, check_trainer, open_memory
 from .clients import Clients, LocalTraining
 from .distributed import owned
 from .engines.choice import EngineName
-from .engines.updates import Evaluation
 from .errors import ConfigurationError
 from .evaluation import Evaluator, Judged, model_of, predict
 from .fedavg import FedAvg
@@ -34,6 +33,7 @@ from .server import ServerModels, server_work
 from .server_callback import ServerCallback, chosen_half, server_callback_of
 from .server_schedule import WaitingSchedule, build_optimizer, monitored, step_schedule
 from .state import StateLayout, with_state
+from .updates import Evaluation
 
 
 class Federation(L.LightningModule):

@@ -15,12 +15,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from .checks import check_same_options
 from .clients import Clients
 from .data_module import FederatedDataModule
-from .engines.updates import ClientUpdates
 from .errors import ConfigurationError
 from .half import Half, HalfT, half_for, half_of
 from .options import arguments, checked
 from .server import ServerModels
 from .state import state_bytes
+from .updates import ClientUpdates
 
 
 @checked

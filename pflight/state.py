@@ -8,7 +8,7 @@ return and what they keep all have this form.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, TypeVar
@@ -235,6 +235,7 @@ def state_tensors(client: nn.Module) -> dict[str, Tensor]:
 
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+ValueT = TypeVar("ValueT")
 
 
 def rest_frozen(module: ModuleT) -> ModuleT:
@@ -300,15 +301,43 @@ def _place(module: nn.Module, name: str) -> tuple[int, str]:
     return id(module.get_submodule(owner)), attribute
 
 
-def call_with(module: nn.Module, tensors: Mapping[str, Tensor], *args: Any) -> Any:
-    """Call a module with other tensors in place of its own, tied ones by their first name.
+def call_with(
+    module: ModuleT,
+    tensors: Mapping[str, Tensor],
+    function: Callable[..., ValueT],
+    *args: Any,
+    places: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> ValueT:
+    """Call a function of a module while other tensors stand in place of the module's own.
 
-    PyTorch's ``functional_call`` ties them too, but would leave some of the tensors behind in a
-    module that has two names.
+    PyTorch's ``functional_call`` ties tensors too, but would leave some of them behind in a module
+    that has two names.
+
+    Args:
+        module: The module.
+        tensors: By name; tied ones by their first name.
+        function: Gets the module and what follows.
+        *args: Further arguments of the function.
+        places: What :func:`other_places` returns, where it is known already.
+        **kwargs: Further arguments of the function.
     """
-    places = other_places(module)
+    places = other_places(module) if places is None else places
     tied = {alias: tensors[name] for alias, name in places.items() if name in tensors}
-    return functional_call(module, {**tensors, **tied}, args, tie_weights=False)
+    named = {f"module.{name}": tensor for name, tensor in {**tensors, **tied}.items()}
+    return functional_call(_Function(module, function), named, args, kwargs, tie_weights=False)
+
+
+class _Function(nn.Module):
+    """Calls a function of a module as its forward pass, as ``functional_call`` needs it."""
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.module, *args, **kwargs)
 
 
 def state_bytes(states: TensorDict) -> int:

@@ -17,9 +17,10 @@ from torch.optim import SGD
 from pflight import Federation
 from pflight.callbacks import ServerCallback
 from pflight.datamodules import FederatedDataModule, TensorClients
-from pflight.engines.local import SCALARS, AloneClient, Copies
 from pflight.half import Half, LocalClient
 from pflight.loaders import Split
+from pflight.local.client import SCALARS, AloneClient
+from pflight.local.copies import Copies
 from pflight.models import ClientModule
 from pflight.state import StateLayout
 

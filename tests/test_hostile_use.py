@@ -18,8 +18,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from pflight import cli
 from pflight.checkpoint import AtomicCheckpointIO
 from pflight.cli import main
-from pflight.engines.time_limit import ClientTimeout, time_limit
 from pflight.errors import ConfigurationError
+from pflight.local.time_limit import ClientTimeout, time_limit
 from pflight.memory_files import RowFile, _read_table
 
 OPTIONS = [

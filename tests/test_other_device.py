@@ -58,9 +58,7 @@ def trained(algorithm: Algorithm, engine: str, folder: Path, device: str) -> lis
 def test_devices_agree(
     name: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "pflight.engines.stacked_client._OFTEN", 10**9
-    )  # wrapped tensors can't be traced
+    monkeypatch.setattr("pflight.stacking.client._OFTEN", 10**9)  # wrapped tensors can't be traced
     expected = trained(ALGORITHMS[name], engine, tmp_path, "cpu")
     with other_device(monkeypatch):
         results = trained(ALGORITHMS[name], engine, tmp_path, "elsewhere")

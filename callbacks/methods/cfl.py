@@ -10,10 +10,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.distributed import gather
-from pflight.engines.updates import ClientUpdates
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed
 from pflight.state import expand_state, stack_states
+from pflight.updates import ClientUpdates
 
 from .clustering import Linkage, bipartition, parameter_vectors
 from .multi_center import MultiCenter

@@ -16,8 +16,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.distributed import all_sum, gather, is_distributed
-from pflight.engines.updates import ClientUpdates
 from pflight.state import StateLayout, rows
+from pflight.updates import ClientUpdates
 
 Linkage = Literal["single", "complete", "average", "spectral"]
 

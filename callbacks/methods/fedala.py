@@ -12,16 +12,16 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pflight.engines.base import Setting
-from pflight.engines.local import loss_at
 from pflight.engines.sequential import SequentialEngine
-from pflight.engines.updates import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
 from pflight.half import Half
+from pflight.local.client import task_loss
+from pflight.local.setting import Setting
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose
-from pflight.state import StateLayout, StateModule, entries, state_tensors
+from pflight.state import StateLayout, StateModule, call_with, entries, state_tensors
+from pflight.updates import ClientUpdates
 
 if TYPE_CHECKING:
     pass
@@ -235,7 +235,7 @@ class Mixing(L.LightningModule):
         tensors = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         for name, own in self.own.tensors().items():
             tensors[name] = torch.lerp(own, sent[name], weights[name])
-        return loss_at(self.module, tensors, batch)
+        return call_with(self.module, tensors, task_loss, batch)
 
     def configure_optimizers(self) -> Optimizer:
         """Return SGD that keeps the weights in their range."""

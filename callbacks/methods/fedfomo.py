@@ -11,10 +11,10 @@ from torch import Tensor
 
 from pflight.datamodules.partitions.held_out import HeldOut
 from pflight.distributed import all_max, share_owned
-from pflight.engines.updates import ClientUpdates
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator
 from pflight.state import entries, rows, state_bytes
+from pflight.updates import ClientUpdates
 
 from .hypernetworks import weighted_sums
 from .stored import StoredModels

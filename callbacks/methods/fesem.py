@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pflight.cohort import sample_clients
 from pflight.data_module import FederatedDataModule
-from pflight.engines.updates import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.models.halves.proximal import Proximal
@@ -23,6 +22,7 @@ from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed
 from pflight.server_callback import ServerCallback
 from pflight.state import squared_distance
+from pflight.updates import ClientUpdates
 
 from .clustering import cluster_updates
 from .matching import BBPMAP

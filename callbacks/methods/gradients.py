@@ -10,8 +10,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.clients import Clients
-from pflight.engines.stacked import clip
 from pflight.errors import ConfigurationError
+from pflight.stacking.steps import clip
 from pflight.state import entries
 from pflight.task import Task
 

@@ -10,12 +10,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.engines.updates import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator
 from pflight.state import WeightedMean
+from pflight.updates import ClientUpdates
 
 from .multi_center import MultiCenter
 

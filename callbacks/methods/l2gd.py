@@ -10,11 +10,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.distributed import all_sum, owned
-from pflight.engines.updates import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator
+from pflight.updates import ClientUpdates
 
 if TYPE_CHECKING:
     pass

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.engines.updates import ClientUpdates
 from pflight.server_callback import ServerCallback
+from pflight.updates import ClientUpdates
 
 if TYPE_CHECKING:
     pass

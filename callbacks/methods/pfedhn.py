@@ -13,12 +13,12 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from pflight.distributed import gather, owned
-from pflight.engines.updates import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
 from pflight.server_callback import ServerCallback
 from pflight.state import stack_states
+from pflight.updates import ClientUpdates
 
 if TYPE_CHECKING:
     pass

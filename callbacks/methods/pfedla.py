@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pflight.distributed import all_max, all_sum, share_owned
-from pflight.engines.updates import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
 from pflight.state import rows
+from pflight.updates import ClientUpdates
 
 from .hypernetworks import BLOCK, HyperNetwork, HyperNetworks, weighted_sums
 from .stored import StoredModels

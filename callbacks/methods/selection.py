@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map
 from pflight.cohort import sample_clients
 from pflight.data_module import FederatedDataModule
 from pflight.distributed import all_sum, gather
-from pflight.engines.updates import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.loaders import Split, Visit
@@ -29,6 +28,7 @@ from pflight.models.classifier import as_classifier
 from pflight.options import whole
 from pflight.randomness import Purpose, generator, isolated
 from pflight.state import stack_states
+from pflight.updates import ClientUpdates
 
 from .multi_center import MultiCenter
 

@@ -8,11 +8,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.engines.updates import ClientUpdates
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed
 from pflight.server_callback import ServerCallback
 from pflight.state import entries, expand_state
+from pflight.updates import ClientUpdates
 
 from .clustering import TrimmedMean, gather_states, nearest, parameter_vectors, trimmed_kmeans
 from .multi_center import MultiCenter

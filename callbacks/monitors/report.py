@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from pflight.distributed import gather_to_first
-from pflight.engines.updates import Evaluation
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.files import replacing
 from pflight.host import readable
 from pflight.options import checked
 from pflight.runs import PREDICTIONS
+from pflight.updates import Evaluation
 
 from .quality import columns, judged_by
 

@@ -1,9 +1,11 @@
 """How a cohort's local training runs."""
 
-from .base import Engine, Setting
+from pflight.local.setting import Setting
+from pflight.updates import ClientFailure, ClientUpdates, Evaluation, Kept
+
+from .base import Engine
 from .choice import Choice, EngineName, build_engine
 from .sequential import SequentialEngine
-from .updates import ClientFailure, ClientUpdates, Evaluation, Kept
 from .vectorized import VectorizedEngine
 
 __all__ = [

@@ -14,9 +14,10 @@ import torch
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
 
 from pflight.errors import ConfigurationError
+from pflight.local.operations import count_operations
+from pflight.local.setting import Setting
 
-from .base import Engine, Setting
-from .operations import count_operations
+from .base import Engine
 from .sequential import SequentialEngine
 from .vectorized import VectorizedEngine
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from pflight.loaders import Split
+from pflight.local.setting import Setting
 from pflight.task import Task
+from pflight.updates import STOPS, ClientFailure, Evaluation
 
-from .base import ONE_THREAD, Setting, threads
-from .updates import STOPS, ClientFailure, Evaluation
+from .base import ONE_THREAD, threads
 
 Samples = dict[int, list[Tensor]]
 """Clients' inputs and targets, by row."""

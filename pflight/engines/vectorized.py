@@ -18,21 +18,23 @@ from pflight.errors import ConfigurationError
 from pflight.half import PERSONAL, Phase
 from pflight.history import Logs, merge_logs
 from pflight.loaders import Split
+from pflight.local.copies import ready
+from pflight.local.samples import check_order
+from pflight.local.setting import Setting
+from pflight.local.visits import GRADIENT_BATCH
 from pflight.metrics import ClientValues
 from pflight.randomness import Purpose
+from pflight.stacking.autocast import StackedAutocast
+from pflight.stacking.client import ANCHOR, MEMORY, Mode, Stack, StackedClient
+from pflight.stacking.probe import Dependence, Probe, Witness, reason_of
+from pflight.stacking.steps import Batches, Group, Plan, StackedOptimizer, clip, rows_per_call
 from pflight.state import entries
 from pflight.task import Task
+from pflight.updates import STOPS, ClientFailure, ClientUpdates, Evaluation, Kept
 
-from .base import GRADIENT_BATCH, Setting, are_one, finite_rows
-from .local import ready
-from .mixed import StackedAutocast
+from .base import are_one, finite_rows
 from .outputs import Samples, evaluate_task
-from .probe import Dependence, Probe, Witness, reason_of
-from .samples import check_order
 from .sequential import SequentialEngine
-from .stacked import Batches, Group, Plan, StackedOptimizer, clip, rows_per_call
-from .stacked_client import ANCHOR, MEMORY, Mode, Stack, StackedClient
-from .updates import STOPS, ClientFailure, ClientUpdates, Evaluation, Kept
 
 _TRIAL = 8  # samples on which a client is tried
 _SIZES, _LARGEST = 8, 64  # and the sizes of the batches that they make
@@ -134,7 +136,7 @@ class VectorizedEngine:
         module = ready(setting.client)
         setting.precision.convert_module(module).to(setting.device)
         self._stacked = StackedClient(module, setting.half, setting.layout)
-        self._probe = Probe(self._stacked, self.alone)
+        self._probe = Probe(self._stacked, self.alone.models)
         self._audited, self._audits = -1, False  # the last such round, and whether one is due
         self._dependence: dict[bool, Dependence] = {}  # by whether there is an anchor
         self._phases: dict[tuple[int, bool], list[Phase | None]] = {}
@@ -143,10 +145,6 @@ class VectorizedEngine:
         self._warned = set() if warned is None else warned
         self._some: list[Tensor] = []  # samples on which clients are tried
         self._logged: Collection[str] = ("train/loss",)  # what their loss is called
-
-    def has_batches(self, clients: Tensor) -> Tensor:
-        """See :class:`~pflight.engines.base.Engine`."""
-        return self.setting.has_batches(clients)
 
     # Before the start
 

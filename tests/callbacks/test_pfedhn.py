@@ -15,9 +15,9 @@ from pflight import Federation
 from pflight.callbacks import Local
 from pflight.callbacks.methods.pfedhn import PFedHN, fully_connected
 from pflight.datamodules import TensorClients
-from pflight.engines.updates import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.half import LocalClient
+from pflight.updates import ClientUpdates
 from tests.runs import (
     CLASSES,
     FEATURES,

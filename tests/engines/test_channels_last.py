@@ -59,7 +59,7 @@ def fitted(kind: type[ClientModule], flatten: nn.Module) -> Federation:
 
 
 def is_channels_last(federation: Federation) -> bool:
-    module = federation.clients.attached_engine._copies.module
+    module = federation.clients.attached_engine.models.module
     convolution = module.network[0]
     weight = convolution.weight
     return weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
 from pflight.callbacks import FedAvg
-from pflight.engines.descent import Descent
+from pflight.local.descent import Descent
 from pflight.models import ClientModule
 from tests.runs import linear_client, run, sgd, small_data
 

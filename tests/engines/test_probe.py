@@ -29,11 +29,11 @@ from pflight.callbacks import (
 )
 from pflight.datamodules import TensorClients
 from pflight.engines import VectorizedEngine
-from pflight.engines.probe import Probe, Witness
 from pflight.errors import ClientError, ConfigurationError
 from pflight.half import Half, LocalClient, Phase
 from pflight.models import ClientModule
 from pflight.models.halves import Dane
+from pflight.stacking.probe import Probe, Witness
 from tests.runs import (
     CLASSES,
     ENGINES,
@@ -423,7 +423,7 @@ HALVES = {
 @pytest.mark.parametrize("name", HALVES)
 def test_halves_pass_every_audit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also at every step of every chunk, and in single precision."""
-    monkeypatch.setattr("pflight.engines.probe._ODD", 1e-3)
+    monkeypatch.setattr("pflight.stacking.probe._ODD", 1e-3)
     in_step = VectorizedEngine._gradients
 
     def audited(self: VectorizedEngine, *args: Any, **options: Any) -> Any:

@@ -543,7 +543,7 @@ def test_the_same_run_twice_and_resumed(
     make: Callable[..., ClientModule], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also over the call at which operations are recorded."""
-    monkeypatch.setattr("pflight.engines.stacked_client._OFTEN", 4)
+    monkeypatch.setattr("pflight.stacking.client._OFTEN", 4)
     client = make(ElasticClient)
     fit = partial(run, client, small_data(cohort_size=4), engine="vectorized")
     whole = fit(callback=Reptile(), rounds=8)
@@ -560,7 +560,7 @@ def test_the_same_run_twice_and_resumed(
 def test_what_is_called_often_is_recorded(
     counts: list[int], make: Callable[..., ClientModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pflight.engines.stacked_client._OFTEN", 4)
+    monkeypatch.setattr("pflight.stacking.client._OFTEN", 4)
     data = double_data(counts=counts, cohort_size=None)
     engine = both(make().double(), data=data, chunk=6, local_epochs=4).clients.attached_engine
     assert isinstance(engine, VectorizedEngine)

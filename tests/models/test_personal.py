@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from pflight import Federation
 from pflight.callbacks import APFL, Ditto, PerFedAvg, PFedMe, ServerCallback
-from pflight.engines.base import Setting
-from pflight.engines.local import ready
-from pflight.engines.sequential import SequentialEngine
-from pflight.engines.stacked_client import ANCHOR, StackedClient
 from pflight.half import OWN, PERSONAL, Half, layout_with
+from pflight.local.copies import ready
+from pflight.local.models import LocalModels
+from pflight.local.setting import Setting
 from pflight.models import ClientModule
 from pflight.models.halves import Personal
+from pflight.stacking.client import ANCHOR, StackedClient
 from pflight.state import StateLayout
 from tests.runs import (
     CLASSES,
@@ -69,12 +69,12 @@ def test_many_at_once_have_the_gradients_and_buffers_of_each_alone(name: str) ->
     states = [changed(layout, seed) for seed in range(3)]
     x, y = batches(3)
 
-    engine = SequentialEngine(setting)
+    models = LocalModels(setting)
     alone: list[tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]] = []
     for row, state in enumerate(states):
-        engine.load(state, anchored=True)
+        models.load(state, anchored=True)
         gradients, total = {}, torch.zeros((), dtype=torch.float64)
-        for model in engine.clients:
+        for model in models.clients:
             loss = model.half.loss(model, (x[row], y[row]))
             prefix = "" if model.shared is None else PERSONAL
             found = torch.autograd.grad(loss, list(model.weights.values()), allow_unused=True)
@@ -83,7 +83,7 @@ def test_many_at_once_have_the_gradients_and_buffers_of_each_alone(name: str) ->
                 f"{prefix}{n}": torch.zeros_like(w) if g is None else g for (n, w), g in named
             }
             total = total + loss.detach()
-        alone.append((gradients, total, {n: t.clone() for n, t in engine.state().items()}))
+        alone.append((gradients, total, {n: t.clone() for n, t in models.state().items()}))
 
     stacked = StackedClient(ready(client), half, layout)
     stack = {n: torch.stack([state[n] for state in states]) for n in layout.names}
@@ -104,14 +104,14 @@ def test_many_at_once_have_the_gradients_and_buffers_of_each_alone(name: str) ->
 def test_without_an_anchor_their_loss_is_the_clients_own(name: str) -> None:
     """As when they are fine-tuned."""
     client, half = batchnorm_client().double(), METHODS[name]().half
-    engines = [SequentialEngine(setting_of(client, half)) for half in (half, Half())]
+    pairs = [LocalModels(setting_of(client, half)) for half in (half, Half())]
     x, y = (part[0] for part in batches(1))
     results = []
-    for engine in engines:
+    for models in pairs:
         state = changed(StateLayout.of(client), 1)
-        template = engine.setting.layout.template
-        engine.load({**template, **state}, anchored=False)
-        (model,) = engine.clients
+        template = models.setting.layout.template
+        models.load({**template, **state}, anchored=False)
+        (model,) = models.clients
         loss = model.half.loss(model, (x, y))
         loss.backward()
         results.append({n: w.grad.clone() for n, w in model.weights.items()} | {"loss": loss})

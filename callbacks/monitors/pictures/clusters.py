@@ -15,12 +15,12 @@ from torch import Tensor
 
 from pflight.cohort import sample_clients
 from pflight.distributed import gather
-from pflight.engines.updates import ClientUpdates
 from pflight.federation import Federation
 from pflight.options import check_range, checked
 from pflight.palette import COLORS, FAINT, point_style
 from pflight.randomness import Purpose, generator
 from pflight.state import rows
+from pflight.updates import ClientUpdates
 
 from .picture import RepeatedPicture, new_figure
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -12,17 +13,19 @@ import torch
 from lightning import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import grad_and_value, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from pflight.half import OWN, PERSONAL, Half, Phase
-from pflight.state import StateLayout, other_places
+from pflight.local.client import ClientModel
+from pflight.local.copies import Frozen
+from pflight.local.phases import resting
+from pflight.state import StateLayout, call_with, other_places
 from pflight.task import trains_as_a_task
 
 from .embeddings import CheckedEmbeddings
-from .local import Calls, Frozen, call_again, logits_of, noting_calls, resting
 
 _ADVICE = "There is a performance drop because we have not yet implemented the batching rule"
 
@@ -193,9 +196,8 @@ class StackedClient:
 
     def call(self, method: str, tensors: Mapping[str, Tensor], *args: Any) -> Any:
         """Call a method of the module with other tensors in place of its own."""
-        tied = {alias: tensors[n] for alias, n in self._tied.items() if n in tensors}
-        named = {f"module.{name}": tensor for name, tensor in {**tensors, **tied}.items()}
-        return functional_call(_Method(self.module, method), named, args, tie_weights=False)
+        function = operator.methodcaller(method, *args)
+        return call_with(self.module, tensors, function, places=self._tied)
 
     # Of all clients of a stack
 
@@ -260,7 +262,7 @@ class StackedClient:
         return self._remember(state)
 
 
-class StackedRow:
+class StackedRow(ClientModel):
     """One client of a stack, as a half sees it: a :class:`~pflight.half.LocalClient`.
 
     Args:
@@ -296,7 +298,6 @@ class StackedRow:
         self.anchor = Part(tensors, ANCHOR, known[0]) if mode.anchored else None
         self.memory = Part(tensors, MEMORY, known[1]) if mode.remembers else None
         self.own_loss: Tensor | None = None
-        self._calls: Calls = []
 
     @property
     def num_samples(self) -> Tensor:
@@ -333,16 +334,6 @@ class StackedRow:
         """See :class:`~pflight.half.LocalClient`."""
         held = self.buffers if buffers is None else buffers
         return self._loss_at({**weights, **held}, batch)
-
-    def task_loss_and_logits(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """See :class:`~pflight.half.LocalClient`."""
-        with noting_calls(self.module) as self._calls:
-            loss = self.task_loss(batch)
-        return loss, logits_of(self._calls)
-
-    def logits_with(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """See :class:`~pflight.half.LocalClient`."""
-        return call_again(self.module, tensors, self._calls)
 
     def mean(self, values: Tensor) -> Tensor:
         """See :class:`~pflight.half.LocalClient`."""
@@ -391,18 +382,6 @@ def _attention_on(device: torch.device) -> AbstractContextManager[None]:
 def _copy(stack: Tensor) -> Tensor:
     """Copy a stack with its strides: rows may be the same memory, and are then only read."""
     return stack[:1].clone().expand_as(stack) if stack.stride(0) == 0 else stack.clone()
-
-
-class _Method(nn.Module):
-    """Calls a method of a module as its forward pass, as ``functional_call`` needs it."""
-
-    def __init__(self, module: LightningModule, method: str) -> None:
-        super().__init__()
-        self.module = module
-        self.method = method
-
-    def forward(self, *args: Any) -> Any:
-        return getattr(self.module, self.method)(*args)
 
 
 class _NoTrainer:

@@ -18,16 +18,17 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from pflight.half import PERSONAL, Half, Phase
+from pflight.local.client import AloneClient
+from pflight.local.descent import steps_only
+from pflight.local.models import LocalModels
+from pflight.local.phases import resting
+from pflight.local.trainer import loss_of
 from pflight.randomness import isolated
 from pflight.state import state_tensors
 from pflight.task import Task, trains_as_a_task
 
-from .descent import steps_only
-from .local import AloneClient, resting
-from .module_trainer import loss_of
-from .sequential import SequentialEngine
-from .stacked import misfit
-from .stacked_client import ANCHOR, MEMORY, Mode, Stack, StackedClient, no_logs
+from .client import ANCHOR, MEMORY, Mode, Stack, StackedClient, no_logs
+from .steps import misfit
 
 FOREIGN = "its configure_optimizers() gives an optimizer of parameters that are not its own"
 DRAWS = "it draws random numbers while it trains"
@@ -67,13 +68,13 @@ class Probe:
 
     Args:
         stacked: The client module that stands for many.
-        engine: What trains one by one, by which stacking is measured.
+        models: Those of a client alone, by which stacking is measured.
     """
 
-    def __init__(self, stacked: StackedClient, engine: SequentialEngine) -> None:
+    def __init__(self, stacked: StackedClient, models: LocalModels) -> None:
         self.stacked = stacked
-        self.engine = engine
-        self.setting = engine.setting
+        self.models = models
+        self.setting = models.setting
         self.module = stacked.module
         self._largest = 0.0  # gradient of a client alone, as it was given
 
@@ -91,7 +92,7 @@ class Probe:
             for name in ("configure_gradient_clipping", "clip_gradients")
             if getattr(kind, name) is not getattr(base, name)
         ]
-        if hooks := [*sorted(self.engine.hooks), *own]:
+        if hooks := [*sorted(self.models.hooks), *own]:
             return f"it has {hooks[0]} of its own"
         return None if module.automatic_optimization else "it optimizes manually"
 
@@ -267,20 +268,20 @@ class Probe:
 
     def _enter(self, mode: Mode, state: Mapping[str, Tensor]) -> list[AloneClient]:
         """Return the models of a client in a state, with what it is told."""
-        layout, engine = self.setting.layout, self.engine
+        layout, models = self.setting.layout, self.models
         frozen = state_tensors(self.module)
         start = {name: state.get(name, frozen.get(name)) for name in layout.names}
-        engine.load(start, mode.anchored)  # type: ignore[arg-type]
-        client = engine.client
+        models.load(start, mode.anchored)  # type: ignore[arg-type]
+        client = models.client
         if mode.remembers:
             client.memory = {name: state[f"{MEMORY}{name}"] for name in self.stacked.memory}
         for name in ("num_samples", "mean_samples", "seen", "num_steps"):
             getattr(client, name).copy_(state[name])
-        for model in engine.clients:
+        for model in models.clients:
             model.module.log = model.module.log_dict = no_logs  # type: ignore[method-assign]
             if mode.anchored:
                 model.anchor = {n: state[f"{ANCHOR}{n}"] for n in self.stacked.parameters}
-        return engine.clients
+        return models.clients
 
     def _gradients(
         self,
@@ -323,13 +324,13 @@ class Probe:
         for row in (0, 1):
             own = {name: tensor[row] for name, tensor in states.items()}
             alone.gradients.append(self._gradients(mode, own, leaves))
-            client = self.engine.client
+            client = self.models.client
             with torch.no_grad():
                 if mode.anchored:
                     client.after_training()
                 kept = client.remember() if mode.remembers else {}
                 kept = {f"kept {name}": value.clone() for name, value in kept.items()}
-                after = {n: t.clone() for n, t in self.engine.state().items() if n in states}
+                after = {n: t.clone() for n, t in self.models.state().items() if n in states}
                 if self.setting.task is not None:
                     client.module.eval()
                     kept["its outputs"] = client.module(leaves[0].clone())
@@ -343,17 +344,17 @@ class Probe:
             state[name] *= 100  # beyond bounds, if there are any
         with suppress(Exception):  # which are of such weights
             self._gradients(mode, state, leaves)
-        weights = self.engine.client.weights
+        weights = self.models.client.weights
         return next((n for n in self.stacked.parameters if not weights[n].equal(state[n])), None)
 
     def _replaced_buffer(self, mode: Mode, leaves: list[Tensor]) -> str | None:
         """Return the name of a buffer that the client sets anew, which would be lost."""
         state = {name: value[0] for name, value in self._two_states(mode).items()}
         self._enter(mode, state)
-        module = self.engine.client.module
+        module = self.models.client.module
         before = dict(module.named_buffers())
         assert self.setting.form is not None
-        self.engine.client.task_loss(self.setting.form.batch([leaf.clone() for leaf in leaves]))
+        self.models.client.task_loss(self.setting.form.batch([leaf.clone() for leaf in leaves]))
         after = dict(module.named_buffers())
         return next((name for name in before if after.get(name) is not before[name]), None)
 
@@ -451,7 +452,7 @@ class Probe:
                 alone = []
                 for state, n in zip(own, counts, strict=True):
                     alone.append(self._gradients(mode, state, [leaf[:n] for leaf in real]))
-                    state |= {name: t.clone() for name, t in self.engine.state().items()}
+                    state |= {name: t.clone() for name, t in self.models.state().items()}
             weights = torch.zeros(2, 2 * count, dtype=torch.double, device=setting.device)
             for row, n in enumerate(counts):
                 weights[row, :n] = 1 / n

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.history import Logs
+from .history import Logs
 
 STOPS = (KeyboardInterrupt, SIGTERMException, MisconfigurationException)
 """What ends a run wherever it is raised: a signal, or a mistake that is not one client's. All else

@@ -18,9 +18,9 @@ from torch.utils._pytree import (
 
 from pflight.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError
+from pflight.updates import STOPS, ClientFailure
 
 from .time_limit import time_limit
-from .updates import STOPS, ClientFailure
 
 _ASKED = 5  # clients, of which one or two may be odd
 

@@ -1,0 +1,203 @@
+"""One client in local training, alone."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from pflight.half import Half
+from pflight.state import call_with
+from pflight.task import trains_as_a_task
+
+from .copies import Copies
+from .trainer import loss_of, muted
+
+SCALARS = ("num_samples", "mean_samples", "seen", "num_steps")
+"""Names of the scalars that a half finds at a client."""
+
+
+class ClientModel:
+    """A model of a client, as a half sees it: what is the same alone and in a stack."""
+
+    module: L.LightningModule
+    _call: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def task_loss(self, batch: Any) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        raise NotImplementedError
+
+    def task_loss_and_logits(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """See :class:`~pflight.half.LocalClient`."""
+        logits: Tensor | None = None
+
+        def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            nonlocal logits
+            self._call, logits = (args, kwargs), output
+
+        hook = self.module.register_forward_hook(note, with_kwargs=True)
+        try:
+            loss = self.task_loss(batch)
+        finally:
+            hook.remove()
+        if logits is None:
+            raise RuntimeError("its loss never calls self(...), whose logits are asked for")
+        return loss, logits
+
+    @torch.no_grad()
+    def logits_with(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        args, kwargs = self._call
+        training = [part for part in self.module.modules() if part.training]
+        for part in training:
+            part.training = False
+        try:
+            return call_with(self.module, tensors, operator.call, *args, **kwargs)
+        finally:
+            for part in training:
+                part.training = True
+
+
+class AloneClient(ClientModel):
+    """One client by itself, as a half sees it: a :class:`~pflight.half.LocalClient`.
+
+    Args:
+        copies: The module's copies.
+        half: The half of this model.
+        own: The half's own entries, without their prefix.
+        scalars: ``num_samples`` and the others, by name.
+        anchor: What the server sent.
+        shared: For a personal copy, the client whose model it stands beside.
+
+    Attributes:
+        has_loss: Whether a training step has given a loss.
+        skipped: Whether the last one returned none.
+    """
+
+    def __init__(
+        self,
+        copies: Copies,
+        half: Half,
+        own: Mapping[str, Tensor],
+        scalars: Mapping[str, Tensor],
+        anchor: Mapping[str, Tensor] | None,
+        shared: AloneClient | None = None,
+    ) -> None:
+        self.copies = copies
+        self.half = half
+        self.module = copies.module
+        self.trainer = copies.trainer
+        self.own = own
+        self.anchor = anchor
+        self.shared = shared
+        self.memory: Mapping[str, Tensor] | None = None
+        self.num_samples, self.mean_samples, self.seen, self.num_steps = (
+            scalars[name] for name in SCALARS
+        )
+        parameters = {*copies.parameters}
+        self.weights = {name: copies.live[name] for name in copies.parameters}
+        self.buffers = {name: t for name, t in copies.live.items() if name not in parameters}
+        self.has_loss = self.skipped = False
+        self._own_step: Callable[[], Tensor] | None = None
+        self.trainer.penalty = self._penalty
+
+    # What a half asks for
+
+    def task_loss(self, batch: Any) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        if self._own_step is None:
+            return task_loss(self.module, batch)
+        return self._own_step()
+
+    def task_loss_at(
+        self,
+        weights: Mapping[str, Tensor],
+        batch: Any,
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        held = self.buffers if buffers is None else buffers
+        return call_with(self.module, {**weights, **held}, task_loss, batch)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        return values.sum() / len(values)
+
+    def state(self) -> dict[str, Tensor]:
+        """See :class:`~pflight.half.LocalClient`."""
+        held = self.copies.tensors()
+        return {name: held[name] for name in self.copies.live}
+
+    # What the engine asks for
+
+    def remember(self) -> Mapping[str, Tensor]:
+        """Return what the half keeps of this client."""
+        return self.half.remember(self)
+
+    def after_training(self) -> None:
+        """Let the half change its own entries."""
+        self.half.after_training(self)
+
+    def step(self, own_step: Callable[[], Any], batch: Any) -> Any:
+        """Run a training step of the module, with what the half makes of its loss."""
+        if not self.module.automatic_optimization:
+            return own_step()
+        if trains_as_a_task(self.module):
+            self.has_loss = True
+            loss = self.half.loss(self, batch)
+            self.module.log("train/loss", loss.detach(), batch_size=len(batch[1]))
+            return loss
+        output: Any = None
+
+        def run() -> Tensor:
+            nonlocal output
+            output = own_step()
+            loss = loss_of(output)
+            if loss is None:
+                raise _StepSkippedError
+            return loss
+
+        self._own_step, self.skipped = run, False
+        try:
+            loss = self.half.loss(self, batch)
+            self.has_loss = True
+        except _StepSkippedError:
+            self.skipped = True
+            return output
+        finally:
+            self._own_step = None
+        self.has_loss = True
+        return {**output, "loss": loss} if isinstance(output, dict) else loss
+
+    def loss(self, batch: Any, size: int) -> Tensor | None:
+        """Return the loss of a training step, outside of training and without a word in logs."""
+
+        def step(batch: Any) -> Tensor | None:
+            with muted(self.module):
+                own = self.module.training_step
+                return loss_of(self.step(lambda: own(batch, 0), batch))
+
+        return self.trainer.loss(batch, size, step)
+
+    def _penalty(self) -> Tensor | None:
+        return self.half.penalty(self)
+
+
+class _StepSkippedError(Exception):
+    """A training step returned no loss."""
+
+
+def task_loss(module: L.LightningModule, batch: Any) -> Tensor:
+    """Return a module's loss on a batch: that of its ``loss`` or else of its training step."""
+    own = getattr(module, "loss", None)
+    if callable(own) and not isinstance(own, nn.Module):
+        return own(batch)
+    with muted(module):
+        loss = loss_of(module.training_step(batch, 0))
+    if loss is None:
+        raise RuntimeError("its training_step returned no loss")
+    return loss

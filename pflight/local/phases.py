@@ -1,0 +1,44 @@
+"""Local epochs in which some parameters rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import lightning as L
+
+from pflight.half import Phase
+from pflight.state import StateLayout
+
+
+@contextmanager
+def resting(module: L.LightningModule, layout: StateLayout, phase: Phase | None) -> Iterator[None]:
+    """Let the parameters that don't train in a phase rest, and layers without any that do."""
+    if phase is None:
+        yield
+        return
+    awake, parameters = {*phase.names}, dict(module.named_parameters())
+    rest = [p for n, p in parameters.items() if n not in awake and p.requires_grad]
+    layers = [
+        module.get_submodule(layer)
+        for layer, names in layout.layers.items()
+        if awake.isdisjoint(names) and not any(name in layout.own for name in names)
+    ]
+    parts = [part for part in layers if part.training]
+    for parameter in rest:
+        parameter.requires_grad = False
+    for part in parts:
+        part.training = False
+    try:
+        yield
+    finally:
+        for parameter in rest:
+            parameter.requires_grad = True
+        for part in parts:
+            part.training = True
+
+
+def phase_of(phases: Sequence[Phase] | None, epoch: int) -> Phase | None:
+    """Return the phase to which an epoch belongs."""
+    begun = [phase for phase in phases or () if phase.first <= epoch]
+    return begun[-1] if begun else None
