@@ -127,6 +127,18 @@ def test_imports_go_one_way() -> None:
     assert sorted(outwards - {*KNOWN}) == []
 
 
+def test_the_rooms_of_the_core_are_entered_from_one_side() -> None:
+    """One client's training knows nothing of stacks, and stacks nothing of engines."""
+    rooms = ["pflight.local", "pflight.stacking", "pflight.engines"]
+
+    def room(module: str) -> int:
+        return next((place for place, name in enumerate(rooms) if module.startswith(name)), -1)
+
+    inside = [(room(importer), room(imported)) for importer, imported in EDGES]
+    assert {(1, 0), (2, 0), (2, 1)} <= {*inside}
+    assert [edge for edge in inside if edge[1] > edge[0] >= 0] == []
+
+
 def test_imports_name_the_module_that_defines() -> None:
     packages = [one for one in IMPORTS if one.imported in PACKAGES and one.importer != FACE]
     assert packages == []
