@@ -30,7 +30,7 @@ from peers.images import write_images
 from peers.networks import accuracy
 from peers.processes import RowError, Run, run_row
 from peers.table import Result, save, write_table
-from peers.workloads import WORKLOADS
+from peers.workloads import EQUAL, WORKLOADS
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ ROWS = {
     "raw loop, `autograd.grad` and `foreach`": Row("raw.foreach"),
     "raw loop, both": Row("raw.channels_last_foreach", ("W1",)),
     "raw loop, 2 processes": Row("raw.two_processes"),
-    "raw `vmap`": Row("raw.vectorized"),
+    "raw `vmap`": Row("raw.vectorized", EQUAL),
     "raw `vmap`, chunks of 10": Row("raw.chunks_of_10", ("W2", "W3")),
     "**pflight**": Row("pflight.auto"),
     "pflight, sequential": Row("pflight.sequential"),
@@ -182,7 +182,8 @@ def page(options: argparse.Namespace, results: Mapping[str, Mapping[str, Result]
         lines += [
             "",
             f"**{name}**: {workload.cohort} of {workload.clients} clients, {workload.samples} "
-            f"images each, batches of {workload.batch_size}, weights {layers}; {rounds} rounds",
+            f"images each{' in the mean, 20 to 200 % of it' * workload.ragged}, batches of "
+            f"{workload.batch_size}, weights {layers}; {rounds} rounds",
             "",
             *write_table(workload, rounds, rows, raw),
         ]

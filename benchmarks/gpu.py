@@ -26,7 +26,7 @@ from breakdown import WARM_UP, largest, profiled
 from options import at_least, folder
 from peers import pflight, raw
 from peers.images import write_images
-from peers.workloads import WORKLOADS, Record, Task
+from peers.workloads import EQUAL, WORKLOADS, Record, Task
 from torch.profiler import ProfilerActivity
 
 SLOWEST = 4  # kernels that are named
@@ -131,7 +131,7 @@ def table(task: Task, rounds: int, device: torch.device) -> Iterator[str]:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    names = [*WORKLOADS, "W1x100"]
+    names = [*EQUAL, "W1x100"]
     parser.add_argument("workloads", nargs="*", default=names, metavar="workload")
     parser.add_argument("--rounds", type=at_least(1), default=10, help="rounds that are timed")
     parser.add_argument("--root", type=folder, help="folder of Fashion-MNIST's idx files")

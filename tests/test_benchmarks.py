@@ -35,14 +35,15 @@ from pflight.models import McMahanCNN
 
 CNN = Workload(5, 4, 10, 4, layers=((2, 1, 5, 5), (3, 2, 5, 5), (8, 147), (10, 8)), lr=0.1)
 LOGISTIC = Workload(clients=4, cohort=4, samples=10, batch_size=4, layers=((10, 784),), lr=0.1)
+RAGGED = replace(LOGISTIC, ragged=True)
 ROOT = Path(__file__).parents[1]
 
 
 def random_task(workload: Workload) -> Task:
     random = np.random.default_rng(3)
-    shape = workload.clients, workload.samples
-    x = random.standard_normal((*shape, 1, 28, 28), dtype=np.float32)
-    return Task(workload, x, random.integers(10, size=shape))
+    sizes = workload.sizes
+    x = [random.standard_normal((count, 1, 28, 28), dtype=np.float32) for count in sizes]
+    return Task(workload, x, [random.integers(10, size=count) for count in sizes])
 
 
 def trained(row: Any, task: Task, rounds: int = 2) -> tuple[list[torch.Tensor], Record]:
@@ -87,13 +88,25 @@ def test_cnn_is_mcmahans() -> None:
 def test_draw() -> None:
     clients, order = WORKLOADS["W2"].draw(4)
     assert len(set(clients.tolist())) == 100
-    assert order.shape == (100, 60)
-    assert (np.sort(order, axis=1) == np.arange(60)).all()
+    assert len(order) == 100
+    assert all((np.sort(part) == np.arange(60)).all() for part in order)
     assert not (order[0] == order[1]).all()
     again, _ = WORKLOADS["W2"].draw(4)
     other, _ = WORKLOADS["W2"].draw(5)
     assert (clients == again).all()
     assert not (clients == other).all()
+
+
+@pytest.mark.parametrize(("name", "mean", "largest"), [("W2", 60, 120), ("W3", 100, 200)])
+def test_ragged_clients(name: str, mean: int, largest: int) -> None:
+    workload = WORKLOADS[f"{name}-ragged"]
+    sizes = workload.sizes
+    assert sizes.mean() == pytest.approx(mean, rel=0.01)
+    assert (sizes.min(), sizes.max()) == (mean // 5, largest)
+    assert sizes.sum() <= 60_000
+    clients, order = workload.draw(2)
+    assert [len(part) for part in order] == sizes[clients].tolist()
+    assert workload.steps == np.ceil(sizes / 10).mean()
 
 
 # Rows
@@ -135,12 +148,14 @@ class SameOrder(TensorClients):
     """Gives the samples in the order of the raw loops."""
 
     def order(self, client: int, round: int, epoch: int) -> torch.Tensor:
-        clients, order = LOGISTIC.draw(round)
+        workload = LOGISTIC if self.num_samples("train").unique().numel() == 1 else RAGGED
+        clients, order = workload.draw(round)
         return torch.from_numpy(order[clients.tolist().index(client)])
 
 
-def test_pflight_does_what_the_loop_does() -> None:
-    task = random_task(LOGISTIC)
+@pytest.mark.parametrize("workload", [LOGISTIC, RAGGED], ids=["equal", "ragged"])
+def test_pflight_does_what_the_loop_does(workload: Workload) -> None:
+    task = random_task(workload)
     expected, loop = trained(raw.loop, task)
     weights, record = trained(partial(pflight.sequential, data_module=SameOrder), task)
     assert_equal(weights, expected)
@@ -153,8 +168,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Images for W3."""
     folder = tmp_path_factory.mktemp("images")
     task = random_task(WORKLOADS["W3"])
-    np.save(folder / "train_x.npy", task.x.reshape(-1, 1, 28, 28))
-    np.save(folder / "train_y.npy", task.y.flatten())
+    np.save(folder / "train_x.npy", np.concatenate(task.x))
+    np.save(folder / "train_y.npy", np.concatenate(task.y))
     return folder
 
 

@@ -36,7 +36,7 @@ class Partition:
     """Gives a client's samples; BlazeFL's ``PartitionedDataset``."""
 
     def __init__(self, task: Task) -> None:
-        pairs = zip(torch.from_numpy(task.x), torch.from_numpy(task.y), strict=True)
+        pairs = zip(map(torch.from_numpy, task.x), map(torch.from_numpy, task.y), strict=True)
         self.datasets = [TensorDataset(x, y) for x, y in pairs]
 
     def get_dataset(self, type_: Any, cid: int | None) -> TensorDataset:

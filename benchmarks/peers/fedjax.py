@@ -58,8 +58,8 @@ def run(task: Task, rounds: int, record: Record) -> Weights:
         return batch
 
     samples = {
-        client: {"x": x, "y": y}
-        for client, (x, y) in enumerate(zip(task.x, task.y.astype(np.int32), strict=True))
+        client: {"x": x, "y": y.astype(np.int32)}
+        for client, (x, y) in enumerate(zip(task.x, task.y, strict=True))
     }
     preprocessor = fedjax.BatchPreprocessor([count])
     data = fedjax.InMemoryFederatedData(samples, preprocess_batch=preprocessor)

@@ -43,7 +43,7 @@ def run(task: Task, rounds: int, record: Record) -> Weights:
             persistency=False,
         )
         for index, (x, y) in enumerate(
-            zip(torch.from_numpy(task.x), torch.from_numpy(task.y), strict=True)
+            zip(map(torch.from_numpy, task.x), map(torch.from_numpy, task.y), strict=True)
         )
     ]
     network = make_network(workload, record)

@@ -57,7 +57,7 @@ class Ends(TrainingProcessCallback):
 
 def run(task: Task, rounds: int, record: Record) -> Weights:
     workload = task.workload
-    x, y = torch.from_numpy(task.x), torch.from_numpy(task.y)
+    x, y = list(map(torch.from_numpy, task.x)), list(map(torch.from_numpy, task.y))
     users = np.random.default_rng(0).permutation(workload.clients).tolist()
     data = FederatedDataset(
         lambda user: Dataset((x[user], y[user]), user_id=user),

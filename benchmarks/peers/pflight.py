@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 import lightning as L
+import numpy as np
 import torch
 
 from pflight import Federation, keep_freed_memory
@@ -57,7 +58,7 @@ def fit(
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     workload = task.workload
-    pairs = list(zip(torch.from_numpy(task.x), torch.from_numpy(task.y), strict=True))
+    pairs = list(zip(map(torch.from_numpy, task.x), map(torch.from_numpy, task.y), strict=True))
     data = data_module(
         pairs, num_classes=10, cohort_size=workload.cohort, batch_size=workload.batch_size
     )
@@ -71,8 +72,8 @@ def fit(
         **{"accelerator": "cpu", **trainer},
     ).fit(federation, datamodule=data)
     for entry in federation.history:
-        answered = len(entry.clients) - len(entry.failed)
-        record.count(answered * workload.samples, answered * workload.steps)
+        answered = workload.sizes[sorted({*entry.clients} - {*entry.failed})]
+        record.count(int(answered.sum()), int(np.ceil(answered / workload.batch_size).sum()))
 
 
 def train(

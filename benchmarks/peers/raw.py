@@ -36,16 +36,22 @@ class Clients:
         device: str = "cpu",
     ) -> None:
         self.workload, self.foreach, self.device = task.workload, foreach, device
-        self.x, self.y = (torch.from_numpy(array).to(device) for array in (task.x, task.y))
+        self.x, self.y = (
+            [torch.from_numpy(part).to(device) for part in parts] for parts in (task.x, task.y)
+        )
         self.network: nn.Module = make_network(task.workload).to(device)
         if channels_last:
             self.network.to(memory_format=torch.channels_last)
         self.parameters: list[Tensor] = list(self.network.parameters())
 
     def train(
-        self, clients: np.ndarray, order: np.ndarray, server: list[Tensor], total: list[Tensor]
+        self,
+        clients: np.ndarray,
+        order: list[np.ndarray],
+        server: list[Tensor],
+        total: list[Tensor],
     ) -> tuple[int, int]:
-        """Add the trained models to ``total``; return the numbers of samples and steps."""
+        """Add trained models to ``total``, by samples; return the numbers of samples and steps."""
         samples = steps = 0
         for client, positions in zip(clients, order, strict=True):
             with torch.no_grad():
@@ -55,7 +61,7 @@ class Clients:
             for batch in batches:
                 self.step(self.x[client][batch], self.y[client][batch], optimizer)
             with torch.no_grad():
-                torch._foreach_add_(total, self.parameters)
+                torch._foreach_add_(total, self.parameters, alpha=len(positions))
             samples += len(positions)
             steps += len(batches)
         return samples, steps
@@ -79,8 +85,9 @@ def loop(task: Task, rounds: int, record: Record, **options: Any) -> Weights:
     server = [parameter.detach().clone() for parameter in clients.parameters]
     for index in range(rounds):
         total = [torch.zeros_like(tensor) for tensor in server]
-        record.count(*clients.train(*workload.draw(index), server, total))
-        server = list(torch._foreach_div(total, workload.cohort))
+        samples, steps = clients.train(*workload.draw(index), server, total)
+        record.count(samples, steps)
+        server = list(torch._foreach_div(total, samples))
         record.end_round()
     return [tensor.cpu().numpy() for tensor in server]
 
@@ -106,10 +113,11 @@ def two_processes(task: Task, rounds: int, record: Record) -> Weights:
         torch._foreach_zero_(totals[0])
         ours.send(index)
         cohort, order = task.workload.draw(index)
-        record.count(*clients.train(cohort[::2], order[::2], server, totals[0]))
-        record.count(*ours.recv())
+        counts = clients.train(cohort[::2], order[::2], server, totals[0]), ours.recv()
+        samples, steps = map(sum, zip(*counts, strict=True))
+        record.count(samples, steps)
         torch._foreach_copy_(server, torch._foreach_add(*totals))
-        torch._foreach_div_(server, task.workload.cohort)
+        torch._foreach_div_(server, samples)
         record.end_round()
     return [tensor.numpy() for tensor in server]
 
@@ -125,13 +133,13 @@ def _second(task: Task, pipe: Connection, server: list[Tensor], total: list[Tens
 def vectorized(
     task: Task, rounds: int, record: Record, chunk: int | None = None, device: str = "cpu"
 ) -> Weights:
-    """Train a chunk of clients at once, all of a round by default, with ``vmap``.
+    """Train a chunk of clients of equal size at once, all of a round by default, with ``vmap``.
 
     What is as large as a chunk is allocated once and written in place.
     """
     workload = task.workload
     chunk = chunk or workload.cohort
-    x, y = (torch.from_numpy(array).to(device).flatten(0, 1) for array in (task.x, task.y))
+    x, y = (torch.from_numpy(np.concatenate(parts)).to(device) for parts in (task.x, task.y))
     network = make_network(workload).to(device)
     names = [name for name, _ in network.named_parameters()]
 
@@ -147,7 +155,8 @@ def vectorized(
     for index in range(rounds):
         clients, order = workload.draw(index)
         total = [torch.zeros_like(tensor) for tensor in server]
-        positions = torch.from_numpy(clients[:, np.newaxis] * workload.samples + order).to(device)
+        places = clients[:, np.newaxis] * workload.samples + np.stack(order)
+        positions = torch.from_numpy(places).to(device)
         for rows in positions.split(chunk):
             models = [stack[: len(rows)] for stack in stacks]
             torch._foreach_copy_(models, server)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,18 +20,19 @@ Weights = list[NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class Workload:
-    """Rounds of FedAvg: SGD with a constant step, one local epoch, clients of equal size.
+    """Rounds of FedAvg: SGD with a constant step, one local epoch.
 
     Attributes:
         clients: Clients in all.
         cohort: Clients that train in a round.
-        samples: Images of 28 x 28 pixels per client.
+        samples: Images of 28 x 28 pixels per client, in the mean.
         batch_size: Images of a local step; an epoch's last batch may be smaller.
         layers: Shape of each layer's weight: ``(out, in)``, or ``(out, in, size, size)`` for a
             convolution that keeps the size of the image. Convolutions are followed by ReLU and 2x2
             max pooling, and all but the last linear layer by ReLU.
         rounds: Rounds of a run, more of them where they are short.
         lr: Step of SGD.
+        ragged: Clients have from 20 to 200 % of so many images, most of them fewer.
     """
 
     clients: int
@@ -41,11 +42,20 @@ class Workload:
     layers: tuple[tuple[int, ...], ...]
     rounds: int = 10
     lr: float = 0.01
+    ragged: bool = False
 
     @property
-    def steps(self) -> int:
-        """Number of a client's steps in a round."""
-        return math.ceil(self.samples / self.batch_size)
+    def sizes(self) -> NDArray[np.int64]:
+        """Number of images of each client ``[clients]``."""
+        if not self.ragged:
+            return np.full(self.clients, self.samples)
+        share = 0.2 + 1.8 * np.linspace(0, 1, self.clients) ** 1.25  # 1 in the mean
+        return np.random.default_rng(0).permutation((self.samples * share).astype(np.int64))
+
+    @property
+    def steps(self) -> float:
+        """Number of a client's steps in a round, in the mean."""
+        return float(np.ceil(self.sizes / self.batch_size).mean())
 
     def initial_weights(self) -> Weights:
         """Return each layer's weight and bias, uniform in +-1/sqrt(inputs) as PyTorch has it."""
@@ -57,12 +67,11 @@ class Workload:
                 weights.append(random.uniform(-bound, bound, tensor).astype(np.float32))
         return weights
 
-    def draw(self, round_index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return a round's clients ``[cohort]`` and the order of their samples ``[cohort, n]``."""
+    def draw(self, round_index: int) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+        """Return a round's clients ``[cohort]`` and the order of the samples of each."""
         random = np.random.default_rng(round_index)
         clients = random.permutation(self.clients)[: self.cohort]
-        order = np.tile(np.arange(self.samples), (self.cohort, 1))
-        return clients, random.permuted(order, axis=1)
+        return clients, [random.permutation(count) for count in self.sizes[clients]]
 
 
 CNN = ((32, 1, 5, 5), (64, 32, 5, 5), (512, 3136), (10, 512))
@@ -73,16 +82,18 @@ WORKLOADS = {
         100, cohort=100, samples=100, batch_size=10, layers=((200, 784), (10, 200)), rounds=15
     ),
 }
+EQUAL = tuple(WORKLOADS)
+WORKLOADS |= {f"{name}-ragged": replace(WORKLOADS[name], ragged=True) for name in ("W2", "W3")}
 
 
 class Task(NamedTuple):
     """A workload and its data."""
 
     workload: Workload
-    x: NDArray[np.float32]
-    """Images ``[clients, samples, 1, 28, 28]``."""
-    y: NDArray[np.int64]
-    """Labels ``[clients, samples]``."""
+    x: Sequence[NDArray[np.float32]]
+    """Each client's images ``[samples, 1, 28, 28]``."""
+    y: Sequence[NDArray[np.int64]]
+    """Each client's labels ``[samples]``."""
     name: str = ""
     folder: Path = Path()
     """Where it was read from, for processes that read it again."""
@@ -91,13 +102,10 @@ class Task(NamedTuple):
     def load(cls, name: str, folder: Path) -> Task:
         """Read what :func:`~.images.write_images` wrote."""
         workload = WORKLOADS[name]
-        shape = workload.clients, workload.samples
-        count = math.prod(shape)
+        *ends, count = np.cumsum(workload.sizes)
         x, y = (
-            np.array(np.load(folder / f"train_{part}.npy", mmap_mode="r")[:count]).reshape(
-                *shape, *rest
-            )
-            for part, rest in (("x", (1, 28, 28)), ("y", ()))
+            np.split(np.array(np.load(folder / f"train_{part}.npy", mmap_mode="r")[:count]), ends)
+            for part in "xy"
         )
         return cls(workload, x, y, name, folder)
 
