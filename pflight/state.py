@@ -201,8 +201,8 @@ class StateLayout:
 
     @property
     def nbytes(self) -> int:
-        """Size of one state in bytes."""
-        return sum(t.nbytes for t in self.template.values())
+        """Size in bytes of what each client has a copy of: a state without what is frozen."""
+        return sum(self.template[name].nbytes for name in self.moving)
 
     def state_dict(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a copy of one state with all names of ``client.state_dict()``, in its order."""

@@ -39,6 +39,9 @@ class TestLayout:
         client = batchnorm_client()
         expected = sum(v.numel() * v.element_size() for v in client.state_dict().values())
         assert StateLayout.of(client).nbytes == expected
+        client.network[0].requires_grad_(False)  # which all clients share
+        frozen = sum(t.nbytes for t in client.network[0].state_dict().values())
+        assert StateLayout.of(client).nbytes == expected - frozen
 
     def test_it_copies(self) -> None:
         client = linear_client()

@@ -126,7 +126,7 @@ def _chunk_size(limits: _Limits, setting: Setting, operations: float) -> int:
     """Return how many clients to stack, however many there are."""
     largest = int(setting.data.num_samples("train").max())
     sample = sum(leaf[0].nbytes for leaf in setting.example)
-    by_parameters = limits.parameters / setting.layout.nbytes
+    by_parameters = limits.parameters / max(setting.layout.nbytes, 1)
     by_operations = limits.operations / max(operations, 1)
     by_samples = limits.samples / max(sample * largest, 1)
     return max(1, int(min(max(by_parameters, _FEW), max(by_operations, _FEW), by_samples)))

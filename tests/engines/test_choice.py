@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from torch import nn
 
 from pflight.datamodules import TensorClients
@@ -104,6 +105,21 @@ def test_a_chunk_does_not_depend_on_the_number_of_clients() -> None:
         return engine.chunk
 
     assert chunk(2) == chunk(20)
+
+
+def test_what_is_frozen_does_not_make_chunks_smaller() -> None:
+    def chunk(client: ClientModule) -> int:
+        engine = run(client, small_data(), engine="vectorized").clients.attached_engine
+        assert isinstance(engine, VectorizedEngine)
+        return engine.chunk
+
+    client = linear_client()
+    plain = chunk(client)
+    table = nn.Parameter(torch.zeros(10_000_000), requires_grad=False)
+    client.network.register_parameter("table", table)
+    assert chunk(client) == plain
+    table.requires_grad = True
+    assert chunk(client) < plain
 
 
 @pytest.mark.parametrize(
