@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,30 @@ def test_clients_share_the_tensors_of_a_frozen_backbone(method: ServerCallback) 
     assert not set(federation.layout.frozen).intersection(federation.attached_callback.private)
 
 
+class Drifting(Regression):
+    """Follows its own weights with a frozen layer, which its loss looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Linear(3, 8).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.slow.weight.lerp_(self.net[0].weight, 0.5)
+        apart = F.mse_loss(self.net[0](batch[0]), self.slow(batch[0]))
+        return super().training_step(batch, batch_idx) + apart
+
+
+@pytest.mark.filterwarnings("ignore:training changed the frozen")
+@pytest.mark.parametrize("method", [Local(), Ditto(lam=0.1)], ids=["shared", "personal"])
+def test_what_training_changes_of_the_frozen_never_reaches_the_next(method: ServerCallback) -> None:
+    def fit(counts: Sequence[int]) -> Federation:
+        torch.manual_seed(3)
+        return run(Drifting(), hospitals(counts), copy.deepcopy(method))
+
+    assert_same(fit([0, 14]).client_state(1), fit([9, 14]).client_state(1))
+
+
 class Leaky(Regression):
     """Keeps whatever it has seen."""
 
@@ -330,6 +355,24 @@ def test_nothing_of_one_client_reaches_the_next() -> None:
             Leaky(), hospitals([1] * client + [COUNTS[client]] + [1] * (3 - client)), Local()
         )
         assert_same(alone.client_state(client), everyone.client_state(client))
+
+
+class Talkative(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        warnings.warn("an odd batch", stacklevel=1)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        warnings.warn("an odd sample", stacklevel=1)
+        super().validation_step(batch, batch_idx)
+
+
+def test_what_a_module_warns_of_is_said_once_and_not_for_every_client() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        run(Talkative(), hospitals(), FedAvg(), rounds=2)
+    said = [str(warning.message) for warning in caught]
+    assert [said.count(what) for what in ("an odd batch", "an odd sample")] == [1, 1]
 
 
 class GAN(L.LightningModule):
@@ -583,10 +626,12 @@ class Sometimes(Regression):
         self.log("val/odd", float("nan") if count == 1 else 1.0)
 
 
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 def test_values_that_some_clients_lack() -> None:
     train = [table(4, client) for client in range(4)]
     val = [table(count, 9) for count in (1, 0, 3, 4)]
-    federation = run(Sometimes(), DatasetClients(train, val, batch_size=4), FedAvg())
+    with pytest.warns(UserWarning, match="val/odd is NaN or infinite for some clients"):
+        federation = run(Sometimes(), DatasetClients(train, val, batch_size=4), FedAvg())
     metrics = federation.history[-1].metrics
     assert metrics["val/macro_size"] == pytest.approx(8 / 3)
     assert metrics["val/macro_head/size"] == pytest.approx(3.5)
@@ -595,6 +640,62 @@ def test_values_that_some_clients_lack() -> None:
     values = federation.client_metrics("val")
     assert values["num_samples"].tolist() == [1, 0, 3, 4]
     assert values["head/size"].isnan().tolist() == [True, True, False, False]
+
+
+class Logs(Regression):
+    """Logs the number of its validation samples under given names."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_dict({name: float(len(batch[0])) for name in self.names})
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+def test_a_value_that_is_called_like_a_mean_over_clients_does_not_take_its_place() -> None:
+    """As with an accuracy and its mean over classes, of torchmetrics."""
+    with pytest.warns(UserWarning, match="val/macro_acc is the mean over clients of another value"):
+        federation = run(Logs("val/acc", "val/macro_acc"), hospitals([4, 4]), FedAvg())
+    metrics = federation.history[-1].metrics
+    assert metrics["val/macro_acc"] == 5.5
+    assert metrics["val/micro_macro_acc"] == pytest.approx(61 / 11)
+
+
+@pytest.mark.parametrize("names", [["val/num_samples"], ["val/mse", "val_mse"]])
+def test_a_name_that_is_taken_is_an_error(names: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="under another name"):
+        run(Logs(*names), hospitals(), FedAvg())
+
+
+class Forces(Regression):
+    """Needs gradients to be judged."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.enable_grad():
+            x = batch[0].requires_grad_()
+            (force,) = torch.autograd.grad(self.net(x).sum(), x)
+        self.log("val/force", force.norm())
+
+
+def test_gradients_in_validation_take_the_trainers_option() -> None:
+    options = {"inference_mode": False}
+    federation = run(Forces(), hospitals(), FedAvg(), trainer=options)
+    assert len(federation.client_metrics("val")["force"].nonzero()) == 4
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+def test_a_schedule_by_a_value_of_validation_rests_while_clients_train() -> None:
+    class Plateau(Regression):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return [optimizer], [{"scheduler": schedule, "monitor": "val/mae"}]
+
+    with pytest.warns(RuntimeWarning, match="Skipping learning rate update"):
+        scheduled = run(Plateau(), hospitals(), FedAvg())
+    assert scheduled.history[-1].metrics["val/macro_mae"] > 0
 
 
 class Reduced(Regression):
