@@ -1,4 +1,4 @@
-"""The command ``pflight``, which ``python -m pflight`` is too."""
+"""The entry point of the command ``pflight`` and of ``python -m pflight``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from types import FrameType
 
 
 def main() -> None:
-    """Import all that the command line needs, and run it.
+    """Import what the command line needs, and run it.
 
-    Until the end of the process none of what is imported is looked through for garbage, which would
-    take a fifth of the time of its import.
+    The garbage collector is off during the imports, which saves a fifth of their time, and never
+    scans the imported objects afterwards.
     """
     for signum in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(signum) != signal.SIG_IGN:
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _end(signum: int, frame: FrameType | None) -> None:
-    """End at once: nothing has begun, or all is done."""
+    """End the process at once, since there is nothing to save yet or any more."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         os.write(2, f"pflight: stopped by {signal.Signals(signum).name}\n".encode())
     os._exit(128 + signum)
