@@ -1,4 +1,4 @@
-"""A choice of a client's layers, such as those that stay private."""
+"""A selection of a client's layers, such as those that stay private."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .state import StateLayout
 @checked
 @dataclass(frozen=True)
 class Layers:
-    """Some of a client's layers: by name, by position or by kind, or all that any of these gives.
+    """Selects a client's layers by name, by position or by type; a layer needs to match only one.
 
     Layers are those of :attr:`pflight.state.StateLayout.layers`: modules that hold tensors of their
     own, in the order of ``state_dict()``. A layer has its weight, its bias and its buffers.
@@ -24,11 +24,11 @@ class Layers:
     Args:
         names: Names of layers, such as ``"network.output"``, or of modules, which stand for all
             layers inside them; ``*``, ``?`` and ``[...]`` match as in file names.
-        first: So many layers from the first on. Those without parameters, such as a loss with
-            class weights, don't count here.
-        last: So many layers up to the last, likewise.
-        types: Kinds of module, subclasses included, such as ``torch.nn.BatchNorm2d``; a network may
-            have none of them.
+        first: Number of layers to take from the start. Those without parameters, such as a loss
+            with class weights, are not counted.
+        last: Number of layers to take from the end, likewise.
+        types: Classes of modules, such as ``torch.nn.BatchNorm2d``, subclasses included; it is no
+            error if a network has none of them.
 
     Raises:
         ConfigurationError: If ``first`` or ``last`` is negative.
@@ -55,7 +55,7 @@ class Layers:
         """Return the names of these layers of a client, in its order.
 
         Raises:
-            ConfigurationError: If a name matches no layer, or there are not so many layers.
+            ConfigurationError: If a name matches no layer, or there are too few layers.
         """
         by_layer, parameters = StateLayout.of(client).layers, dict(client.named_parameters())
         layers = tuple(by_layer)
@@ -63,7 +63,9 @@ class Layers:
         if max(self.first, self.last) > len(counted):
             option = "first" if self.first > len(counted) else "last"
             count = getattr(self, option)
-            raise ConfigurationError(f"Layers: {option}={count}, but there are {_listed(counted)}")
+            raise ConfigurationError(
+                f"Layers: {option}={count}, but there are only {_listed(counted)}"
+            )
         chosen = {*counted[: self.first], *counted[len(counted) - self.last :]}
         for pattern in [self.names] if isinstance(self.names, str) else self.names:
             inside = f"{pattern}.*"
@@ -79,4 +81,4 @@ class Layers:
 
 
 def _listed(layers: Sequence[str]) -> str:
-    return f"{len(layers)} layers {', '.join(layers)}"
+    return f"{len(layers)} layers: {', '.join(layers)}"

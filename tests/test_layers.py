@@ -79,9 +79,9 @@ def test_positions_count_the_layers_with_parameters() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"last": 4}, "last=4, but there are 3 layers network.0, network.1, network.3"),
-        ({"first": 5, "last": 1}, "first=5, but there are 3 layers"),
-        ({"names": "0"}, "'0' matches none of the 3 layers network.0, network.1, network.3"),
+        ({"last": 4}, "last=4, but there are only 3 layers: network.0, network.1, network.3"),
+        ({"first": 5, "last": 1}, "first=5, but there are only 3 layers"),
+        ({"names": "0"}, "'0' matches none of the 3 layers: network.0, network.1, network.3"),
         ({"names": ["network.0", "network.2"]}, "'network.2' matches none"),
         ({"names": "network.0.weight"}, "'network.0.weight' matches none"),
     ],
