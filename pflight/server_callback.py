@@ -17,7 +17,7 @@ from .clients import Clients
 from .data_module import FederatedDataModule
 from .engines.updates import ClientUpdates
 from .errors import ConfigurationError
-from .half import Half, HalfT, half_for, half_of
+from .half import OWN, Half, HalfT, Participation, half_for, half_of
 from .options import arguments, checked
 from .server import ServerModels
 from .state import state_bytes
@@ -27,14 +27,14 @@ from .state import state_bytes
 class ServerCallback(L.Callback):
     """The server half of an algorithm: what is sent, how updates are aggregated, who gets what.
 
-    A new algorithm is one file with a subclass. Most override :meth:`receive` and :meth:`step`, and
-    :meth:`personalize` where a client's model is not simply what the server sends:
+    A new algorithm is one file with a subclass. Most override :meth:`receive` and :meth:`step`.
+    What clients do is their half's, or their participation's, to say:
 
     - :meth:`setup_server` makes the server's models, once per federation;
     - :meth:`round` is one communication round: :meth:`broadcast`, local training,
       :meth:`receive` for every chunk of updates as it arrives, then :meth:`step`;
     - :meth:`step` turns partial sums into pseudo-gradients, which the server optimizer applies;
-    - :meth:`personalize` gives the model by which each client is judged.
+    - :meth:`personalize` has clients give the models by which they are judged.
 
     State that a resumed run needs goes into ``state_dict`` and ``load_state_dict``, which Lightning
     calls. Partial sums are added up over ranks before they are used, as
@@ -50,6 +50,8 @@ class ServerCallback(L.Callback):
         server: The server's models, likewise.
         modules: What else the server has parameters in, which its optimizer steps, by name.
         half: The client half of the algorithm: what it adds to the training of a client's module.
+        participation: What clients do around their training, whatever half trains them; ``None`` if
+            that is the half's to say.
         chooses_half: Whether that half is this one's to say, where the client module names another
             with options of its own.
         private: Names of the entries of a state that stay with the client and never travel, in the
@@ -59,6 +61,7 @@ class ServerCallback(L.Callback):
     clients: Clients
     server: ServerModels
     half: Half = Half()
+    participation: Participation | None = None
     chooses_half: bool = True
     _given: dict[str, Any]
 
@@ -179,8 +182,7 @@ class ServerCallback(L.Callback):
     def broadcast(self, clients: Tensor) -> TensorDict:
         """Return what each of the clients ``[C]`` is sent: a stack ``[C]`` without private entries.
 
-        It is laid over what the client kept, and counted as traffic. By default the first server
-        model, as a view.
+        It is counted as traffic. By default the first server model, as a view.
         """
         return self.server.expand(0, self.sent_names, len(clients))
 
@@ -203,20 +205,24 @@ class ServerCallback(L.Callback):
     def personalize(self, clients: Tensor) -> TensorDict:
         """Return the model each of the clients ``[C]`` is judged by: a stack of full states.
 
-        By default what the server sends, laid over what the client kept; or, where the client
-        module says so, what the client remembers.
+        It is what clients make of what the server sends, which a subclass may change.
         """
-        states = self.clients.start_states(clients, self.broadcast(clients))
-        if not self.clients.half.judged_by_memory:
-            return states
-        kept = self.clients.remembered(clients, states)
-        return self.clients.completed(clients, kept.states)
+        return self.clients.judged(clients, self.broadcast(clients))
 
     @property
     def personalizes(self) -> bool:
         """Whether a client may be judged by another model than what the server sends."""
-        overridden = type(self).personalize is not ServerCallback.personalize
-        return overridden or bool(self.private) or self.clients.half.judged_by_memory
+        by_memory = self.clients.participation.judged_by_memory
+        return self.judges_otherwise or bool(self.private) or by_memory
+
+    @property
+    def judges_otherwise(self) -> bool:
+        """Whether it, or what clients do around their training, has a rule of its own for that."""
+        participation = type(self.clients.participation)
+        return (
+            type(self).personalize is not ServerCallback.personalize
+            or participation.judged is not Participation.judged
+        )
 
     def server_states(self) -> list[dict[str, Tensor]]:
         """Return the server's models, full states, by default those of ``federation.server``."""
@@ -232,7 +238,9 @@ class ServerCallback(L.Callback):
         """Names of the entries of a state that travel."""
         layout = self.clients.layout
         reset = layout.buffers if self.buffers == "reset" else ()
-        stay = {*self.private, *layout.frozen, *reset}
+        temporary = tuple(f"{OWN}{name}" for name in self.clients.half.temporary)
+        passing = [name for name in layout.own if name.startswith(temporary)]
+        stay = {*self.private, *layout.frozen, *reset, *passing}
         return tuple(name for name in layout.names if name not in stay)
 
 

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from tensordict import TensorDict
-from torch import Tensor
-
 from pflight.fedavg import FedAvg
-from pflight.half import PERSONAL
-
-if TYPE_CHECKING:
-    pass
 
 
 class PersonalFedAvg(FedAvg):
     """FedAvg of the clients' networks; everything else that a client has stays with it.
 
-    A newcomer's personal model starts as the shared one. Clients are judged by what a subclass
-    makes of the two in :meth:`personal_value`, by default the personal one.
+    What a client does with its personal model, and by what it is judged, is
+    :class:`~pflight.models.halves.Personal`'s.
 
     Args:
         weighting: As in :class:`FedAvg`.
@@ -28,32 +19,7 @@ class PersonalFedAvg(FedAvg):
 
     def setup_server(self) -> None:
         """Make the server's model; keep apart what stays with the clients."""
-        layout = self.clients.layout
-        copied = [name for name in layout.own if name.startswith(PERSONAL)]
-        self.pairs = [(name.removeprefix(PERSONAL), name) for name in copied]
         super().setup_server()
+        layout = self.clients.layout
         private = {*self.private, *layout.own}
         self.private = tuple(name for name in layout.names if name in private)
-
-    def aggregate(self, mean: TensorDict) -> TensorDict:
-        """Return the mean, where personal models start as well."""
-        for shared, personal in self.pairs:
-            if shared in self.sent_names:
-                mean[personal] = mean[shared]
-        return mean
-
-    def personalize(self, clients: Tensor) -> TensorDict:
-        """Return the clients' states with what they are judged by as their network ``[C]``."""
-        states = super().personalize(clients)
-        judged = {shared: self.personal_value(states, shared, own) for shared, own in self.pairs}
-        return states.update(judged)
-
-    def personal_value(self, states: TensorDict, shared: str, personal: str) -> Tensor:
-        """Return an entry ``[C, ...]`` of the networks that clients are judged by.
-
-        Args:
-            states: The clients' states ``[C]``.
-            shared: The entry's name in the network.
-            personal: Its name in the personal model.
-        """
-        return states[personal]
