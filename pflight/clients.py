@@ -17,13 +17,15 @@ from lightning.pytorch.utilities import rank_zero_only
 from tensordict import TensorDict
 from torch import Tensor
 
+from .cohort import CohortSampler
 from .data_module import FederatedDataModule
 from .distributed import owned
 from .engines.base import Engine
 from .engines.choice import Choice, EngineName, build_engine
+from .engines.sequential import SequentialEngine
 from .errors import ConfigurationError
 from .failures import Failures
-from .half import Half
+from .half import Half, Participation
 from .history import Logs, Round, Traffic, add_logs
 from .host import check_fits, readable
 from .loaders import Split
@@ -39,6 +41,7 @@ _CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
 _EXPLODED = 1e6  # times the largest value that a client started from, or 1
 _PRIVATE = "private"  # the memory slot of entries that never travel
 _MEMORY = "memory"  # and of what halves remember
+_STORED = "stored"  # and of what the server half stores by client
 
 
 class ServerHalf(Protocol):
@@ -96,8 +99,8 @@ class Clients:
     """All clients of a federation, of which each rank simulates those that it owns.
 
     A server half asks them to train, for gradients or losses, and gets what they send, chunk by
-    chunk; traffic, failures and logs are counted on the way. What they keep, private entries and
-    what their half remembers, stays here.
+    chunk; traffic, failures and logs are counted on the way. What they do by themselves, as a
+    :class:`~pflight.half.LocalWork`, and what they keep is for their half alone.
 
     Args:
         module: The client module.
@@ -112,6 +115,7 @@ class Clients:
         data: Their samples, or ``None`` before a Trainer has run them.
         engine: What trains them, likewise.
         server_half: The server half of the algorithm.
+        participation: What they do around their training, by default the half.
         history: An entry for every round so far.
         current: The round that goes on.
         traffic: The bytes of all rounds so far.
@@ -131,6 +135,7 @@ class Clients:
         self.module = module
         self.layout = layout
         self.half = half
+        self.participation: Participation = half
         self.server = server
         self.memory = memory
         self.training = training
@@ -145,6 +150,7 @@ class Clients:
         self.on_client_end: Callable[[int], None] | None = None
         self._failures = self.failures_of(0, "it is left out")
         self._warned: set[str] = set()  # of clients that are not stacked
+        self._learner: Engine | None = None  # of another module than the clients' own
 
     # Who they are
 
@@ -186,14 +192,24 @@ class Clients:
         return self.attached_data.new_clients
 
     @property
+    def cohorts(self) -> CohortSampler:
+        """Who takes part in which round."""
+        return self.attached_data.cohorts
+
+    @property
     def cohort_size(self) -> int:
         """Clients in a round, at most; 0 if there is no data."""
-        return 0 if self.data is None else self.data.cohorts.size
+        return 0 if self.data is None else self.cohorts.size
 
     @property
     def num_samples(self) -> Tensor:
         """Number of training samples of every client ``[num_clients]``."""
         return self.attached_data.num_samples("train")
+
+    @property
+    def class_counts(self) -> Tensor:
+        """Training samples of every client by class ``[num_clients, num_classes]``."""
+        return self.attached_data.class_counts("train")
 
     @property
     def attached_data(self) -> FederatedDataModule:
@@ -253,6 +269,7 @@ class Clients:
         how = strategy.precision_plugin, strategy.root_device, self.training.seed, timeout
         setting = Setting(*whose, *how)
         self.engine, choice = build_engine(wanted, clients_at_once, setting, self._warned)
+        self._learner = None
         choice = replace(choice, reason=reason) if reason else choice
         rank_zero_only(_log.info)(str(choice))
         if idle := setting.idle_clients():
@@ -294,7 +311,7 @@ class Clients:
     ) -> Iterator[ClientUpdates]:
         """Have clients train locally; yield what they send, chunk by chunk of this rank's.
 
-        What is sent is laid over what a client kept; private entries of the result are kept again
+        They start where their :attr:`participation` says; private entries of the result are kept
         and don't appear in the updates. Traffic, failures and the clients' logs are recorded.
 
         Args:
@@ -326,14 +343,9 @@ class Clients:
             batches: Take them over so many mini-batches in place of all samples.
             returns: As in :meth:`train`.
         """
-
-        def gradients(ids: Tensor, states: TensorDict) -> ClientUpdates:
-            engine, index = self.attached_engine, self.current.entry.index
-            updates = engine.gradients(ids, states, round_index=index, batches=batches)
-            return updates.where(engine.setting.has_batches(updates.clients))
-
+        work = partial(self._take_gradients, batches=batches)
         for chunk in self._chunks(clients):
-            yield self._ask(chunk, send(chunk), gradients, returns)
+            yield self._ask(chunk, send(chunk), work, returns)
 
     def losses(self, clients: Tensor, sent: TensorDict, split: Split = "train") -> Tensor:
         """Return the clients' mean losses ``[C]`` on a split at what they are sent ``[C]``.
@@ -351,7 +363,11 @@ class Clients:
         return losses
 
     def train_aside(
-        self, clients: Tensor, sent: TensorDict, round_index: int, epochs: int | None = None
+        self,
+        clients: Tensor,
+        sent: TensorDict,
+        round_index: int | None = None,
+        epochs: int | None = None,
     ) -> ClientUpdates:
         """Train the clients ``[C]`` aside from any round: nothing is recorded or kept.
 
@@ -359,67 +375,52 @@ class Clients:
 
         Args:
             clients: Ids ``[C]``.
-            sent: What they start from ``[C]``, laid over what they kept.
-            round_index: Keys the order of batches and all other randomness.
+            sent: What they are sent ``[C]``.
+            round_index: Keys the order of batches and all other randomness; by default as if there
+                were another round now.
             epochs: As in :meth:`train`.
         """
         updates = self.attached_engine.train(
             clients,
-            self.start_states(clients, sent),
-            round_index=round_index,
+            self.participation.before_training(self, clients, sent),
+            round_index=self.rounds if round_index is None else round_index,
             epochs=epochs or self.training.epochs,
             steps=None if epochs else self.training.steps,
         )
         self.note_failures(updates.failures, "to find its place")
         return updates
 
-    def finetune(
-        self,
-        clients: Tensor,
-        states: TensorDict,
-        *,
-        epochs: int = 1,
-        steps: int | None = None,
-        doing: str = "to be fine-tuned",
-    ) -> TensorDict:
-        """Return copies of the models ``[C]`` trained on the clients' training samples.
+    def judged(self, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the full states ``[C]`` by which clients are judged that are sent this now."""
+        return self.participation.judged(self, clients, sent)
 
-        The loss is the task's alone: without an anchor, penalties vanish. A client whose training
-        fails keeps its model.
+    def has_memory(self, clients: Tensor) -> Tensor:
+        """Return a mask ``[C]`` of the clients that keep private entries from an earlier round."""
+        return self.memory.seen(_PRIVATE, clients)
 
-        Args:
-            clients: Ids ``[C]``.
-            states: Their models ``[C]``.
-            epochs: Local epochs.
-            steps: Batches in place of epochs.
-            doing: What they do, for messages.
-        """
-        updates = self.attached_engine.train(
-            clients,
-            states,
-            round_index=self.rounds,
-            epochs=epochs,
-            steps=steps,
-            purpose=Purpose.FINETUNE,
-        )
-        self.note_failures(updates.failures, doing)
-        if not updates.failures:
-            return updates.states
-        tuned = states.clone()
-        tuned[torch.isin(clients, updates.clients)] = updates.states
-        return tuned
+    # What the server half stores by client, on the rank that has it
 
-    # What they start from, and keep
+    def store(self, clients: Tensor, states: TensorDict) -> None:
+        """Store something for each of the clients ``[C]``, which no client gets to see."""
+        self.memory.write(_STORED, clients, states)
+
+    def stored(self, clients: Tensor, default: TensorDict) -> TensorDict:
+        """Return what was stored for the clients ``[C]``, or a row of ``default``."""
+        return self.memory.read(_STORED, clients, default)
+
+    def has_stored(self, clients: Tensor) -> Tensor:
+        """Return a mask ``[C]`` of the clients for which something is stored."""
+        return self.memory.seen(_STORED, clients)
+
+    # What they do by themselves, and keep
 
     def start_states(self, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return full states ``[C]``: what is sent, over what was kept, over the initial model."""
+        """Return full states ``[C]``: what was kept, over what is sent, over the initial model."""
         assert self.server_half is not None
-        private = self.server_half.private
-        if not private:
-            return self.completed(clients, sent)
-        initial = self.server.expand(0, private, len(clients))
-        kept = self.memory.read(_PRIVATE, clients, initial)
-        return self.completed(clients, TensorDict({**kept, **sent}, batch_size=[len(clients)]))
+        states = self.completed(clients, sent)
+        if private := self.server_half.private:
+            states.update(self.memory.read(_PRIVATE, clients, states.select(*private)))
+        return states
 
     def completed(self, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Return full states ``[C]``: what is sent, over the initial model's other entries."""
@@ -434,9 +435,79 @@ class Clients:
             self.memory.seen(_MEMORY, clients),
         )
 
-    def has_memory(self, clients: Tensor) -> Tensor:
-        """Return a mask ``[C]`` of the clients that keep private entries from an earlier round."""
-        return self.memory.seen(_PRIVATE, clients)
+    def read(self, slot: str, clients: Tensor, default: TensorDict) -> TensorDict:
+        """See :class:`~pflight.half.LocalWork`, as for all that follow."""
+        return self.memory.read(slot, clients, default)
+
+    def write(self, slot: str, clients: Tensor, states: TensorDict) -> None:
+        """Write ``states`` ``[C]`` into a slot of the clients' memory."""
+        self.memory.write(slot, clients, states)
+
+    def own_gradients(self, clients: Tensor, states: TensorDict) -> TensorDict:
+        """Return each client's gradient over all its samples, at its state ``[C]``."""
+        index, parameters = self.current.entry.index, self.layout.parameters
+        updates = self.attached_engine.gradients(clients, states, round_index=index)
+        gradients = updates.states.select(*parameters)
+        self.note_failures(updates.failures, "to take its gradient")
+        if not updates.failures:
+            return gradients
+        nans = {name: torch.full_like(states[name], torch.nan) for name in parameters}
+        everybody = TensorDict(nans, batch_size=[len(clients)])
+        everybody[torch.isin(clients, updates.clients)] = gradients
+        return everybody
+
+    def finetune(
+        self,
+        clients: Tensor,
+        states: TensorDict,
+        *,
+        epochs: int = 1,
+        steps: int | None = None,
+        doing: str = "to be fine-tuned",
+    ) -> TensorDict:
+        """Return copies of the states ``[C]`` trained on the task's loss alone.
+
+        Without an anchor, penalties vanish. A client whose training fails keeps its state.
+        """
+        updates = self.attached_engine.train(
+            clients,
+            states,
+            round_index=self.rounds,
+            epochs=epochs,
+            steps=steps,
+            purpose=Purpose.FINETUNE,
+        )
+        self.note_failures(updates.failures, doing)
+        return _laid_over(updates, clients, states)
+
+    def num_batches(self, clients: Tensor) -> Tensor:
+        """Return how many batches there are in a local epoch of the clients ``[C]``."""
+        counts = self.num_samples[clients.cpu()].double()
+        return (counts / (self.attached_data.batch_size or counts)).ceil()
+
+    def learn(
+        self,
+        build: Callable[[L.LightningModule], L.LightningModule],
+        clients: Tensor,
+        starts: TensorDict,
+        *,
+        steps: int,
+        doing: str,
+    ) -> TensorDict:
+        """Return ``starts`` ``[C]`` as another module than the clients' own trains them."""
+        if self._learner is None:
+            setting, module = self.attached_engine.setting, build(self.module)
+            how = setting.data, setting.precision, setting.device, setting.seed
+            other = Setting(module, Half(), StateLayout.of(module), *how)
+            other.mixes_samples = setting.mixes_samples  # as where the clients' own trains
+            self._learner = SequentialEngine(other)
+            self._learner.check_input()
+        index, purpose = self.current.entry.index, Purpose.FINETUNE
+        updates = self._learner.train(
+            clients, starts, round_index=index, steps=steps, purpose=purpose
+        )
+        self.note_failures(updates.failures, doing)
+        return _laid_over(updates, clients, starts)
 
     # Failures
 
@@ -524,10 +595,34 @@ class Clients:
         else:
             yield from mine.tensor_split(-(-len(mine) // size))
 
-    def _train(
-        self, clients: Tensor, starts: TensorDict, epochs: int | None = None
+    def _ask(
+        self,
+        clients: Tensor,
+        sent: TensorDict,
+        work: Callable[[Tensor, TensorDict], ClientUpdates],
+        returns: Iterable[str] | None = None,
     ) -> ClientUpdates:
+        """Have the clients of a chunk do something with what they are sent; count what travels."""
+        current, half = self.current, self.server_half
+        assert half is not None
+        entry = current.entry
+        entry.clients += clients.tolist()
+        entry.bytes_down += half.bytes_down(clients, sent)
+        silent = torch.isin(clients, current.silent)
+        if silent.any():
+            entry.failed += clients[silent].tolist()
+            clients, sent = clients[~silent], sent[~silent]
+        updates = work(clients, sent)
+        self.note_failures(updates.failures)
+        add_logs(current.logs, updates.logs)
+        returned = half.sent_names if returns is None else returns
+        updates = replace(updates, states=updates.states.select(*returned))
+        entry.bytes_up += len(updates.clients) * state_bytes(updates.states)
+        return updates
+
+    def _train(self, clients: Tensor, sent: TensorDict, epochs: int | None = None) -> ClientUpdates:
         engine = self.attached_engine
+        starts = self.participation.before_training(self, clients, sent)
         updates = engine.train(
             clients,
             starts,
@@ -539,43 +634,35 @@ class Clients:
         )
         idle = ~engine.setting.has_batches(updates.clients)
         if idle.any():  # who has learnt nothing has nothing to say, and weighs nothing
-            sent = starts[torch.isin(clients, updates.clients)]
-            updates = updates.where(~idle | moved(sent, updates.states, self.layout.parameters))
+            before = starts[torch.isin(clients, updates.clients)]
+            updates = updates.where(~idle | moved(before, updates.states, self.layout.parameters))
         for listener in self.on_updates:
             listener(updates)
+        starts = self._keep(clients, starts, updates)
+        if updates.kept is not None:
+            self.memory.write(_MEMORY, updates.clients, updates.kept)
+        self.participation.keep(self, updates.clients, starts, updates.states)
         return updates
 
-    def _ask(
-        self,
-        clients: Tensor,
-        sent: TensorDict,
-        work: Callable[[Tensor, TensorDict], ClientUpdates],
-        returns: Iterable[str] | None = None,
+    def _take_gradients(
+        self, clients: Tensor, sent: TensorDict, batches: int | None = None
     ) -> ClientUpdates:
-        current, half = self.current, self.server_half
-        assert half is not None
-        entry = current.entry
-        entry.clients += clients.tolist()
-        entry.bytes_down += half.bytes_down(clients, sent)
+        engine, index = self.attached_engine, self.current.entry.index
         starts = self.start_states(clients, sent)
-        silent = torch.isin(clients, current.silent)
-        if silent.any():
-            entry.failed += clients[silent].tolist()
-            clients, starts = clients[~silent], starts[~silent]
-        updates = work(clients, starts)
-        self.note_failures(updates.failures)
+        updates = engine.gradients(clients, starts, round_index=index, batches=batches)
+        updates = updates.where(engine.setting.has_batches(updates.clients))
+        self._keep(clients, starts, updates)
+        return updates
+
+    def _keep(self, clients: Tensor, starts: TensorDict, updates: ClientUpdates) -> TensorDict:
+        """Keep the private entries of those that answered; return where they started."""
+        assert self.server_half is not None
         if len(updates.clients) < len(clients):
             starts = starts[torch.isin(clients, updates.clients)]
         self._warn_of_explosions(updates, starts)
-        add_logs(current.logs, updates.logs)
-        if updates.kept is not None:
-            self.memory.write(_MEMORY, updates.clients, updates.kept)
-        if half.private:
-            self.memory.write(_PRIVATE, updates.clients, updates.states.select(*half.private))
-        returned = half.sent_names if returns is None else returns
-        updates = replace(updates, states=updates.states.select(*returned))
-        entry.bytes_up += len(updates.clients) * state_bytes(updates.states)
-        return updates
+        if private := self.server_half.private:
+            self.memory.write(_PRIVATE, updates.clients, updates.states.select(*private))
+        return starts
 
     def _warn_of_explosions(self, updates: ClientUpdates, starts: TensorDict) -> None:
         """Warn of clients whose parameters, or gradient, have grown out of all proportion."""
@@ -587,3 +674,12 @@ class Clients:
                 f"its largest value has grown {float(growth[row]):.1e} times; it is taken as it is",
                 stacklevel=2,
             )
+
+
+def _laid_over(updates: ClientUpdates, clients: Tensor, states: TensorDict) -> TensorDict:
+    """Return the trained states ``[C]``, and those of ``states`` of clients that failed."""
+    if not updates.failures:
+        return updates.states
+    trained = states.select(*updates.states.keys()).clone()
+    trained[torch.isin(clients, updates.clients)] = updates.states
+    return trained

@@ -175,8 +175,7 @@ class ClientModels(NamedTuple):
         epochs = clients.training.finetune_epochs
         if not epochs:
             return cls(callback.personalize(ids), None)
-        own = type(callback).personalize is not ServerCallback.personalize
-        if own or not clients.half.judged_by_memory:
+        if callback.judges_otherwise or not clients.participation.judged_by_memory:
             tuned = clients.finetune(ids, callback.personalize(ids), epochs=epochs)
             return cls(tuned, tuned)
         starts = clients.start_states(ids, callback.broadcast(ids))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from lightning import LightningModule
+from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import ConfigurationError
 from .state import StateLayout
+from .updates import ClientUpdates, Kept
 
 OWN = "pflight_own."
 """What the names of a half's own entries in a client's state begin with."""
@@ -111,6 +113,133 @@ class LocalClient(Protocol):
         """Return the tensors of the client's model that may change, by name."""
 
 
+class LocalWork(Protocol):
+    """What clients can do by themselves, with their own samples and memory; nothing of it travels.
+
+    All is for a stack of clients ``[C]``; on a machine that holds a single client, C is 1.
+    """
+
+    @property
+    def layout(self) -> StateLayout:
+        """The layout of the clients' states, with all that the half adds."""
+
+    def start_states(self, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return full states ``[C]``: what was kept, over what is sent, over the initial model."""
+
+    def remembered(self, clients: Tensor, states: TensorDict) -> Kept:
+        """Return what the clients' half remembers, by default entries of ``states`` ``[C]``."""
+
+    def read(self, slot: str, clients: Tensor, default: TensorDict) -> TensorDict:
+        """Return what was written into a slot of the clients' memory, by default ``default``."""
+
+    def write(self, slot: str, clients: Tensor, states: TensorDict) -> None:
+        """Write ``states`` ``[C]`` into a slot of the clients' memory."""
+
+    def own_gradients(self, clients: Tensor, states: TensorDict) -> TensorDict:
+        """Return each client's gradient over all its samples, at its state, by parameter ``[C]``.
+
+        No buffer changes. A client whose pass fails is left out and gets NaN, with which its
+        training fails as well.
+        """
+
+    def finetune(
+        self,
+        clients: Tensor,
+        states: TensorDict,
+        *,
+        epochs: int = 1,
+        steps: int | None = None,
+        doing: str = "to be fine-tuned",
+    ) -> TensorDict:
+        """Return copies of the states ``[C]`` trained on the task's loss alone.
+
+        Args:
+            clients: Ids ``[C]``.
+            states: Where they start; a client whose training fails keeps its own.
+            epochs: Local epochs.
+            steps: Batches in place of epochs.
+            doing: What they do, for messages.
+        """
+
+    def train_aside(self, clients: Tensor, sent: TensorDict) -> ClientUpdates:
+        """Train as in a round, from what is sent ``[C]``, of which nothing is recorded or kept."""
+
+    def num_batches(self, clients: Tensor) -> Tensor:
+        """Return how many batches there are in a local epoch of the clients ``[C]``."""
+
+    def learn(
+        self,
+        build: Callable[[LightningModule], LightningModule],
+        clients: Tensor,
+        starts: TensorDict,
+        *,
+        steps: int,
+        doing: str,
+    ) -> TensorDict:
+        """Return ``starts`` ``[C]`` as another module than the clients' own trains them.
+
+        It sees the first batches of the round, in their order.
+
+        Args:
+            build: Makes that module of the client module, always the same one.
+            clients: Ids ``[C]``.
+            starts: Its states; a client whose training fails keeps its own.
+            steps: Batches.
+            doing: What they do, for messages.
+        """
+
+
+class Participation:
+    """What clients do around their training: where they start, what they keep, how they are judged.
+
+    It is done at the clients, for a stack of them ``[C]``, by what :class:`LocalWork` they have; a
+    machine that holds one client does it for that one.
+
+    Attributes:
+        judged_by_memory: Whether a client is judged by the model that its half remembers.
+    """
+
+    judged_by_memory: bool = False
+
+    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the full states ``[C]`` from which clients train, which are also their anchors.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]``.
+            sent: What the server sends them ``[C]``; what they kept is laid over it.
+        """
+        return work.start_states(clients, sent)
+
+    def keep(
+        self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
+    ) -> None:
+        """Write what else clients keep that have trained; by default nothing.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]``.
+            starts: What :meth:`before_training` gave ``[C]``.
+            trained: Their states after training ``[C]``.
+        """
+
+    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the full states ``[C]`` by which clients are judged.
+
+        By default where they would start to train; or, with :attr:`judged_by_memory`, what they
+        remember.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]``.
+            sent: What the server sends them now ``[C]``.
+        """
+        states = work.start_states(clients, sent)
+        if not self.judged_by_memory:
+            return states
+        return states.update(work.remembered(clients, states).states)
+
+
 class Phase(NamedTuple):
     """Successive local epochs in which a client trains the same parameters."""
 
@@ -121,7 +250,7 @@ class Phase(NamedTuple):
     """Of the parameters that train; layers that have none of them are in evaluation mode."""
 
 
-class Half:
+class Half(Participation):
     """What an algorithm asks of its clients, beside their own module; this one asks for nothing.
 
     A half holds options alone, so that it can be pickled, written in YAML and shared by all
@@ -131,16 +260,18 @@ class Half:
 
     Attributes:
         keeps_memory: Whether clients remember something from one participation to the next.
-        judged_by_memory: Whether a client is judged by the model that it remembers.
+        judged_by_memory: As of :class:`Participation`.
         averages_samples: Whether what it adds to the loss is a mean over samples, or has nothing
             to do with them, so that samples without weight may fill up a batch.
         personal: The half by which each client trains a second, personal copy of its module on the
             same batches, by which it is judged and which never travels; ``None`` for no copy.
+        temporary: What the names of own entries begin with that are made anew in each
+            participation, and so are neither sent back nor kept.
     """
 
     keeps_memory: bool = False
-    judged_by_memory: bool = False
     averages_samples: bool = True
+    temporary: tuple[str, ...] = ()
     personal: Half | None = None
     fedavg_name: str | None = None
 
@@ -200,6 +331,18 @@ class Half:
     def remember(self, c: LocalClient) -> Mapping[str, Tensor]:
         """Return what a client keeps after its training, under :meth:`remembered` names."""
         return c.state()
+
+    def personal_value(self, states: TensorDict, shared: str, personal: str) -> Tensor:
+        """Return an entry ``[C, ...]`` of the models by which clients are judged.
+
+        The half of a personal copy says so, by default that it is the copy's.
+
+        Args:
+            states: The clients' states ``[C]``.
+            shared: The entry's name in the shared model.
+            personal: Its name in the personal one.
+        """
+        return states[personal]
 
     def __eq__(self, other: object) -> bool:
         """Return whether two halves are of one kind and have the same options."""

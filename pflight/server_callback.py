@@ -16,7 +16,7 @@ from .checks import check_same_options
 from .clients import Clients
 from .data_module import FederatedDataModule
 from .errors import ConfigurationError
-from .half import Half, HalfT, half_for, half_of
+from .half import OWN, Half, HalfT, Participation, half_for, half_of
 from .options import arguments, checked
 from .server import ServerModels
 from .state import state_bytes
@@ -27,14 +27,14 @@ from .updates import ClientUpdates
 class ServerCallback(L.Callback):
     """The server half of an algorithm: what clients are sent, and how updates are aggregated.
 
-    A new algorithm is one file with a subclass. Most override :meth:`receive` and :meth:`step`, and
-    :meth:`personalize` where a client's model is not simply what the server sends:
+    A new algorithm is one file with a subclass. Most override :meth:`receive` and :meth:`step`.
+    What clients do is their half's, or their participation's, to say:
 
     - :meth:`setup_server` makes the server's models, once per federation;
     - :meth:`round` is one communication round: :meth:`broadcast`, local training,
       :meth:`receive` for every chunk of updates as it arrives, then :meth:`step`;
     - :meth:`step` turns partial sums into pseudo-gradients, which the server optimizer applies;
-    - :meth:`personalize` returns the model by which each client is judged.
+    - :meth:`personalize` has clients give the models by which they are judged.
 
     State that a resumed run needs goes into ``state_dict`` and ``load_state_dict``, which Lightning
     calls. With several ranks, partial sums have to be added up over ranks before they are used, as
@@ -51,6 +51,8 @@ class ServerCallback(L.Callback):
         modules: Further modules on the server, by name, whose parameters the server optimizer
             steps.
         half: The client half of the algorithm: what it adds to the training of a client's module.
+        participation: What clients do around their training, whatever half trains them; ``None`` if
+            the half decides on that.
         chooses_half: Whether this callback decides on the client half; otherwise a half that the
             client module names takes its place.
         private: Names of the entries of a state that stay with the client and never travel, in the
@@ -60,6 +62,7 @@ class ServerCallback(L.Callback):
     clients: Clients
     server: ServerModels
     half: Half = Half()
+    participation: Participation | None = None
     chooses_half: bool = True
     _given: dict[str, Any]
 
@@ -204,20 +207,24 @@ class ServerCallback(L.Callback):
     def personalize(self, clients: Tensor) -> TensorDict:
         """Return the models by which the clients ``[C]`` are judged: a stack of full states.
 
-        By default these are what the server sends together with the private entries that the client
-        kept or, if the client half says so, what the client keeps in memory.
+        By default it is what the clients make of what the server sends them.
         """
-        states = self.clients.start_states(clients, self.broadcast(clients))
-        if not self.clients.half.judged_by_memory:
-            return states
-        kept = self.clients.remembered(clients, states)
-        return self.clients.completed(clients, kept.states)
+        return self.clients.judged(clients, self.broadcast(clients))
 
     @property
     def personalizes(self) -> bool:
-        """Whether a client may be judged by another model than the one that the server sends."""
-        overridden = type(self).personalize is not ServerCallback.personalize
-        return overridden or bool(self.private) or self.clients.half.judged_by_memory
+        """Whether a client may be judged by another model than what the server sends."""
+        by_memory = self.clients.participation.judged_by_memory
+        return self.judges_otherwise or bool(self.private) or by_memory
+
+    @property
+    def judges_otherwise(self) -> bool:
+        """Whether it, or what clients do around their training, has a rule of its own for that."""
+        participation = type(self.clients.participation)
+        return (
+            type(self).personalize is not ServerCallback.personalize
+            or participation.judged is not Participation.judged
+        )
 
     def server_states(self) -> list[dict[str, Tensor]]:
         """Return the server's models as full states, by default those of ``federation.server``."""
@@ -233,7 +240,9 @@ class ServerCallback(L.Callback):
         """Names of the entries of a state that travel."""
         layout = self.clients.layout
         reset = layout.buffers if self.buffers == "reset" else ()
-        stay = {*self.private, *layout.frozen, *reset}
+        temporary = tuple(f"{OWN}{name}" for name in self.clients.half.temporary)
+        passing = [name for name in layout.own if name.startswith(temporary)]
+        stay = {*self.private, *layout.frozen, *reset, *passing}
         return tuple(name for name in layout.names if name not in stay)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.half import OWN
@@ -58,14 +57,6 @@ class APFL(PersonalFedAvg):
         mixture: Any = self.clients.half.personal
         return "APFL" + " (adaptive)" * (mixture.alpha_lr is not None)
 
-    def personal_value(self, states: TensorDict, shared: str, personal: str) -> Tensor:
-        """Return an entry of the mixtures ``[C, ...]``; counters are those of the clients' own."""
-        own = states[personal]
-        if not own.is_floating_point():
-            return own
-        alpha = states[f"{OWN}alpha"].view(-1, *[1] * (own.dim() - 1)).to(own.dtype)
-        return alpha * own + (1 - alpha) * states[shared]
-
     def mixing(self, clients: Tensor) -> Tensor:
         r"""Return :math:`\alpha_i` of the clients ``[C]``."""
-        return self.clients.start_states(clients, self.broadcast(clients))[f"{OWN}alpha"]
+        return self.personalize(clients)[f"{OWN}alpha"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,6 @@ from pflight.updates import ClientUpdates
 
 from .clustering import Linkage, bipartition, parameter_vectors
 from .multi_center import MultiCenter
-
-if TYPE_CHECKING:
-    pass
 
 
 class Split(NamedTuple):

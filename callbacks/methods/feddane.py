@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from tensordict import TensorDict
@@ -16,10 +16,7 @@ from pflight.options import checked
 from pflight.randomness import Purpose, derive_seed
 from pflight.state import WeightedMean, entries
 
-from .gradients import check_gradients, own_gradients
-
-if TYPE_CHECKING:
-    pass
+from .gradients import check_gradients
 
 
 @checked
@@ -77,13 +74,13 @@ class FedDANE(FedAvg):
         self.informed = cohort
         self.on_round_start()
 
-        def corrected(clients: Tensor) -> TensorDict:
+        def send(clients: Tensor) -> TensorDict:
             sent = self.broadcast(clients)
-            for name, own in entries(own_gradients(self.clients, clients, sent)):
-                sent[f"{OWN}correction.{name}"] = gradient[name] - own
+            for name, mean in entries(gradient):
+                sent[f"{OWN}correction.{name}"] = mean.expand(len(clients), *mean.shape)
             return sent
 
-        for updates in self.clients.train(self.second_set(cohort), corrected):
+        for updates in self.clients.train(self.second_set(cohort), send):
             self.receive(updates)
         self.step()
 
@@ -91,7 +88,7 @@ class FedDANE(FedAvg):
         """Return the clients of the second phase ``[S']``."""
         if self.same_set:
             return cohort
-        cohorts = copy.copy(self.clients.attached_data.cohorts)
+        cohorts = copy.copy(self.clients.cohorts)
         cohorts.seed = derive_seed(Purpose.COHORT, cohorts.seed)
         return cohorts.sample(self.clients.current.entry.index).to(cohort.device)
 
@@ -101,10 +98,3 @@ class FedDANE(FedAvg):
         lacking = clients[~torch.isin(clients, self.informed)]
         gradient = sent.exclude(*self.sent_names)
         return super().bytes_down(lacking, model) + super().bytes_down(clients, gradient)
-
-    @property
-    def sent_names(self) -> tuple[str, ...]:
-        """Names of the entries of a state that travel."""
-        return tuple(
-            name for name in super().sent_names if not name.startswith(f"{OWN}correction.")
-        )

@@ -194,7 +194,7 @@ class FedFomo(StoredModels):
 
     def personalize(self, clients: Tensor) -> TensorDict:
         """Return each client's model as it was last trained."""
-        return self.clients.start_states(clients, self._models(clients))
+        return self.clients.judged(clients, self._models(clients))
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the bytes of the models sent, and of the initial one until a client answers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,6 @@ from pflight.fedavg import FedAvg
 from pflight.options import check_range, checked
 
 from .gradients import clipped
-
-if TYPE_CHECKING:
-    pass
 
 
 @checked

@@ -1,50 +1,14 @@
-"""Gradients of clients' losses, taken before they train."""
+"""Gradients of clients' losses."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
 from lightning import LightningModule
 from tensordict import TensorDict
-from torch import Tensor
 
-from pflight.clients import Clients
 from pflight.errors import ConfigurationError
 from pflight.stacking.steps import clip
 from pflight.state import entries
 from pflight.task import Task
-
-if TYPE_CHECKING:
-    pass
-
-
-def own_gradients(clients: Clients, ids: Tensor, sent: TensorDict) -> TensorDict:
-    """Return the gradient of each client's loss over all its samples, at the model it is sent.
-
-    Nothing travels, and no buffer changes. A client that fails gets NaN, so that its training fails
-    as well.
-
-    Args:
-        clients: The clients.
-        ids: Ids of the clients ``[C]``.
-        sent: The models that they are sent ``[C]``.
-
-    Returns:
-        Gradients by parameter name ``[C]``.
-    """
-    updates = clients.attached_engine.gradients(
-        ids, clients.completed(ids, sent), round_index=clients.current.entry.index
-    )
-    parameters = clients.layout.parameters
-    gradients = updates.states.select(*parameters)
-    clients.note_failures(updates.failures, "to take its gradient")
-    if not updates.failures:
-        return gradients
-    nans = {name: torch.full_like(sent[name], torch.nan) for name in parameters}
-    everybody = TensorDict(nans, batch_size=[len(ids)])
-    everybody[torch.isin(ids, updates.clients)] = gradients
-    return everybody
 
 
 def clipped(client: LightningModule, gradients: TensorDict) -> TensorDict:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -18,9 +18,6 @@ from pflight.state import WeightedMean
 from pflight.updates import ClientUpdates
 
 from .multi_center import MultiCenter
-
-if TYPE_CHECKING:
-    pass
 
 _NONE = Layers()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDict
@@ -12,14 +11,10 @@ from torch import Tensor
 from pflight.distributed import all_sum, owned
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
+from pflight.models.halves.l2gd import SHARE, StepsToMean
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator
 from pflight.updates import ClientUpdates
-
-if TYPE_CHECKING:
-    pass
-
-_SENT = "l2gd"  # the memory slot of the models that clients have sent
 
 
 @checked
@@ -56,6 +51,8 @@ class L2GD(FedAvg):
         https://arxiv.org/abs/2002.05516.
     """
 
+    participation = StepsToMean()
+
     def __init__(self, alpha: float = 1.0, lam: float = 0.5, p: float = 0.9) -> None:
         super().__init__("uniform", buffers="local")
         check_range(self, "(0, inf)", alpha=alpha)
@@ -79,7 +76,7 @@ class L2GD(FedAvg):
 
     @property
     def bytes_kept(self) -> int:
-        """Bytes that a client keeps: its model, and the one that it has sent."""
+        """Bytes that are kept for each client: its model, and the one that it has sent."""
         template = self.clients.layout.template
         return super().bytes_kept + sum(template[name].nbytes for name in self.sent_names)
 
@@ -97,42 +94,41 @@ class L2GD(FedAvg):
 
     def round(self, cohort: Tensor) -> None:
         """Run a round, which clients begin with their steps to the mean."""
-        now = self.clients.rounds
-        share, due = self.share(now), self.share(now + 1)
-        means = self.server.tensors(0, self.sent_names if share else ())
+        due = self.share(self.clients.rounds + 1)
+        returns = self.sent_names if due else ()
         self.on_round_start()
-
-        def send(clients: Tensor) -> TensorDict:
-            starts = self.personalize(clients)
-            moved = {name: torch.lerp(starts[name], mean, share) for name, mean in means.items()}
-            return starts.update(moved)
-
-        for updates in self.clients.train(cohort, send, returns=self.sent_names if due else ()):
+        for updates in self.clients.train(cohort, self.send, returns=returns):
             if due:
                 self.receive(updates)
         self.step()
 
+    def send(self, clients: Tensor) -> TensorDict:
+        """Return the mean, if any of the clients ``[C]`` needs it, and the share of it to take."""
+        share = self.share(self.clients.rounds)
+        if not share and self.clients.has_memory(clients).all():
+            return TensorDict({}, batch_size=[len(clients)])
+        sent = self.broadcast(clients)
+        if share:
+            sent[SHARE] = torch.full((len(clients),), share, dtype=torch.double)
+        return sent
+
     def receive(self, updates: ClientUpdates) -> None:
         """Add how far a chunk's models are from those that the clients sent before, or the mean."""
-        clients, states, memory = updates.clients, updates.states, self.clients.memory
-        before = memory.read(_SENT, clients, self.broadcast(clients))
-        memory.write(_SENT, clients, states)
+        clients, states = updates.clients, updates.states
+        before = self.clients.stored(clients, self.broadcast(clients))
+        self.clients.store(clients, states)
         super().receive(replace(updates, states=states.sub(before)))
 
     def step(self) -> None:
         """Move the mean to that of all clients' last models."""
         self.mean.all_reduce()
-        known = self.clients.memory.seen(_SENT, owned(torch.arange(self.clients.num_clients)))
+        known = self.clients.has_stored(owned(torch.arange(self.clients.num_clients)))
         count = all_sum(known.sum())
         if self.mean.weights[0] > 0:
             change, share = self.mean.compute()[0], self.mean.weights[0].cpu() / count
             means = self.server.tensors(0, self.sent_names).items()
             moved = {name: mean + share.to(mean) * change[name] for name, mean in means}
             self.server.set_pseudo_gradient(0, moved)
-
-    def personalize(self, clients: Tensor) -> TensorDict:
-        """Return the clients' own models ``[C]``, those of newcomers at the mean."""
-        return self.clients.start_states(clients, TensorDict({}, batch_size=[len(clients)]))
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the bytes of the mean where it is needed, and of a newcomer's first model."""

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.server_callback import ServerCallback
 from pflight.updates import ClientUpdates
-
-if TYPE_CHECKING:
-    pass
 
 
 class Local(ServerCallback):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from tensordict import TensorDict
@@ -20,9 +20,6 @@ from pflight.updates import ClientUpdates
 
 from .chains import Chain, matched_chain
 from .matching import BBPMAP, MatchedMean, State, align
-
-if TYPE_CHECKING:
-    pass
 
 
 @checked
@@ -125,7 +122,7 @@ class MultiCenter(ServerCallback):
         if self.chain is None or self.matching is None:
             self.mean = WeightedMean(self.server.tensors(0, self.sent_names), groups)
         else:
-            counts = self.clients.attached_data.class_counts("train")
+            counts = self.clients.class_counts
             keys = self.clients.seed, self.clients.rounds
             self.mean = MatchedMean(self.chain, counts, groups, self.matching, keys)
         self._assigned = torch.full_like(self.assignments, -1)

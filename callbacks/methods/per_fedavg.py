@@ -4,29 +4,24 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from tensordict import TensorDict
-from torch import Tensor
-
 from pflight.fedavg import FedAvg
 from pflight.models.halves.per_fedavg import Adapted
-from pflight.options import check_range, checked
+from pflight.options import checked
 
 
 @checked
 class PerFedAvg(FedAvg):
     r"""Personalized FedAvg (Fallah et al. 2020, algorithm 1): model-agnostic meta-learning.
 
-    The server is FedAvg; what clients train for is
-    :class:`~pflight.models.halves.Adapted`'s. Each client is judged by the server's model after
-    steps of size :math:`\alpha` on batches of its training samples, for which a federation needs
-    its data. A client without samples has the server's model as it is.
+    The server is FedAvg; what clients train for, and by what they are judged, is
+    :class:`~pflight.models.halves.Adapted`'s.
 
     Args:
         alpha: Step :math:`\alpha`, as in :class:`~pflight.models.halves.Adapted`; by default 0.01,
             or what the client's own half says.
         hessian: Whether to differentiate through the adaptation; by default not.
-        steps: Steps of adaptation before a client is judged; with 0 it is judged by the server's
-            model, or as ``finetune_epochs`` of the federation says, also with :math:`\alpha`.
+        steps: Steps of adaptation before a client is judged; by default 1, or what the client's own
+            half says.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
@@ -40,7 +35,7 @@ class PerFedAvg(FedAvg):
 
     def __init__(
         self,
-        steps: int = 1,
+        steps: int | None = None,
         weighting: Literal["uniform", "samples"] = "uniform",
         buffers: Literal["shared", "local", "reset"] = "shared",
         *,
@@ -48,19 +43,10 @@ class PerFedAvg(FedAvg):
         hessian: bool | None = None,
     ) -> None:
         super().__init__(weighting, buffers)
-        self.bring(Adapted, alpha=alpha, hessian=hessian)
-        check_range(self, "[0, inf)", steps=steps)
-        self.steps = steps
+        self.bring(Adapted, alpha=alpha, hessian=hessian, steps=steps)
 
     @property
     def algorithm_name(self) -> str:
         """Per-FedAvg, and how it takes its second derivatives."""
         half: Any = self.clients.half
         return f"Per-FedAvg ({'HF' if half.hessian else 'FO'})"
-
-    def personalize(self, clients: Tensor) -> TensorDict:
-        """Return the server's model after each client's adaptation ``[C]``."""
-        states = super().personalize(clients)
-        if not self.steps:
-            return states
-        return self.clients.finetune(clients, states, steps=self.steps, doing="to adapt")

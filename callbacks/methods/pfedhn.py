@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -19,9 +19,6 @@ from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
 from pflight.server_callback import ServerCallback
 from pflight.state import stack_states
 from pflight.updates import ClientUpdates
-
-if TYPE_CHECKING:
-    pass
 
 
 @checked

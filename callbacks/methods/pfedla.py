@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +21,6 @@ from pflight.updates import ClientUpdates
 
 from .hypernetworks import BLOCK, HyperNetwork, HyperNetworks, weighted_sums
 from .stored import StoredModels
-
-if TYPE_CHECKING:
-    pass
 
 
 @checked

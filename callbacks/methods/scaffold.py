@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from tensordict import TensorDict
@@ -14,12 +14,8 @@ from pflight.fedavg import FedAvg
 from pflight.half import OWN
 from pflight.models.halves.corrected import Controlled
 from pflight.options import check_range, checked
-from pflight.state import entries
 
-from .gradients import check_gradients, own_gradients
-
-if TYPE_CHECKING:
-    pass
+from .gradients import check_gradients
 
 
 @checked
@@ -59,29 +55,12 @@ class SCAFFOLD(FedAvg):
         """Make the server's model and control variate, which starts at 0."""
         check_gradients(self.clients.module, "SCAFFOLD")
         super().setup_server()
-        names, own = self.clients.layout.names, OWN
-        self.controls = tuple(name for name in names if name.startswith(f"{own}control."))
-        self.gradients = tuple(name for name in names if name.startswith(f"{own}gradient."))
+        own = self.clients.layout.own
+        self.controls = tuple(name for name in own if name.startswith(f"{OWN}control."))
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return SGD with this callback's step."""
         return torch.optim.SGD(parameters, lr=self.lr)
-
-    def round(self, cohort: Tensor) -> None:
-        """Run a round; with option I clients take their gradients before they train."""
-        self.on_round_start()
-        for updates in self.clients.train(cohort, self.send):
-            self.receive(updates)
-        self.step()
-
-    def send(self, clients: Tensor) -> TensorDict:
-        """Return what each of the clients ``[C]`` is sent, with option I beside its gradient."""
-        sent = self.broadcast(clients)
-        if self.gradients:
-            uncontrolled = sent.clone(recurse=False).update(self.no_control(sent))
-            for name, own in entries(own_gradients(self.clients, clients, uncontrolled)):
-                sent[f"{OWN}gradient.{name}"] = own
-        return sent
 
     def aggregate(self, mean: TensorDict) -> TensorDict:
         """Return the mean, with the control variate as it has moved."""
@@ -92,19 +71,7 @@ class SCAFFOLD(FedAvg):
 
     def client_controls(self, clients: Tensor) -> TensorDict:
         """Return :math:`c_i` of the clients, a stack ``[C]``; 0 for those that never answered."""
-        start = self.no_control(self.broadcast(clients))
-        return self.clients.remembered(clients, start).states
-
-    def no_control(self, sent: TensorDict) -> TensorDict:
-        """Return control variates of zeros for the clients ``[C]`` of a stack."""
+        sent = self.broadcast(clients)
         zeros = {name: torch.zeros_like(sent[name]) for name in self.controls}
-        return TensorDict(zeros, batch_size=sent.batch_size)
-
-    def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
-        """Return the bytes sent to the clients ``[C]``; their own gradients don't travel."""
-        return super().bytes_down(clients, sent.select(*self.sent_names))
-
-    @property
-    def sent_names(self) -> tuple[str, ...]:
-        """Names of the entries of a state that travel."""
-        return tuple(name for name in super().sent_names if name not in self.gradients)
+        start = TensorDict(zeros, batch_size=sent.batch_size)
+        return self.clients.remembered(clients, start).states

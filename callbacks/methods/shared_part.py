@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import lightning as L
 from torch import nn
@@ -12,9 +12,6 @@ from pflight.fedavg import FedAvg
 from pflight.layers import Layers
 from pflight.models.halves.fedrep import HeadFirst
 from pflight.options import checked
-
-if TYPE_CHECKING:
-    pass
 
 
 @checked

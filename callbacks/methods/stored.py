@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from pflight.server_callback import ServerCallback
 from pflight.state import StateModule, entries, expand_state
-
-if TYPE_CHECKING:
-    pass
 
 
 class StoredModels(ServerCallback):

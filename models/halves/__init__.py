@@ -3,7 +3,9 @@
 from .apfl import Mixed
 from .corrected import Controlled, Corrected, Dane
 from .elastic import Elastic
+from .fedala import AdaptiveMixture
 from .fedrep import HeadFirst
+from .l2gd import StepsToMean
 from .per_fedavg import Adapted
 from .personal import Personal
 from .pfedme import MoreauEnvelope
@@ -11,6 +13,7 @@ from .proximal import Proximal
 
 __all__ = [
     "Adapted",
+    "AdaptiveMixture",
     "Controlled",
     "Corrected",
     "Dane",
@@ -20,4 +23,5 @@ __all__ = [
     "MoreauEnvelope",
     "Personal",
     "Proximal",
+    "StepsToMean",
 ]

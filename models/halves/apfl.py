@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 from torch.func import grad_and_value
 
-from pflight.half import Half, LocalClient
+from pflight.half import OWN, Half, LocalClient
 from pflight.options import check_range, checked
 
 
@@ -74,6 +75,14 @@ class Mixed(Half):
     def after_training(self, c: LocalClient) -> None:
         r"""Have :math:`\alpha` adapt again in the next round."""
         c.own["alpha_due"].fill_(1)
+
+    def personal_value(self, states: TensorDict, shared: str, personal: str) -> Tensor:
+        """Return an entry of the mixtures ``[C, ...]``; counters are those of the clients' own."""
+        own = states[personal]
+        if not own.is_floating_point():
+            return own
+        alpha = states[f"{OWN}alpha"].view(-1, *[1] * (own.dim() - 1)).to(own.dtype)
+        return alpha * own + (1 - alpha) * states[shared]
 
 
 def inner_product(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Tensor:

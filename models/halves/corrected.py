@@ -9,13 +9,14 @@ import torch
 from lightning import LightningModule
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from tensordict import TensorDict
 from torch import Tensor
 from torch.optim import SGD
 
 from pflight.errors import ConfigurationError
-from pflight.half import OWN, Half, LocalClient, half_for
+from pflight.half import OWN, Half, LocalClient, LocalWork, half_for
 from pflight.options import checked, number
-from pflight.state import StateLayout
+from pflight.state import StateLayout, entries
 
 from .proximal import Proximal
 
@@ -41,6 +42,11 @@ class Corrected(Half):
             total = total + (direction[name] * (c.weights[name] - sent)).sum()
         return total
 
+    def own_gradients(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
+        """Return the clients' gradients at their states, uncorrected, by parameter ``[C]``."""
+        nothing = {name: torch.zeros_like(states[name]) for name in work.layout.own}
+        return work.own_gradients(clients, states.clone(recurse=False).update(nothing))
+
 
 @checked
 class Dane(Corrected):
@@ -49,7 +55,7 @@ class Dane(Corrected):
     It adds :math:`\langle g - \nabla f_i(\theta),\, w - \theta \rangle
     + \frac{\mu}{2}\|w - \theta\|^2` (FedDANE, Li et al. 2019, algorithm 2), with :math:`\theta`
     what the server sent and :math:`g` the mean gradient at :math:`\theta`. Without a gradient from
-    the server, as in the first phase, the correction is 0.
+    the server the correction is 0.
 
     Args:
         mu: Weight of the proximal penalty.
@@ -62,12 +68,22 @@ class Dane(Corrected):
         Li et al., FedDANE: A Federated Newton-Type Method, 2019, https://arxiv.org/abs/2001.01920.
     """
 
+    temporary = ("correction.",)
+
     def __init__(self, mu: float = 0.1, scaling: Literal["plain", "eq7"] = "plain") -> None:
         self.proximal = half_for(self, Proximal, mu=mu, scaling=scaling)
 
     def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return corrections of zero."""
         return {f"correction.{name}": torch.zeros_like(w) for name, w in weights.items()}
+
+    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Take the clients' own gradients from the mean that the server sends as corrections."""
+        states = super().before_training(work, clients, sent)
+        if not {*sent.keys()}.isdisjoint(work.layout.own):
+            for name, own in entries(self.own_gradients(work, clients, states)):
+                states[f"{OWN}correction.{name}"] = states[f"{OWN}correction.{name}"] - own
+        return states
 
     def direction(self, c: LocalClient) -> Mapping[str, Tensor]:
         r"""Return :math:`g - \nabla f_i(\theta)` by parameter name."""
@@ -106,6 +122,7 @@ class Controlled(Corrected):
     """
 
     keeps_memory = True
+    temporary = ("gradient.",)
 
     def __init__(self, option: Literal["I", "II"] = "II") -> None:
         self.option = option
@@ -120,6 +137,14 @@ class Controlled(Corrected):
         """Return ``control``, c as it comes and the change of c_i as it goes, and ``gradient``."""
         kinds = ("control", "gradient") if self.option == "I" else ("control",)
         return {f"{kind}.{n}": torch.zeros_like(w) for kind in kinds for n, w in weights.items()}
+
+    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """With option I, have clients take their gradients before they train."""
+        states = super().before_training(work, clients, sent)
+        if self.option == "I":
+            for name, own in entries(self.own_gradients(work, clients, states)):
+                states[f"{OWN}gradient.{name}"] = own
+        return states
 
     def direction(self, c: LocalClient) -> Mapping[str, Tensor]:
         """Return :math:`c - c_i` by parameter name."""

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.func import grad
 from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pflight.half import Half, LocalClient
+from pflight.half import Half, LocalClient, LocalWork
 from pflight.options import check_range, checked
 
 
@@ -31,12 +32,15 @@ class Adapted(Half):
     first-order method and thirds with the Hessian; where a part would be a single sample, each is
     the whole batch. Buffers are updated by the pass over D alone.
 
-    Where a federation adapts a client, by fine-tuning or before it is judged, it does so by SGD
-    with step :math:`\alpha`, whose gradients are not clipped.
+    A client is judged by the server's model after steps of size :math:`\alpha` on batches of its
+    training samples, for which a federation needs its data; without samples, by the server's model
+    as it is. This adaptation, like fine-tuning, is by SGD whose gradients are not clipped.
 
     Args:
         alpha: Step :math:`\alpha` of the adaptation; 0 gives plain training on whole batches.
         hessian: Whether to differentiate through the adaptation.
+        steps: Steps of adaptation before a client is judged; with 0 it is judged by the server's
+            model, or as ``finetune_epochs`` of the federation says, also with :math:`\alpha`.
 
     Raises:
         ConfigurationError: If an option is out of range.
@@ -48,10 +52,11 @@ class Adapted(Half):
 
     averages_samples = False
 
-    def __init__(self, alpha: float = 0.01, hessian: bool = False) -> None:
-        check_range(self, "[0, inf)", alpha=alpha)
+    def __init__(self, alpha: float = 0.01, hessian: bool = False, steps: int = 1) -> None:
+        check_range(self, "[0, inf)", alpha=alpha, steps=steps)
         self.alpha = alpha
         self.hessian = hessian
+        self.steps = steps
 
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
         """Return the loss of the adapted model."""
@@ -71,6 +76,13 @@ class Adapted(Half):
     def optimizer(self, parameters: Sequence[nn.Parameter], anchored: bool) -> Optimizer | None:
         r"""Return SGD with :math:`\alpha` where a federation adapts the client."""
         return None if anchored else SGD(parameters, lr=self.alpha)
+
+    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the server's model after each client's adaptation ``[C]``."""
+        states = super().judged(work, clients, sent)
+        if not self.steps:
+            return states
+        return work.finetune(clients, states, steps=self.steps, doing="to adapt")
 
 
 def parts(batch: Any, count: int) -> list[Any]:

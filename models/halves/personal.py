@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from lightning import LightningModule
+from tensordict import TensorDict
+from torch import Tensor
 
-from pflight.half import Half
+from pflight.half import PERSONAL, Half, LocalWork
 from pflight.options import checked
+from pflight.state import StateLayout
 
 
 @checked
@@ -13,7 +16,8 @@ class Personal(Half):
     """Trains a personal copy of each client's module beside the shared one, on the same batches.
 
     The shared model trains plainly. The copy has optimizers, buffers and clipping of its own, and
-    a half of its own; the client is judged by it, and it never travels.
+    a half of its own; the client is judged by what that half makes of the two, by default the copy,
+    and it never travels. A newcomer's copy starts as the shared model.
 
     Args:
         personal: The half of the personal copy; its anchor is what the server sent.
@@ -26,3 +30,28 @@ class Personal(Half):
         """Raise if the module lacks what the personal half needs."""
         assert self.personal is not None
         self.personal.check(module)
+
+    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Have personal models that are not kept yet start as what is sent."""
+        return super().before_training(work, clients, _twice(work.layout, sent))
+
+    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the clients' states with what they are judged by as their network ``[C]``."""
+        assert self.personal is not None
+        states = super().judged(work, clients, _twice(work.layout, sent))
+        value = self.personal.personal_value
+        names = _personal(work.layout)
+        return states.update({shared: value(states, shared, own) for shared, own in names})
+
+
+def _personal(layout: StateLayout) -> list[tuple[str, str]]:
+    """Return the names in a network, each with that in the personal copy."""
+    copied = [name for name in layout.own if name.startswith(PERSONAL)]
+    return [(name.removeprefix(PERSONAL), name) for name in copied]
+
+
+def _twice(layout: StateLayout, sent: TensorDict) -> TensorDict:
+    """Return what is sent, as the personal model as well."""
+    there = {*sent.keys()}
+    copies = {own: sent[shared] for shared, own in _personal(layout) if shared in there}
+    return TensorDict({**copies, **sent}, batch_size=sent.batch_size)

@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 from torch.func import grad_and_value
 
-from pflight.half import Half, LocalClient
+from pflight.half import OWN, Half, LocalClient, LocalWork
 from pflight.options import check_range, checked
+from pflight.state import StateLayout
+
+_THETA = f"{OWN}theta."
 
 
 @checked
@@ -31,13 +35,17 @@ class MoreauEnvelope(Half):
     step with the gradient :math:`\lambda\,(w - \theta)` (algorithm 1), with SGD
     :math:`w \leftarrow w - \eta\lambda\,(w - \theta)`; of all steps it is this one whose gradient
     is clipped. The client sends :math:`w`, keeps :math:`\theta_i`, and is judged by that. Buffers
-    are those of the inner passes and go with both. Fine-tuning is plain.
+    are those of the inner passes and go with both. One that has never taken part trains aside, as
+    in a round, and is judged by the personal model that this gives, for which a federation needs
+    its data. Fine-tuning is plain.
 
     Args:
         lam: Weight :math:`\lambda` that holds the personal model to the shared one.
         personal_lr: Inner step :math:`\eta_p`.
         personal_steps: Inner steps K on a batch.
         mu: Weight decay :math:`\mu` of the inner steps, which the paper has not.
+        train_newcomers: Whether clients that have never taken part train before they are judged;
+            if not, they are judged by the server's model.
 
     Raises:
         ConfigurationError: If an option is out of range.
@@ -48,7 +56,7 @@ class MoreauEnvelope(Half):
     """
 
     keeps_memory = True
-    judged_by_memory = True
+    temporary = ("theta.",)
 
     def __init__(
         self,
@@ -56,6 +64,7 @@ class MoreauEnvelope(Half):
         personal_lr: float = 0.09,
         personal_steps: int = 5,
         mu: float = 0.0,
+        train_newcomers: bool = True,
     ) -> None:
         check_range(self, "(0, inf)", lam=lam, personal_lr=personal_lr)
         check_range(self, "[1, inf)", personal_steps=personal_steps)
@@ -64,10 +73,30 @@ class MoreauEnvelope(Half):
         self.personal_lr = personal_lr
         self.personal_steps = personal_steps
         self.mu = mu
+        self.train_newcomers = train_newcomers
 
     def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        r"""Return :math:`\theta_i`, which the server half has start at what is sent."""
+        r"""Return :math:`\theta_i`."""
         return {f"theta.{name}": weight.detach().clone() for name, weight in weights.items()}
+
+    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        r"""Have :math:`\theta_i` start at what is sent as well."""
+        states = super().before_training(work, clients, sent)
+        return states.update({own: states[name] for name, own in _personal(work.layout)})
+
+    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the personal models, those of newcomers from training aside ``[C]``."""
+        states = work.start_states(clients, sent)
+        kept = work.remembered(clients, states)
+        states.update(kept.states)
+        new = ~kept.seen.to(clients.device)
+        if not self.train_newcomers or not new.any():
+            return states
+        tried = work.train_aside(clients[new], sent[new])
+        found = {name: tried.states[own] for name, own in _personal(work.layout)}
+        states = states.clone()
+        states[torch.isin(clients, tried.clients)] = tried.states.update(found)
+        return states
 
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
         r"""Return the envelope, with the task's loss where the last inner step began."""
@@ -97,3 +126,8 @@ class MoreauEnvelope(Half):
                 gradients[name] = gradients[name] + pull
             theta = {n: value - self.personal_lr * gradients[n] for n, value in theta.items()}
         return loss, theta
+
+
+def _personal(layout: StateLayout) -> list[tuple[str, str]]:
+    """Return the parameters' names, each with that of its entry in the personal model."""
+    return [(name.removeprefix(_THETA), name) for name in layout.own if name.startswith(_THETA)]

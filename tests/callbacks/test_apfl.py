@@ -7,11 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
+from torch import Tensor
 
 from pflight import Federation
 from pflight.callbacks import APFL, FedAvg, Local
 from pflight.errors import ConfigurationError
-from pflight.half import PERSONAL
+from pflight.half import PERSONAL, LocalWork
+from pflight.models.halves import Personal
+from pflight.state import entries
 from tests import reference
 from tests.runs import (
     CLASSES,
@@ -30,13 +34,18 @@ from tests.runs import (
 )
 
 
+class OwnFromOne(Personal):
+    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        ones = {f"{PERSONAL}{name}": torch.ones_like(value) for name, value in entries(sent)}
+        return super().before_training(work, clients, sent.clone(recurse=False).update(ones))
+
+
 class FromOne(APFL):
     """Lets the clients' own models start at 1 everywhere."""
 
-    def setup_server(self) -> None:
-        super().setup_server()
-        for _, name in self.pairs:
-            self.server.tensors(0)[name].data.fill_(1.0)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.half = OwnFromOne(self.half.personal)
 
 
 def own(federation: Federation, client: int) -> dict[str, torch.Tensor]:

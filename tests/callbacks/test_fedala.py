@@ -14,8 +14,9 @@ from pflight import Federation
 from pflight.callbacks import FedALA, FedAvg
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.half import LocalClient
+from pflight.half import LocalClient, LocalWork
 from pflight.models import ClientModule, ProximalClient
+from pflight.models.halves import AdaptiveMixture
 from tests import reference
 from tests.runs import (
     CLASSES,
@@ -97,20 +98,21 @@ def test_world_q_over_several_rounds(lr: float, start_epochs: int) -> None:
 def test_weights_are_learned_on_mini_batches_in_the_order_of_the_round() -> None:
     """Softmax regression in NumPy, second round, share of one half."""
     data = small_data([12], dtype=torch.float64)
-    callback = FedALA(lr=0.7, share=0.5, start_epochs=1)
     kept: list[np.ndarray] = []
 
-    class Recording(FedALA):
-        def learn(self, clients: Tensor, sent: Any, before: Any) -> Any:
+    class Recording(AdaptiveMixture):
+        def learn(self, work: LocalWork, clients: Tensor, sent: Any, before: Any) -> Any:
             # One client alone is the server: give it something to mix.
-            for name in self.mixed:
+            names = self.mixed(work.layout)
+            for name in names:
                 before[f"own.{name}"] = before[f"own.{name}"] + before["times"][0]
-            kept.append(flat({n: before[f"own.{n}"] for n in self.mixed}))
-            return super().learn(clients, sent, before)
+            kept.append(flat({n: before[f"own.{n}"] for n in names}))
+            return super().learn(work, clients, sent, before)
 
     client = linear_client(double=True)
     first = flat(run(client, data, FedALA(), 1).server_states()[0])
-    callback = Recording(lr=0.7, share=0.5, start_epochs=1)
+    callback = FedALA()
+    callback.participation = Recording(lr=0.7, share=0.5, start_epochs=1)
     federation = run(client, data, callback, 2)
     world = reference.SoftmaxRegression([data.samples(0, "train")], CLASSES)
     weight = np.ones_like(first)

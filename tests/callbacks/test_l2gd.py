@@ -5,11 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
+from torch import Tensor
 
 from pflight import Federation
 from pflight.callbacks import L2GD, FedAvg, Local
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
+from pflight.half import LocalWork
+from pflight.models.halves import StepsToMean
 from tests import reference
 from tests.runs import (
     CLASSES,
@@ -59,19 +63,21 @@ def test_p3(engine: str) -> None:
     assert [entry.bytes_down for entry in three.history] == [2 * 16, 0, 2 * 16]  # first, x^0
 
 
-class Recording(Tossed):
-    """Keeps where clients start."""
+class Recording(StepsToMean):
+    """Notes where clients start."""
 
-    def bytes_down(self, clients: torch.Tensor, sent: object) -> int:
-        self.starts = sent["network.theta"].clone()
-        return super().bytes_down(clients, sent)
+    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        starts = super().before_training(work, clients, sent)
+        self.starts = starts["network.theta"].clone()
+        return starts
 
 
 def test_p3_after_one_step_to_the_mean() -> None:
-    callback = Recording(0, 0, 1, 0, **P3)
+    callback = Tossed(0, 0, 1, 0, **P3)
+    callback.participation = Recording()
     run(quadratic_client(), world_q([0, 1], counts=[1, 1, 1]), callback, 3, local_steps=1)
     expected = torch.tensor([[0.21225, -0.34625], [1.05775, 0.17625]], dtype=torch.float64)
-    torch.testing.assert_close(callback.starts, expected, rtol=0, atol=1e-15)
+    torch.testing.assert_close(callback.participation.starts, expected, rtol=0, atol=1e-15)
 
 
 def test_several_rounds_with_partial_participation() -> None:

@@ -1,0 +1,31 @@
+"""What L2GD's clients do: they take steps to the mean before they train."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.half import OWN, LocalWork, Participation
+from pflight.state import entries
+
+SHARE = f"{OWN}share"
+"""The entry in which the server says how far to go to the mean that it sends ``[C]``."""
+
+
+class StepsToMean(Participation):
+    """Starts clients from their own models, some way towards the mean that is sent.
+
+    The way is a share of the distance, the same for all (Hanzely and Richtárik 2020, algorithm 1);
+    without one they start from their own models as they are. A newcomer's own model is the mean.
+    Clients are judged by their own models.
+    """
+
+    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the clients' own models, moved to the mean."""
+        starts = work.start_states(clients, sent)
+        share = sent.get(SHARE, None)
+        if share is not None and len(clients):
+            for name, mean in entries(sent.exclude(SHARE)):
+                starts[name] = torch.lerp(starts[name], mean, float(share[0]))
+        return starts
