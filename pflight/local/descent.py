@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,8 +44,9 @@ class Descent:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._groups = optimizer.param_groups
-        self._parameters = [parameter for group in self._groups for parameter in group["params"]]
+        groups = optimizer.param_groups
+        self._parameters = [parameter for group in groups for parameter in group["params"]]
+        self._groups = [(len(group["params"]), _options(group)) for group in groups]
         self._momenta: list[Tensor | None] = [None] * len(self._parameters)
 
     @staticmethod
@@ -72,8 +74,8 @@ class Descent:
         gradients = dict(zip(awake, found, strict=True))
         first = 0
         with torch.no_grad():
-            for group in self._groups:
-                places = range(first, first + len(group["params"]))
+            for count, options in self._groups:
+                places = range(first, first + count)
                 first = places.stop
                 used = [place for place in places if gradients.get(place) is not None]
                 momenta = [self._momenta[place] for place in used]
@@ -82,7 +84,15 @@ class Descent:
                     [gradients[place] for place in used],
                     momenta,
                     has_sparse_grad=any(gradients[place].is_sparse for place in used),
-                    **{name: group[name] for name in _OPTIONS},
+                    **options,
                 )
                 for place, momentum in zip(used, momenta, strict=True):
                     self._momenta[place] = momentum
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group, among them whether PyTorch would step its tensors together."""
+    options = {name: group[name] for name in _OPTIONS}
+    if options["foreach"] is None and all(p.device.type == "cpu" for p in group["params"]):
+        options["foreach"] = False  # as it decides by itself, in every step
+    return options

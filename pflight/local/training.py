@@ -137,15 +137,15 @@ class LocalTraining:
                 with ExitStack() as stack:
                     for client in clients if phase is not None else ():
                         stack.enter_context(resting(client.module, self.setting.layout, phase))
-                    for part, batch in zip(visit.parts, batches, strict=True):
+                    for size, batch in zip(map(len, visit.parts), batches, strict=True):
                         total: Tensor | float = 0.0
                         for client, descent, tell in models:
-                            tell(visit.epoch, taken, len(part))
+                            tell(visit.epoch, taken, size)
                             with self.setting.forward_context():
                                 loss = client.half.loss(client, batch)
                             descent.step(loss)
                             total = total + loss.detach()
-                        add_logs(losses, {"train/loss": (total * len(part), len(part))})
+                        add_logs(losses, {"train/loss": (total * size, size)})
                         taken += 1
         return {**self._logs(), **losses}, taken
 
