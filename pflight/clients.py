@@ -41,7 +41,7 @@ _CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
 _EXPLODED = 1e6  # times the largest value that a client started from, or 1
 _PRIVATE = "private"  # the memory slot of entries that never travel
 _MEMORY = "memory"  # and of what halves remember
-_STORED = "stored"  # and of what the server half stores by client
+STORED = "stored"  # and of what the server half stores by client
 
 
 class ServerHalf(Protocol):
@@ -402,15 +402,15 @@ class Clients:
 
     def store(self, clients: Tensor, states: TensorDict) -> None:
         """Store something for each of the clients ``[C]``, which no client gets to see."""
-        self.memory.write(_STORED, clients, states)
+        self.memory.write(STORED, clients, states)
 
     def stored(self, clients: Tensor, default: TensorDict) -> TensorDict:
         """Return what was stored for the clients ``[C]``, or a row of ``default``."""
-        return self.memory.read(_STORED, clients, default)
+        return self.memory.read(STORED, clients, default)
 
     def has_stored(self, clients: Tensor) -> Tensor:
         """Return a mask ``[C]`` of the clients for which something is stored."""
-        return self.memory.seen(_STORED, clients)
+        return self.memory.seen(STORED, clients)
 
     # What they do by themselves, and keep
 

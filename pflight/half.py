@@ -368,9 +368,10 @@ class Half(Participation):
 
 
 HalfT = TypeVar("HalfT", bound=Half)
+ParticipationT = TypeVar("ParticipationT", bound=Participation)
 
 
-def half_for(owner: object, kind: type[HalfT], **options: Any) -> HalfT:
+def half_for(owner: object, kind: type[ParticipationT], **options: Any) -> ParticipationT:
     """Return a half; an option of it that is out of range is named as that of its owner.
 
     Raises:

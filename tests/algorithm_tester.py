@@ -44,6 +44,7 @@ from pflight.layers import Layers
 from pflight.models import ClientModule, ElasticClient, ProximalClient
 from pflight.models.halves import Controlled
 from tests.own_methods import FedBABU, FedDyn
+from tests.remote_clients import ask_remote_clients
 from tests.runs import (
     assert_same,
     batchnorm_client,
@@ -274,6 +275,22 @@ class AlgorithmTester:
                 assert {value.dtype for value in state.values()} == {torch.float64}
                 rounded = {name: value.float() for name, value in state.items()}
                 torch.testing.assert_close(rounded, single.client_state(i), rtol=0, atol=1e-4)
+
+    def test_clients_may_be_on_machines_of_their_own(
+        self, algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What the server does is told by what clients are sent and send back."""
+        options = {"engine": "sequential", "trainer": {"limit_val_batches": 0}}
+        here = self.train(algorithm, make=batchnorm_client, **options)
+        judged = [here.client_state(i) for i in range(6)]
+        ask_remote_clients(monkeypatch)
+        there = self.train(algorithm, make=batchnorm_client, **options)
+        for left, right in zip(here.server_states(), there.server_states(), strict=True):
+            assert_same(left, right)
+        for i in range(6):
+            assert_same(judged[i], there.client_state(i))
+        for one, other in zip(here.history, there.history, strict=True):
+            assert (one.bytes_down, one.bytes_up) == (other.bytes_down, other.bytes_up)
 
     def test_finetuning_changes_no_training(self, algorithm: Algorithm) -> None:
         tuned = self.train(algorithm, finetune_epochs=1)

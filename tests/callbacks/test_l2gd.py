@@ -15,6 +15,7 @@ from pflight.errors import ConfigurationError
 from pflight.half import LocalWork
 from pflight.models.halves import StepsToMean
 from tests import reference
+from tests.remote_clients import ask_remote_clients
 from tests.runs import (
     CLASSES,
     ENGINES,
@@ -105,6 +106,22 @@ def test_several_rounds_with_partial_participation() -> None:
     for i in range(6):
         expected = models.get(i, mean)
         assert flat(federation.client_state(i)) == pytest.approx(expected, rel=1e-12, abs=1e-14)
+
+
+def test_newcomers_are_sent_the_mean_where_others_need_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fit() -> Federation:
+        quiet = {"engine": "sequential", "trainer": {"limit_val_batches": 0}}
+        return run(linear_client(), small_data(cohort_size=2), Tossed(0, 1, 0, 0), 3, **quiet)
+
+    here = fit()
+    first, second, last = here.history
+    (new,) = {*last.clients} - {*first.clients, *second.clients}
+    state = here.client_state(new)
+    ask_remote_clients(monkeypatch)
+    assert_same(fit().client_state(new), state)
+    assert last.bytes_down == sum(4 * p.numel() for p in linear_client().parameters())
 
 
 def test_without_a_distance_to_the_mean_clients_are_alone() -> None:
