@@ -303,6 +303,30 @@ def test_clients_share_the_tensors_of_a_frozen_backbone(method: ServerCallback) 
     assert not set(federation.layout.frozen).intersection(federation.attached_callback.private)
 
 
+class Drifting(Regression):
+    """Follows its own weights with a frozen layer, which its loss looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Linear(3, 8).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.slow.weight.lerp_(self.net[0].weight, 0.5)
+        apart = F.mse_loss(self.net[0](batch[0]), self.slow(batch[0]))
+        return super().training_step(batch, batch_idx) + apart
+
+
+@pytest.mark.filterwarnings("ignore:training changed the frozen")
+@pytest.mark.parametrize("method", [Local(), Ditto(lam=0.1)], ids=["shared", "personal"])
+def test_what_training_changes_of_the_frozen_never_reaches_the_next(method: ServerCallback) -> None:
+    def fit(counts: Sequence[int]) -> Federation:
+        torch.manual_seed(3)
+        return run(Drifting(), hospitals(counts), copy.deepcopy(method))
+
+    assert_same(fit([0, 14]).client_state(1), fit([9, 14]).client_state(1))
+
+
 class Leaky(Regression):
     """Keeps whatever it has seen."""
 

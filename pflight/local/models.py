@@ -119,10 +119,11 @@ class LocalModels:
 
     def mend_frozen(self) -> None:
         """Name what was frozen and has changed, once, and put it back."""
-        for name in self._copies.frozen.mend(self._copies.module):
-            if name not in self._drifted:
-                self._drifted.add(name)
-                rank_zero_warn(f"training changed the frozen {name!r}; it is reset each time")
+        for copies in filter(None, (self._copies, self._personal_copies)):
+            for name in copies.frozen.mend(copies.module):
+                if name not in self._drifted:
+                    self._drifted.add(name)
+                    rank_zero_warn(f"training changed the frozen {name!r}; it is reset each time")
 
     def state(self) -> dict[str, Tensor]:
         """Return the state of the client at hand."""
