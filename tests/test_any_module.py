@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -354,6 +355,24 @@ def test_nothing_of_one_client_reaches_the_next() -> None:
             Leaky(), hospitals([1] * client + [COUNTS[client]] + [1] * (3 - client)), Local()
         )
         assert_same(alone.client_state(client), everyone.client_state(client))
+
+
+class Talkative(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        warnings.warn("an odd batch", stacklevel=1)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        warnings.warn("an odd sample", stacklevel=1)
+        super().validation_step(batch, batch_idx)
+
+
+def test_what_a_module_warns_of_is_said_once_and_not_for_every_client() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        run(Talkative(), hospitals(), FedAvg(), rounds=2)
+    said = [str(warning.message) for warning in caught]
+    assert [said.count(what) for what in ("an odd batch", "an odd sample")] == [1, 1]
 
 
 class GAN(L.LightningModule):

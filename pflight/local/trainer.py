@@ -82,6 +82,8 @@ class ModuleTrainer:
                 enable_progress_bar=False,
                 enable_model_summary=False,
             )
+        # Hidden by a filter, the hint would cost all other warnings their being said only once.
+        self.trainer.fit_loop._warn_if_modules_in_eval_mode = _no_hint  # type: ignore[method-assign]
         self._results = _Results(training=True)
         self.trainer.fit_loop.epoch_loop._results = self._results
         self.trainer.state.status = TrainerStatus.RUNNING
@@ -175,16 +177,15 @@ class ModuleTrainer:
         loop._combined_loader = CombinedLoader([None] * num_batches, "max_size_cycle")
         loop._data_fetcher = self._feed
         if optimizer is None:
-            with _no_hint("`LightningModule.configure_optimizers` returned `None`"):
-                try:
-                    self._strategy.setup_optimizers(trainer)
-                except RuntimeError as error:
-                    if "multiple optimizers" not in str(error):
-                        raise
-                    raise ConfigurationError(
-                        f"{type(module).__name__}.configure_optimizers() gives several optimizers, "
-                        "which takes manual optimization: set automatic_optimization=False"
-                    ) from error
+            try:
+                self._strategy.setup_optimizers(trainer)
+            except RuntimeError as error:
+                if "multiple optimizers" not in str(error):
+                    raise
+                raise ConfigurationError(
+                    f"{type(module).__name__}.configure_optimizers() gives several optimizers, "
+                    "which takes manual optimization: set automatic_optimization=False"
+                ) from error
         else:
             self._strategy.optimizers, self._strategy.lr_scheduler_configs = [optimizer], []
             module.configure_gradient_clipping = _no_clipping  # type: ignore[method-assign]
@@ -202,8 +203,7 @@ class ModuleTrainer:
                         "parameters that are not the module's own: each client trains a copy of "
                         "the module, so take them from self.parameters()"
                     )
-        with _no_hint(*_MODES):
-            loop.on_run_start()
+        loop.on_run_start()
 
     def _set_out(self, max_epochs: int | None, num_batches: int, max_batches: int | None) -> None:
         loop = self.trainer.fit_loop
@@ -342,8 +342,7 @@ class ModuleTrainer:
         limits = trainer.limit_val_batches, trainer.limit_test_batches
         trainer.limit_val_batches = trainer.limit_test_batches = 1.0
         try:
-            with _no_hint(*_MODES):
-                loop.run()
+            loop.run()
         finally:
             trainer.limit_val_batches, trainer.limit_test_batches = limits
             loop._data_source.instance = loop._combined_loader = None
@@ -548,16 +547,8 @@ def _no_log(*_: Any, **__: Any) -> None:
     """Take the place of ``self.log``."""
 
 
-_MODES = (".*module.* in eval mode at the start of training", ".*does not have many workers")
-
-
-@contextmanager
-def _no_hint(*messages: str) -> Iterator[None]:
-    """Hide what Lightning warns of by these messages."""
-    with warnings.catch_warnings():
-        for message in messages:
-            warnings.filterwarnings("ignore", message)
-        yield
+def _no_hint() -> None:
+    """Take the place of Lightning's hint at modules in evaluation mode, as what is frozen is."""
 
 
 @contextmanager
