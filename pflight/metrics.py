@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Literal, get_args
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -222,10 +223,26 @@ class ClientValues:
         logged: Mapping[str, Tensor],
         higher_is_better: Mapping[str, bool],
     ) -> None:
-        """Take over what one client logged; ``val/dice`` and ``val_dice`` are both ``dice``."""
+        """Take over what one client logged; ``val/dice`` and ``val_dice`` are both ``dice``.
+
+        Raises:
+            ConfigurationError: If two values are of one short name, or one is of a reserved one.
+        """
         self.clients.append(client)
+        shorts: dict[str, str] = {}
         for name, value in logged.items():
             short = name.removeprefix(f"{split}/").removeprefix(f"{split}_")
+            if short == "num_samples":
+                raise ConfigurationError(
+                    f"the client logs {name!r}, but num_samples is how many samples it has: "
+                    "log it under another name"
+                )
+            if short in shorts:
+                raise ConfigurationError(
+                    f"the client logs {shorts[short]!r} and {name!r}, which are both {short!r} of "
+                    f"its {split} samples: log one of them under another name"
+                )
+            shorts[short] = name
             self.values.setdefault(short, {})[client] = float(value)
             if name in higher_is_better:
                 self.higher_is_better[short] = higher_is_better[name]
@@ -255,7 +272,7 @@ class LoggedMetrics:
     For a value that a module logs as ``val/X``, over the clients that logged a number: ``micro_X``
     is the mean weighted by the clients' samples, ``macro_X`` the plain mean, ``worst_decile_X`` the
     mean of the worst tenth, rounded up, where it is known whether higher is better. The name under
-    which it was logged stands for micro.
+    which it was logged stands for micro, unless it is that of such a mean.
 
     Args:
         num_samples: Number of samples of each client of the split that is judged ``[N]``.
@@ -294,8 +311,14 @@ class LoggedMetrics:
         chosen = torch.zeros(len(self.num_samples), dtype=torch.bool)
         chosen[clients.cpu()] = True
         means: dict[str, Tensor] = {}
+        micro: dict[str, Tensor] = {}
         for name in sorted(gathered.values):
             known = chosen & columns[name].isfinite()
+            if any(not math.isfinite(value) for value in gathered.values[name].values()):
+                rank_zero_warn(
+                    f"{self.split}/{name} is NaN or infinite for some clients, which are left out "
+                    f"of its means; client_metrics({self.split!r}) says for which"
+                )
             values, counts = columns[name][known], columns["num_samples"][known].double()
             if not len(values):
                 continue
@@ -305,8 +328,13 @@ class LoggedMetrics:
             if higher is not None:
                 worst = values.sort(descending=not higher).values[: math.ceil(len(values) / 10)]
                 means[f"worst_decile_{name}"] = worst.mean()
-            means[name] = means[f"micro_{name}"]
-        return means
+            micro[name] = means[f"micro_{name}"]
+        for name in micro.keys() & means.keys():
+            rank_zero_warn(
+                f"{self.split}/{name} is the mean over clients of another value, and not what the "
+                f"client logs under this name, which is {self.split}/micro_{name}"
+            )
+        return {**means, **{name: mean for name, mean in micro.items() if name not in means}}
 
     def _gathered(self) -> ClientValues:
         """Return the values of all ranks, which all have to ask for them."""

@@ -626,10 +626,12 @@ class Sometimes(Regression):
         self.log("val/odd", float("nan") if count == 1 else 1.0)
 
 
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 def test_values_that_some_clients_lack() -> None:
     train = [table(4, client) for client in range(4)]
     val = [table(count, 9) for count in (1, 0, 3, 4)]
-    federation = run(Sometimes(), DatasetClients(train, val, batch_size=4), FedAvg())
+    with pytest.warns(UserWarning, match="val/odd is NaN or infinite for some clients"):
+        federation = run(Sometimes(), DatasetClients(train, val, batch_size=4), FedAvg())
     metrics = federation.history[-1].metrics
     assert metrics["val/macro_size"] == pytest.approx(8 / 3)
     assert metrics["val/macro_head/size"] == pytest.approx(3.5)
@@ -638,6 +640,62 @@ def test_values_that_some_clients_lack() -> None:
     values = federation.client_metrics("val")
     assert values["num_samples"].tolist() == [1, 0, 3, 4]
     assert values["head/size"].isnan().tolist() == [True, True, False, False]
+
+
+class Logs(Regression):
+    """Logs the number of its validation samples under given names."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_dict({name: float(len(batch[0])) for name in self.names})
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+def test_a_value_that_is_called_like_a_mean_over_clients_does_not_take_its_place() -> None:
+    """As with an accuracy and its mean over classes, of torchmetrics."""
+    with pytest.warns(UserWarning, match="val/macro_acc is the mean over clients of another value"):
+        federation = run(Logs("val/acc", "val/macro_acc"), hospitals([4, 4]), FedAvg())
+    metrics = federation.history[-1].metrics
+    assert metrics["val/macro_acc"] == 5.5
+    assert metrics["val/micro_macro_acc"] == pytest.approx(61 / 11)
+
+
+@pytest.mark.parametrize("names", [["val/num_samples"], ["val/mse", "val_mse"]])
+def test_a_name_that_is_taken_is_an_error(names: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="under another name"):
+        run(Logs(*names), hospitals(), FedAvg())
+
+
+class Forces(Regression):
+    """Needs gradients to be judged."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.enable_grad():
+            x = batch[0].requires_grad_()
+            (force,) = torch.autograd.grad(self.net(x).sum(), x)
+        self.log("val/force", force.norm())
+
+
+def test_gradients_in_validation_take_the_trainers_option() -> None:
+    options = {"inference_mode": False}
+    federation = run(Forces(), hospitals(), FedAvg(), trainer=options)
+    assert len(federation.client_metrics("val")["force"].nonzero()) == 4
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+def test_a_schedule_by_a_value_of_validation_rests_while_clients_train() -> None:
+    class Plateau(Regression):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return [optimizer], [{"scheduler": schedule, "monitor": "val/mae"}]
+
+    with pytest.warns(RuntimeWarning, match="Skipping learning rate update"):
+        scheduled = run(Plateau(), hospitals(), FedAvg())
+    assert scheduled.history[-1].metrics["val/macro_mae"] > 0
 
 
 class Reduced(Regression):

@@ -186,6 +186,8 @@ class ModuleTrainer:
                     f"{type(module).__name__}.configure_optimizers() gives several optimizers, "
                     "which takes manual optimization: set automatic_optimization=False"
                 ) from error
+            for schedule in self._strategy.lr_scheduler_configs:
+                schedule.strict = False  # what it monitors may be logged in validation alone
         else:
             self._strategy.optimizers, self._strategy.lr_scheduler_configs = [optimizer], []
             module.configure_gradient_clipping = _no_clipping  # type: ignore[method-assign]
@@ -337,6 +339,7 @@ class ModuleTrainer:
         else:
             trainer.validating = True
         loop.verbose = False
+        loop.inference_mode = torch.is_inference_mode_enabled()  # as the federation's Trainer says
         loop._results = results = _Results(training=False)
         loop._data_source.instance = _Loader(self._sized(parts, batches), len(parts))
         limits = trainer.limit_val_batches, trainer.limit_test_batches
