@@ -24,8 +24,9 @@ class Layers:
     Args:
         names: Names of layers, such as ``"network.output"``, or of modules, which stand for all
             layers inside them; ``*``, ``?`` and ``[...]`` match as in file names.
-        first: So many layers from the first on.
-        last: So many layers up to the last.
+        first: So many layers from the first on. Those without parameters, such as a loss with
+            class weights, don't count here.
+        last: So many layers up to the last, likewise.
         types: Kinds of module, subclasses included, such as ``torch.nn.BatchNorm2d``; a network may
             have none of them.
 
@@ -56,12 +57,14 @@ class Layers:
         Raises:
             ConfigurationError: If a name matches no layer, or there are not so many layers.
         """
-        layers = tuple(StateLayout.of(client).layers)
-        if max(self.first, self.last) > len(layers):
-            option = "first" if self.first > len(layers) else "last"
+        by_layer, parameters = StateLayout.of(client).layers, dict(client.named_parameters())
+        layers = tuple(by_layer)
+        counted = [n for n in layers if not parameters.keys().isdisjoint(by_layer[n])]
+        if max(self.first, self.last) > len(counted):
+            option = "first" if self.first > len(counted) else "last"
             count = getattr(self, option)
-            raise ConfigurationError(f"Layers: {option}={count}, but there are {_listed(layers)}")
-        chosen = {*layers[: self.first], *layers[len(layers) - self.last :]}
+            raise ConfigurationError(f"Layers: {option}={count}, but there are {_listed(counted)}")
+        chosen = {*counted[: self.first], *counted[len(counted) - self.last :]}
         for pattern in [self.names] if isinstance(self.names, str) else self.names:
             inside = f"{pattern}.*"
             found = {n for n in layers if fnmatchcase(n, pattern) or fnmatchcase(n, inside)}

@@ -65,6 +65,17 @@ def test_batchnorm_without_parameters_and_parametrized_layers_are_layers() -> No
     assert Layers(types=nn.Linear).of(network) == ("0", "2")
 
 
+def test_positions_count_the_layers_with_parameters() -> None:
+    """Not the class weights of a loss."""
+    module = nn.Module()
+    module.norm = nn.BatchNorm1d(FEATURES, affine=False)
+    module.body, module.head = nn.Linear(FEATURES, 5), nn.Linear(5, CLASSES)
+    module.criterion = nn.CrossEntropyLoss(weight=torch.ones(CLASSES))
+    assert Layers(last=1).of(module) == ("head",)
+    assert Layers(first=1).of(module) == ("body",)
+    assert Layers("criterion").of(module) == ("criterion",)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
