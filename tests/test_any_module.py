@@ -834,6 +834,20 @@ class Dicts(FederatedDataModule):
         return {"x": (x[:, :2], x[:, 2:]), "y": y.squeeze(1)}
 
 
+def test_samples_of_any_nesting_can_be_counted_and_told_from_others() -> None:
+    class Nested(FederatedDataModule):
+        def __init__(self, seed: int) -> None:
+            super().__init__(num_classes=None)
+            self.num_clients, self.given = 2, seed
+
+        def samples(self, client: int, split: Any) -> Any:
+            x, y = table(3 + client, self.given).tensors
+            return {"x": (x,), "target": {"y": y.squeeze(1), "weight": x[:, 1:]}}
+
+    assert Nested(1).num_samples("train").tolist() == [3, 4]
+    assert not torch.equal(Nested(1).fingerprint(), Nested(2).fingerprint())
+
+
 class Pairs(Dicts):
     """Clients whose samples are pairs."""
 
