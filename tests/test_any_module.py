@@ -24,6 +24,7 @@ from pflight.callbacks import (
     APFL,
     SCAFFOLD,
     Ditto,
+    FedALA,
     FedAvg,
     FedDANE,
     FedEC,
@@ -285,6 +286,11 @@ def test_of_a_frozen_backbone_nothing_travels_and_nothing_drifts() -> None:
     before = module.state_dict()
     for name in before:
         assert torch.equal(state[name], before[name]) == name.startswith("backbone")
+
+
+def test_what_is_frozen_rests_too_while_weights_of_a_mixture_are_learned() -> None:
+    federation = run(FrozenBackbone(), hospitals(), FedALA(), 2, on_client_error="raise")
+    assert federation.history[-1].metrics["val/macro_mse"] > 0
 
 
 @pytest.mark.parametrize("method", [FedAvg(), Ditto(lam=0.1), Local()], ids=lambda m: str(type(m)))
