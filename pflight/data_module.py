@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from .augmentation import Augmentation
@@ -155,8 +155,9 @@ class FederatedDataModule(L.LightningDataModule):
         return self._counts[split]
 
     def labels(self, client: int, split: Split) -> Tensor:
-        """Return one client's labels, ``[n]``."""
-        return self.samples(client, split)[1]
+        """Return one client's labels, ``[n]``; without classes, the last tensor of its samples."""
+        samples: Any = self.samples(client, split)
+        return samples[1] if self.knows_classes else tree_leaves(samples)[-1]
 
     def class_counts(self, split: Split = "train") -> Tensor:
         """Count each client's samples by class, ``[num_clients, num_classes]``.

@@ -24,6 +24,7 @@ from pflight.callbacks import (
     APFL,
     SCAFFOLD,
     Ditto,
+    FedALA,
     FedAvg,
     FedDANE,
     FedEC,
@@ -285,6 +286,11 @@ def test_of_a_frozen_backbone_nothing_travels_and_nothing_drifts() -> None:
     before = module.state_dict()
     for name in before:
         assert torch.equal(state[name], before[name]) == name.startswith("backbone")
+
+
+def test_what_is_frozen_rests_too_while_weights_of_a_mixture_are_learned() -> None:
+    federation = run(FrozenBackbone(), hospitals(), FedALA(), 2, on_client_error="raise")
+    assert federation.history[-1].metrics["val/macro_mse"] > 0
 
 
 @pytest.mark.parametrize("method", [FedAvg(), Ditto(lam=0.1), Local()], ids=lambda m: str(type(m)))
@@ -832,6 +838,20 @@ class Dicts(FederatedDataModule):
         x, y = table(int(self.num_samples(split)[client]), client + 10 * (split == "val")).tensors
         x, y = x.double(), y.double()
         return {"x": (x[:, :2], x[:, 2:]), "y": y.squeeze(1)}
+
+
+def test_samples_of_any_nesting_can_be_counted_and_told_from_others() -> None:
+    class Nested(FederatedDataModule):
+        def __init__(self, seed: int) -> None:
+            super().__init__(num_classes=None)
+            self.num_clients, self.given = 2, seed
+
+        def samples(self, client: int, split: Any) -> Any:
+            x, y = table(3 + client, self.given).tensors
+            return {"x": (x,), "target": {"y": y.squeeze(1), "weight": x[:, 1:]}}
+
+    assert Nested(1).num_samples("train").tolist() == [3, 4]
+    assert not torch.equal(Nested(1).fingerprint(), Nested(2).fingerprint())
 
 
 class Pairs(Dicts):

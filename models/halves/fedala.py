@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from pflight.errors import ConfigurationError
 from pflight.half import OWN, LocalWork, Participation
 from pflight.local.client import task_loss
+from pflight.local.copies import ready
 from pflight.options import check_range, checked
 from pflight.state import StateLayout, StateModule, call_with, entries, state_tensors
 
@@ -177,15 +177,18 @@ class Mixing(L.LightningModule):
 
     def __init__(self, module: L.LightningModule, names: Iterable[str], lr: float) -> None:
         super().__init__()
-        self.module = copy.deepcopy(module).requires_grad_(False)
+        self.module = ready(module)
+        self._modes = tuple(part.training for part in self.module.modules())
+        self.module.requires_grad_(False)
         own = {name: state_tensors(module)[name] for name in names}
         self.own = StateModule(own)
         self.weights = StateModule({n: torch.ones_like(v) for n, v in own.items()}, parameters=own)
         self.lr = lr
 
     def on_train_start(self) -> None:
-        """Let BatchNorm normalise by batches, as where the module trains."""
-        self.module.train()
+        """Let BatchNorm normalise by batches where it trains in the module, and there alone."""
+        for part, mode in zip(self.module.modules(), self._modes, strict=True):
+            part.training = mode
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the module's loss at the mixture."""

@@ -187,7 +187,8 @@ class ModuleTrainer:
                     "which takes manual optimization: set automatic_optimization=False"
                 ) from error
             for schedule in self._strategy.lr_scheduler_configs:
-                schedule.strict = False  # what it monitors may be logged in validation alone
+                if str(schedule.monitor).startswith("val"):  # which is not while clients train
+                    schedule.strict = False
         else:
             self._strategy.optimizers, self._strategy.lr_scheduler_configs = [optimizer], []
             module.configure_gradient_clipping = _no_clipping  # type: ignore[method-assign]
