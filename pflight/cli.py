@@ -66,6 +66,7 @@ _TRAINER_DEFAULTS = {
 }
 _RANK_0_FIRST = 5.0  # seconds
 _TEST = ".test"
+_FORMER_CONFIGS = {"fedcluster": "cfl", "hypocluster": "ifca", "robust": "trimmed_kmeans"}
 _FEDERATION = {
     "class_path": "pflight.Federation",
     "init_args": {"client": {"class_path": "pflight.models.Classifier"}},
@@ -535,8 +536,11 @@ def _config_file(path: str) -> str:
     if os.path.exists(path):
         check_config_file(path)
         return path
+    name = path.removeprefix("configs/")
+    for former, current in _FORMER_CONFIGS.items():
+        name = name.replace(f"algorithm/{former}.yaml", f"algorithm/{current}.yaml")
     with suppress(OSError):  # a name that is too long
-        shipped = files("pflight.configs").joinpath(path.removeprefix("configs/"))
+        shipped = files("pflight.configs").joinpath(name)
         if shipped.is_file():
             return str(shipped)
     raise ConfigurationError(f"there is no config file {path!r}, nor does pflight ship one")

@@ -37,13 +37,13 @@ QUICKSTART = "configs/quickstart.yaml"
 ALGORITHMS = {
     "apfl": "APFL",
     "apfl_adaptive": "APFL",
+    "cfl": "CFL",
     "ditto": "Ditto",
     "fedadam": "FedAvg",
     "fedala": "FedALA",
     "fedavg": "FedAvg",
     "fedavgm": "FedAvg",
     "fedbn": "SharedPart",
-    "fedcluster": "CFL",
     "feddane": "FedDANE",
     "feddist": "Reptile",
     "feddws": "Reptile",
@@ -60,7 +60,7 @@ ALGORITHMS = {
     "fesem_auto": "FeSEM",
     "fesem_ma": "FeSEM",
     "heurpfedla": "PFedLA",
-    "hypocluster": "IFCA",
+    "ifca": "IFCA",
     "l2gd": "L2GD",
     "lg_fedavg": "SharedPart",
     "local": "Local",
@@ -71,8 +71,8 @@ ALGORITHMS = {
     "pfedla": "PFedLA",
     "pfedme": "PFedMe",
     "reptile": "Reptile",
-    "robust": "TrimmedKMeans",
     "scaffold": "SCAFFOLD",
+    "trimmed_kmeans": "TrimmedKMeans",
 }
 NETWORKS = {
     "celeba": "CelebACNN",
@@ -799,6 +799,16 @@ class TestConfigs:
         for part, tried in (("algorithm", ALGORITHMS), ("data", NETWORKS)):
             shipped = {p.name for p in (folder / part).iterdir()}
             assert shipped == {f"{name}.yaml" for name in tried}
+
+    @pytest.mark.parametrize(
+        ("former", "kind"),
+        [("fedcluster", "CFL"), ("hypocluster", "IFCA"), ("robust", "TrimmedKMeans")],
+    )
+    def test_configs_are_found_by_their_former_names(self, former, kind, capsys):
+        with pytest.raises(SystemExit) as exit_:
+            main(["fit", *composed("data/digits", f"algorithm/{former}"), "--print_config"])
+        assert exit_.value.code == 0
+        assert f"class_path: pflight.callbacks.{kind}\n" in capsys.readouterr().out
 
 
 class TestBadInput:

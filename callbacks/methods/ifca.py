@@ -72,7 +72,7 @@ class IFCA(MultiCenter):
     """
 
     algorithm_name = "IFCA"
-    tag = "hypocluster"
+    tag = "ifca"
 
     def __init__(
         self,

@@ -67,7 +67,7 @@ class TrimmedKMeans(MultiCenter):
     """
 
     algorithm_name = "TrimmedKMeans"
-    tag = "robust"
+    tag = "trimmed_kmeans"
 
     def __init__(
         self,

@@ -245,7 +245,7 @@ class TestStart:
         callback = IFCA(3, group_rounds=2)
         federation = run(linear_client(double=True), data, callback, 3)
         one, two, three = federation.history
-        assert [one.metrics[f"hypocluster/size_{k}"] for k in range(3)] == [2, 2, 2]
+        assert [one.metrics[f"ifca/size_{k}"] for k in range(3)] == [2, 2, 2]
         model = sum(value.nbytes for value in federation.server_states()[0].values())
         assert one.bytes_down == two.bytes_down == 6 * model
         assert three.bytes_down == 3 * 6 * model
