@@ -16,13 +16,13 @@ from .methods.fesem import FeSEM, select_num_clusters
 from .methods.ifca import IFCA
 from .methods.l2gd import L2GD
 from .methods.local import Local
+from .methods.num_clusters import ClusterSelection
 from .methods.per_fedavg import PerFedAvg
 from .methods.pfedhn import PFedHN
 from .methods.pfedla import PFedLA
 from .methods.pfedme import PFedMe
 from .methods.reptile import Reptile
 from .methods.scaffold import SCAFFOLD
-from .methods.selection import ClusterSelection
 from .methods.shared_part import FedRep, SharedPart
 from .methods.trimmed_kmeans import TrimmedKMeans
 from .monitors.pictures.clusters import ClusterPlot

@@ -37,7 +37,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use (PEP 562), so that ``import pflight`` costs next to nothing."""
+    """Import a name when it is first used (PEP 562), to keep ``import pflight`` fast."""
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     if name in __all__:

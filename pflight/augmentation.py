@@ -1,4 +1,4 @@
-"""How training images are changed anew each time that they are seen."""
+"""The base class of augmentations, which change training images at random in every epoch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 class Augmentation(ABC):
-    """A change to training images: a pure function of the images and of random numbers.
+    """Changes training images, as a pure function of the images and of random numbers.
 
-    A data module draws the numbers from its seed, the round and the client, and hands them over;
-    so the same run sees the same images, whichever engine trains the clients.
+    The data module draws the numbers from its seed, the round and the client and passes them in,
+    so that a run sees the same images whichever engine trains the clients.
     """
 
     num_draws: ClassVar[int]
-    """Random numbers that one image takes."""
+    """How many random numbers one image takes."""
 
     @abstractmethod
     def __call__(self, x: Tensor, noise: Tensor, fill: Tensor) -> Tensor:
@@ -25,8 +25,8 @@ class Augmentation(ABC):
         Args:
             x: Images ``[n, C, H, W]`` as the network gets them.
             noise: Independent numbers ``[n, num_draws]``, uniform in [0, 1).
-            fill: What lies outside of an image, in a shape that expands to ``[C, H, W]``.
+            fill: Pixel values outside the image, in a shape that expands to ``[C, H, W]``.
 
         Returns:
-            The changed images, a tensor like ``x``.
+            The changed images, of the shape and type of ``x``.
         """

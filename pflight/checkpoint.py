@@ -19,8 +19,8 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
     """Read a checkpoint of tensors and primitives.
 
     Raises:
-        ConfigurationError: If the file is missing, or isn't a whole checkpoint, or if its clients'
-            memory on disk is gone.
+        ConfigurationError: If the file is missing, damaged or no checkpoint, or if the clients'
+            memory on disk that it refers to is gone.
     """
     if not Path(path).is_file():
         raise ConfigurationError(f"there is no checkpoint {path}")
@@ -30,7 +30,7 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
         raise ConfigurationError(
-            f"the checkpoint {path} can't be read: it is damaged, or no checkpoint at all"
+            f"the checkpoint {path} can't be read: it is damaged or not a checkpoint"
         ) from error
     for entry in ("state_dict", "pytorch-lightning_version"):
         if not isinstance(checkpoint, dict) or entry not in checkpoint:
@@ -40,7 +40,7 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
 
 
 def is_whole(path: str | os.PathLike[str]) -> bool:
-    """Return whether a checkpoint's bytes are those that were written."""
+    """Return whether a checkpoint file is complete and undamaged, by its checksums."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
@@ -49,15 +49,15 @@ def is_whole(path: str | os.PathLike[str]) -> bool:
 
 
 def steps_so_far(path: str | os.PathLike[str]) -> int | None:
-    """Return after how many steps a whole file was saved; ``None`` if no run can go on from it."""
+    """Return the step at which an undamaged file was saved; ``None`` if it can't be resumed."""
     progress = _progress(path)
     return progress and progress[0]
 
 
 def rounds_so_far(path: str | os.PathLike[str]) -> int | None:
-    """Return after how many rounds a whole file was saved, or epochs if it is no federation's.
+    """Return after how many rounds an undamaged file was saved; ``None`` if it can't be resumed.
 
-    ``None`` is for a file that no run can go on from.
+    For a checkpoint of another module than a federation, these are epochs.
     """
     progress = _progress(path)
     return progress and progress[1]
@@ -70,12 +70,12 @@ def _progress(path: str | os.PathLike[str]) -> tuple[int, int] | None:
             return None
         steps = int(checkpoint["global_step"])
         return steps, steps if "pflight" in checkpoint else int(checkpoint["epoch"]) + 1
-    except Exception:  # no checkpoint at all
+    except Exception:  # not a checkpoint
         return None
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target, syncs, and replaces: there is always a whole file to go on from."""
+    """Writes a checkpoint to a file beside the target, then renames it: a kill leaves one whole."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
@@ -83,7 +83,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Write ``checkpoint`` to ``path`` so that a kill leaves the old file or the new one.
 
         Raises:
-            OSError: If the disk is full, or may not be written to; the old file stays.
+            OSError: If the disk is full or can't be written to; the old file stays.
         """
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 try:
                     with partial.open("wb") as file:
                         torch.save(checkpoint, file)
-                except RuntimeError as error:  # what torch makes of it
+                except RuntimeError as error:  # torch's form of an OSError
                     raise full_disk(error) or error from None
                 sync(partial)
             sync(target.parent)
@@ -103,10 +103,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Any = lambda storage, loc: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint; a missing or broken file is a one-line error."""
+        """Read a checkpoint by :func:`read_checkpoint`."""
         return read_checkpoint(path, map_location)
 
 
 def _memory(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint holds of its clients' memory; nothing if it is no federation's."""
+    """Return a checkpoint's record of the clients' memory; empty if it is not a federation's."""
     return (checkpoint.get("pflight") or {}).get("memory", {})

@@ -1,4 +1,4 @@
-"""What a federation refuses before it starts, with what to use instead."""
+"""Checks before a run starts; each message says what to use instead."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def check_trainer(trainer: L.Trainer) -> None:
         _check_limit(f"limit_{name}_batches", getattr(trainer, f"limit_{name}_batches"))
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ConfigurationError(
-            f"precision {trainer.precision} scales gradients, which the server's pseudo-gradients "
-            "can't bear: use bf16-mixed"
+            f"precision {trainer.precision} scales gradients, which does not work with the "
+            "server's pseudo-gradients: use bf16-mixed"
         )
     check_strategy(trainer.strategy)
     _check_validation(trainer.check_val_every_n_epoch, trainer.val_check_interval)
@@ -49,7 +49,7 @@ def check_trainer(trainer: L.Trainer) -> None:
 
 
 def check_strategy(strategy: object) -> None:
-    """Raise unless a federation can run by a Trainer's strategy, or one of that name."""
+    """Raise unless a federation can run with this strategy, given as an object or by name."""
     if isinstance(strategy, str):
         fits = strategy == "auto" or strategy.startswith("ddp")
     else:
@@ -57,16 +57,16 @@ def check_strategy(strategy: object) -> None:
     if not fits:
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
         raise ConfigurationError(
-            f"a federation runs on one device or with strategy ddp, not with {name}"
+            f"a federation runs on one device or with strategy ddp, not with strategy {name}"
         )
 
 
 def check_processes(trainer: L.Trainer, num_clients: int | None) -> None:
-    """Raise on so many processes on CPUs that it must be a mistake.
+    """Raise if a Trainer asks for more processes than the CPU cores or the clients can use.
 
     Args:
-        trainer: Their Trainer.
-        num_clients: How many clients they share, if that is known.
+        trainer: The Trainer.
+        num_clients: Number of clients, if it is known.
     """
     if not isinstance(trainer.accelerator, CPUAccelerator) or trainer.world_size == 1:
         return
@@ -78,8 +78,8 @@ def check_processes(trainer: L.Trainer, num_clients: int | None) -> None:
         )
     if num_clients is not None and trainer.world_size > num_clients:
         raise ConfigurationError(
-            f"trainer.devices and num_nodes ask for {trainer.world_size:,} processes, and there "
-            f"are {num_clients:,} clients to share"
+            f"trainer.devices and num_nodes ask for {trainer.world_size:,} processes, but there "
+            f"are only {num_clients:,} clients"
         )
 
 
@@ -87,46 +87,51 @@ def check_data(data: object, client: L.LightningModule) -> FederatedDataModule:
     """Return the Trainer's data module, or raise unless it is federated and fits the client."""
     if not isinstance(data, FederatedDataModule):
         raise ConfigurationError(
-            "a federation needs federated data: pass datamodule=, a "
-            f"pflight.datamodules.FederatedDataModule, got {type(data).__name__}"
+            "a federation needs federated data: pass a pflight.datamodules.FederatedDataModule "
+            f"as datamodule=, got {type(data).__name__}"
         )
     has, needs = getattr(data, "num_classes", None), getattr(client, "num_classes", None)
     if None not in (needs, has) and needs != has:
-        raise ConfigurationError(f"the client has num_classes={needs}, the data {has}")
+        raise ConfigurationError(
+            f"the client has num_classes={needs}, but the data have num_classes={has}"
+        )
     return data
 
 
 def check_same_options(kind: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
-    """Raise unless a Trainer's server callback has the options of that which set a federation up.
+    """Raise unless a Trainer's server callback has the options that the federation began with.
 
     Args:
         kind: The callbacks' class.
-        here: Options of the federation's.
-        there: Options of the Trainer's.
+        here: Options of the callback that set the federation up.
+        there: Options of the Trainer's callback.
     """
     if names := differing(here, there):
         raise ConfigurationError(
-            f"this federation was set up by {_call(kind, here, names)}, and this Trainer has "
-            f"{_call(kind, there, names)}: give the same options, or federation.callback itself, "
-            "or make a new Federation"
+            f"this federation was trained with {_call(kind, here, names)}, but this Trainer has "
+            f"{_call(kind, there, names)}: give the Trainer the same options or "
+            "federation.callback itself, or make a new Federation"
         )
 
 
 def other_options(kind: str, saved: Mapping[str, str], here: Mapping[str, Any]) -> str | None:
-    """Say in what a server callback's options are not the checkpoint's, which they need not be.
+    """Return a message on how a server callback's options differ from those in a checkpoint.
 
     Args:
         kind: The callbacks' class.
-        saved: Options of the checkpoint's, as :func:`~pflight.options.described`.
-        here: Options at hand.
+        saved: Options in the checkpoint, as :func:`~pflight.options.described`.
+        here: Options of the callback.
+
+    Returns:
+        The message, or ``None`` if they are equal. Different options are allowed.
     """
     now = {name: described(value) for name, value in here.items()}
     if not (names := differing(saved, now)):
         return None
     return (
-        f"the checkpoint is of {_call(kind, saved, names, str)}, and goes on with "
-        f"{_call(kind, now, names, str)}; the state of the server optimizer, with its lr, is the "
-        "checkpoint's"
+        f"the checkpoint was made with {_call(kind, saved, names, str)}; the run goes on with "
+        f"{_call(kind, now, names, str)}, but the state of the server optimizer, including its lr, "
+        "is the checkpoint's"
     )
 
 
@@ -141,16 +146,16 @@ def _call(
 
 
 def check_given(record: Mapping[str, Any], client: object, callback: object) -> None:
-    """Raise, with the missing argument, unless a checkpoint can be loaded with what is given.
+    """Raise unless ``load_from_checkpoint`` was given what it needs; the message names it.
 
     Args:
-        record: What the checkpoint says of its federation.
+        record: The checkpoint's record of its federation.
         client: The client module, or ``None``.
         callback: The server callback, or ``None`` for FedAvg.
     """
     if client is None:
         raise ConfigurationError(
-            "load_from_checkpoint needs client=, a client module of the architecture that was "
+            "load_from_checkpoint needs client=, a client module with the network that was "
             "trained: checkpoints hold weights, not modules"
         )
     kind = record.get("callback", "FedAvg")
@@ -158,15 +163,15 @@ def check_given(record: Mapping[str, Any], client: object, callback: object) -> 
         saved = record.get("options", {})
         raise ConfigurationError(
             f"load_from_checkpoint needs callback={_call(kind, saved, list(saved), str)}, the "
-            "server callback that trained this federation: without one it is FedAvg"
+            "server callback that trained this federation; the default is FedAvg"
         )
 
 
 def open_memory(memory: ClientMemory, trainer: L.Trainer) -> None:
-    """Open the client memory in a Trainer's folder, and have checkpoints written as a whole.
+    """Open the client memory in a Trainer's folder, and have checkpoints written atomically.
 
     Raises:
-        ConfigurationError: If they are not written by what protects the memory that they name.
+        ConfigurationError: If the memory is on disk and another plugin writes the checkpoints.
     """
     strategy = trainer.strategy
     if type(strategy.checkpoint_io) is TorchCheckpointIO:
@@ -174,9 +179,9 @@ def open_memory(memory: ClientMemory, trainer: L.Trainer) -> None:
     atomic = isinstance(strategy.checkpoint_io, AtomicCheckpointIO)
     if isinstance(memory, MappedMemory) and not atomic:
         raise ConfigurationError(
-            "client_memory='disk' goes with pflight's own way to write checkpoints, not with "
-            f"{type(strategy.checkpoint_io).__name__}: leave out that plugin, or keep the memory "
-            "in 'ram'"
+            "client_memory='disk' needs pflight's own checkpoint plugin, but the Trainer has "
+            f"{type(strategy.checkpoint_io).__name__}: leave that plugin out, or set "
+            "client_memory='ram'"
         )
     memory.open(trainer.default_root_dir)
 
@@ -185,12 +190,12 @@ def check_record(record: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise unless a checkpoint's record of a federation agrees with the federation at hand.
 
     Args:
-        record: What the checkpoint says; empty if it is another module's.
-        here: What the federation says: ``callback``, ``num_clients``, ``server_models`` and
-            ``layout``, a mapping from the names of the network's tensors to shape and dtype.
+        record: The checkpoint's record; empty if the checkpoint is of another module.
+        here: The same of the federation at hand: ``callback``, ``num_clients``, ``server_models``
+            and ``layout``, a mapping from the names of the network's tensors to shape and dtype.
     """
     if not record:
-        raise ConfigurationError("the checkpoint is not one of a federation")
+        raise ConfigurationError("the checkpoint is not that of a federation")
     for name in ("callback", "num_clients", "server_models"):
         _check_equal(name, record.get(name), here[name])
     saved, wanted = record["layout"], here["layout"]
@@ -201,19 +206,21 @@ def check_record(record: Mapping[str, Any], here: Mapping[str, Any]) -> None:
 def _check_equal(name: str, saved: object, here: object) -> None:
     if saved != here:
         raise ConfigurationError(
-            f"the checkpoint does not fit: its {name} is {saved}, here it is {here}"
+            f"the checkpoint does not fit this federation: {name} is {saved} in the checkpoint "
+            f"and {here} here"
         )
 
 
 def _check_validation(every: int | None, interval: object) -> None:
-    """Raise unless validation is due after some whole number of rounds."""
+    """Raise unless validation comes after a whole number of rounds."""
     name = "check_val_every_n_epoch"
     rounds: float | None = every
     if every is None and isinstance(interval, int | float):
         name, rounds = "val_check_interval", interval
     elif isinstance(interval, int | float) and interval != 1:
         raise ConfigurationError(
-            f"val_check_interval={interval} is within a round: set check_val_every_n_epoch"
+            f"val_check_interval={interval} would validate within a round: set "
+            "check_val_every_n_epoch instead"
         )
     if rounds is not None and not whole(rounds) >= 1:
         raise ConfigurationError(f"{name} must be a whole number of at least 1, got {rounds}")
@@ -222,6 +229,6 @@ def _check_validation(every: int | None, interval: object) -> None:
 def _check_limit(name: str, limit: float) -> None:
     if isinstance(limit, float) and limit not in (0.0, 1.0):
         raise ConfigurationError(
-            f"{name}={limit} is a fraction, but a batch is a cohort of clients: give an integer, "
-            "or set the data's cohort_size or participation"
+            f"{name}={limit} is a fraction of the batches, but a batch of a federation is a cohort "
+            "of clients: give an integer, or set the data's cohort_size or participation"
         )

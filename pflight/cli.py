@@ -1,4 +1,4 @@
-"""The command line: ``pflight fit|validate|test|predict``, a LightningCLI."""
+"""The command line ``pflight fit|validate|test|predict``, built on LightningCLI."""
 
 from __future__ import annotations
 
@@ -77,16 +77,20 @@ class FederationCLI(LightningCLI):
     """LightningCLI for federations, with one run in one folder.
 
     The model is a :class:`~pflight.Federation` unless another class is named, its client a
-    :class:`~pflight.models.Classifier`. The run folder is ``trainer.default_root_dir``: it gets
-    ``config.yaml``, TensorBoard's events and ``checkpoints/`` with ``last.ckpt`` of every round and
-    ``best.ckpt`` by ``--monitor`` and ``--mode``, which a ready-made task need not be given, if the
-    configuration brings no logger or ``ModelCheckpoint`` of its own. ``--ckpt_path last`` and
-    ``best`` are those of this folder; all but ``fit`` take ``best`` where none is named. One
-    ``fit`` at a time writes there.
+    :class:`~pflight.models.Classifier`. The run folder is ``trainer.default_root_dir``. Unless the
+    configuration has a logger or a ``ModelCheckpoint`` of its own, a ``fit`` writes there
+
+    - ``config.yaml`` and TensorBoard's events,
+    - ``checkpoints/last.ckpt`` after every round, and
+    - ``checkpoints/best.ckpt``, chosen by ``--monitor`` and ``--mode``; ready-made tasks have
+      defaults for both.
+
+    ``--ckpt_path last`` and ``best`` mean these files; all commands but ``fit`` use ``best`` by
+    default. Only one ``fit`` at a time can write to a folder.
 
     Args:
         args: Arguments in place of those of the process.
-        stop: What ends a run when a signal comes; by default signals are left to Lightning.
+        stop: Ends a run when a signal comes; by default signals are left to Lightning.
     """
 
     def __init__(
@@ -94,7 +98,7 @@ class FederationCLI(LightningCLI):
     ) -> None:
         self._stop = stop
         self._resumed_step: int | None = None
-        self._in_place = False  # whether what is in the run folder is of this run
+        self._in_place = False  # whether the files in the run folder are this run's
         self._until_done = ExitStack()
         settings = {"exit_on_error": False, "allow_abbrev": False, "parser_mode": MODE}
         commands = {name: {**settings, "epilog": _EPILOG} for name in self.subcommands()}
@@ -133,17 +137,19 @@ class FederationCLI(LightningCLI):
             raise
 
     def add_arguments_to_parser(self, parser: Any) -> None:
-        """Let the model be a federation unless another class is named; add what picks the best."""
+        """Make the federation the default model, and add ``--monitor`` and ``--mode``."""
         parser.set_defaults({"model": _FEDERATION})
         parser.add_argument(
-            "--monitor", type=str | None, help="What best.ckpt is chosen by, as val/macro_mae."
+            "--monitor", type=str | None, help="Metric that chooses best.ckpt: val/macro_mae, say."
         )
         parser.add_argument(
-            "--mode", type=Literal["min", "max"] | None, help="Which is best, for --monitor."
+            "--mode",
+            type=Literal["min", "max"] | None,
+            help="Whether the lowest or the highest --monitor is best.",
         )
 
     def parse_arguments(self, parser: Any, args: ArgsType) -> None:
-        """Parse, with the shipped configs behind the files at hand."""
+        """Parse the arguments; a config file that does not exist is sought among those shipped."""
         given = args if isinstance(args, list) else sys.argv[1:]
         commands = {name: self._parser(name) for name in self.subcommands()}
         try:
@@ -153,7 +159,7 @@ class FederationCLI(LightningCLI):
         self._check_options(self.config[self.config.subcommand])
 
     def _check_options(self, config: Namespace) -> None:
-        """Raise on what Lightning would answer with a traceback."""
+        """Raise for options on which Lightning would fail with a traceback."""
         if not isinstance(config.trainer, Namespace):
             raise ConfigurationError(f"trainer: expected a mapping, got {config.trainer}")
         if not 0 <= int(config.seed_everything or 0) < 2**32:
@@ -162,12 +168,12 @@ class FederationCLI(LightningCLI):
             )
         if (config.monitor is None) != (config.mode is None):
             raise ConfigurationError(
-                "best.ckpt takes both, --monitor and --mode, as in --monitor val/macro_mae "
-                f"--mode min; got monitor={config.monitor} and mode={config.mode}"
+                "give --monitor and --mode together, such as --monitor val/macro_mae --mode min; "
+                f"got monitor={config.monitor} and mode={config.mode}"
             )
 
     def _parse_ckpt_path(self) -> None:
-        """Take nothing from the checkpoint: what was configured holds."""
+        """Take no options from the checkpoint: the configuration has them."""
 
     @cached_property
     def folder(self) -> RunFolder:
@@ -175,7 +181,7 @@ class FederationCLI(LightningCLI):
         return RunFolder(self._get(self.config, "trainer").default_root_dir)
 
     def before_instantiate_classes(self) -> None:
-        """Hand the seed on to what has none of its own, and find the checkpoint."""
+        """Pass ``seed_everything`` to model and data with seed 0, and find the checkpoint."""
         config = self.config[self.subcommand]
         for part in (config.model, config.data):
             options = part.get("init_args")
@@ -198,7 +204,7 @@ class FederationCLI(LightningCLI):
         path = self.folder.resolve(config.ckpt_path, may_start=self.subcommand == "fit")
         config.ckpt_path = None if path is None else str(path)
         if path is None:
-            _say(f"no run in {self.folder.path} yet: starting one")
+            _say(f"no run in {self.folder.path} to continue: starting a new one")
             return
         record = read_checkpoint(path)
         self._resumed_step = int(record["global_step"])  # for a federation, the rounds so far
@@ -212,7 +218,7 @@ class FederationCLI(LightningCLI):
         """Make the model, the data and the Trainer.
 
         Raises:
-            ConfigurationError: A class refuses its options.
+            ConfigurationError: If a class can't be made with its options.
         """
         try:
             super().instantiate_classes()
@@ -226,7 +232,7 @@ class FederationCLI(LightningCLI):
             self.folder.check_origin()
 
     def _refused_optimizer(self) -> tuple[str, str] | None:
-        """Return which optimizer of the configuration can't be built, and why."""
+        """Return the option of the optimizer that can't be built, and the reason."""
         for name, spec in specs(self.config[self.subcommand]):
             kind, options = resolve_name(spec.class_path), spec.get("init_args") or {}
             if isinstance(kind, type) and issubclass(kind, Optimizer):
@@ -239,7 +245,7 @@ class FederationCLI(LightningCLI):
         return SLURMEnvironment.detect() and bool(self.folder.requeued())
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """Make the Trainer, with the project's monitors where the configuration has none."""
+        """Make the Trainer, with pflight's monitors where the configuration has none."""
         given = self._get(self.config_init, "trainer")
         if isinstance(self.model, Federation):
             check_strategy(given.strategy)
@@ -258,8 +264,8 @@ class FederationCLI(LightningCLI):
                 defaults += self._checkpoints()
             elif self._get(self.config, "monitor") is not None:
                 raise ConfigurationError(
-                    "--monitor chooses best.ckpt, but the configuration has a ModelCheckpoint of "
-                    "its own: give the monitor to that"
+                    "--monitor has no effect on the ModelCheckpoint of the configuration: set that "
+                    "callback's monitor instead"
                 )
             elif self._stop is not None:
                 last = self.folder.checkpoints / "last.ckpt"
@@ -275,11 +281,11 @@ class FederationCLI(LightningCLI):
         trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
         check_processes(trainer, getattr(self.datamodule, "num_clients", None))
         if self._stop is not None:
-            self._stop.attend(trainer)
+            self._stop.watch(trainer)
         return trainer
 
     def fit(self, **kwargs: Any) -> None:
-        """Train in the run folder; an earlier run there moves aside unless it is continued."""
+        """Train in the run folder; an earlier run there is moved aside unless it is continued."""
         try:
             self.trainer.fit(**kwargs)
         except RuntimeError as error:
@@ -288,24 +294,25 @@ class FederationCLI(LightningCLI):
             raise
 
     def _advice(self) -> str:
-        """Say how far a fit has come that ends early, and how to go on."""
+        """Return how far a fit that ended early has come, and how to continue it."""
         folder = self.folder
         saved = folder.rounds_saved() if self._in_place else None
         done = self.trainer.current_epoch if saved is None and hasattr(self, "trainer") else saved
         if not done:
             return (
-                f"before the end of the first round in {folder.path}: the same command starts again"
+                f"before the end of the first round in {folder.path}: start it again with the same "
+                "command"
             )
         unit = "round" if isinstance(getattr(self, "model", None), Federation) else "epoch"
         where = f"after {done} {unit}{'s' if done != 1 else ''}"
         if done == self._get(self.config, "trainer").max_epochs:
-            return f"{where}, which are all"
+            return f"{where}, the last of the run"
         if saved is None:
-            return f"{where}: there is no checkpoint in {folder.path} to go on from"
-        return f"{where}: --ckpt_path last goes on from {folder.path}"
+            return f"{where}: there is no checkpoint in {folder.path} to continue from"
+        return f"{where}: --ckpt_path last continues the run in {folder.path}"
 
     def test(self, **kwargs: Any) -> None:
-        """Test; the results of an earlier test of this run are replaced."""
+        """Test the clients; results of an earlier test of this run are replaced."""
         earlier, logger = [], self.trainer.logger
         if isinstance(logger, TensorBoardLogger) and Path(logger.log_dir) == self.folder.path:
             self._claim("test")
@@ -314,28 +321,31 @@ class FederationCLI(LightningCLI):
         _remove(earlier)
 
     def validate(self, **kwargs: Any) -> None:
-        """Judge the clients on their validation samples."""
+        """Evaluate the clients on their validation samples."""
         self.trainer.validate(**self._without_table(kwargs))
 
     def predict(self, **kwargs: Any) -> None:
         """Write the clients' predictions to the run folder."""
         if not isinstance(self.model, Federation):
-            raise ConfigurationError("predict writes the predictions of a federation's clients")
+            raise ConfigurationError(
+                "predict writes the predictions of a federation's clients: the model must be a "
+                "Federation"
+            )
         self.trainer.predict(**{**kwargs, "return_predictions": False})
 
     def _best(self) -> str:
-        """Return the best checkpoint of the run, by which it is judged unless another is named."""
+        """Return the best checkpoint of the run, the default of all commands but ``fit``."""
         folder = self.folder
         try:
             path = folder.resolve("best")
         except ConfigurationError as error:
             raise ConfigurationError(f"{error}; name another with --ckpt_path") from error
-        _say(f"no --ckpt_path: {self.subcommand} takes {path}, the best of the run")
+        _say(f"{self.subcommand} uses {path}, the best of the run (--ckpt_path names another)")
         return str(path)
 
     @rank_zero_only
     def _claim(self, work: str) -> None:
-        """Keep other processes out of the run folder until this one is done."""
+        """Lock the run folder until this process is done."""
         self._until_done.enter_context(self.folder.claimed(work))
         self._until_done.push(self._undo)
 
@@ -346,23 +356,22 @@ class FederationCLI(LightningCLI):
         self._in_place = True
 
     def _undo(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Leave the run folder as it was if an error came before there was anything of a run.
+        """Restore the run folder if an error came before the new run wrote anything of worth.
 
-        Ctrl-C leaves the new run in its place; where signals are left to Lightning, that is a
-        ``SystemExit``.
+        Ctrl-C, a ``SystemExit`` where signals are left to Lightning, leaves the new run in place.
         """
         if kind is not None:
             self.folder.drop_empty_events()
         if kind not in (None, SystemExit) and self.folder.put_back():
             self._in_place = False
-            _say(f"put the earlier run back to {self.folder.path}")
+            _say(f"moved the earlier run back to {self.folder.path}")
 
     def _without_table(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         own = isinstance(self.model, Federation)
         return {**kwargs, "verbose": kwargs.get("verbose", True) and not own}
 
     def _logger(self) -> TensorBoardLogger | bool:
-        """Return TensorBoard in the run folder; a validation would repeat points of the fit."""
+        """Return the TensorBoard logger; a ``validate`` has none, as it would repeat points."""
         if self.subcommand == "fit":  # TensorBoard drops what was logged after the checkpoint
             options: dict[str, Any] = {"purge_step": self._resumed_step}
         elif self.subcommand == "test":
@@ -391,8 +400,8 @@ class FederationCLI(LightningCLI):
             return [best, last]
         if self.subcommand == "fit" and client and is_overridden("validation_step", client):
             _say(
-                f"no best.ckpt is kept: say which value of {type(client).__name__} chooses it, as "
-                "in --monitor val/macro_loss --mode min"
+                f"no best.ckpt is kept: choose a metric that {type(client).__name__} logs, as in "
+                "--monitor val/macro_loss --mode min"
             )
         return [last]
 
@@ -401,15 +410,15 @@ class FederationCLI(LightningCLI):
 
 
 class RunCheckpoint(ModelCheckpoint):
-    """A ModelCheckpoint that knows its best so far also where the run folder has been moved.
+    """A ModelCheckpoint that finds its files again after the run folder was moved.
 
-    Unless it is ``strict``, it does not mind if there is nothing to choose the best by.
+    Unless it is ``strict``, it ignores that its metric is missing.
     """
 
     strict = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state, with the files where they are now."""
+        """Load the state, with the paths of the files as they are now."""
 
         def here(path: str) -> str:
             return str(Path(str(self.dirpath), Path(path).name)) if path else path
@@ -425,10 +434,10 @@ class RunCheckpoint(ModelCheckpoint):
 class SaveRunConfig(SaveConfigCallback):
     """Saves the configuration of a ``fit`` to the run folder, without ``ckpt_path``.
 
-    That is when all has been checked, right before training.
+    It does so right before training, when everything has been checked.
 
     Args:
-        make_room: Called before: moves what is in the way.
+        make_room: Called first; moves an earlier run out of the way.
     """
 
     def __init__(
@@ -449,10 +458,10 @@ class SaveRunConfig(SaveConfigCallback):
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line; what the user got wrong is one line on stderr and exit status 2.
+    """Run the command line; errors that a user can mend are one line on stderr.
 
-    A full disk, or a client that is to stop the run, is one line and status 1, SIGTERM one line and
-    143, Ctrl-C one line and 130.
+    The exit status is 2 for wrong options or input, 1 for a full disk or a failed client with
+    ``on_client_error="raise"``, 143 for SIGTERM and 130 for Ctrl-C.
     """
     _quieten()
     stop = StopBetweenRounds()
@@ -477,7 +486,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def _left_to_the_main_thread() -> Iterator[None]:
-    """Don't report a full disk of a thread of TensorBoard's, which raises it again later."""
+    """Don't print a full disk in TensorBoard's writer thread, which the main thread raises too."""
     report = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:
@@ -492,7 +501,7 @@ def _left_to_the_main_thread() -> Iterator[None]:
 
 
 def _fail(message: str, status: int = 2) -> NoReturn:
-    """End with a line, which is rank 0's if it fails alike: that ends the other ranks."""
+    """Print one line and exit; other ranks wait for rank 0, which ends them if it fails as well."""
     rank = getattr(rank_zero_only, "rank", None) or 0
     if rank:
         time.sleep(_RANK_0_FIRST)
@@ -502,7 +511,7 @@ def _fail(message: str, status: int = 2) -> NoReturn:
 
 
 def _configuration_error(error: BaseException) -> BaseException | None:
-    """Return the error of ours, or of Lightning's, about options that an exception stems from."""
+    """Return the configuration error, pflight's or Lightning's, that caused an exception."""
     kinds = (ConfigurationError, MisconfigurationException)
     return next((cause for cause in causes(error) if isinstance(cause, kinds)), None)
 
@@ -519,7 +528,7 @@ def _remove(paths: Iterable[Path]) -> None:
 
 
 def _with_shipped_configs(args: Sequence[str]) -> list[str]:
-    """Return the arguments; a config file that isn't there is the one that pflight ships."""
+    """Return the arguments, with paths of shipped configs for config files that don't exist."""
     found = list(args)
     for position, arg in enumerate(found):
         option, equals, value = arg.partition("=")
@@ -543,26 +552,23 @@ def _config_file(path: str) -> str:
         shipped = files("pflight.configs").joinpath(name)
         if shipped.is_file():
             return str(shipped)
-    raise ConfigurationError(f"there is no config file {path!r}, nor does pflight ship one")
+    raise ConfigurationError(f"there is no config file {path!r}, and pflight ships none like it")
 
 
 def _dumped(parser: Any, config: Namespace) -> str:
-    """Return the configuration as YAML, without the checkpoint that a run begins from.
-
-    Nor does it allow to go on with other data.
-    """
+    """Return the configuration as YAML, without ``ckpt_path`` and ``allow_other_data``."""
     config = config.clone()
     config.ckpt_path = None
     options: Any = config.model.get("init_args") or {}
     if options.get("allow_other_data"):
-        options.allow_other_data = False  # a consent is for one resume
+        options.allow_other_data = False  # it holds for one resume only
     with warnings.catch_warnings():  # jsonargparse 4.49 renamed the argument
         warnings.simplefilter("ignore", DeprecationWarning)
         return parser.dump(config, skip_none=False)
 
 
 def _hparams(config: Namespace) -> dict[str, Primitive]:
-    """Flatten what tells one run from another: algorithm, client, data, optimizer and rounds."""
+    """Flatten the options by which runs differ: algorithm, client, data, optimizer and rounds."""
     trainer, model, data = (config[name].as_dict() for name in ("trainer", "model", "data"))
     flat: dict[str, Primitive] = {"rounds": trainer["max_epochs"] or 0}
     for spec in _as_list(trainer["callbacks"]):
@@ -571,7 +577,7 @@ def _hparams(config: Namespace) -> dict[str, Primitive]:
             flat.update(_flatten("algorithm", spec))
     options = dict(model.get("init_args") or {})
     if (client := options.pop("client", None)) is not None:
-        flat.pop("algorithm", None)  # which the federation has a better name for
+        flat.pop("algorithm", None)  # the federation knows a better name
         flat.update(_flatten("client", client))
         flat.update(_flatten("federation", options))
     else:
@@ -615,7 +621,7 @@ def _format_warning(
 
 
 def _quieten() -> None:
-    """Leave out what libraries say at every start; warnings of pflight's own stay, as one line."""
+    """Silence what libraries print at every start; print pflight's own warnings as one line."""
     warnings.formatwarning = _format_warning
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)

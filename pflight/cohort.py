@@ -21,15 +21,15 @@ def check_cohort_options(
     availability: float = 1.0,
     dropout: float = 0.0,
 ) -> None:
-    """Raise for cohort options that no federation can honour, whatever its clients.
+    """Raise for cohort options that are out of range, whatever the number of clients.
 
     Raises:
-        ConfigurationError: Names the option as the data modules spell it.
+        ConfigurationError: Names the option as the data modules do.
     """
     if size is not None and participation is not None:
         raise ConfigurationError(
-            f"{type(owner).__name__}: give cohort_size or participation, not both: got {size} and "
-            f"{participation}"
+            f"{type(owner).__name__}: give cohort_size or participation, not both: got "
+            f"cohort_size={size} and participation={participation}"
         )
     check_range(owner, "[1, inf)", cohort_size=size)
     check_range(owner, "[1e-09, 1]", participation=participation, availability=availability)
@@ -47,19 +47,20 @@ class CohortSampler:
     r"""Draws the cohort of a round as a pure function of ``(seed, round)``.
 
     The cohort has ``s = max(1, floor(participation * N + 0.5))`` of the ``N`` clients, or ``size``.
-    Each available client waits an exponential time whose rate is its weight (1, or its sample
-    count), and the ``s`` that come first are the cohort: uniform sampling without replacement, or
-    successive sampling in proportion to the data (Efraimidis and Spirakis, 2006).
+    Each available client draws an exponential waiting time whose rate is its weight (1, or its
+    sample count), and the ``s`` clients with the shortest times are the cohort: uniform sampling
+    without replacement, or successive sampling in proportion to the data (Efraimidis and Spirakis,
+    2006).
 
     Args:
-        clients: Ids that may be sampled, ``[N]``.
-        num_samples: Their training sample counts, ``[N]``.
-        size: Clients in a cohort; ``None`` with ``participation=None`` means all.
+        clients: Ids of the clients that may be sampled, ``[N]``.
+        num_samples: Their numbers of training samples, ``[N]``.
+        size: Number of clients in a cohort; ``None`` with ``participation=None`` means all.
         participation: Share of the ``N`` clients in a cohort, from a billionth to 1.
         sampling: ``"uniform"``, or ``"samples"`` to sample in proportion to the data.
-        availability: Probability that a client can be sampled in a round; where fewer than ``s``
-            clients can, the cohort is smaller, and one always can.
-        dropout: Probability that a sampled client never answers; one always answers.
+        availability: Probability that a client can be sampled in a round. If fewer than ``s``
+            clients can, the cohort is smaller; at least one always can.
+        dropout: Probability that a sampled client does not answer; at least one always does.
         seed: Seed of all draws.
 
     Raises:
@@ -117,10 +118,10 @@ class CohortSampler:
         return self.clients[first.sort().values]
 
     def answers(self, round: int, clients: Tensor) -> Tensor:
-        """Say which of the sampled clients answer.
+        """Return which of the sampled clients answer.
 
-        A client's fate in a round depends on nothing but ``(seed, round, client)``, unless all of
-        ``clients`` would fail: then the luckiest answers.
+        Whether a client answers depends on ``(seed, round, client)`` alone, unless all of
+        ``clients`` would drop out: then the one with the highest draw answers.
 
         Args:
             round: Index of the round.
@@ -141,8 +142,8 @@ class CohortSampler:
 class CohortLoader:
     """Yields the cohort of one round: an epoch of training is a round.
 
-    It is no torch DataLoader, so Lightning leaves it as it is under any strategy. It is its own
-    ``sampler``, whose ``set_epoch`` Lightning calls before each epoch.
+    It is not a torch DataLoader, so that Lightning does not replace its sampler under any strategy.
+    It is its own ``sampler``, whose ``set_epoch`` Lightning calls before each epoch.
     """
 
     def __init__(self, cohorts: CohortSampler) -> None:
@@ -151,11 +152,11 @@ class CohortLoader:
 
     @property
     def sampler(self) -> CohortLoader:
-        """What Lightning tells the epoch: the loader itself."""
+        """The object whose ``set_epoch`` Lightning calls: the loader itself."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the round that the next iteration yields."""
+        """Set the round whose cohort the next iteration yields."""
         self.round = epoch
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Configuration files: what is wrong with one is said of the file, before any option is read."""
+"""Checks of configuration files before any option is read; messages name the file and line."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from jsonargparse import get_loader, set_loader
 from .errors import ConfigurationError
 
 MODE = "bounded yaml"
-"""The parser mode of jsonargparse in which aliases can't make a short text an endless one."""
+"""The parser mode of jsonargparse that limits what YAML aliases may expand to."""
 
 _DEEPEST = 100
-_MOST_BY_ALIASES = 10_000  # what a text may hold beyond what is written in it
+_MOST_BY_ALIASES = 10_000  # nodes that aliases may add to those written in the text
 
 
 def check_config_file(path: str) -> None:
-    """Raise unless a file is YAML that holds options by name, each once.
+    """Raise unless a file is YAML with options by name, each given once.
 
     Raises:
-        ConfigurationError: If it isn't; the message names the file and the line.
+        ConfigurationError: If it is not; the message names the file and the line.
     """
-    with _said_of(path):
+    with _read_errors(path):
         text = Path(path).read_text("utf-8-sig")
         _check_depth(path, text)
         document = yaml.compose(text, yaml.CSafeLoader)
     if document is None:
         raise _error(path, "is empty")
     if not isinstance(document, yaml.MappingNode):
-        raise _error(path, f"holds a {document.id}, not options by name")
+        raise _error(path, f"has a {document.id} where a mapping of options is expected")
     _check_once(path, document, set())
     _Extent(path).of(document)
-    with _said_of(path):
+    with _read_errors(path):
         load(text)
-    for key, value in document.value:  # which jsonargparse would pass over
+    for key, value in document.value:  # jsonargparse would ignore such a value
         if key.value == "trainer" and not value.tag.endswith((":map", ":str", ":null")):
-            raise _error(path, "has no options by name under trainer", value.start_mark)
+            raise _error(path, "has no mapping of options under trainer", value.start_mark)
 
 
 @contextmanager
-def _said_of(path: str) -> Iterator[None]:
-    """Say of a file why it can't be read."""
+def _read_errors(path: str) -> Iterator[None]:
+    """Turn errors from reading a file into a ConfigurationError that names the file."""
     try:
         yield
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
-        raise _error(path, f"is not UTF-8 text: it has a byte {byte:#x}") from error
+        raise _error(path, f"is not UTF-8 text: it has the byte {byte:#x}") from error
     except OSError as error:
         raise _error(path, f"can't be read: {error.strerror}") from error
     except yaml.MarkedYAMLError as error:
@@ -59,27 +59,27 @@ def _said_of(path: str) -> Iterator[None]:
 
 
 def _check_depth(path: str, text: str) -> None:
-    """Raise if options are nested so deeply that libyaml would end the process."""
+    """Raise if options are nested so deeply that libyaml would crash the process."""
     depth = 0
     for event in yaml.parse(text, yaml.CSafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > _DEEPEST:
-            raise _error(path, f"is nested more than {_DEEPEST} deep", event.start_mark)
+            raise _error(path, f"is nested more than {_DEEPEST} levels deep", event.start_mark)
 
 
 def groups_in(path: str) -> list[str]:
-    """Return what a checked file names at its outermost level, without what a dot separates."""
+    """Return the top-level names of a checked file, each up to its first dot."""
     document = yaml.compose(Path(path).read_text("utf-8-sig"), yaml.CSafeLoader)
     names = (key.value for key, _ in document.value if not key.tag.endswith(":merge"))
     return [name.partition(".")[0].removesuffix("+") for name in names]
 
 
 def load(text: str) -> Any:
-    """Return what YAML holds, as jsonargparse reads it.
+    """Return the content of a YAML text, as jsonargparse reads it.
 
     Raises:
-        ConfigurationError: If aliases lead back to where they are, or repeat too much.
+        ConfigurationError: If an alias contains itself, or aliases repeat too much.
     """
     if "*" in text and "&" in text:
         _check_depth("", text)
@@ -88,7 +88,7 @@ def load(text: str) -> Any:
         return get_loader("yaml")(text)
     except yaml.YAMLError:
         raise
-    except Exception as error:  # tags raise many kinds on values that are not theirs
+    except Exception as error:  # tags raise many kinds of errors on values that don't fit them
         raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
 
 
@@ -96,7 +96,7 @@ set_loader(MODE, load, (yaml.YAMLError,))
 
 
 class _Extent:
-    """How deep and how large what a document holds is, with all that its aliases repeat.
+    """Measures how deep and how large a document is once its aliases are expanded.
 
     Args:
         path: The file, for messages.
@@ -108,14 +108,14 @@ class _Extent:
         self._open: set[yaml.Node] = set()
 
     def of(self, node: yaml.Node) -> tuple[int, int]:
-        """Return depth and number of nodes.
+        """Return the depth and the number of nodes below a node.
 
         Raises:
-            ConfigurationError: If there is no end of them, or they are too many.
+            ConfigurationError: If the node contains itself, or there are too many nodes.
         """
         if node in self._open:
             raise _error(self.path, "contains itself through an alias", node.start_mark)
-        if node not in self._found:  # which an alias leads back to
+        if node not in self._found:  # an alias may lead back to it
             self._open.add(node)
             parts = [self.of(part) for part in _parts(node)]
             self._open.remove(node)
@@ -123,9 +123,10 @@ class _Extent:
             size = 1 + sum(size for _, size in parts)
             self._found[node] = depth, size
             if depth > _DEEPEST + 1:
-                raise _error(self.path, f"is nested more than {_DEEPEST} deep", node.start_mark)
+                more = f"is nested more than {_DEEPEST} levels deep"
+                raise _error(self.path, more, node.start_mark)
             if size - len(self._found) > _MOST_BY_ALIASES:
-                more = f"repeats more than {_MOST_BY_ALIASES:,} things through aliases"
+                more = f"repeats more than {_MOST_BY_ALIASES:,} nodes through aliases"
                 raise _error(self.path, more, node.start_mark)
         return self._found[node]
 
@@ -137,7 +138,7 @@ def _parts(node: yaml.Node) -> list[yaml.Node]:
 
 
 def _check_once(path: str, node: yaml.Node, seen: set[yaml.Node]) -> None:
-    """Raise if there is a key twice in a mapping: YAML takes the last and forgets the others."""
+    """Raise if a mapping has a key twice: YAML silently takes the last one."""
     if node in seen or isinstance(node, yaml.ScalarNode):
         return
     seen.add(node)  # an alias may lead back to it
@@ -148,15 +149,15 @@ def _check_once(path: str, node: yaml.Node, seen: set[yaml.Node]) -> None:
     keys = set()
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
-            raise _error(path, f"has a {key.id} for the name of an option", key.start_mark)
+            raise _error(path, f"has a {key.id} as the name of an option", key.start_mark)
         name = str(key.value)
         if name in keys:
-            raise _error(path, f"has {name} twice", key.start_mark)
+            raise _error(path, f"has the option {name} twice", key.start_mark)
         keys.add(name)
         _check_once(path, value, seen)
 
 
 def _error(path: str, message: str, mark: yaml.Mark | None = None) -> ConfigurationError:
     where = f" (line {mark.line + 1})" if mark else ""
-    whose = f"the config {path}" if path else "YAML"
+    whose = f"the config file {path}" if path else "YAML"
     return ConfigurationError(f"{whose} {message}{where}")

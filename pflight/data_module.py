@@ -1,4 +1,4 @@
-"""The data side of a federation: what each client holds, and which clients a loader yields."""
+"""The data of a federation's clients, and the loaders that yield cohorts of clients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .loaders import (
     Split,
     Visit,
     batch_loader,
-    nothing,
+    empty_loader,
     sample_order,
 )
 from .options import check_range, checked
@@ -43,23 +43,23 @@ if TYPE_CHECKING:
 class FederatedDataModule(L.LightningDataModule):
     """The data of a federation's clients, and the cohorts that train on them.
 
-    A data set of one's own says how many clients there are and what each of them holds:
-    ``num_clients`` and :meth:`samples` (and :meth:`num_samples` where counting is cheaper than
-    loading). Loaders, cohorts, newcomers and pictures follow from these.
+    A subclass for your own data defines ``num_clients`` and :meth:`samples`, and
+    :meth:`num_samples` if counting is cheaper than loading. Loaders, cohorts, newcomers and
+    pictures follow from these.
 
     Args:
-        num_classes: Number of classes, labels are ``0 .. num_classes - 1``; ``None`` where a data
-            set finds it out and defines it.
+        num_classes: Number of classes; labels are ``0 .. num_classes - 1``. ``None`` if a subclass
+            sets it later, or if there are no classes.
         cohort_size: Clients that train in a round; with neither this nor ``participation``, all.
         participation: Share of the training clients that train in a round, a billionth to 1.
         cohort_sampling: ``uniform``, or ``samples``: in proportion to the clients' sample counts.
         availability: Probability that a client can be sampled in a round, a billionth to 1.
-        dropout: Probability that a sampled client never answers.
-        batch_size: Samples of a local training batch; ``null`` means all of the client's.
-        eval_batch_size: Samples of a batch in evaluation; ``null`` means all of the client's.
+        dropout: Probability that a sampled client does not answer.
+        batch_size: Samples in a local training batch; ``null`` means all of the client's.
+        eval_batch_size: Samples in a batch of an evaluation; ``null`` means all of the client's.
         eval_chunk: Clients that are evaluated at once.
-        holdout_clients: Share of the clients that never train: the newcomers of the test.
-        augmentation: How training images are changed anew in each local epoch; ``null``: not.
+        holdout_clients: Share of the clients that never train and are tested as newcomers.
+        augmentation: Changes training images at random in each local epoch; ``null`` for none.
         seed: Seed of the cohorts, the newcomers, the order of the samples and the augmentation.
 
     Raises:
@@ -73,7 +73,7 @@ class FederatedDataModule(L.LightningDataModule):
     """Number of classes; labels are ``0 .. num_classes - 1``."""
 
     fill = torch.tensor(0.0)
-    """What lies outside of an image ``[C, H, W]``, in a shape that expands to it."""
+    """Pixel values outside an image ``[C, H, W]``, in a shape that expands to it."""
 
     def __init__(
         self,
@@ -120,18 +120,18 @@ class FederatedDataModule(L.LightningDataModule):
 
         Returns:
             Features ``[n, ...]`` and labels ``[n]`` (int64), or any nesting of tensors ``[n, ...]``
-            that the client module's steps take; ``n`` may be 0. Shape and type of a sample are
-            those of other clients' samples: a client with others fails.
+            that the client module's steps take; ``n`` may be 0. All clients' samples must have the
+            same shape and type: a client with another one fails.
         """
         raise NotImplementedError(f"{type(self).__name__} must define samples(client, split)")
 
     def setup(self, stage: str | None = None) -> None:
-        """Check the options against the data; doing it again changes nothing."""
+        """Check the options against the data; calling it again changes nothing."""
         _ = self.cohorts
 
     @property
     def holds_tensors(self) -> bool:
-        """Whether :meth:`samples` hands out a client's samples, and not :meth:`batches` alone."""
+        """Whether :meth:`samples` is defined; otherwise only :meth:`batches` gives samples."""
         return type(self).samples is not FederatedDataModule.samples
 
     @property
@@ -162,7 +162,7 @@ class FederatedDataModule(L.LightningDataModule):
         """Count each client's samples by class, ``[num_clients, num_classes]``.
 
         Raises:
-            ConfigurationError: If a label is no class; the message names the client.
+            ConfigurationError: If a label is out of range; the message names the client.
         """
         parts = [self.labels(client, split) for client in range(self.num_clients)]
         owners = torch.arange(len(parts)).repeat_interleave(torch.tensor([*map(len, parts)]))
@@ -170,20 +170,21 @@ class FederatedDataModule(L.LightningDataModule):
         if (outside := (labels < 0) | (labels >= self.num_classes)).any():
             label, client = int(labels[outside][0]), int(owners[outside][0])
             raise ConfigurationError(
-                f"client {client}, {split}: label {label}, but num_classes is {self.num_classes}"
+                f"client {client} has the label {label} among its {split} samples, but num_classes "
+                f"is {self.num_classes}"
             )
         cells = owners * self.num_classes + labels
         counts = cells.bincount(minlength=self.num_clients * self.num_classes)
         return counts.view(self.num_clients, self.num_classes)
 
     def fingerprint(self) -> Tensor:
-        """Return a number for each client that tells its samples from others, ``[num_clients]``.
+        """Return a number for each client that identifies its samples, ``[num_clients]``.
 
-        A run goes on from a checkpoint only with the clients that it was made with: those of equal
-        sample counts and of equal fingerprints. By default these are checksums of the labels, in
-        their order; where :meth:`num_samples` is defined but :meth:`labels` is not, so that labels
-        cost as much as features, they are all 0. A data set that knows better what its clients
-        hold, such as checksums of their files, returns that.
+        A run can be resumed only with the data that it began with: equal sample counts and equal
+        fingerprints. By default a fingerprint is a checksum of the client's labels in their order.
+        If a subclass defines :meth:`num_samples` but not :meth:`labels`, so that reading labels
+        costs as much as reading features, all are 0. A subclass can return something better, such
+        as checksums of its files.
         """
         own = type(self)
         counts_alone = own.num_samples is not FederatedDataModule.num_samples
@@ -197,7 +198,7 @@ class FederatedDataModule(L.LightningDataModule):
 
     @cached_property
     def _from_labels(self) -> tuple[dict[Split, Tensor], Tensor]:
-        """What all labels tell, which may cost much to read: counts and checksums of clients."""
+        """Sample counts and checksums of all clients, from one pass over their labels."""
         counts: dict[Split, Tensor] = {}
         checksums = [0] * self.num_clients
         for split in SPLITS:
@@ -209,7 +210,7 @@ class FederatedDataModule(L.LightningDataModule):
                     checksums[client] = checksum_of(labels, checksum)
                 except (KeyboardInterrupt, NotImplementedError, MisconfigurationException):
                     raise
-                except BaseException as error:  # a client's samples are anybody's code
+                except BaseException as error:  # samples() is the user's code
                     reason = " ".join(f"{type(error).__name__}: {error}".split())
                     raise ConfigurationError(
                         f"the {split} samples of client {client} can't be counted: {reason}"
@@ -219,21 +220,21 @@ class FederatedDataModule(L.LightningDataModule):
 
     @cached_property
     def new_clients(self) -> Tensor:
-        """Sorted ids of the newcomers: a seeded draw of ``holdout_clients`` of all clients."""
+        """Sorted ids of the newcomers: a seeded random share ``holdout_clients`` of the clients."""
         count = math.floor(self.holdout_clients * self.num_clients + 0.5)
         random = generator(Purpose.PARTITION, self.seed, 2)
         return torch.randperm(self.num_clients, generator=random)[:count].sort().values
 
     @cached_property
     def train_clients(self) -> Tensor:
-        """Sorted ids of the clients that may be sampled: newcomers and empty clients never are."""
+        """Sorted ids of the clients that may train: not newcomers, and with training samples."""
         may_train = self.num_samples("train") > 0
         may_train[self.new_clients] = False
         return may_train.nonzero().flatten()
 
     @cached_property
     def cohorts(self) -> CohortSampler:
-        """Which clients train in a round."""
+        """The sampler that draws which clients train in a round."""
         return CohortSampler(
             self.train_clients,
             self.num_samples("train")[self.train_clients],
@@ -265,7 +266,7 @@ class FederatedDataModule(L.LightningDataModule):
         return shuffled(counts.pop(), *keys, streams=clients).unbind()
 
     def noise(self, count: int, client: int, round: int, epoch: int = 0) -> Tensor:
-        """Return the uniform numbers that augment a client's samples, ``[count, num_draws]``.
+        """Return the random numbers for augmenting a client's samples, ``[count, num_draws]``.
 
         Args:
             count: Number of samples.
@@ -280,8 +281,8 @@ class FederatedDataModule(L.LightningDataModule):
     def augment(self, x: Tensor, client: int, round: int, epoch: int = 0) -> Tensor:
         """Return a client's training features ``[n, ...]`` as it sees them in one local epoch.
 
-        Without an ``augmentation`` these are the features themselves. Arguments as of
-        :meth:`order`.
+        Without an ``augmentation`` these are the features themselves. The other arguments are
+        those of :meth:`order`.
         """
         if self.augmentation is None:
             return x
@@ -289,9 +290,9 @@ class FederatedDataModule(L.LightningDataModule):
         return self.augmentation(x, noise.to(x.device), self.fill.to(x))
 
     def batches(self, split: Split, visits: Sequence[Visit]) -> Iterator[Any]:
-        """Yield the batches of some visits to clients, as a module's steps take them.
+        """Yield the batches of some visits to clients, in the form that a module's steps take.
 
-        By default they are cut out of :meth:`samples`, which may be any nesting of tensors.
+        By default they are slices of :meth:`samples`, which may be any nesting of tensors.
         """
         for client, round, epoch, parts in visits:
             samples: Any = self.samples(client, split)
@@ -320,29 +321,29 @@ class FederatedDataModule(L.LightningDataModule):
         return Centralized(self)
 
     def train_dataloader(self) -> CohortLoader:
-        """Yield one cohort an epoch: sorted client ids ``[s]``."""
+        """Return a loader of one cohort an epoch: sorted client ids ``[s]``."""
         return CohortLoader(self.cohorts)
 
     def val_dataloader(self) -> ClientLoader | list[Tensor]:
-        """Yield the ids of the clients with validation samples, newcomers excepted, in chunks."""
+        """Return a loader, in chunks, of the clients with validation samples but the newcomers."""
         has_samples = self.num_samples("val") > 0
         has_samples[self.new_clients] = False
         return self._chunks(has_samples)
 
     def test_dataloader(self) -> ClientLoader | list[Tensor]:
-        """Yield the ids of all clients with test samples, in chunks."""
+        """Return a loader, in chunks, of the ids of all clients with test samples."""
         return self._chunks(self.num_samples("test") > 0)
 
     def predict_dataloader(self) -> ClientLoader | list[Tensor]:
-        """Yield the ids of all clients with test samples, in chunks."""
+        """Return a loader, in chunks, of the ids of all clients with test samples."""
         return self.test_dataloader()
 
     def _chunks(self, chosen: Tensor) -> ClientLoader | list[Tensor]:
         clients = chosen.nonzero().flatten()
-        return ClientLoader(clients, self.eval_chunk) if len(clients) else nothing()
+        return ClientLoader(clients, self.eval_chunk) if len(clients) else empty_loader()
 
     def summary(self) -> str:
-        """Describe the partition in a small table of text."""
+        """Return a small text table of the clients' samples."""
         title = [
             f"{type(self).__name__}: {self.num_clients} clients",
             f"{self.num_classes} classes",
@@ -355,7 +356,7 @@ class FederatedDataModule(L.LightningDataModule):
         return partition_table(title, sizes, self._all_class_counts())
 
     def partition_figure(self) -> Figure:
-        """Draw each client's samples by class, all splits together, as stacked bars."""
+        """Draw each client's samples by class as stacked bars, all splits together."""
         return partition_figure(self._all_class_counts(), self.new_clients)
 
     def _all_class_counts(self) -> Tensor:
@@ -367,7 +368,7 @@ class FederatedDataModule(L.LightningDataModule):
 
 
 class _LocalData(L.LightningDataModule):
-    """Loaders over the samples of some clients of a federation."""
+    """Loaders of the samples of some of a federation's clients."""
 
     def __init__(self, data: FederatedDataModule, order_of: int) -> None:
         super().__init__()
@@ -385,7 +386,7 @@ class _LocalData(L.LightningDataModule):
         return self.data.num_classes
 
     def prepare_data(self) -> None:
-        """Fetch what the federation's data need."""
+        """Prepare the federation's data."""
         self.data.prepare_data()
 
     def setup(self, stage: str | None = None) -> None:
@@ -393,7 +394,7 @@ class _LocalData(L.LightningDataModule):
         self.data.setup(stage)
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Yield shuffled training batches; order and augmentation depend on seed and epoch."""
+        """Return a loader of training batches, shuffled and augmented by seed and epoch."""
         data = self.data
         dataset = data.dataset(self.clients, "train")
         order = EpochSampler(len(dataset), data.seed, self.order_of)
@@ -410,20 +411,20 @@ class _LocalData(L.LightningDataModule):
         return batch_loader(AugmentedSamples(dataset, augment), data.batch_size, order)
 
     def val_dataloader(self) -> DataLoader[Batch] | list[Tensor]:
-        """Yield validation batches in a fixed order."""
+        """Return a loader of validation batches in a fixed order."""
         return self._evaluation("val")
 
     def test_dataloader(self) -> DataLoader[Batch] | list[Tensor]:
-        """Yield test batches in a fixed order."""
+        """Return a loader of test batches in a fixed order."""
         return self._evaluation("test")
 
     def predict_dataloader(self) -> DataLoader[Batch] | list[Tensor]:
-        """Yield test batches in a fixed order."""
+        """Return a loader of test batches in a fixed order."""
         return self._evaluation("test")
 
     def _evaluation(self, split: Split) -> DataLoader[Batch] | list[Tensor]:
         dataset = self.data.dataset(self.clients, split)
-        return batch_loader(dataset, self.data.eval_batch_size) if len(dataset) else nothing()
+        return batch_loader(dataset, self.data.eval_batch_size) if len(dataset) else empty_loader()
 
 
 class ClientData(_LocalData):

@@ -1,4 +1,4 @@
-"""What several ranks exchange; with one process every function gives back what it was given."""
+"""Exchange between ranks; with one process every function returns what it was given."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def is_distributed() -> bool:
-    """Return whether there are several ranks that can talk to each other."""
+    """Return whether there are several ranks in a process group."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -32,7 +32,7 @@ def all_max(tensor: Tensor) -> Tensor:
 
 
 def share_owned(table: Tensor, clients: Tensor) -> None:
-    """Give all ranks those rows of a table ``[N, ...]`` that the owners of clients ``[C]`` set."""
+    """Copy the rows of clients ``[C]`` in a table ``[N, ...]`` from their owners to all ranks."""
     if is_distributed():
         mine = torch.isin(clients, owned(clients)).view(-1, *[1] * (table.dim() - 1))
         set_by_owners = torch.where(mine, table.index_select(0, clients), 0)
@@ -58,7 +58,7 @@ def gather_to_first(value: Any) -> list[Any]:
 
 
 def lost_rank(error: BaseException | None) -> bool:
-    """Return whether an exception says that another rank is not there any more."""
+    """Return whether an exception was raised because another rank has ended."""
     kinds = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
     return dist.is_available() and (
         isinstance(error, kinds) or (isinstance(error, RuntimeError) and "gloo" in str(error))

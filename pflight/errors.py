@@ -4,12 +4,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class ConfigurationError(MisconfigurationException, ValueError):
-    """What was asked for can't be done; the message names the client, file or option.
+    """Wrong options, data or files; the message names the option, client or file.
 
-    It is both Lightning's ``MisconfigurationException`` and a ``ValueError``. The command line
+    It is both a Lightning ``MisconfigurationException`` and a ``ValueError``. The command line
     prints its message as one line, without a traceback.
     """
 
 
 class ClientError(RuntimeError):
-    """A client failed and the federation's ``on_client_error`` is ``"raise"``."""
+    """A client failed, and the federation's ``on_client_error`` is ``"raise"``."""

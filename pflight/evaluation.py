@@ -1,4 +1,4 @@
-"""Which models of a client are judged, and the tags under which their quality is logged."""
+"""Evaluation: which models of a client are judged, and under which tags the values are logged."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .server_callback import ServerCallback
 from .task import Task
 from .updates import Evaluation
 
-Judged = Literal["", "server/", "finetuned/"]
-"""Tag prefixes: the model that a client would use, what the server would send it, and the former
-after fine-tuning, where there is any."""
+WhichModel = Literal["", "server/", "finetuned/"]
+"""Which model of a client is judged, as a prefix of tags: the client's own model, the model that
+the server would send it, or the client's own model after fine-tuning."""
 
 
 class Evaluator:
@@ -26,9 +26,9 @@ class Evaluator:
 
     Args:
         clients: The clients.
-        callback: The server half, which says what they are judged by.
+        callback: The server half, which gives each client's model.
         split: ``"val"`` or ``"test"``; also the prefix of the tags.
-        f1_average: As of :class:`~pflight.metrics.ClientMetrics`.
+        f1_average: As in :class:`~pflight.metrics.ClientMetrics`.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class Evaluator:
         self.failures = clients.failures_of(
             clients.last_round, f"it is left out of the {split} metrics"
         )
-        models: tuple[Judged, ...] = ("", "server/")
+        models: tuple[WhichModel, ...] = ("", "server/")
         if clients.training.finetune_epochs:
             models += ("finetuned/",)
         with torch.inference_mode(False):
             self._metrics = {model: self._new_metrics() for model in models}
 
     def judge(self, ids: Tensor) -> None:
-        """Run all models of those of the clients ``[C]`` that this rank owns."""
+        """Evaluate all models of the clients ``[C]`` that belong to this rank."""
         ids = owned(ids)
         if not len(ids):
             return
@@ -61,14 +61,14 @@ class Evaluator:
         for model, evaluation in outputs.items():
             self._add(model, evaluation)
 
-    def _outputs(self, ids: Tensor) -> dict[Judged, Evaluation | ClientValues]:
+    def _outputs(self, ids: Tensor) -> dict[WhichModel, Evaluation | ClientValues]:
         clients, callback = self.clients, self.callback
         parts = [
             self._evaluate(group, clients.completed(group, sent))
             for group, sent in callback.broadcast_groups(ids)
         ]
         server = _joined(parts)
-        outputs: dict[Judged, Evaluation | ClientValues] = {"server/": server, "": server}
+        outputs: dict[WhichModel, Evaluation | ClientValues] = {"server/": server, "": server}
         if callback.personalizes or clients.training.finetune_epochs:
             models = ClientModels.of(clients, callback, ids)
             outputs[""] = self._evaluate(ids, models.used)
@@ -84,10 +84,11 @@ class Evaluator:
         return outputs
 
     def means(self) -> dict[str, float]:
-        """Return all metrics by tag, over the clients of all ranks, newcomers apart as ``new/``.
+        """Return all metrics by tag over the clients of all ranks; newcomers are under ``new/``.
 
         Raises:
-            ClientError: On all ranks, if a client of any of them failed and that stops the run.
+            ClientError: On all ranks, if a client of any rank failed and ``on_client_error`` is
+                ``"raise"``.
         """
         self.failures.raise_together()
         newcomers = self.clients.newcomers
@@ -102,10 +103,12 @@ class Evaluator:
             for name, value in metrics.compute(clients).items()
         }
 
-    def per_client(self, model: Judged = "") -> dict[str, Tensor]:
+    def per_client(self, model: WhichModel = "") -> dict[str, Tensor]:
         """Return every client's ``acc``, ``f1``, ``loss`` and ``num_samples`` ``[num_clients]``."""
         if model not in self._metrics:
-            raise ConfigurationError(f"no model {model!r} was judged, only {list(self._metrics)}")
+            raise ConfigurationError(
+                f"no model {model!r} was evaluated: model must be one of {list(self._metrics)}"
+            )
         return {name: value.cpu() for name, value in self._metrics[model].per_client().items()}
 
     def _new_metrics(self) -> ClientMetrics | LoggedMetrics:
@@ -118,8 +121,8 @@ class Evaluator:
         counts = clients.attached_data.num_samples(self.split)
         return LoggedMetrics(counts, self.split, getattr(module, "lower_is_better", ()))
 
-    def _add(self, model: Judged, outputs: Evaluation | ClientValues) -> None:
-        """Add the outputs of all but failed clients, for all models of the same."""
+    def _add(self, model: WhichModel, outputs: Evaluation | ClientValues) -> None:
+        """Add the outputs of all but the failed clients to the metrics of a model."""
         metrics, failed = self._metrics[model], self.failures.clients
         if isinstance(outputs, Evaluation) and isinstance(metrics, LoggedMetrics):
             outputs = self._measured(outputs)
@@ -136,7 +139,7 @@ class Evaluator:
         metrics.update(outputs.clients, predictions, outputs.targets, outputs.losses)
 
     def _measured(self, outputs: Evaluation) -> ClientValues:
-        """Return what a task says of each client's outputs."""
+        """Return what a task measures of each client's outputs."""
         task, values = self.clients.module, ClientValues()
         assert isinstance(task, Task)
         clients, counts = outputs.clients.unique_consecutive(return_counts=True)
@@ -148,7 +151,7 @@ class Evaluator:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Return one for all of what an engine gave for groups of clients."""
+    """Join an engine's results for several groups of clients."""
     if isinstance(parts[0], Evaluation):
         return Evaluation(*map(torch.cat, zip(*parts, strict=True)))
     joined = ClientValues()
@@ -161,10 +164,10 @@ class ClientModels(NamedTuple):
     """The models by which some clients are judged."""
 
     used: TensorDict
-    """What each client would use ``[C]``."""
+    """Each client's own model ``[C]``."""
     finetuned: TensorDict | None
-    """Fine-tuned models ``[C]``, with ``finetune_epochs``; these are used, except by clients that
-    are judged by what they remember, whatever the server callback."""
+    """With ``finetune_epochs``, the fine-tuned models ``[C]``. They are also :attr:`used`, except
+    where clients are judged by what they keep in memory."""
 
     @classmethod
     def of(cls, clients: Clients, callback: ServerCallback, ids: Tensor) -> ClientModels:
@@ -184,7 +187,7 @@ class ClientModels(NamedTuple):
 def model_of(
     clients: Clients, callback: ServerCallback, client: int, device: torch.device
 ) -> TensorDict:
-    """Return the state that a client is judged by; if it fails, that which it has as it is."""
+    """Return the state that a client is judged by, without fine-tuning if the client fails."""
     failures = clients.failures_of(clients.rounds, "its model is taken as it is", together=False)
     with clients.noting(failures):
         return ClientModels.of(clients, callback, torch.tensor([client], device=device)).used[0]
@@ -193,7 +196,7 @@ def model_of(
 def predict(
     clients: Clients, callback: ServerCallback, ids: Tensor
 ) -> Evaluation | list[tuple[int, list[Any]]]:
-    """Return what the models of the clients ``[C]`` give for their test samples."""
+    """Return the predictions of the clients' models ``[C]`` on their test samples."""
     states = ClientModels.of(clients, callback, ids).used
     predictions, failures = clients.attached_engine.predict(ids, states, "test")
     clients.note_failures(failures, "to predict")

@@ -1,4 +1,4 @@
-"""What becomes of clients that fail, on all ranks alike."""
+"""Clients that fail: they are left out with a warning, or the run stops on all ranks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from .updates import ClientFailure
 
 
 class Failures:
-    """The clients that failed at something: left out of it with a warning, or the end of the run.
+    """Collects the clients that failed, and warns of them or stops the run.
 
-    With several ranks the run ends when all of them :meth:`raise_together`: none waits for another.
+    With several ranks the run ends when all of them call :meth:`raise_together`, so that none waits
+    for another one that has ended.
 
     Args:
-        round_index: In or after which round.
-        consequence: What becomes of them, where the run goes on.
+        round_index: The round in or after which they failed.
+        consequence: What happens to a failed client if the run goes on, for the warning.
         on_client_error: ``"skip"`` or ``"raise"``.
-        together: Whether all ranks will :meth:`raise_together`; else each stops by itself.
+        together: Whether all ranks will call :meth:`raise_together`; otherwise each stops by
+            itself.
 
     Attributes:
-        clients: Their ids.
+        clients: Ids of the failed clients.
     """
 
     def __init__(
@@ -39,14 +41,14 @@ class Failures:
         self._errors: list[ClientError] = []
 
     def note(self, failures: Iterable[ClientFailure], doing: str = "") -> None:
-        """Warn of clients that failed, of each for its first failure, or stop the run.
+        """Warn of each client's first failure, or stop the run.
 
         Args:
-            failures: Clients of this rank.
-            doing: What they did when they failed, after "failed".
+            failures: Failures of this rank's clients.
+            doing: What the clients were doing, to follow "failed" in the message.
 
         Raises:
-            ClientError: To stop the run, unless ranks do so together.
+            ClientError: If failures stop the run, and ranks do not stop together.
         """
         for failure in failures:
             if failure.client in self.clients:
@@ -66,10 +68,12 @@ class Failures:
             self._errors.append(error)
 
     def raise_together(self) -> None:
-        """Stop all ranks where a client of any of them failed; each rank has to call it.
+        """Stop all ranks if a client of any rank failed and that stops the run.
+
+        Every rank has to call it.
 
         Raises:
-            ClientError: The same on every rank.
+            ClientError: The same one on every rank.
         """
         if not (self.stop and self.together):
             return

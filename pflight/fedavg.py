@@ -1,4 +1,4 @@
-"""FedAvg: the server takes the mean of the clients' models."""
+"""FedAvg: the server's model becomes the mean of the clients' models."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _STEPPED = {torch.optim.Adam: "FedAdam", torch.optim.Adagrad: "FedAdagrad", Yogi
 
 @checked
 class FedAvg(ServerCallback):
-    r"""Federated averaging (McMahan et al. 2017, algorithm 1); FedProx with a proximal client.
+    r"""Federated averaging (McMahan et al. 2017, algorithm 1).
 
     The pseudo-gradient is :math:`\theta - \sum_{i \in S} w_i \theta_i`, so that the default server
-    optimizer, SGD with step 1, sets the server's model to the mean of the returned models.
+    optimizer, SGD with step 1, sets the server's model to the mean of the returned models. With a
+    :class:`~pflight.models.ProximalClient` it is FedProx.
 
     Args:
         weighting: ``"samples"`` for :math:`w_i = n_i / \sum_{j \in S} n_j`, ``"uniform"`` for
@@ -43,7 +44,7 @@ class FedAvg(ServerCallback):
 
     @property
     def algorithm_name(self) -> str:
-        """FedAvg, or what it is called with the client's half or the server optimizer."""
+        """FedAvg, or its name with the client half and the server optimizer in use."""
         name = getattr(self.clients.half, "fedavg_name", None)
         names = [] if name is None else [name]
         if self.server.build_optimizer is not None:
@@ -54,7 +55,7 @@ class FedAvg(ServerCallback):
         return " + ".join(names) or "FedAvg"
 
     def on_round_start(self) -> None:
-        """Start an empty mean."""
+        """Start a new mean."""
         self.mean = WeightedMean(self.server.tensors(0, self.sent_names))
 
     def receive(self, updates: ClientUpdates) -> None:
@@ -70,9 +71,10 @@ class FedAvg(ServerCallback):
             self.server.set_pseudo_gradient(0, self.aggregate(self.mean.compute()[0]))
 
     def aggregate(self, mean: TensorDict) -> TensorDict:
-        """Return what the server's model is stepped to, by default the mean of the clients' models.
+        """Return the target of the server's step, by default the mean of the clients' models.
 
         Args:
-            mean: Of the clients that answered, whose weights add up to ``self.mean.weights[0]``.
+            mean: Mean of the models of the clients that answered; their weights add up to
+                ``self.mean.weights[0]``.
         """
         return mean

@@ -19,7 +19,7 @@ from .clients import Clients, LocalTraining
 from .distributed import owned
 from .engines.choice import EngineName
 from .errors import ConfigurationError
-from .evaluation import Evaluator, Judged, model_of, predict
+from .evaluation import Evaluator, WhichModel, model_of, predict
 from .fedavg import FedAvg
 from .half import Half, half_of, layout_with
 from .history import Round
@@ -28,7 +28,7 @@ from .metrics import F1Average
 from .monitors import check_monitor, check_monitors
 from .options import check_range, check_types
 from .record import RunRecord
-from .round_log import ignore_hints, log_histograms, log_values, tell_loggers
+from .round_log import log_histograms, log_hyperparameters, log_values, silence_hints
 from .server import ServerModels, server_work
 from .server_callback import ServerCallback, chosen_half, server_callback_of
 from .server_schedule import WaitingSchedule, build_optimizer, monitored, step_schedule
@@ -37,7 +37,7 @@ from .updates import Evaluation
 
 
 class Federation(L.LightningModule):
-    """Clients that train one model each, and the server between them, as a LightningModule.
+    """A server and its clients, each of which trains a model, as a LightningModule.
 
     A cohort of clients is a batch, a communication round is a training step and one epoch, and the
     server's update is an optimizer step, so that the stock ``lightning.Trainer`` runs a federation:
@@ -49,31 +49,33 @@ class Federation(L.LightningModule):
         client: The client module. Copies of it are trained; it is never changed.
         local_epochs: Epochs of local training in a round.
         local_steps: Batches of local training in a round, in place of ``local_epochs``.
-        finetune_epochs: If positive, clients are judged by a copy that was fine-tuned for this many
-            epochs on their training data, with the task loss alone, and is then discarded.
+        finetune_epochs: If positive, clients are judged by a copy of their model that is fine-tuned
+            for this many epochs on their training data, with the task loss alone, and then
+            discarded.
         server_optimizer: Builds the server optimizer; by default the callback's own, SGD with step
             1 for FedAvg.
-        server_scheduler: Builds a scheduler of its step size, stepped once a round; a
-            ``ReduceLROnPlateau`` watches its ``monitor``, or else ``val/macro_acc``.
+        server_scheduler: Builds a scheduler of the server's step size, stepped once a round; a
+            ``ReduceLROnPlateau`` watches its ``monitor``, by default ``val/macro_acc``.
         engine: How local training runs: ``"sequential"``, one client after the other;
             ``"vectorized"``, many at once; or ``"auto"``, by a rule on network, batch and device.
-        clients_at_once: Clients that are trained at once; by default as many as caches or GPU hold.
-        on_client_error: ``"skip"`` leaves a client that raises or returns NaN out of its round, or
-            of what is measured, and warns; ``"raise"`` stops the run.
-        client_timeout: Seconds after which a client that trains, or is evaluated, is interrupted
-            and has failed, where Python can interrupt it: not within a call into a library. Clients
-            train one by one, in the main thread of a POSIX system.
-        client_memory: Where what clients keep is held: in ``"ram"``, and whole in each checkpoint;
-            or on ``"disk"``, in the folder ``memory`` of ``trainer.default_root_dir``, which the
-            run's checkpoints need.
-        allow_other_data: Whether a run may go on from a checkpoint that was made with other data of
-            as many clients, which is an error otherwise.
-        seed: Keys all randomness of local training and of the server.
+        clients_at_once: Clients that are trained at once; by default as many as fit into the CPU's
+            caches or the GPU's memory.
+        on_client_error: ``"skip"`` leaves a client that raises an error or returns NaN out of its
+            round or evaluation, with a warning; ``"raise"`` stops the run.
+        client_timeout: Seconds after which a client that trains or is evaluated is interrupted and
+            counts as failed. Python can't interrupt a call into a library. Clients then train one
+            by one; needs the main thread of a POSIX system.
+        client_memory: Where the states that clients keep between rounds are stored: in ``"ram"``,
+            with a copy in each checkpoint; or on ``"disk"``, in the folder ``memory`` of
+            ``trainer.default_root_dir``, which the run's checkpoints then need.
+        allow_other_data: Whether a run may be resumed with other data of as many clients, which is
+            an error otherwise.
+        seed: Seed of all randomness of local training and of the server.
         f1_average: The classes over which a client's F1 is averaged: those in its labels or
             predictions (``"union"``), in its labels (``"true"``), ``"all"``, or ``"binary"``.
 
     Attributes:
-        clients: The clients, as the server callback asks them to train.
+        clients: The clients, which train for the server callback.
         server: The server's models, whose parameters the server optimizer steps.
 
     Raises:
@@ -120,7 +122,7 @@ class Federation(L.LightningModule):
         check_range(self, "(0, inf)", client_timeout=client_timeout)
         self.save_hyperparameters(
             ignore=["client", "server_optimizer", "server_scheduler"],
-            logger=False,  # they are handed to loggers in setup()
+            logger=False,  # setup() passes them to the loggers
         )
         self.automatic_optimization = False
         self.server_optimizer = server_optimizer
@@ -129,7 +131,7 @@ class Federation(L.LightningModule):
         self.clients_at_once = clients_at_once
         self.client_timeout = client_timeout
         self.f1_average = f1_average
-        # In a tuple, so that the template is no submodule: its parameters are not the server's.
+        # In a tuple, so that it is not a submodule: its parameters are not the server's.
         self._client = (copy.deepcopy(client),)
         self.client.configure_model()
         self.layout = StateLayout.of(self.client)
@@ -151,40 +153,47 @@ class Federation(L.LightningModule):
 
     @property
     def client(self) -> L.LightningModule:
-        """The client module as it was given."""
+        """A copy of the client module that was given."""
         return self._client[0]
 
     @property
     def history(self) -> list[Round]:
-        """What there is to say of every round so far."""
+        """The record of every round so far."""
         return self.clients.history
 
     @property
     def num_clients(self) -> int:
-        """Number of clients; 0 before there is data."""
+        """Number of clients; 0 before the data are known."""
         return self.clients.num_clients
 
     @property
     def attached_callback(self) -> ServerCallback:
-        """The server callback that set this federation up; an error before that."""
+        """The server callback that set this federation up.
+
+        Raises:
+            ConfigurationError: If it has not been set up yet.
+        """
         if self.callback is None:
-            raise ConfigurationError("no server yet: run it with a Trainer, or load a checkpoint")
+            raise ConfigurationError(
+                "the federation has no server yet: run it with a Trainer, or load a checkpoint"
+            )
         return self.callback
 
     @property
     def algorithm(self) -> str:
-        """What results call the algorithm, such as FedEC for ``Reptile`` with an ElasticClient."""
+        """The algorithm's name in results, such as FedEC for ``Reptile`` with an ElasticClient."""
         return self.attached_callback.name_in_results
 
     def server_states(self) -> list[dict[str, Tensor]]:
-        """Return the server's models, each as in ``client.state_dict()``."""
+        """Return the server's models, each in the form of ``client.state_dict()``."""
         states = self.callback.server_states() if self.callback else []
         return [self.layout.state_dict(state) for state in states]
 
     def client_state(self, client: int) -> dict[str, Tensor]:
-        """Return the model that a client is judged by, as in ``client.state_dict()``.
+        """Return the model that a client is judged by, in the form of ``client.state_dict()``.
 
-        With ``finetune_epochs`` this needs the client's data, and so that a Trainer has run.
+        With ``finetune_epochs`` this needs the client's data: run the federation with a Trainer
+        first.
 
         Raises:
             ConfigurationError: For an unknown client, or before the federation has been set up.
@@ -195,21 +204,25 @@ class Federation(L.LightningModule):
         return self.layout.state_dict(state)
 
     def client_module(self, client: int) -> L.LightningModule:
-        """Return a client's own LightningModule, a new copy, in evaluation mode."""
+        """Return a copy of a client's own LightningModule, in evaluation mode."""
         return with_state(self.client, self.client_state(client)).eval()
 
-    def client_metrics(self, split: str = "test", model: Judged = "") -> dict[str, Tensor]:
-        """Return every client's values of the last evaluation; all ranks have to call it.
+    def client_metrics(self, split: str = "test", model: WhichModel = "") -> dict[str, Tensor]:
+        """Return every client's metrics in the last evaluation; all ranks have to call it.
 
         Args:
             split: ``"val"`` or ``"test"``.
-            model: ``""`` for the model that a client uses, ``"server/"``, or ``"finetuned/"``.
+            model: ``""`` for the client's own model, ``"server/"`` for the model that the server
+                sends it, or ``"finetuned/"``.
 
         Returns:
-            ``num_samples`` and what clients are judged by, ``[num_clients]``; NaN without samples.
+            ``num_samples`` and each metric by name, ``[num_clients]``; NaN without samples.
         """
         if split not in self._evaluators:
-            raise ConfigurationError(f"there has been no evaluation of {split!r} samples yet")
+            raise ConfigurationError(
+                f"there has been no evaluation on {split!r} samples yet: run the Trainer's "
+                f"{'test' if split == 'test' else 'validate'} first"
+            )
         return self._evaluators[split].per_client(model)
 
     @classmethod
@@ -222,17 +235,18 @@ class Federation(L.LightningModule):
         callback: ServerCallback | None = None,
         **options: Any,
     ) -> Federation:
-        """Return the federation of a checkpoint, ready for use without its data.
+        """Load a federation from a checkpoint; it is ready for use without its data.
 
         Args:
             checkpoint_path: A checkpoint that a Trainer saved.
             map_location: As in ``torch.load``.
-            client: A client module of the architecture that was trained, whatever its weights.
+            client: A client module with the network that was trained; its weights don't matter.
             callback: The server callback that trained it, with its options; by default FedAvg.
             **options: Arguments of :class:`Federation` to change.
 
         Raises:
-            ConfigurationError: If the file can't be read, or is of another network or callback.
+            ConfigurationError: If the file can't be read, or belongs to another network or
+                callback.
         """
         checkpoint = read_checkpoint(checkpoint_path, map_location)
         record, saved = (checkpoint.get(n) or {} for n in ("pflight", "hyper_parameters"))
@@ -257,8 +271,8 @@ class Federation(L.LightningModule):
         return [*server, WaitingSchedule(self.clients)]
 
     def setup(self, stage: str) -> None:
-        """Bring client, data and callback together; set the server up once."""
-        ignore_hints()
+        """Connect client, data and callback, and set the server up the first time."""
+        silence_hints()
         trainer, clients = self.trainer, self.clients
         callback = server_callback_of(trainer)
         assert callback is not None
@@ -272,12 +286,12 @@ class Federation(L.LightningModule):
         how = trainer.strategy, self.client_timeout
         self.record.choice = clients.choose_engine(self.engine, self.clients_at_once, *how)
         self._set_up(callback)
-        # Lightning does so as well, but after it has loaded a checkpoint into what is there now.
+        # Lightning does so as well, but only after it has loaded a checkpoint.
         trainer.strategy.precision_plugin.convert_module(self)
         open_memory(clients.memory, trainer)
         if stage == "fit":
             clients.check_memory_of_rounds(callback.bytes_kept, trainer.max_epochs)
-        tell_loggers(self, algorithm=self.algorithm, client=type(self.client).__name__)
+        log_hyperparameters(self, algorithm=self.algorithm, client=type(self.client).__name__)
 
     def configure_optimizers(self) -> Any:
         """Return the server optimizer, with its scheduler if there is one."""
@@ -309,16 +323,16 @@ class Federation(L.LightningModule):
         step_schedule(self.lr_schedulers())
 
     def on_fit_end(self) -> None:
-        """Give every rank the whole client memory, so that any of them can be asked."""
+        """Copy the client memory of all ranks to every rank, so that any can be asked."""
         self.clients.memory.load_state_dict(self.clients.memory.state_of_all_ranks())
 
     def on_validation_epoch_start(self) -> None:
-        """Start to judge all clients on their validation samples."""
+        """Start an evaluation of all clients on their validation samples."""
         whose = self.clients, self.attached_callback
         self._evaluators["val"] = Evaluator(*whose, "val", self.f1_average)
 
     def validation_step(self, clients: Tensor, batch_idx: int) -> None:
-        """Judge a chunk of clients ``[C]`` on their validation samples."""
+        """Evaluate a chunk of clients ``[C]`` on their validation samples."""
         with self._server_work():
             self._evaluators["val"].judge(clients)
 
@@ -330,21 +344,21 @@ class Federation(L.LightningModule):
             self.history[-1].metrics.update(values)
 
     def on_test_epoch_start(self) -> None:
-        """Start to judge all clients on their test samples."""
+        """Start an evaluation of all clients on their test samples."""
         whose = self.clients, self.attached_callback
         self._evaluators["test"] = Evaluator(*whose, "test", self.f1_average)
 
     def test_step(self, clients: Tensor, batch_idx: int) -> None:
-        """Judge a chunk of clients ``[C]`` on their test samples."""
+        """Evaluate a chunk of clients ``[C]`` on their test samples."""
         with self._server_work():
             self._evaluators["test"].judge(clients)
 
     def on_test_epoch_end(self) -> None:
-        """Log the means over clients, those that were held out of training apart."""
+        """Log the means over clients; newcomers, held out of training, are logged separately."""
         log_values(self, self._evaluators["test"].means(), self.clients.last_round)
 
     def on_predict_epoch_start(self) -> None:
-        """Start to predict."""
+        """Start a prediction without failed clients."""
         self._predict_failures = self.clients.failures_of(
             self.clients.last_round, "it is left out of the predictions"
         )
@@ -354,25 +368,26 @@ class Federation(L.LightningModule):
     ) -> Evaluation | list[tuple[int, list[Any]]]:
         """Return the outputs of a chunk of clients ``[C]`` on their test samples.
 
-        Of a module that is no task: pairs of an id and what ``predict_step`` gives for each batch.
+        For a module that is not a task: pairs of a client's id and the results of ``predict_step``,
+        one for each batch.
         """
         with self._server_work(), self.clients.noting(self._predict_failures):
             return predict(self.clients, self.attached_callback, owned(clients))
 
     def on_predict_epoch_end(self) -> None:
-        """Stop if a client failed and that is to stop the run."""
+        """Stop the run if a client failed and ``on_client_error`` is ``"raise"``."""
         self._predict_failures.raise_together()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what a resumed run needs, as tensors and primitives."""
-        if self.callback is not None:  # else saved because the set-up failed
+        if self.callback is not None:  # it is None if the set-up failed
             checkpoint["pflight"] = self.record.save(self.callback)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check that a checkpoint fits, and take over history and this rank's client memory."""
+        """Check that a checkpoint fits, and load history and this rank's client memory."""
         callback = self.attached_callback
         state = checkpoint.get("callbacks", {}).get(callback.state_key)
-        if state is not None:  # it may tell how many models there are
+        if state is not None:  # it may say how many models there are
             callback.load_state_dict(state)
         record, trained = checkpoint.get("pflight", {}), self.clients.data is not None
         self.record.check(record, callback, trained and self.trainer.state.fn == "fit")
@@ -384,7 +399,7 @@ class Federation(L.LightningModule):
     # Setting up
 
     def _take_half(self, callback: ServerCallback) -> None:
-        """Take the callback's client half, or the one that the client module names."""
+        """Use the callback's client half, or the one that the client module names."""
         self.clients.half = chosen_half(callback, self.client)
         if self.callback is None:
             self.layout = self.clients.layout = layout_with(self.clients.half, self.layout)

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and the error that a full disk is."""
+"""Files that are written whole or not at all, and the recognition of a full disk."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, a user's share of
 
 
 def partial_of(path: Path) -> Path:
-    """Return where a file is written before it takes its place."""
+    """Return the path to which a file is written before it is renamed."""
     return path.with_name(f".{path.name}.partial")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path beside a file, for what takes the file's place at the end.
+    """Yield a path beside a file to write to; at the end it replaces the file.
 
-    A kill leaves the old file or the new one, an error the old file alone.
+    A kill leaves either the old file or the new one, an error only the old file.
     """
     partial = partial_of(path)
     try:
@@ -33,7 +33,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and those that it stems from, each once: they may form a cycle."""
+    """Yield an exception and those that caused it, each once, even if they form a cycle."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -42,6 +42,6 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def full_disk(error: BaseException) -> OSError | None:
-    """Return the error of a disk, quota or file that is full, if an exception stems from one."""
+    """Return the OSError of a full disk, quota or file that caused an exception, if any."""
     found = (cause for cause in causes(error) if isinstance(cause, OSError))
     return next((cause for cause in found if cause.errno in _FULL), None)

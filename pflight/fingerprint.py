@@ -1,4 +1,4 @@
-"""Checksums that tell clients' data from others."""
+"""Checksums that identify clients' data."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 def checksum_of(numbers: Tensor, start: int = 0) -> int:
-    """Return the CRC-32 of whole numbers in their order, whatever their data type and device.
+    """Return the CRC-32 of numbers in their order; it depends neither on device nor integer type.
 
     Args:
         numbers: A vector of integers; floats are taken as float64.
-        start: The checksum of what came before.
+        start: The checksum of the numbers before them.
 
     Example:
         >>> checksum_of(torch.tensor([1, 2])) == checksum_of(torch.tensor([2, 1]))
@@ -25,5 +25,5 @@ def checksum_of(numbers: Tensor, start: int = 0) -> int:
 
 
 def joined(*fingerprints: Tensor) -> Tensor:
-    """Return a checksum of several fingerprints ``[num_clients]`` of each client."""
+    """Combine several fingerprints ``[num_clients]`` into one for each client."""
     return torch.tensor([checksum_of(row) for row in torch.stack(fingerprints, dim=1)])

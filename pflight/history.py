@@ -1,4 +1,4 @@
-"""The record of a run: one entry per communication round."""
+"""The history of a run: one entry per communication round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from .distributed import gather
 
 Logs = dict[str, tuple[Any, int]]
-"""What clients logged: name to (sum over samples, number of samples)."""
+"""Values that clients logged: from name to (sum over samples, number of samples)."""
 
 
 @dataclass
@@ -23,12 +23,12 @@ class Round:
     """One communication round.
 
     Attributes:
-        index: The round's number, from 0, in all messages too; the loggers' step.
+        index: The round's number, counted from 0, as in messages and as the loggers' step.
         clients: Ids of the clients that were sent a model, ascending.
-        failed: Those of them that did not answer: dropped out, raised, or returned NaN.
+        failed: Those of them that dropped out, raised an error or returned NaN.
         bytes_down: Bytes sent to clients.
         bytes_up: Bytes received from clients.
-        metrics: What was logged for this round, the evaluation that followed it included.
+        metrics: Values that were logged for this round, including the evaluation after it.
     """
 
     index: int
@@ -39,7 +39,7 @@ class Round:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def combine_ranks(self, logs: Logs) -> None:
-        """Combine this round over all ranks, and add what the clients logged to the metrics."""
+        """Combine this round over all ranks, and add the clients' logged values to the metrics."""
         mine = {
             "clients": self.clients,
             "failed": self.failed,
@@ -59,7 +59,7 @@ class Round:
 
 
 def add_logs(into: Logs, logs: Logs) -> None:
-    """Add sums over samples, by name, to those so far."""
+    """Add values, sums over samples by name, to others."""
     for name, (total, samples) in logs.items():
         if name in into:
             total, samples = into[name][0] + total, into[name][1] + samples
@@ -67,7 +67,7 @@ def add_logs(into: Logs, logs: Logs) -> None:
 
 
 def merge_logs(parts: Iterable[Logs]) -> Logs:
-    """Add up sums over samples, by name."""
+    """Add up the values of several parts, sums over samples by name."""
     merged: Logs = {}
     for logs in parts:
         add_logs(merged, logs)
@@ -75,7 +75,7 @@ def merge_logs(parts: Iterable[Logs]) -> Logs:
 
 
 class Traffic:
-    """The bytes of all rounds so far.
+    """Counts the bytes sent and received in all rounds so far.
 
     Args:
         history: The rounds.
@@ -99,14 +99,14 @@ class Traffic:
 
 
 class Journal:
-    """The history as compressed text, to which rounds are added as they come.
+    """The history as compressed text to which rounds are appended.
 
-    So a checkpoint late in a run costs hardly more than an early one. A round is added when the
-    next one has come; the last, whose metrics may not be complete, is written anew each time.
+    A checkpoint late in a run therefore costs hardly more than an early one. A round is appended
+    once the next one exists; the last round, whose metrics may still change, is written each time.
 
-    A round is a line of JSON: its index, the ids of its clients and of those that failed, each id
-    less the one before, bytes, a number, and the values of its metrics. Their names are the line of
-    that number among those that have nothing but names.
+    A round is a line of JSON: its index, the ids of its clients and of those that failed (as
+    differences), bytes down and up, the number of a line of names, and the values of its metrics.
+    The names of metrics are on lines of their own, numbered from 0.
     """
 
     def __init__(self) -> None:
@@ -120,8 +120,8 @@ class Journal:
         """Return the rounds as bytes for :func:`load_history`.
 
         Args:
-            history: All rounds. But for the last, those that were dumped before are taken to be as
-                they were then, unless it is another history.
+            history: All rounds. Rounds that were dumped before, except the last, must not have
+                changed since.
         """
         if self._added and history[self._added - 1 : self._added] != [self._last]:
             vars(self).update(vars(Journal()))
@@ -133,7 +133,7 @@ class Journal:
         return torch.frombuffer(self._text + last + end.flush(), dtype=torch.uint8)
 
     def __reduce__(self) -> tuple[type[Journal], tuple[()]]:
-        return Journal, ()  # a copy begins anew, since a stream can't be pickled
+        return Journal, ()  # a copy starts empty: a compression stream can't be pickled
 
 
 def load_history(dumped: Tensor) -> list[Round]:
@@ -152,7 +152,7 @@ def load_history(dumped: Tensor) -> list[Round]:
 
 
 def _lines(entry: Round, names: dict[tuple[str, ...], int]) -> bytes:
-    """Return a round as text, the names of its metrics before it if they are new."""
+    """Return a round as text, after a line with the names of its metrics if they are new."""
     own = tuple(entry.metrics)
     number = names.get(own, len(names))
     ids = [[b - a for a, b in pairwise([0, *ids])] for ids in (entry.clients, entry.failed)]
@@ -165,7 +165,7 @@ def _lines(entry: Round, names: dict[tuple[str, ...], int]) -> bytes:
 
 
 def _number(value: Any) -> Any:
-    """Return the number in a tensor or an array of one."""
+    """Return the number in a tensor or array with a single element."""
     return value.item()
 
 

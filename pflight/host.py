@@ -1,4 +1,4 @@
-"""What the machine has left."""
+"""The memory that is available on the machine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _GROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 def available_memory(device: torch.device) -> int:
-    """Return how many bytes a device has left for this process, at most.
+    """Return an upper bound on the bytes that this process can still allocate on a device.
 
-    On the CPU this is the least of what the system calls available, what its control group may take
+    On the CPU this is the smallest of the system's available memory, the limit of the control group
     and what the process's own limit (``ulimit -v``) leaves.
     """
     if device.type == "cuda":
@@ -40,13 +40,13 @@ def available_memory(device: torch.device) -> int:
 
 
 def check_fits(device: torch.device, whose: str, parts: Mapping[str, int], instead: str) -> None:
-    """Raise if something does not fit into the memory that is left.
+    """Raise if something does not fit into the available memory of a device.
 
     Args:
-        device: Whose memory it is.
-        whose: Who would take the memory.
-        parts: Bytes by what takes them.
-        instead: What to change.
+        device: The device.
+        whose: What needs the memory, for the message.
+        parts: Bytes needed, by part.
+        instead: What to change, for the message.
 
     Raises:
         ConfigurationError: With all numbers.
@@ -58,8 +58,8 @@ def check_fits(device: torch.device, whose: str, parts: Mapping[str, int], inste
     if total > left:
         listed = ", ".join(f"{readable(size)} for {part}" for part, size in parts.items())
         raise ConfigurationError(
-            f"{whose} would take {listed}, and of the memory of {device} {readable(left)} are "
-            f"left: {instead}"
+            f"{whose} needs {listed}, but only {readable(left)} of memory are available on "
+            f"{device}: {instead}"
         )
 
 
@@ -80,5 +80,5 @@ def readable(size: float) -> str:
 def _lines(path: str) -> list[str]:
     try:
         return Path(path).read_text().splitlines()
-    except OSError:  # another system has no such file
+    except OSError:  # only Linux has such files
         return []

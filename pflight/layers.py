@@ -1,4 +1,4 @@
-"""A choice of a client's layers, such as those that stay private."""
+"""A selection of a client's layers, such as those that stay private."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .state import StateLayout
 @checked
 @dataclass(frozen=True)
 class Layers:
-    """Some of a client's layers: by name, by position or by kind, or all that any of these gives.
+    """Selects a client's layers by name, by position or by type; a layer needs to match only one.
 
     Layers are those of :attr:`pflight.state.StateLayout.layers`: modules that hold tensors of their
     own, in the order of ``state_dict()``. A layer has its weight, its bias and its buffers.
@@ -24,10 +24,10 @@ class Layers:
     Args:
         names: Names of layers, such as ``"network.output"``, or of modules, which stand for all
             layers inside them; ``*``, ``?`` and ``[...]`` match as in file names.
-        first: So many layers from the first on.
-        last: So many layers up to the last.
-        types: Kinds of module, subclasses included, such as ``torch.nn.BatchNorm2d``; a network may
-            have none of them.
+        first: Number of layers to take from the start.
+        last: Number of layers to take from the end.
+        types: Classes of modules, such as ``torch.nn.BatchNorm2d``, subclasses included; it is no
+            error if a network has none of them.
 
     Raises:
         ConfigurationError: If ``first`` or ``last`` is negative.
@@ -54,13 +54,15 @@ class Layers:
         """Return the names of these layers of a client, in its order.
 
         Raises:
-            ConfigurationError: If a name matches no layer, or there are not so many layers.
+            ConfigurationError: If a name matches no layer, or there are too few layers.
         """
         layers = tuple(StateLayout.of(client).layers)
         if max(self.first, self.last) > len(layers):
             option = "first" if self.first > len(layers) else "last"
             count = getattr(self, option)
-            raise ConfigurationError(f"Layers: {option}={count}, but there are {_listed(layers)}")
+            raise ConfigurationError(
+                f"Layers: {option}={count}, but there are only {_listed(layers)}"
+            )
         chosen = {*layers[: self.first], *layers[len(layers) - self.last :]}
         for pattern in [self.names] if isinstance(self.names, str) else self.names:
             inside = f"{pattern}.*"
@@ -76,4 +78,4 @@ class Layers:
 
 
 def _listed(layers: Sequence[str]) -> str:
-    return f"{len(layers)} layers {', '.join(layers)}"
+    return f"{len(layers)} layers: {', '.join(layers)}"

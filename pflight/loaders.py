@@ -1,4 +1,4 @@
-"""Loaders over client ids, and over samples that are gathered by the batch."""
+"""Loaders of client ids, and of samples that are gathered batch by batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 
 class Rows(Protocol):
-    """Features of samples: a tensor, or what reads them from a file."""
+    """Features of samples: a tensor, or an object that reads them from a file."""
 
     def __getitem__(self, rows: Tensor, /) -> Tensor:
         """Return the features ``[m, ...]`` of some rows ``[m]``."""
@@ -30,11 +30,11 @@ class Rows(Protocol):
 class ClientLoader:
     """Yields client ids in chunks, for evaluation.
 
-    It is no torch DataLoader, so Lightning leaves it as it is under any strategy.
+    It is not a torch DataLoader, so that Lightning does not replace its sampler under any strategy.
 
     Args:
         clients: The ids to yield, ``[N]``.
-        chunk_size: Ids in a chunk; the last may have fewer.
+        chunk_size: Number of ids in a chunk; the last may have fewer.
     """
 
     def __init__(self, clients: Tensor, chunk_size: int) -> None:
@@ -49,13 +49,13 @@ class ClientLoader:
 
 
 class Visit(NamedTuple):
-    """The batches of a client in one local epoch, or in an evaluation.
+    """The batches that a client sees in one local epoch or in an evaluation.
 
     Attributes:
         client: The client's id.
         round: Index of the communication round; ``None`` in an evaluation.
         epoch: Index of the local epoch within the round.
-        parts: Which of the client's samples are in each batch.
+        parts: For each batch, the positions of its samples among the client's.
     """
 
     client: int
@@ -75,8 +75,8 @@ class IndexedSamples(Dataset[Batch]):
     Args:
         x: Features ``[N, ...]``.
         y: Labels of these samples ``[n]``.
-        rows: Where in ``x`` they lie ``[n]``; ``None`` means that sample ``i`` is ``x[i]``.
-        transform: What is done to gathered features.
+        rows: Their positions in ``x`` ``[n]``; ``None`` means that sample ``i`` is ``x[i]``.
+        transform: A function to apply to gathered features.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class AugmentedSamples(Dataset[Batch]):
 
     Args:
         samples: The samples as they are.
-        augment: Gets the features of a batch ``[b, ...]`` and their positions ``[b]``.
+        augment: A function of the features of a batch ``[b, ...]`` and their positions ``[b]``.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class AugmentedSamples(Dataset[Batch]):
 
 
 class EpochSampler(Sampler[int]):
-    """Yields :func:`sample_order` of the epoch that ``set_epoch`` chose."""
+    """Yields the :func:`sample_order` of the epoch given to ``set_epoch``."""
 
     def __init__(self, count: int, seed: int, client: int) -> None:
         self.count = count
@@ -142,7 +142,7 @@ class EpochSampler(Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration yields; Lightning calls it."""
+        """Set the epoch whose order the next iteration yields; Lightning calls it."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -153,7 +153,7 @@ class EpochSampler(Sampler[int]):
 
 
 def as_gathered(batch: Any) -> Any:
-    """Return a batch that is one already, in place of collating."""
+    """Return the batch as it is: it has been gathered already, and needs no collating."""
     return batch
 
 
@@ -162,12 +162,12 @@ def batch_loader(
     batch_size: int | None,
     sampler: EpochSampler | None = None,
 ) -> DataLoader[Batch]:
-    """Return a stock DataLoader of gathered batches; ``batch_size=None`` is one batch of all."""
+    """Return a DataLoader of gathered batches; ``batch_size=None`` means one batch of all."""
     size = max(1, len(dataset)) if batch_size is None else batch_size
     return DataLoader(dataset, batch_size=size, sampler=sampler, collate_fn=as_gathered)
 
 
-def nothing() -> list[Tensor]:
-    """Return Lightning's "nothing to evaluate", an empty list, without its question about it."""
+def empty_loader() -> list[Tensor]:
+    """Return an empty list, which makes Lightning skip an evaluation, and silence its warning."""
     warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
     return []

@@ -1,4 +1,4 @@
-"""What each client keeps between the rounds in which it takes part, in RAM or on disk."""
+"""Client memory: what each client keeps between its participations, in RAM or on disk."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 
 class ClientMemory:
-    """Named slots of states, one per client, held in RAM on the rank that owns the client.
+    """Named slots with one state per client, in RAM on the rank that owns the client.
 
-    A slot is created for a client the first time it is written; until then reading it gives the
-    default. Values are copied in and out, and live on the CPU.
+    A client's slot is created the first time it is written; until then reading it gives the
+    default. Values are copied in and out, and are kept on the CPU.
 
     Example:
         >>> memory = ClientMemory()
@@ -56,10 +56,10 @@ class ClientMemory:
 
     def __init__(self) -> None:
         self._slots: Slots = {}
-        self._unsaved: dict[str, set[int]] = {}  # clients whose tensors nobody else has
+        self._unsaved: dict[str, set[int]] = {}  # clients whose tensors no saved state shares
 
     def open(self, run_folder: str) -> None:
-        """Learn where the run keeps its files; RAM needs none."""
+        """Set the run folder; memory in RAM does not use it."""
 
     def write(self, slot: str, clients: Tensor, states: TensorDict) -> None:
         """Keep the states of a stack ``[C]`` for the clients ``[C]``, replacing what was kept."""
@@ -70,13 +70,13 @@ class ClientMemory:
             held = kept.get(client)
             if client in unsaved and isinstance(held, dict) and _fits(own, held):
                 for name, value in own.items():
-                    held[name].copy_(value)  # since rows that are freed one by one leave gaps
+                    held[name].copy_(value)  # in place: freeing tensors one by one leaves gaps
             else:
                 kept[client] = {name: value.clone() for name, value in own.items()}
                 unsaved.add(client)
 
     def read(self, slot: str, clients: Tensor, default: TensorDict) -> TensorDict:
-        """Return what the clients ``[C]`` kept; an unwritten slot gives its row of ``default``."""
+        """Return the clients' states ``[C]``; a client without one gets its row of ``default``."""
         kept = self._slots.get(slot, {})
         there = [kept[id_] for id_ in clients.tolist() if id_ in kept]
         if not there:
@@ -105,7 +105,7 @@ class ClientMemory:
         """Return the slots of all ranks together; all ranks have to call it.
 
         Args:
-            first_only: Only rank 0 needs the result: the others get their own slots.
+            first_only: Whether only rank 0 gets all slots; the other ranks then get their own.
         """
         states = gather_to_first(self.state_dict()) if first_only else gather(self.state_dict())
         merged: Slots = {}
@@ -113,12 +113,12 @@ class ClientMemory:
             for slot, clients in state.items():
                 kept = merged.setdefault(slot, {})
                 for client, entry in clients.items():
-                    if client not in kept or client % len(states) == rank:  # the owner knows best
+                    if client not in kept or client % len(states) == rank:  # the owner's state wins
                         kept[client] = entry
         return merged
 
     def load_state_dict(self, state: Slots, clients: Collection[int] | None = None) -> None:
-        """Replace all slots by ``state``, keeping only those of ``clients`` if it is given."""
+        """Replace all slots by ``state``, or by its part for ``clients`` if these are given."""
         self._unsaved.clear()
         self._slots = {
             slot: {
@@ -130,7 +130,7 @@ class ClientMemory:
         }
 
     def save(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of all ranks on rank 0; all ranks have to call it."""
+        """Return, on rank 0, the slots of all ranks for a checkpoint; all ranks have to call it."""
         return self.state_of_all_ranks(first_only=True)
 
     def load(self, saved: dict[str, Any], clients: Collection[int] | None = None) -> None:
@@ -138,16 +138,16 @@ class ClientMemory:
 
         Args:
             saved: What :meth:`save` returned.
-            clients: Whose states to take; all by default.
+            clients: The clients whose states to load; all by default.
 
         Raises:
-            ConfigurationError: If a state on disk has been overwritten since, or is gone.
+            ConfigurationError: If a state on disk was overwritten or removed since.
         """
         state = rows_of(saved, clients) if "folder" in saved else saved
         self.load_state_dict(state, clients)
 
     def _stacked(self, kept: Sequence[Entry], names: Iterable[str]) -> State:
-        """Return these tensors of some states, copied and stacked."""
+        """Return the named tensors of some states, copied and stacked."""
         states = [tensors(entry) for entry in kept]
         return {name: torch.stack([state[name] for state in states]) for name in names}
 
@@ -165,16 +165,16 @@ def _fits(new: dict[str, Tensor], old: dict[str, Tensor]) -> bool:
 
 
 class MappedMemory(ClientMemory):
-    """A :class:`ClientMemory` on disk, of which RAM holds only a table of who has which row.
+    """A :class:`ClientMemory` on disk; RAM holds only a table of each client's row.
 
-    States are rows of files, which are mapped into memory while they are read. Every process writes
-    files of its own, and reads those of all. A row that a kept checkpoint names is not written
-    again: a client that trains gets another one, so that a run which is killed can go on from any
-    of its checkpoints. These hold the table.
+    States are rows of files, which are mapped into memory while they are read. Each process writes
+    its own files and reads those of all processes. A row that a checkpoint refers to is never
+    overwritten as long as the checkpoint exists: a client that trains gets another row, so that a
+    killed run can be resumed from any of its checkpoints. The checkpoints hold the table.
 
-    Beside the files, in ``tables``, lie lists of the rows that each checkpoint names. A row on no
-    list is free: its checkpoint is gone, or the run was killed before it saved one. A checkpoint
-    that was renamed or copied by hand is on no list, until a run goes on from it.
+    The folder ``tables`` beside the files lists the rows that each checkpoint refers to. A row on
+    no list is free: its checkpoint was removed, or the run was killed before it saved one. A
+    checkpoint that was renamed or copied by hand has no list until a run is resumed from it.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -191,24 +191,24 @@ class MappedMemory(ClientMemory):
         super().__init__()
         self._folder: Path | None = None
         self._own: Path | None = None  # the folder of this process's files
-        self._lock: FileLock | None = None  # which says so to others
+        self._lock: FileLock | None = None  # the lock on that folder
         self._files: dict[Path, RowFile] = {}
         self._spaces: dict[RowFile, Space] = {}
         self._unsynced: set[RowFile] = set()
-        self._loaded: dict[str, list[int]] = {}  # rows of all ranks that a checkpoint named
+        self._loaded: dict[str, list[int]] = {}  # rows of all ranks in the checkpoint loaded
 
-    def __getstate__(self) -> dict[str, Any]:  # a copy reads the same rows, and writes others
+    def __getstate__(self) -> dict[str, Any]:  # a copy reads the same rows but writes new ones
         return {**vars(self), "_own": None, "_lock": None, "_spaces": {}}
 
     def open(self, run_folder: str) -> None:
-        """Write to ``memory`` in this folder; what lies elsewhere is copied when it is saved.
+        """Write to ``memory`` in this folder; rows elsewhere are copied there at the next save.
 
         Raises:
-            ConfigurationError: If the folder is not on a disk.
+            ConfigurationError: If the folder is not on a local file system.
         """
         if "://" in run_folder:
             raise ConfigurationError(
-                f"client_memory='disk' needs a default_root_dir on a disk, got {run_folder}"
+                f"client_memory='disk' needs a default_root_dir on a file system, got {run_folder}"
             )
         folder = Path(run_folder).resolve() / MEMORY
         if folder != self._folder:
@@ -216,10 +216,10 @@ class MappedMemory(ClientMemory):
             self._spaces.clear()
 
     def write(self, slot: str, clients: Tensor, states: TensorDict) -> None:
-        """Write the states of a stack ``[C]`` to free rows, which the clients ``[C]`` then have.
+        """Write the states of a stack ``[C]`` to free rows for the clients ``[C]``.
 
         Raises:
-            ConfigurationError: If the disk is full, or may not be written to.
+            ConfigurationError: If the disk is full or can't be written to.
         """
         columns = {name: leaf.detach().cpu() for name, leaf in sorted(entries(states))}
         layout = tuple((n, dtype_name(c.dtype), tuple(c.shape[1:])) for n, c in columns.items())
@@ -250,7 +250,7 @@ class MappedMemory(ClientMemory):
         return super()._stacked(states, names)
 
     def load_state_dict(self, state: Slots, clients: Collection[int] | None = None) -> None:
-        """Replace all slots by ``state``; what it has in RAM is written when it is saved."""
+        """Replace all slots by ``state``; states in RAM are written to disk at the next save."""
         super().load_state_dict(state, clients)
         self._spaces.clear()
 
@@ -260,7 +260,7 @@ class MappedMemory(ClientMemory):
         self._loaded = named_rows(saved)
 
     def save(self) -> dict[str, Any]:
-        """Return the table of all ranks on rank 0; what it names is on disk by then."""
+        """Return the table of all ranks on rank 0, after all its rows have reached the disk."""
         assert self._folder is not None
         for slot, kept in self._slots.items():
             for client, entry in kept.items():
@@ -272,7 +272,7 @@ class MappedMemory(ClientMemory):
                 for written in (path, path.parent, path.parent.parent):
                     sync(written)
         self._unsynced.clear()
-        self._spaces.clear()  # what is free now depends on the checkpoint that will be written
+        self._spaces.clear()  # which rows are free depends on the checkpoint to be written
         self._loaded.clear()
         return table_of(super().save(), self._folder)
 
@@ -282,7 +282,7 @@ class MappedMemory(ClientMemory):
             yield
         except OSError as error:
             raise ConfigurationError(
-                f"the client memory in {self._folder} can't be written: {error.strerror}"
+                f"can't write the client memory in {self._folder}: {error.strerror}"
             ) from error
 
     def _taken_over(self, entry: Entry) -> Entry:
@@ -293,7 +293,7 @@ class MappedMemory(ClientMemory):
             yield from (entry for entry in kept.values() if isinstance(entry, Row))
 
     def _space(self, file: RowFile) -> Space:
-        """Return which rows of a file of ours are free."""
+        """Return the free rows of a file that this process writes."""
         if file not in self._spaces:
             assert self._folder is not None
             named = {row.index for row in self._rows() if row.file == file}
@@ -304,9 +304,9 @@ class MappedMemory(ClientMemory):
         return self._spaces[file]
 
     def _own_folder(self) -> Path:
-        """Return the folder that no other process writes to.
+        """Return the folder that only this process writes to.
 
-        It is one with rows that we have, if the process that wrote them is gone.
+        If possible, it takes over a folder whose rows it refers to and whose process has ended.
         """
         if self._own is None:
             assert self._folder is not None

@@ -1,4 +1,4 @@
-"""Files of client states, and the lists of those rows in them that checkpoints name."""
+"""Files of client states, and the lists of their rows that checkpoints refer to."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _HEADER = 16  # bytes: the client and the checksum
 
 @dataclass(frozen=True)
 class RowFile:
-    """A file of states of one layout; each row has a header, its client and its checksum.
+    """A file of states of one layout; each row has a header with its client and its checksum.
 
-    It is written by system calls and read through a map: a disk that is full is an error there, and
-    would end the process here.
+    It is written by system calls and read through a memory map: a full disk is an error in a system
+    call, but would crash a process that writes to a map.
 
     Attributes:
         path: The file.
@@ -55,7 +55,7 @@ class RowFile:
 
     @cached_property
     def columns(self) -> dict[str, tuple[slice, torch.dtype, tuple[int, ...]]]:
-        """Where in a row each tensor lies, in bytes, with its dtype and shape."""
+        """The offset in bytes, dtype and shape of each tensor in a row."""
         columns, start = {}, _HEADER
         for name, dtype_name, shape in self.layout:
             dtype = getattr(torch, dtype_name)
@@ -71,18 +71,18 @@ class RowFile:
 
     @property
     def length(self) -> int:
-        """Number of whole rows."""
+        """Number of complete rows."""
         return self.path.stat().st_size // self.row_bytes if self.path.exists() else 0
 
     def write(
         self, indices: Iterator[int], clients: Sequence[int], states: Mapping[str, Tensor]
     ) -> Iterator[Row]:
-        """Write the states ``[C]`` of clients to rows, whether or not the file is there or so long.
+        """Write the states ``[C]`` of clients to rows; the file is created or extended as needed.
 
-        An index is taken when its row is written.
+        Each index is taken from the iterator just before its row is written.
 
         Raises:
-            OSError: If the disk is full, or may not be written to.
+            OSError: If the disk is full or can't be written to.
         """
         sources = self._places(states)
         data = np.zeros(self.row_bytes, np.uint8)
@@ -105,7 +105,7 @@ class RowFile:
         """Return copies of the states of rows ``[C]`` of this file.
 
         Raises:
-            ConfigurationError: If one is gone, damaged or overwritten.
+            ConfigurationError: If a row is missing, damaged or overwritten.
         """
         first, last = min(row.index for row in wanted), max(row.index for row in wanted)
         table = last - first + 1, self.row_bytes
@@ -132,9 +132,9 @@ class RowFile:
         return states
 
     def _places(self, states: Mapping[str, Tensor]) -> list[tuple[NDArray[np.uint8], slice]]:
-        """Return the bytes ``[C, n]`` of each tensor of a stack, and where in a row they lie.
+        """Return the bytes ``[C, n]`` of each tensor of a stack, and their slice of a row.
 
-        They are those of the stack itself if it is contiguous.
+        They share memory with the stack if it is contiguous.
         """
         places = []
         for name, (place, _, _) in self.columns.items():
@@ -144,7 +144,7 @@ class RowFile:
         return places
 
     def headers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return client and checksum ``[n, 2]`` of rows ``[n]``; zeros where there is no row.
+        """Return client and checksum ``[n, 2]`` of rows ``[n]``; zeros for rows past the end.
 
         Raises:
             ConfigurationError: If the file can't be read.
@@ -174,12 +174,12 @@ class Row:
         """Return a copy of the state's tensors by name.
 
         Raises:
-            ConfigurationError: If the file is gone, damaged or overwritten.
+            ConfigurationError: If the file is missing, damaged or overwritten.
         """
         return {name: value[0] for name, value in self.file.read([self]).items()}
 
     def lost(self) -> ConfigurationError:
-        """Return the error that this state is not there any more."""
+        """Return the error for a state that is not in its file any more."""
         return ConfigurationError(
             f"client {self.client}'s memory is not in {self.file.path} any more: it was "
             "overwritten or damaged"
@@ -195,11 +195,11 @@ Slots = dict[str, dict[int, Entry]]
 
 
 class Space:
-    """Which rows of a file may be written.
+    """Tracks which rows of a file are free.
 
     Args:
         length: Number of rows in the file.
-        named: Rows that stay as they are.
+        named: Rows that must not be overwritten.
     """
 
     def __init__(self, length: int, named: set[int]) -> None:
@@ -208,29 +208,29 @@ class Space:
         self._free = sorted(set(range(length)) - named, reverse=True)
 
     def take(self) -> int:
-        """Return a free row, or one behind the last."""
+        """Return a free row, or a new one at the end."""
         if self._free:
             return self._free.pop()
         self._length += 1
         return self._length - 1
 
     def free(self, index: int) -> None:
-        """Give back a row, unless it stays."""
+        """Give back a row, unless it must not be overwritten."""
         if index not in self._named:
             self._free.append(index)
 
 
 def tensors(entry: Entry) -> State:
-    """Return the tensors of a state by name, which are what is kept if that is in RAM."""
+    """Return the tensors of a state by name; a state in RAM is not copied."""
     return entry.tensors() if isinstance(entry, Row) else entry
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigurationError:
-    return ConfigurationError(f"the client memory in {path} can't be read: {error.strerror}")
+    return ConfigurationError(f"can't read the client memory in {path}: {error.strerror}")
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or what a folder lists, is on disk."""
+    """Wait until a file, or the list of files in a folder, has reached the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -243,16 +243,16 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def named_by(checkpoint: Path, memory: dict[str, Any]) -> Iterator[None]:
-    """Protect the rows that a checkpoint names while, and after, it takes an older one's place.
+    """Protect the rows that a checkpoint refers to, while it is written and afterwards.
 
-    Inside, the rows of both are protected.
+    Inside the context, the rows of the checkpoint that it replaces are protected too.
 
     Args:
-        checkpoint: The file.
-        memory: What :meth:`ClientMemory.save` returned. It is told where the file will lie.
+        checkpoint: The path of the checkpoint.
+        memory: What :meth:`ClientMemory.save` returned; the path is added to it.
 
     Raises:
-        ConfigurationError: If the list of the rows can't be written.
+        ConfigurationError: If the list of rows can't be written.
     """
     if not memory.get("files"):
         yield
@@ -269,7 +269,7 @@ def named_by(checkpoint: Path, memory: dict[str, Any]) -> Iterator[None]:
         _write_table(path, {"checkpoint": shown, "rows": named_rows(memory)})
     except OSError as error:
         raise ConfigurationError(
-            f"the client memory in {folder} can't be written: {error.strerror}"
+            f"can't write the client memory in {folder}: {error.strerror}"
         ) from error
     yield
     path.rename(path.with_suffix(_WRITTEN))
@@ -279,14 +279,14 @@ def named_by(checkpoint: Path, memory: dict[str, Any]) -> Iterator[None]:
 
 
 def locate(memory: dict[str, Any], checkpoint: Path) -> None:
-    """Find the folder that a checkpoint's memory lies in: it may have moved along with the file.
+    """Find the folder of a checkpoint's client memory, which may have moved along with the file.
 
     Args:
         memory: What :meth:`ClientMemory.save` returned; its ``folder`` is set.
         checkpoint: The file that it was read from.
 
     Raises:
-        ConfigurationError: If the folder is gone.
+        ConfigurationError: If there is no such folder.
     """
     if not memory.get("files"):
         return
@@ -300,18 +300,18 @@ def locate(memory: dict[str, Any], checkpoint: Path) -> None:
             memory["folder"] = str(folder)
             return
     raise ConfigurationError(
-        f"the checkpoint {checkpoint} needs its clients' memory, which is not in "
-        f"{beside.resolve()} any more"
+        f"the checkpoint {checkpoint} needs the memory of its clients (client_memory='disk'), "
+        f"which is not in {beside.resolve()} any more"
     )
 
 
 def is_needed(folder: Path) -> bool:
-    """Return whether there is a checkpoint that names a row in a folder of client memory."""
+    """Return whether a checkpoint refers to a row in a folder of client memory."""
     return any(True for _ in kept_tables(folder))
 
 
 def clear(folder: Path) -> None:
-    """Remove all client memory from a folder, and the folder if nothing else is in it."""
+    """Remove all client memory from a folder, and the folder itself if it is then empty."""
     for own in {path.parent for path in folder.glob(f"*/*{_ROWS}")} | {folder / TABLES}:
         shutil.rmtree(own, ignore_errors=True)
     if folder.is_dir() and not any(folder.iterdir()):
@@ -319,7 +319,7 @@ def clear(folder: Path) -> None:
 
 
 def named_rows(memory: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return the rows that a checkpoint names, by file."""
+    """Return the rows that a checkpoint refers to, by file."""
     names = [name for name, _ in memory.get("files", ())]
     rows: dict[str, list[int]] = {name: [] for name in names}
     for held in memory["rows"].values() if names else ():
@@ -329,7 +329,7 @@ def named_rows(memory: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def rows_of(memory: Mapping[str, Any], clients: Collection[int] | None) -> Slots:
-    """Return the rows that a checkpoint names, if they are still there."""
+    """Return the rows that a checkpoint refers to, and check that they still exist."""
     folder = Path(memory["folder"])
     files = [
         RowFile(folder / name, tuple((n, dtype, tuple(shape)) for n, dtype, shape in layout))
@@ -351,7 +351,7 @@ def rows_of(memory: Mapping[str, Any], clients: Collection[int] | None) -> Slots
 
 
 def table_of(slots: Slots, folder: Path) -> dict[str, Any]:
-    """Return rows in a folder as tensors and primitives."""
+    """Return a table of the rows in a folder, as tensors and primitives."""
     files: dict[RowFile, int] = {}
     rows = {
         slot: torch.tensor(
@@ -371,7 +371,7 @@ def table_of(slots: Slots, folder: Path) -> dict[str, Any]:
 
 
 def kept_tables(folder: Path) -> Iterator[dict[str, list[int]]]:
-    """Yield the rows that each checkpoint names, by file, of those that are still there.
+    """Yield the rows of each checkpoint that still exists, by file.
 
     Raises:
         ConfigurationError: If a table is damaged.
@@ -389,7 +389,7 @@ def _tables(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _write_table(path: Path, table: dict[str, Any]) -> None:
-    """Write a table and its checksum, so that a kill leaves all of it or none."""
+    """Write a table and its checksum; a kill leaves the whole file or none."""
     content = json.dumps(table).encode()
     partial = path.with_suffix(".partial")
     try:
@@ -412,8 +412,9 @@ def _read_table(path: Path) -> dict[str, Any]:
         raise _unreadable(path, error) from error
     if checksum != xxhash.xxh3_64_hexdigest(content).encode():
         raise ConfigurationError(
-            f"{path} is damaged, which lists the client memory that a checkpoint needs. If it is "
-            "deleted, that memory is kept only by a run that goes on from this checkpoint"
+            f"{path} is damaged: it lists the client memory that a checkpoint needs. If you delete "
+            "it, resume from that checkpoint before another run writes to this folder and may "
+            "overwrite its client memory"
         )
     return json.loads(content)
 
@@ -423,13 +424,13 @@ def _is_kept(folder: Path, table: Mapping[str, Any]) -> bool:
 
 
 def _seen_from(folder: Path, checkpoint: Path) -> str:
-    """Return the path of a checkpoint from the run's folder, with which it may be moved."""
+    """Return the path of a checkpoint relative to the run folder, as both may be moved together."""
     path, run = checkpoint.resolve(), folder.parent
     return str(path.relative_to(run) if path.is_relative_to(run) else path)
 
 
 def sweep(folder: Path, ours: Collection[Path]) -> None:
-    """Remove what no living process writes to and no checkpoint needs."""
+    """Remove folders that no running process writes to and no checkpoint needs."""
     needed = {(folder / name).parent for rows in kept_tables(folder) for name in rows}
     for own in {path.parent for path in folder.glob(f"*/*{_ROWS}")} - needed - {*ours}:
         if locked(own) is not None:
@@ -440,7 +441,7 @@ def sweep(folder: Path, ours: Collection[Path]) -> None:
 
 
 def locked(folder: Path) -> FileLock | None:
-    """Return a lock on a folder, which holds as long as it is referred to; ``None`` if taken."""
+    """Lock a folder for as long as the returned lock is referenced; ``None`` if it is locked."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / "lock", thread_local=False)
@@ -452,17 +453,17 @@ def locked(folder: Path) -> FileLock | None:
 
 
 def file_name(slot: str, layout: Layout) -> str:
-    """Return the name of the file of a slot's states of one layout."""
+    """Return the file name for a slot's states of one layout."""
     return f"{slot}-{zlib.crc32(repr(layout).encode()):08x}{_ROWS}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a type's name in torch and in NumPy."""
+    """Return a dtype's name, which is the same in torch and NumPy."""
     return str(dtype).removeprefix("torch.")
 
 
 def _checksum(row: NDArray[np.uint8]) -> int:
-    """Return the XXH3 of a row's numbers."""
+    """Return the XXH3 checksum of a row."""
     return int.from_bytes(xxhash.xxh3_64_digest(row[_HEADER:].data), signed=True)
 
 

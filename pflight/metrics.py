@@ -1,4 +1,4 @@
-"""Accuracy and F1 of every client, and their micro and macro means over clients."""
+"""Metrics of every client, and their micro and macro means over clients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ F1Average = Literal["union", "true", "all", "binary"]
 
 
 class ClientMetrics(Metric):
-    """Accuracy, F1 and loss of all clients from counts per client and class.
+    """Accuracy, F1 and loss of all clients, from counts per client and class.
 
     With the true positives, false positives and false negatives of client ``i`` and class ``c``,
     ``acc_i = sum_c tp_ic / n_i`` and ``f1_i`` is the mean over classes of
@@ -175,7 +175,7 @@ class ClientMetrics(Metric):
     def reset(self) -> None:
         """Set all counts to zero.
 
-        They are ordinary tensors also after a reset in inference mode, where Lightning evaluates.
+        They stay ordinary tensors, even if Lightning resets them in inference mode.
         """
         with torch.inference_mode(mode=False):
             super().reset()
@@ -191,7 +191,7 @@ class ClientMetrics(Metric):
         }
 
     def _f1(self) -> Tensor:
-        """Average the F1 of the classes that count, for every client ``[num_clients]``."""
+        """Return every client's F1 ``[num_clients]``, averaged over the classes in use."""
         labels = self.tp + self.fn
         denominator = labels + self.tp + self.fp
         f1 = 2 * self.tp.double() / denominator.clamp(min=1)
@@ -208,7 +208,7 @@ class ClientMetrics(Metric):
 
 
 class ClientValues:
-    """What some clients' own metrics say of a model: values by client, under their short names."""
+    """The metrics that some clients' modules logged for a model: by client and short name."""
 
     def __init__(self) -> None:
         self.clients: list[int] = []
@@ -222,7 +222,7 @@ class ClientValues:
         logged: Mapping[str, Tensor],
         higher_is_better: Mapping[str, bool],
     ) -> None:
-        """Take over what one client logged; ``val/dice`` and ``val_dice`` are both ``dice``."""
+        """Add what one client logged; ``val/dice`` and ``val_dice`` both become ``dice``."""
         self.clients.append(client)
         for name, value in logged.items():
             short = name.removeprefix(f"{split}/").removeprefix(f"{split}_")
@@ -242,7 +242,7 @@ class ClientValues:
         return rest
 
     def update(self, other: ClientValues) -> None:
-        """Add those of other clients."""
+        """Add the values of other clients."""
         self.clients += other.clients
         for name, values in other.values.items():
             self.values.setdefault(name, {}).update(values)
@@ -250,18 +250,18 @@ class ClientValues:
 
 
 class LoggedMetrics:
-    """Means over clients of whatever their own modules log when they are judged.
+    """Means over clients of the metrics that their own modules log in an evaluation.
 
-    For a value that a module logs as ``val/X``, over the clients that logged a number: ``micro_X``
-    is the mean weighted by the clients' samples, ``macro_X`` the plain mean, ``worst_decile_X`` the
-    mean of the worst tenth, rounded up, where it is known whether higher is better. The name under
-    which it was logged stands for micro.
+    A metric that a module logs as ``val/X`` gives, over the clients that logged a number:
+    ``micro_X``, the mean weighted by the clients' samples; ``macro_X``, the plain mean; and, if it
+    is known whether higher is better, ``worst_decile_X``, the mean of the worst tenth of the
+    clients, rounded up. ``X`` itself is the same as ``micro_X``.
 
     Args:
         num_samples: Number of samples of each client of the split that is judged ``[N]``.
         split: ``"val"`` or ``"test"``.
-        lower_is_better: Names, as they are logged or without the split, for which torchmetrics
-            does not say it.
+        lower_is_better: Names of metrics, with or without the split, of which lower values are
+            better and torchmetrics does not say so.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class LoggedMetrics:
         self._all: ClientValues | None = None
 
     def update(self, values: ClientValues) -> None:
-        """Add what some more clients logged."""
+        """Add what more clients logged."""
         self._values.update(values)
         self._all = None
 
@@ -309,7 +309,7 @@ class LoggedMetrics:
         return means
 
     def _gathered(self) -> ClientValues:
-        """Return the values of all ranks, which all have to ask for them."""
+        """Return the values of all ranks; all ranks have to call it."""
         if self._all is None:
             self._all = ClientValues()
             for values in gather(self._values):

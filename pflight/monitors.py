@@ -1,4 +1,4 @@
-"""Which metrics a federation's rounds will have, for what watches one of them."""
+"""Checks that the metrics which callbacks watch will exist."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OF_LIGHTNING = ("epoch", "step")  # which a ModelCheckpoint takes as well
 def check_monitors(federation: L.LightningModule, clients: Clients) -> None:
     """Raise if a callback of the Trainer watches a metric that no round will have.
 
-    An ``EarlyStopping`` that is not ``strict`` may.
+    Only an ``EarlyStopping`` that is not ``strict`` may do so.
     """
     for callback in federation.trainer.callbacks:  # type: ignore[attr-defined]
         if not isinstance(callback, EarlyStopping | ModelCheckpoint):
@@ -56,18 +56,18 @@ def check_monitor(
 ) -> None:
     """Raise if no round will have a metric.
 
-    What classes of the user's own log can't be known: with one of them in the run, only a metric of
-    the validation is refused, where there is none.
+    What the user's own classes log can't be known in advance: if the run has one, only validation
+    metrics are checked, and only for whether there is a validation.
 
     Args:
         federation: The federation.
         clients: Its clients, with their data.
-        watcher: What watches, for the message.
+        watcher: What watches the metric, for the message.
         monitor: The tag of the metric.
-        more: Tags that are known besides those in a round's entry in the history.
+        more: Further tags that are known, besides those of a round's entry in the history.
 
     Raises:
-        ConfigurationError: Naming the tags that are alike.
+        ConfigurationError: Naming similar tags.
     """
     trainer = federation.trainer
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ def check_monitor(
 
 
 def _means_of(module: L.LightningModule) -> list[str]:
-    """Return the names of what clients are judged by, over all of them."""
+    """Return the names of the clients' metrics, as means over clients."""
     if not (isinstance(module, Task) and module.higher_is_better):
         return list(_MEANS)
     return [
@@ -111,6 +111,6 @@ def _means_of(module: L.LightningModule) -> list[str]:
 
 
 def _may_log(part: object) -> bool:
-    """Return whether something logs metrics that are not known beforehand."""
+    """Return whether an object may log metrics that are not known in advance."""
     ours = type(part).__module__.partition(".")[0] in ("pflight", "lightning", "pytorch_lightning")
     return not ours or isinstance(part, LambdaCallback | LearningRateMonitor)

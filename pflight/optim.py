@@ -15,19 +15,19 @@ from .options import check_range, checked
 class Yogi(Optimizer):
     r"""Yogi (Zaheer et al. 2018), as the server of FedYogi (Reddi et al. 2021, algorithm 2).
 
-    Where Adam's second moment forgets, this one moves by a step of the gradient's own size:
+    Its second moment changes by a step of the size of the squared gradient, where Adam's decays:
 
     .. math:: m \leftarrow \beta_1 m + (1 - \beta_1) g, \qquad
         v \leftarrow v - (1 - \beta_2)\, g^2 \operatorname{sign}(v - g^2), \qquad
         \theta \leftarrow \theta - \frac{\eta\, m}{\sqrt{v} + \tau}
 
-    starting at :math:`m = 0` and :math:`v = \tau^2`, without correction of the bias.
+    starting at :math:`m = 0` and :math:`v = \tau^2`, without bias correction.
 
     Args:
         params: Parameters, or groups of them.
-        lr: Step :math:`\eta`.
+        lr: Step size :math:`\eta`.
         betas: :math:`\beta_1` and :math:`\beta_2`.
-        eps: :math:`\tau`, how far the step adapts: less for a larger one.
+        eps: :math:`\tau`, the degree of adaptivity: the larger, the less adaptive.
 
     Raises:
         ConfigurationError: If an option is out of range.

@@ -1,4 +1,4 @@
-"""Options: a constructor takes what its annotations say and what its ranges allow, and no more."""
+"""Checks of options: the arguments of constructors against their annotations and ranges."""
 
 from __future__ import annotations
 
@@ -46,10 +46,9 @@ C = TypeVar("C", bound=type)
 def checked(kind: C) -> C:
     """Make a class check the arguments of its constructor against their annotations.
 
-    Before the constructor runs, each argument that is given must be what the annotation says: a
-    number is finite in 32 bits, a whole number neither a fraction nor ``True`` and below 2**32, and
-    of a ``Literal`` it is one of the values. Ranges are the constructor's own affair:
-    :func:`check_range`.
+    Each argument is checked before the constructor runs: a ``float`` must be finite in 32 bits, an
+    ``int`` a whole number below 2**32 and no ``bool``, and a ``Literal`` one of its values. Ranges
+    are left to the constructor, which calls :func:`check_range`.
 
     Raises:
         ConfigurationError: From the constructor, naming the class and the option.
@@ -81,7 +80,7 @@ def checked(kind: C) -> C:
 
 
 def check_types(function: Callable[..., Any], owner: object, given: Mapping[str, Any]) -> None:
-    """Raise unless arguments are what a function's annotations say; others are passed over.
+    """Raise unless arguments match a function's annotations; arguments without one are skipped.
 
     Raises:
         ConfigurationError: Naming the class of ``owner`` and the option.
@@ -93,11 +92,11 @@ def check_types(function: Callable[..., Any], owner: object, given: Mapping[str,
 
 
 def check_range(owner: object, interval: str, **options: Any) -> None:
-    """Raise unless options are numbers in an interval; ``None`` is passed over.
+    """Raise unless options are numbers in an interval; ``None`` is skipped.
 
     Args:
-        owner: Whose options they are: an object of the class that the message names.
-        interval: As mathematics writes it, such as ``"(0, 1]"`` or ``"[1, inf)"``.
+        owner: The object that has the options; the message names its class.
+        interval: The interval in mathematical notation, such as ``"(0, 1]"`` or ``"[1, inf)"``.
         **options: The options.
 
     Raises:
@@ -123,7 +122,7 @@ def check_range(owner: object, interval: str, **options: Any) -> None:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Raise if an optimizer has options that torch lets pass, but that no training survives.
+    """Raise if an optimizer has options that torch accepts but that make training diverge.
 
     Raises:
         ConfigurationError: Naming the option.
@@ -141,7 +140,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def why_not_built(kind: type[Optimizer], options: Mapping[str, Any]) -> str | None:
-    """Say why an optimizer can't be built, if that is due to its options.
+    """Return why an optimizer can't be built with these options, or ``None`` if it can.
 
     Example:
         >>> why_not_built(torch.optim.SGD, {"lr": None})
@@ -161,7 +160,7 @@ def why_not_built(kind: type[Optimizer], options: Mapping[str, Any]) -> str | No
 
 
 def number(value: Any) -> float:
-    """Return a number below 2**128 as it is, and NaN for all else, which no comparison lets pass.
+    """Return a number below 2**128 as it is, and NaN, which fails all comparisons, otherwise.
 
     Example:
         >>> number(0.5) > 0, number(None) > 0, number(float("inf")) > 0
@@ -177,7 +176,7 @@ def number(value: Any) -> float:
 
 
 def whole(value: Any) -> float:
-    """Return a whole number below 2**32 as it is, and NaN for all else.
+    """Return a whole number below 2**32 as it is, and NaN otherwise.
 
     Example:
         >>> whole(2) >= 1, whole(2.5) >= 1, whole(True) >= 1, whole(None) >= 1
@@ -187,7 +186,7 @@ def whole(value: Any) -> float:
 
 
 def arguments(function: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Any]:
-    """Return the arguments of a method by name, defaults included; none if they don't fit it.
+    """Return the arguments of a call by name, with defaults; none if they don't fit the method.
 
     Example:
         >>> class Server:
@@ -238,7 +237,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def described(value: Any) -> str:
-    """Return an option in words that are the same in every process.
+    """Return an option as text that is the same in every process.
 
     Example:
         >>> described([1, "a", math.sqrt, torch.zeros(2, 3)])
@@ -264,7 +263,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Say whether a value is what an annotation says; of containers, how far it costs nothing."""
+    """Return whether a value matches an annotation; containers only as far as that is cheap."""
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         return any(_fits(value, part) for part in parts)
@@ -288,7 +287,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _described(hint: Any, value: Any) -> str:
-    """Return what an annotation asks for, in words."""
+    """Return an annotation in words, for a message."""
     *others, last = dict.fromkeys(_words(hint, value))
     return f"{', '.join(others)} or {last}" if others else last
 

@@ -1,4 +1,4 @@
-"""The colours of all pictures, told apart also by colour-blind readers and in grey."""
+"""The colours of all pictures, distinguishable for colour-blind readers and in grey."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLORS = (
     "#92dadd",
 )
 MARKERS = "os^DvPX"
-FAINT = "#c8c8c8"  # what is there and has no colour of its own
+FAINT = "#c8c8c8"  # for what has no colour of its own
 KINDS = len(COLORS) * len(MARKERS)
 """Pairs of a colour and a marker; neighbours differ in both."""
 

@@ -1,4 +1,4 @@
-"""Reads the command line, and says in one line what is wrong with it."""
+"""The parser of the command line, whose errors are one line."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ _UNKNOWN_CLASSES = (
 
 
 class FederationParser(LightningArgumentParser):
-    """Says in one line what is wrong with an argument, and which option may have been meant.
+    """A parser whose errors are one line, with the option that may have been meant.
 
-    It takes ``None`` for ``null``, which jsonargparse makes of it on the way to a part of a part:
-    it reads the value of ``--model.client.constraint null`` and hands it on to the parser of the
-    client's options as Python writes it.
+    It accepts ``None`` as ``null``: jsonargparse reads the value of
+    ``--model.client.constraint null`` and passes it to the parser of the client's options as the
+    text ``None``.
     """
 
     def parse_args(  # type: ignore[override]
@@ -120,7 +120,7 @@ class FederationParser(LightningArgumentParser):
     def _options(
         self, args: Sequence[str], option: str, commands: Mapping[str, LightningArgumentParser]
     ) -> list[str]:
-        """Return the names of a run's options, as they are without what there is no option for."""
+        """Return the names of a run's options, after removing the unknown ones."""
         args = [arg for arg in args if not re.match(r"--(print_config|help|.*\.help)|-h$", arg)]
         unknown = [option]
         while option:
@@ -137,7 +137,7 @@ class FederationParser(LightningArgumentParser):
 
 
 class _Complaint(NamedTuple):
-    """What jsonargparse says of one key, a line for each type that it could have."""
+    """An error of jsonargparse about one key, with a line for each type that it could have."""
 
     key: str
     kind: str | None
@@ -146,7 +146,7 @@ class _Complaint(NamedTuple):
 
     @property
     def siblings(self) -> list[str]:
-        """The full names of the options of the class that the key has."""
+        """The full names of the options of the key's class."""
         if self.kind is None:
             return []
         module, _, name = self.kind.rpartition(".")
@@ -156,13 +156,13 @@ class _Complaint(NamedTuple):
 
     @property
     def unknown_option(self) -> str | None:
-        """The full name of an option that there is not, if that is what is said."""
+        """The full name of the unknown option, if the error is about one."""
         found = _first(_UNKNOWN_OPTIONS, self.lines)
         name = found and ".".join(filter(None, (self.key, found["name"])))
         return name and name.replace(".init_args", "")
 
     def in_words(self) -> str:
-        """Say it in one line."""
+        """Return the error as one line."""
         expected = [words for line in self.lines for words in _expected(line)]
         others = [line for line in self.lines if not _expected(line)]
         unknown = _first(_UNKNOWN_CLASSES, self.lines)
@@ -183,10 +183,10 @@ class _Complaint(NamedTuple):
 
 
 def refusal(error: BaseException) -> str | None:
-    """Say in one line why a class refuses its options; ``None`` for a fault in the class.
+    """Return in one line why a class rejects its options; ``None`` for a bug in the class.
 
-    What jsonargparse says itself is about all types that a value could have; why the first of them
-    refused is its cause.
+    jsonargparse's own message is about all types that a value could have; its cause is the error of
+    the first of them.
     """
     root, name = error, None
     while root.__cause__ is not None:
@@ -200,7 +200,7 @@ def refusal(error: BaseException) -> str | None:
 
 
 def _complaint(message: str) -> _Complaint:
-    """Return the complaint that goes deepest into a tree of alternatives, told by indentation."""
+    """Return the error that goes deepest into jsonargparse's indented tree of alternatives."""
     places: list[tuple[int, str, bool]] = []  # column, name, and whether it is a key or a class
     found: dict[tuple[tuple[int, str, bool], ...], _Complaint] = {}
     for line in filter(None, message.splitlines()):
@@ -235,7 +235,7 @@ def _first(patterns: Sequence[re.Pattern[str]], lines: Sequence[str]) -> re.Matc
 
 
 def _expected(line: str) -> list[str]:
-    """Return in words what a line says was expected, if it does."""
+    """Return what a line says was expected, in words, if it says so."""
     if match := re.fullmatch(r"Not a valid subclass of (\w+).*", line):
         return [f"a {match[1]}"]
     if line.startswith("Expected a dot import path") or not line.startswith("Expected a"):
@@ -253,7 +253,7 @@ def _question(meant: Sequence[str]) -> str:
 
 
 def _meant(option: str, known: Sequence[str]) -> list[str]:
-    """Return the options that may have been meant: of that name elsewhere, or of a close one."""
+    """Return the options that may have been meant: the same name elsewhere, or a similar name."""
     *parents, name = option.split(".")
     places: dict[str, list[list[str]]] = {}
     for other in dict.fromkeys(known):
@@ -270,12 +270,12 @@ def _meant(option: str, known: Sequence[str]) -> list[str]:
 
 
 def _shared(path: Sequence[str], other: Sequence[str]) -> int:
-    """Count the parts that two paths begin with."""
+    """Count the leading parts that two paths share."""
     return len([*takewhile(lambda pair: pair[0] == pair[1], zip(path, other, strict=False))])
 
 
 def _no_class(name: str) -> str:
-    """Say that there is no class of a name, and which one may have been meant."""
+    """Return a message that a class is unknown, with the one that may have been meant."""
     module, _, last = name.rpartition(".")
     try:
         there = vars(import_module(module))
@@ -283,13 +283,13 @@ def _no_class(name: str) -> str:
     except (ImportError, ValueError):
         known = {kind.__name__: kind.__name__ for kind in _kinds(_KINDS)}
     if last in known:
-        return f"{name} is not of the kind that goes here"
+        return f"{name} is not a class that this option takes"
     meant = [known[close] for close in get_close_matches(last, known, n=1)]
     return f"unknown class {name}{_question(meant)}"
 
 
 def _kinds(kinds: Iterable[type]) -> Iterator[type]:
-    """Yield classes and all their subclasses, but for the many networks of other packages."""
+    """Yield classes and all their subclasses, except the many modules of other packages."""
     for kind in kinds:
         if not kind.__module__.startswith(("torch.nn.", "torchvision.", "torchmetrics.")):
             yield kind
@@ -297,7 +297,7 @@ def _kinds(kinds: Iterable[type]) -> Iterator[type]:
 
 
 def specs(value: Any, prefix: str = "") -> Iterator[tuple[str, Namespace]]:
-    """Yield what in a configuration names a class, with the name of its option."""
+    """Yield the parts of a configuration that name a class, with the names of their options."""
     if isinstance(value, list):
         for item in value:
             yield from specs(item, prefix)
@@ -327,7 +327,7 @@ def _names(value: Any, prefix: str = "") -> Iterator[str]:
 def _unknown(
     first: str | None, args: Sequence[str], commands: Mapping[str, LightningArgumentParser]
 ) -> list[str]:
-    """Return the unknown option that was found first, and what config files name beside groups."""
+    """Return the first unknown option, and the unknown top-level names in config files."""
     groups = {name for parser in commands.values() for name in vars(parser.get_defaults())}
     groups |= {*commands, (first or "").partition(".")[0]}
     strangers = [
@@ -341,7 +341,7 @@ def _unknown(
 
 
 def _without(options: Sequence[str], args: Sequence[str]) -> list[str]:
-    """Return arguments without all that sets options or a part of them, also in config files."""
+    """Return arguments without those that set some options or their parts, also in config files."""
     left, rest = [], list(args)
     while rest:
         name, equals, value = rest.pop(0).partition("=")
@@ -357,7 +357,7 @@ def _without(options: Sequence[str], args: Sequence[str]) -> list[str]:
 
 
 def _pruned(config: Any, option: str) -> Any:
-    """Return a configuration without an option, wherever ``init_args`` and lists have it."""
+    """Return a configuration without an option, also inside ``init_args`` and lists."""
     if isinstance(config, list):
         return [_pruned(item, option) for item in config]
     if not isinstance(config, dict):

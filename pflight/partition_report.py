@@ -1,4 +1,4 @@
-"""What a partition looks like: a table of text and a stacked bar chart."""
+"""Descriptions of a partition: a text table and a stacked bar chart."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def partition_table(title: Sequence[str], sizes: Mapping[Split, Tensor], classes
     """Return a table of the clients' sample counts and classes.
 
     Args:
-        title: What the first line says, separated by commas.
+        title: Parts of the first line.
         sizes: Each client's number of samples ``[num_clients]``, by split.
         classes: How many samples of each class each client has, ``[num_clients, num_classes]``.
 
@@ -50,9 +50,9 @@ def _spread(values: Tensor) -> tuple[str, str, str]:
 def partition_figure(classes: Tensor, new_clients: Tensor) -> Figure:
     """Draw each client's samples by class as stacked bars.
 
-    More than 10 classes are drawn as 10 ranges of labels. Up to 60 clients stand in the order of
-    their ids; more are sorted by their most frequent class, and of more than 200 an evenly spaced
-    selection is drawn. Newcomers are pale.
+    More than 10 classes are drawn as 10 ranges of labels. Up to 60 clients are in the order of
+    their ids; more clients are sorted by their most frequent class, and of more than 200 only an
+    evenly spaced selection is drawn. Newcomers are drawn pale.
 
     Args:
         classes: How many samples of each class each client has, ``[num_clients, num_classes]``.

@@ -1,7 +1,8 @@
-"""Random numbers that depend on what they are for, never on the order of execution.
+"""Random numbers that depend on their purpose, never on the order of execution.
 
 Every draw of a run comes from a generator keyed by a purpose and by integers such as
-``(seed, round, client)``, so two engines, one rank or four, and a resumed run see the same numbers.
+``(seed, round, client)``, so that both engines, any number of ranks and a resumed run get the same
+numbers.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ def numpy_generator(purpose: Purpose, *keys: int) -> np.random.Generator:
 
 
 def shuffled(count: int, purpose: Purpose, *keys: int, streams: Sequence[int]) -> Tensor:
-    """Return a permutation of ``count`` things for each stream ``[streams, count]``.
+    """Return a permutation of ``count`` items for each stream, ``[streams, count]``.
 
-    The row of a stream depends on nothing but its number, the purpose and the keys. Things are
-    sorted by 64 random bits: a counter of stream and thing, mixed as in SplitMix64 (Steele et al.,
-    2014), so that all streams take a few operations.
+    The row of a stream depends only on its number, the purpose and the keys. Items are sorted by 64
+    random bits, a counter of stream and item mixed as in SplitMix64 (Steele et al., 2014), so that
+    a few operations permute all streams.
 
     Example:
         >>> one, two = shuffled(100, Purpose.ORDER, 0, streams=[5, 6])
@@ -79,7 +80,7 @@ def shuffled(count: int, purpose: Purpose, *keys: int, streams: Sequence[int]) -
 def seed_everything(seed: int, device: torch.device) -> None:
     """Seed the global generators of torch (CPU and ``device``), NumPy and Python.
 
-    A client's dropout or a user's own augmentation draws from these.
+    A client's dropout layers or a user's own augmentation draw from them.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -90,7 +91,7 @@ def seed_everything(seed: int, device: torch.device) -> None:
 
 @contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
-    """Give the global generators back as they were, whatever is drawn or seeded inside."""
+    """Restore the global generators at the end, whatever is drawn or seeded inside."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):

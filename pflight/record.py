@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a federation, beside the server's models and their optimizer."""
+"""A checkpoint's record of a federation, besides the server's models and their optimizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RunRecord:
 
     Args:
         clients: The clients of the federation.
-        allow_other_data: Whether a run may go on with other data of as many clients.
+        allow_other_data: Whether a run may be resumed with other data of as many clients.
 
     Attributes:
         choice: The engine that trains the clients, and why; ``None`` before it is known.
@@ -52,12 +52,12 @@ class RunRecord:
         }
 
     def check(self, record: dict[str, Any], callback: ServerCallback, goes_on: bool) -> None:
-        """Raise unless a record is of this federation; say where options are others.
+        """Raise unless a record belongs to this federation; warn if the callback's options differ.
 
         Args:
-            record: The record; empty if the checkpoint is another module's.
-            callback: The server callback at hand.
-            goes_on: Whether the clients train on, with the data at hand.
+            record: The record; empty if the checkpoint is of another module.
+            callback: The server callback of this run.
+            goes_on: Whether the clients will train on, with the data of this run.
 
         Raises:
             ConfigurationError: Naming what differs.
@@ -70,7 +70,7 @@ class RunRecord:
             rank_zero_only(_log.warning)(others)
 
     def keep_engine(self, record: dict[str, Any], strategy: Strategy) -> None:
-        """Train with what was chosen when the run began, if the rule would now choose otherwise."""
+        """Keep the engine chosen when the run began, even if the rule would now choose another."""
         here, saved = self._engine(), record.get("engine")
         if saved in (None, here):
             return
@@ -79,7 +79,7 @@ class RunRecord:
         self.choice = self.clients.choose_engine(saved["name"], at_once, strategy, None, reason)
 
     def load(self, record: dict[str, Any]) -> None:
-        """Take over history and this rank's client memory."""
+        """Load the history and this rank's client memory."""
         clients = self.clients
         clients.history[:] = load_history(record["history"])
         clients.traffic = Traffic(clients.history)
@@ -99,13 +99,13 @@ class RunRecord:
         }
 
     def _engine(self) -> dict[str, Any] | None:
-        """Return what is said of the engine, without which a run's last bits differ."""
+        """Return the choice of the engine, which decides a run's last bits."""
         if self.choice is None:
             return None
         return {"name": self.choice.engine, "clients_at_once": self.choice.chunk}
 
     def forget_data(self) -> None:
-        """Find out anew what tells the data at hand from others."""
+        """Forget the record of the data, which are about to change."""
         self._data = None
 
     def _record_of_data(self) -> dict[str, Any] | None:
@@ -114,16 +114,16 @@ class RunRecord:
         return self._data
 
     def _check_same_data(self, saved: dict[str, Any] | None) -> None:
-        """Raise if a run would go on with other data, unless it may."""
+        """Raise if a run would be resumed with other data, unless that is allowed."""
         here = self._record_of_data()
         differing = difference(saved, here) if saved and here else None
         if differing and not self.allow_other_data:
             raise ConfigurationError(
-                f"the checkpoint was made with other data: {differing}; go on with the data that "
-                "the run began with, or, if you mean to change them, with allow_other_data=True "
+                f"the checkpoint was made with other data: {differing}; give the data that the run "
+                "began with or, if you mean to change them, allow_other_data=True "
                 "(--model.allow_other_data true)"
             )
         if differing:
             rank_zero_only(_log.info)(
-                f"going on with other data than the checkpoint's: {differing}"
+                f"continuing with other data than the checkpoint's: {differing}"
             )

@@ -1,4 +1,4 @@
-"""What a federation tells its loggers."""
+"""What a federation writes to its loggers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _PER_ROUND: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 
 _SHOWN = ("val/micro_acc", "val/macro_acc", "test/micro_acc", "test/macro_acc")
 
 
-def ignore_hints() -> None:
-    """Leave out Lightning's hints that don't hold for a federation."""
+def silence_hints() -> None:
+    """Silence Lightning's hints that don't apply to a federation."""
     for hint in (
         "The number of training batches .* is smaller than the logging interval",
         "It is recommended to use .*sync_dist=True",
@@ -24,12 +24,12 @@ def ignore_hints() -> None:
         warnings.filterwarnings("ignore", hint)
 
 
-def tell_loggers(federation: L.LightningModule, **names: str) -> None:
-    """Hand the hyper-parameters to the loggers, which write them beside their logs.
+def log_hyperparameters(federation: L.LightningModule, **names: str) -> None:
+    """Pass the hyper-parameters to the loggers, which write them beside their logs.
 
     Args:
         federation: The federation.
-        **names: What is said besides its options.
+        **names: Further hyper-parameters, besides the federation's options.
     """
     for logger in federation.loggers:
         if isinstance(logger, TensorBoardLogger):  # would log an empty hp_metric as well
@@ -43,7 +43,7 @@ def log_values(federation: L.LightningModule, values: Mapping[str, float], step:
 
     Args:
         federation: The federation.
-        values: By tag.
+        values: Values by tag.
         step: Index of the last round.
     """
     trainer = federation.trainer

@@ -1,4 +1,4 @@
-"""The folder of a run: what is in it, what continues it, and where an earlier run goes."""
+"""The folder of a run: its files, the checkpoint to resume from, and earlier runs."""
 
 from __future__ import annotations
 
@@ -37,25 +37,27 @@ _MOVE = f"move it, or {_ANOTHER}"
 
 
 class RunFolder:
-    """A folder that holds one run: config, TensorBoard events, checkpoints, pictures, predictions.
+    """The folder of one run: config, TensorBoard events, checkpoints, pictures, predictions.
 
-    It also holds the clients' memory where that is kept on disk. Files of other names are nobody's
-    business: they are neither looked at nor moved.
+    It also holds the clients' memory if that is kept on disk. Files of other names are neither read
+    nor moved.
 
     Args:
-        path: The folder, ``trainer.default_root_dir``; it need not exist yet. The current one by
-            default.
+        path: The folder, ``trainer.default_root_dir``, by default the current one; it need not
+            exist yet.
 
     Raises:
-        ConfigurationError: If there is something else of that name, or it is not on a disk.
+        ConfigurationError: If the path is not a folder, or not on a file system.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
         if "://" in str(path):
-            raise ConfigurationError(f"the run folder must be on a disk, not {path}: {_ANOTHER}")
+            raise ConfigurationError(
+                f"the run folder must be on a file system, not {path}: {_ANOTHER}"
+            )
         if path is not None and not str(path).strip():
             raise ConfigurationError(
-                f"the run folder has no name: {_ANOTHER}, the current one is ."
+                f"the run folder has no name: {_ANOTHER}; a dot means the current folder"
             )
         self.path = Path(os.path.expanduser(path or "."))  # as the Trainer does
         for part in (self.path, *self.path.parents):
@@ -79,19 +81,19 @@ class RunFolder:
         return sorted(self.path.glob(_EVENTS + suffix))
 
     def requeued(self) -> list[Path]:
-        """Return the checkpoints that Lightning saved when it had SLURM requeue the job."""
+        """Return the checkpoints that Lightning saved when SLURM requeued the job."""
         return sorted(self.path.glob("hpc_ckpt_*.ckpt"))
 
     def rounds_saved(self) -> int | None:
-        """Return after how many rounds, or epochs, the newest checkpoint here was saved, if any."""
+        """Return after how many rounds, or epochs, the newest checkpoint was saved, if any."""
         found = map(rounds_so_far, [*self.checkpoints.glob("*.ckpt"), *self.requeued()])
         return max((rounds for rounds in found if rounds is not None), default=None)
 
     def has_run(self) -> bool:
-        """Return whether a round has left a trace here, a checkpoint or a logged scalar.
+        """Return whether there are results of a round: a checkpoint, a logged scalar, a picture.
 
-        So is a picture. What a start-up writes before the first round, such as the config, is not a
-        run. Memory is one if a checkpoint needs it, wherever that is.
+        What is written before the first round, such as the config, does not count. Client memory
+        counts if a checkpoint anywhere needs it.
         """
         return (
             self._has_checkpoint()
@@ -101,15 +103,15 @@ class RunFolder:
         )
 
     def resolve(self, checkpoint: str, may_start: bool = False) -> Path | None:
-        """Return the file of a checkpoint: ``"last"`` and ``"best"`` are those of this folder.
+        """Return the path of a checkpoint; ``"last"`` and ``"best"`` are those of this folder.
 
-        In place of a ``last.ckpt`` that is missing, damaged or not the newest, ``"last"`` is the
-        newest checkpoint of the folder that is whole, which a warning says.
+        If ``last.ckpt`` is missing, damaged or not the newest, ``"last"`` means the newest
+        undamaged checkpoint of the folder, with a warning.
 
         Args:
             checkpoint: ``"last"``, ``"best"``, or the path of a file.
-            may_start: Return ``None`` for ``"last"`` where the folder is empty, but for what a run
-                writes before its first round is complete.
+            may_start: Whether to return ``None`` for ``"last"`` if the folder has nothing but what
+                a run writes before its first round is complete.
 
         Raises:
             ConfigurationError: If there is no such checkpoint.
@@ -132,17 +134,17 @@ class RunFolder:
 
     @contextmanager
     def claimed(self, work: str) -> Iterator[None]:
-        """Keep other processes from the same work in this folder while the context lasts.
+        """Lock this folder against other processes that do the same work, inside the context.
 
-        Reading needs no claim. A claim ends with its process, however that ends. The folder is made
-        if need be, and removed if nothing came of it. Where a file system has no locks, a warning
-        says so.
+        Reading needs no lock. The lock ends with the process, even if it is killed. The folder is
+        created if needed, and removed again if it stays empty. If the file system has no locks,
+        there is a warning.
 
         Args:
             work: What is going to be written: ``"fit"`` or ``"test"``.
 
         Raises:
-            ConfigurationError: If another process has claimed it, or nothing can be written here.
+            ConfigurationError: If another process has the lock, or the folder can't be written to.
         """
         from filelock import FileLock, Timeout
 
@@ -163,7 +165,7 @@ class RunFolder:
         except Timeout as error:
             holder = _line(file) or before or "another process"
             raise ConfigurationError(
-                f"a {work} in {self.path} is under way, by {holder}: wait for its end, or "
+                f"another {work} is running in {self.path}, in {holder}: wait until it ends, or "
                 f"{_ANOTHER}"
             ) from error
         except (OSError, NotImplementedError) as error:
@@ -188,7 +190,7 @@ class RunFolder:
                     path.rmdir()
 
     def check_kinds(self, work: str) -> None:
-        """Raise if there is a folder where a command writes a file, or the other way round.
+        """Raise if there is a folder where a command would write a file, or the other way round.
 
         Args:
             work: The command, such as ``"fit"``.
@@ -204,31 +206,35 @@ class RunFolder:
             folders += [self.checkpoints, self.path / PICTURES, memory, memory / TABLES]
         for path in files:
             if path.is_dir():
-                raise ConfigurationError(f"{path} is a folder, but a file of the run: {_MOVE}")
+                raise ConfigurationError(
+                    f"{path} is a folder, but the run needs a file of that name: {_MOVE}"
+                )
         for path in folders:
             if os.path.lexists(path) and not path.is_dir():
-                raise ConfigurationError(f"{path} is a file, but a folder of the run: {_MOVE}")
+                raise ConfigurationError(
+                    f"{path} is a file, but the run needs a folder of that name: {_MOVE}"
+                )
 
     def check_config(self) -> None:
-        """Raise if there is a config that pflight did not write, and a run would overwrite."""
+        """Raise if a run would overwrite a config that pflight did not write."""
         if self._has_own_config() is False:
             raise ConfigurationError(
-                f"pflight did not write {self.path / CONFIG}, which a run in {self.path} would "
-                f"overwrite: {_MOVE}"
+                f"a run in {self.path} would overwrite {self.path / CONFIG}, which pflight did not "
+                f"write: {_MOVE}"
             )
 
     def check_origin(self) -> None:
-        """Raise if a new run would move aside what no run of pflight has written, to all seeming.
+        """Raise if a new run would move files aside that don't seem to be pflight's.
 
-        Each run writes its config before anything else that is worth keeping.
+        Every run writes its config before anything else that is worth keeping.
         """
         others = (self.checkpoints, self.path / PICTURES)
         foreign = [path for path in others if path.is_dir() and any(path.iterdir())]
         if self._has_own_config() is None and (foreign or self.has_run()):
             what = foreign[0] if foreign else f"the run in {self.path}"
             raise ConfigurationError(
-                f"{what} is in the way of a new run, and without a {CONFIG} that pflight wrote it "
-                f"may be somebody else's: {_MOVE}"
+                f"a new run would have to move {what}, but without a {CONFIG} that pflight wrote, "
+                f"these may be somebody else's files: {_MOVE}"
             )
 
     def _has_own_config(self) -> bool | None:
@@ -244,7 +250,7 @@ class RunFolder:
         return text.startswith(_HEADER.encode())
 
     def save_config(self, text: str) -> None:
-        """Write the config, unless it is there already; a kill leaves the old one or the new."""
+        """Write the config, unless it is unchanged; a kill leaves the old file or the new one."""
         text = _HEADER + text
         config = self.path / CONFIG
         if not config.is_file() or config.read_text(encoding="utf-8", errors="replace") != text:
@@ -253,11 +259,11 @@ class RunFolder:
     def set_aside(self) -> Path | None:
         """Make room for a new run: move an earlier one to ``<folder>.1``, ``.2``, ...
 
-        What a start-up that never came to a round left behind is removed. What has come since the
-        folder was claimed stays.
+        Files of a run that ended before its first round are removed. Files that appeared since the
+        folder was locked stay.
 
         Returns:
-            Where the earlier run is now; ``None`` if there was none.
+            The new path of the earlier run; ``None`` if there was none.
 
         Raises:
             ConfigurationError: If it can't be moved there.
@@ -286,7 +292,7 @@ class RunFolder:
         return shown
 
     def put_back(self) -> bool:
-        """Undo :meth:`set_aside` if the new run never came to its first round.
+        """Undo :meth:`set_aside` if the new run has no results of a round.
 
         Returns:
             Whether an earlier run is back.
@@ -301,16 +307,16 @@ class RunFolder:
         return True
 
     def drop_empty_events(self) -> None:
-        """Remove the event files that came since the folder was claimed, and hold no scalar.
+        """Remove event files without a scalar that appeared since the folder was locked.
 
-        They may tell TensorBoard to forget rounds, which have not been repeated.
+        They could make TensorBoard drop rounds that have not been repeated.
         """
         for path in {*self.events()}.difference(self._found or ()):
             if not any(True for _ in _steps(path)):
                 path.unlink(missing_ok=True)
 
     def _newest(self, last: Path) -> Path | None:
-        """Return the newest whole checkpoint to go on from; of equally new ones it is ``last``."""
+        """Return the newest undamaged checkpoint to resume from; of equally new ones ``last``."""
         files = [*sorted(self.checkpoints.glob("*.ckpt")), *self.requeued()]
         steps = {path: steps_so_far(path) for path in files}
         damaged = [path for path in files if steps[path] is None and not is_whole(path)]
@@ -326,14 +332,14 @@ class RunFolder:
             if why:
                 where = self.checkpoints
                 raise ConfigurationError(
-                    f"there is no whole checkpoint in {where}: {', '.join(why)}"
+                    f"there is no undamaged checkpoint in {where}: {', '.join(why)}"
                 )
             return None
         if newest != last and last not in damaged:
             why.append(f"{last.name} is older" if last in steps else f"there is no {last.name}")
         if why:
-            which = f"{newest.name}, the newest whole checkpoint in {newest.parent}"
-            rank_zero_warn(f"{', '.join(why)}: taking {which}")
+            which = f"{newest.name}, the newest undamaged checkpoint in {newest.parent}"
+            rank_zero_warn(f"{', '.join(why)}: using {which}")
         return newest
 
     def _has_checkpoint(self) -> bool:
@@ -352,7 +358,7 @@ class RunFolder:
         return own + self.events() + self.requeued()
 
     def _clear(self, paths: Iterable[Path]) -> None:
-        """Remove what a start-up left, of files only those among ``paths``."""
+        """Remove the files among ``paths`` that a start-up left, and empty folders."""
         for path in {*self.events(), self.path / _HPARAMS}.intersection(paths):
             path.unlink(missing_ok=True)
         clear(self.path / MEMORY)
@@ -361,7 +367,7 @@ class RunFolder:
 
 
 def _line(path: Path) -> str:
-    """Return a file's text in one line, as far as it can be read."""
+    """Return a file's text as one line, as far as it can be read."""
     try:
         return " ".join(path.read_text(errors="replace").split())
     except OSError:
@@ -369,7 +375,7 @@ def _line(path: Path) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file whole, or not at all."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
         sync(partial)
@@ -382,7 +388,7 @@ def _move(paths: Iterable[Path], folder: Path) -> None:
 
 
 def _point_config(folder: Path, root: Path) -> None:
-    """Make the config in a folder that was moved name the folder where it is now."""
+    """Update ``default_root_dir`` in the config of a folder that was moved."""
     config = folder / CONFIG
     if config.exists():
         entry = re.compile(r"^( *)default_root_dir:.*\n(\1 +.*\n)*", re.MULTILINE)  # may be folded

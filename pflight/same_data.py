@@ -1,4 +1,4 @@
-"""What a checkpoint says of the clients' data, so that a run goes on with the same."""
+"""A checkpoint's record of the clients' data, so that a run is resumed with the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMED = 5  # clients
 
 
 def record_of(data: FederatedDataModule) -> dict[str, Any]:
-    """Return what tells these data from others, in some ten bytes for each client.
+    """Return a record that identifies these data, with about ten bytes for each client.
 
     Raises:
         ConfigurationError: If the data's fingerprint is not a whole number for each client.
@@ -37,11 +37,11 @@ def record_of(data: FederatedDataModule) -> dict[str, Any]:
 
 
 def difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """Say how the data of a checkpoint differ from those at hand, if they do.
+    """Return how the data of a checkpoint differ from those of this run; ``None`` if they don't.
 
     Args:
         saved: The :func:`record_of` the checkpoint's data.
-        here: That of the data at hand, of as many clients.
+        here: That of this run's data, with as many clients.
     """
     counts = [
         torch.stack([record["num_samples"][split].long() for split in _WORDS])
@@ -55,14 +55,14 @@ def difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
         word = list(_WORDS.values())[split]
         return f"client {client} has {now} {word} samples, {before} in the checkpoint{more}"
     if len(others := (saved["fingerprint"] != here["fingerprint"]).nonzero().flatten()):
-        return f"the labels, or which samples they are, differ for {_named(others)}"
+        return f"the labels or the selection of samples differ for {_named(others)}"
     if len(others := _in_one_only(saved["new_clients"], here["new_clients"])):
         return f"only here or only in the checkpoint {_named(others)} never train"
     return None
 
 
 def _small(numbers: Tensor) -> Tensor:
-    """Return whole numbers of at least 0 in the smallest type that holds them."""
+    """Return non-negative integers in the smallest type that holds them."""
     most = int(numbers.max()) if len(numbers) else 0
     kinds = (torch.uint8, torch.int16, torch.int32)
     kind = next((kind for kind in kinds if most <= torch.iinfo(kind).max), torch.long)
@@ -75,7 +75,7 @@ def _in_one_only(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _named(clients: Tensor) -> str:
-    """Name some clients."""
+    """Name the first of some clients."""
     names = ", ".join(map(str, clients[:_NAMED].tolist()))
     more = f" and {len(clients) - _NAMED:,} more" if len(clients) > _NAMED else ""
     return f"client{'s' if len(clients) > 1 else ''} {names}{more}"

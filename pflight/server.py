@@ -18,12 +18,12 @@ from .state import StateLayout, StateModule, expand_state
 
 @contextmanager
 def server_work(device: torch.device, seed: int, rounds: int) -> Iterator[None]:
-    """Work outside autocast, inference mode and autograd, with random numbers of its own.
+    """Run the server's code without autocast, inference mode and autograd, and seeded.
 
     Args:
-        device: Of the server.
-        seed: Keys the numbers, together with the next.
-        rounds: How many rounds there have been.
+        device: The server's device.
+        seed: Seed of the random numbers, together with ``rounds``.
+        rounds: Number of rounds so far.
     """
     with (
         torch.inference_mode(False),
@@ -40,10 +40,10 @@ class ServerModels(nn.ModuleList):
 
     Args:
         layout: The layout of the client's state; its template is where every model starts.
-        build_optimizer: Builds the server optimizer, where the user has said how.
+        build_optimizer: Builds the server optimizer, if the user has chosen one.
 
     Attributes:
-        optimizer: What steps the models, while a Trainer runs the federation.
+        optimizer: The server optimizer, while a Trainer runs the federation.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class ServerModels(nn.ModuleList):
             self.append(StateModule(self.layout.template, parameters=self.layout.parameters))
 
     def copy(self, index: int) -> None:
-        """Add a copy of a model in the course of a round.
+        """Add a copy of a model during a round.
 
-        The optimizer steps it from now on, with what it has gathered for the original.
+        The optimizer steps it too from now on, with a copy of its state for the original.
         """
         assert self.optimizer is not None
         model = copy.deepcopy(self[index])
@@ -93,10 +93,10 @@ class ServerModels(nn.ModuleList):
 
     @torch.no_grad()
     def set_pseudo_gradient(self, index: int, aggregate: Mapping[str, Tensor]) -> None:
-        """Give a model its pseudo-gradient, its distance to the aggregate; set its buffers to it.
+        """Set a model's gradient to its difference to the aggregate, and its buffers to the latter.
 
-        SGD with step 1 then takes the parameters all the way to the aggregate. A model that is not
-        given one in a round has no gradient and stays where it is, whatever the optimizer.
+        SGD with step 1 then moves the parameters all the way to the aggregate. A model without a
+        pseudo-gradient in a round stays where it is, whatever the optimizer.
         """
         parameters = self.tensors(index, self.layout.parameters)
         distances = {
@@ -107,7 +107,7 @@ class ServerModels(nn.ModuleList):
 
     @torch.no_grad()
     def set_gradients(self, index: int, gradients: Mapping[str, Tensor]) -> None:
-        """Give a model the gradients of its parameters; set its buffers to the other entries."""
+        """Set the gradients of a model's parameters, and its buffers to the other entries."""
         tensors = self.tensors(index)
         for name, value in gradients.items():
             tensor = tensors[name]
@@ -118,7 +118,7 @@ class ServerModels(nn.ModuleList):
 
     @torch.no_grad()
     def replace(self, index: int, state: Mapping[str, Tensor]) -> None:
-        """Set a model outright, past the server optimizer.
+        """Replace a model, without the server optimizer.
 
         Raises:
             ConfigurationError: If a parameter is missing, or an entry is not the network's.
@@ -126,11 +126,11 @@ class ServerModels(nn.ModuleList):
         tensors = self.tensors(index)
         for name in self.layout.parameters:
             if name not in state:
-                raise ConfigurationError(f"a server model was given without {name!r}")
+                raise ConfigurationError(f"a state given for the server's model lacks {name!r}")
         for name, value in state.items():
             if name not in tensors or tensors[name].shape != value.shape:
                 raise ConfigurationError(
-                    f"a server model was given {name!r} of shape {tuple(value.shape)}, which the "
-                    "client's network does not have"
+                    f"a state given for the server's model has {name!r} of shape "
+                    f"{tuple(value.shape)}, which the client's network does not have"
                 )
             tensors[name].copy_(value)

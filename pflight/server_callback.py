@@ -1,4 +1,4 @@
-"""The server half of an algorithm."""
+"""The base class of server callbacks, the server half of an algorithm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .updates import ClientUpdates
 
 @checked
 class ServerCallback(L.Callback):
-    """The server half of an algorithm: what is sent, how updates are aggregated, who gets what.
+    """The server half of an algorithm: what clients are sent, and how updates are aggregated.
 
     A new algorithm is one file with a subclass. Most override :meth:`receive` and :meth:`step`, and
     :meth:`personalize` where a client's model is not simply what the server sends:
@@ -34,24 +34,25 @@ class ServerCallback(L.Callback):
     - :meth:`round` is one communication round: :meth:`broadcast`, local training,
       :meth:`receive` for every chunk of updates as it arrives, then :meth:`step`;
     - :meth:`step` turns partial sums into pseudo-gradients, which the server optimizer applies;
-    - :meth:`personalize` gives the model by which each client is judged.
+    - :meth:`personalize` returns the model by which each client is judged.
 
     State that a resumed run needs goes into ``state_dict`` and ``load_state_dict``, which Lightning
-    calls. Partial sums are added up over ranks before they are used, as
-    :class:`pflight.state.WeightedMean` does it.
+    calls. With several ranks, partial sums have to be added up over ranks before they are used, as
+    :class:`pflight.state.WeightedMean` does.
 
     Args:
-        buffers: What becomes of buffers such as BatchNorm's statistics: ``"shared"`` averages them
+        buffers: How buffers such as BatchNorm's statistics are treated: ``"shared"`` averages them
             like parameters, ``"local"`` keeps them with the client, ``"reset"`` starts every
-            participation from the initial ones.
+            participation with the initial ones.
 
     Attributes:
         clients: The clients, set before :meth:`setup_server` is called.
         server: The server's models, likewise.
-        modules: What else the server has parameters in, which its optimizer steps, by name.
+        modules: Further modules on the server, by name, whose parameters the server optimizer
+            steps.
         half: The client half of the algorithm: what it adds to the training of a client's module.
-        chooses_half: Whether that half is this one's to say, where the client module names another
-            with options of its own.
+        chooses_half: Whether this callback decides on the client half; otherwise a half that the
+            client module names takes its place.
         private: Names of the entries of a state that stay with the client and never travel, in the
             layout's order.
     """
@@ -63,13 +64,13 @@ class ServerCallback(L.Callback):
     _given: dict[str, Any]
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Note the options, which tell two servers of a kind apart."""
+        """Record the options, by which two callbacks of a class are compared."""
         callback = super().__new__(cls)
         callback._given = arguments(cls.__init__, callback, *args, **options)
         return callback
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Call an algorithm as its class, unless the class itself says otherwise."""
+        """Name an algorithm after its class, unless the class itself defines a name."""
         super().__init_subclass__(**options)
         if "algorithm_name" not in vars(cls):
             cls.algorithm_name = ServerCallback.algorithm_name  # type: ignore[method-assign]
@@ -80,12 +81,12 @@ class ServerCallback(L.Callback):
         self.modules: dict[str, nn.Module] = {}
 
     def bring(self, kind: type[HalfT], **options: Any) -> HalfT:
-        """Bring a client half along, made with those of the options that are not ``None``.
+        """Set the client half, built with those of the options that are not ``None``.
 
-        If all are ``None``, a half of this kind that the client module names takes its place.
+        If all are ``None``, a half of this class that the client module names is used instead.
 
         Raises:
-            ConfigurationError: If an option is out of range, as one of this class.
+            ConfigurationError: If an option is out of range; the message names this callback.
         """
         given = {name: value for name, value in options.items() if value is not None}
         self.half = half = half_for(self, kind, **given)
@@ -94,25 +95,25 @@ class ServerCallback(L.Callback):
 
     @property
     def algorithm_name(self) -> str:
-        """What the field calls the algorithm with these options; not inherited by subclasses."""
+        """The algorithm's usual name with these options; not inherited by subclasses."""
         return type(self).__name__
 
     @property
     def name_in_results(self) -> str:
-        """The algorithm's name, and whether its clients are judged after fine-tuning."""
+        """The algorithm's name, with "+ fine-tuning" if clients are judged after fine-tuning."""
         tuned = self.clients.training.finetune_epochs > 0 and not self.personalizes
         return self.algorithm_name + " + fine-tuning" * tuned
 
     def join(self, clients: Clients, server: ServerModels, before: ServerCallback | None) -> None:
-        """Become the server half of some clients; go on with what another callback has trained.
+        """Become the server half of a federation, in place of an earlier callback if there is one.
 
         Args:
             clients: The clients.
             server: The server's models.
-            before: The callback that set them up, if one has.
+            before: The callback that set the federation up, whose state is taken over.
 
         Raises:
-            ConfigurationError: If that is of another kind, or has other options.
+            ConfigurationError: If ``before`` is of another class or has other options.
         """
         if before is None:
             self.clients, self.server, clients.server_half = clients, server, self
@@ -120,7 +121,7 @@ class ServerCallback(L.Callback):
             return
         if type(self) is not type(before):
             raise ConfigurationError(
-                f"this federation was set up by {type(before).__name__}, not by "
+                f"this federation was trained with {type(before).__name__}, but this Trainer has "
                 f"{type(self).__name__}: make a new Federation for another algorithm"
             )
         if self is not before:
@@ -129,16 +130,16 @@ class ServerCallback(L.Callback):
             clients.server_half = self
 
     def local_data(self, data: FederatedDataModule) -> FederatedDataModule:
-        """Return the data as the clients are to use them, by default as they are.
+        """Return the data that the clients use, by default unchanged.
 
-        Called before anything else, each time that a Trainer runs the federation.
+        It is called first, each time that a Trainer runs the federation.
         """
         return data
 
     def setup_server(self) -> None:
         """Make the server's parameters, by default one model; called once per federation.
 
-        :attr:`clients` know their layout, data and number here. Raise
+        Layout, data and number of :attr:`clients` are known by now. Raise
         :class:`~pflight.errors.ConfigurationError` for options that don't fit them.
         """
         self.server.add(1)
@@ -147,13 +148,13 @@ class ServerCallback(L.Callback):
 
     @property
     def bytes_kept(self) -> int:
-        """Bytes that each client keeps from the first round on in which it takes part."""
+        """Bytes that each client keeps in memory from its first participation on."""
         layout, half = self.clients.layout, self.clients.half
         kept = half.remembered(layout) if half.keeps_memory else ()
         return sum(layout.template[name].nbytes for name in (*kept, *self.private))
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Return the server optimizer: SGD with step 1, which sets a model to the aggregate."""
+        """Return the server optimizer, by default SGD with step 1: models become the aggregate."""
         return torch.optim.SGD(parameters, lr=1.0)
 
     def configure_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
@@ -161,9 +162,9 @@ class ServerCallback(L.Callback):
         return None
 
     def on_before_configure_optimizers(self, trainer: L.Trainer) -> None:
-        """Get ready to train: the last moment to add models, before the server optimizer is built.
+        """Prepare for training; models can be added here, before the server optimizer is built.
 
-        Called at the start of every ``fit``, after a checkpoint has been loaded.
+        It is called at the start of every ``fit``, after a checkpoint has been loaded.
         """
 
     def round(self, cohort: Tensor) -> None:
@@ -174,26 +175,26 @@ class ServerCallback(L.Callback):
         self.step()
 
     def on_round_start(self) -> None:
-        """Make empty partial sums for a new round."""
+        """Start a round: reset the partial sums."""
 
     def broadcast(self, clients: Tensor) -> TensorDict:
         """Return what each of the clients ``[C]`` is sent: a stack ``[C]`` without private entries.
 
-        It is laid over what the client kept, and counted as traffic. By default the first server
-        model, as a view.
+        A client starts from it, together with the private entries that it kept. It is counted as
+        traffic. By default it is the first server model, as a view.
         """
         return self.server.expand(0, self.sent_names, len(clients))
 
     def broadcast_groups(self, clients: Tensor) -> Iterator[tuple[Tensor, TensorDict]]:
         """Split the clients ``[C]`` into groups, each with what :meth:`broadcast` sends it.
 
-        Evaluation runs a group at once: clients that are sent one and the same model, as a view,
-        are best in a group of their own. By default all are one group.
+        An evaluation runs one group at a time, which is fastest if all clients of a group are sent
+        the same model, as a view. By default all clients are one group.
         """
         yield clients, self.broadcast(clients)
 
     def receive(self, updates: ClientUpdates) -> None:
-        """Fold the updates of a chunk of clients into partial sums."""
+        """Add the updates of a chunk of clients to the partial sums."""
         raise NotImplementedError(f"{type(self).__name__} does not define receive()")
 
     def step(self) -> None:
@@ -201,10 +202,10 @@ class ServerCallback(L.Callback):
         raise NotImplementedError(f"{type(self).__name__} does not define step()")
 
     def personalize(self, clients: Tensor) -> TensorDict:
-        """Return the model each of the clients ``[C]`` is judged by: a stack of full states.
+        """Return the models by which the clients ``[C]`` are judged: a stack of full states.
 
-        By default what the server sends, laid over what the client kept; or, where the client
-        module says so, what the client remembers.
+        By default these are what the server sends together with the private entries that the client
+        kept or, if the client half says so, what the client keeps in memory.
         """
         states = self.clients.start_states(clients, self.broadcast(clients))
         if not self.clients.half.judged_by_memory:
@@ -214,17 +215,17 @@ class ServerCallback(L.Callback):
 
     @property
     def personalizes(self) -> bool:
-        """Whether a client may be judged by another model than what the server sends."""
+        """Whether a client may be judged by another model than the one that the server sends."""
         overridden = type(self).personalize is not ServerCallback.personalize
         return overridden or bool(self.private) or self.clients.half.judged_by_memory
 
     def server_states(self) -> list[dict[str, Tensor]]:
-        """Return the server's models, full states, by default those of ``federation.server``."""
+        """Return the server's models as full states, by default those of ``federation.server``."""
         models = self.server
         return [models.tensors(index) for index in range(len(models))]
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
-        """Return the bytes sent to the clients ``[C]`` in all, by default those of ``sent``."""
+        """Return the number of bytes sent to the clients ``[C]``, by default that of ``sent``."""
         return len(clients) * state_bytes(sent)
 
     @property
@@ -246,15 +247,15 @@ def server_callback_of(trainer: L.Trainer) -> ServerCallback | None:
     given = [callback for callback in callbacks if isinstance(callback, ServerCallback)]
     if len(given) > 1:
         names = " and ".join(type(callback).__name__ for callback in given)
-        raise ConfigurationError(f"one server callback runs a federation, got {names}")
+        raise ConfigurationError(f"a federation takes one server callback, got {names}")
     return given[0] if given else None
 
 
 def chosen_half(callback: ServerCallback, module: L.LightningModule) -> Half:
-    """Return the half that a server callback brings, or the one that the client module names.
+    """Return the client half of a server callback, or the one that the client module names.
 
     Raises:
-        ConfigurationError: If they are two, and it was not left to one to say.
+        ConfigurationError: If both have one with options of its own, and they differ.
     """
     brought, named = callback.half, half_of(module)
     if named is None or brought == named:
@@ -262,6 +263,6 @@ def chosen_half(callback: ServerCallback, module: L.LightningModule) -> Half:
     if type(brought) is Half or (brought.kinds == named.kinds and not callback.chooses_half):
         return named
     raise ConfigurationError(
-        f"{type(callback).__name__} brings {brought}, and {type(module).__name__} names {named}: "
-        "leave it to one of them to say what clients minimise"
+        f"{type(callback).__name__} has the client half {brought}, but the client "
+        f"{type(module).__name__} names {named}: give the options to only one of them"
     )

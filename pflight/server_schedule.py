@@ -1,4 +1,4 @@
-"""The server optimizer and its schedule, as a Trainer runs them."""
+"""The server optimizer and its schedule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def build_optimizer(
     build: Callable[[Iterable[nn.Parameter]], Optimizer],
     schedule: Schedule,
 ) -> tuple[Optimizer, LRScheduler | ReduceLROnPlateau | None]:
-    """Return the server optimizer and its scheduler, if there is one.
+    """Build the server optimizer, and its scheduler if there is one.
 
     Raises:
         ConfigurationError: If they can't be built.
@@ -38,19 +38,19 @@ def build_optimizer(
 
 
 def monitored(scheduler: object) -> str | None:
-    """Return the metric that a scheduler waits for, or ``None`` if it waits for none."""
+    """Return the metric that a scheduler watches, or ``None``."""
     plateau = isinstance(scheduler, ReduceLROnPlateau)
     return getattr(scheduler, "monitor", "val/macro_acc") if plateau else None
 
 
 def step_schedule(scheduler: Any) -> None:
-    """Step a scheduler at the end of a round, unless it waits for a metric."""
+    """Step a scheduler at the end of a round, unless it watches a metric."""
     if isinstance(scheduler, LRScheduler) and monitored(scheduler) is None:
         scheduler.step()
 
 
 class WaitingSchedule(L.Callback):
-    """Steps a server's scheduler that waits for a metric, once the metric is known.
+    """Steps a server's scheduler that watches a metric, once the round has it.
 
     Args:
         clients: The clients, whose history has the metrics.
@@ -67,7 +67,7 @@ class WaitingSchedule(L.Callback):
             scheduler.step(values[monitor])
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Warn if it has never seen its metric."""
+        """Warn if no round had the metric."""
         monitor, history = monitored(pl_module.lr_schedulers()), self.clients.history
         if monitor and history and not any(monitor in entry.metrics for entry in history):
             rank_zero_warn(

@@ -1,4 +1,4 @@
-"""What SIGTERM and Ctrl-C do: a run ends between two rounds, on all ranks together."""
+"""Handling of SIGTERM and Ctrl-C: a run ends between two rounds, on all ranks together."""
 
 from __future__ import annotations
 
@@ -33,23 +33,24 @@ _GRACE = 5.0  # seconds that a rank has to end by itself when another one has
 
 
 class Stopped(BaseException):
-    """A signal has ended the work inside of :class:`StopBetweenRounds`."""
+    """Raised inside :class:`StopBetweenRounds` to end the run after a signal."""
 
 
 class StopBetweenRounds(L.Callback):
     """Ends a fit after the round in which SIGTERM or Ctrl-C came, and anything else at once.
 
-    It is a callback of the Trainer, and a context in the main thread around what the Trainer does.
-    Inside, a signal is noted. Before each round the ranks compare notes: if one of them has one,
-    all stop, with all that the round before has saved. Outside of rounds, in the set-up or a test,
-    a signal stops at once; so does a second Ctrl-C anywhere. The context then ends with
-    ``SystemExit``: status 143 for SIGTERM, 130 for Ctrl-C, and a line on standard error.
+    It is both a callback of the Trainer and a context manager in the main thread around the
+    Trainer's work. Inside, signals are recorded. Before each round the ranks check whether one of
+    them got a signal; if so, all stop, after the previous round has been saved. Outside rounds, as
+    in the set-up or a test, a signal stops the process at once; so does a second Ctrl-C anywhere.
+    The context then ends with ``SystemExit``, status 143 for SIGTERM and 130 for Ctrl-C, and a line
+    on standard error.
 
     Processes that Lightning started for the other ranks end with this one; if one of them dies,
-    this one ends too. Signals that the process ignored, and all other ones, are left alone.
+    this one ends too. Signals that the process ignores, and all other signals, are left alone.
 
     Args:
-        advice: Says how to go on, for that line.
+        advice: Returns how to continue the run, for that line.
 
     Example:
         >>> import lightning as L, pflight, torch
@@ -87,12 +88,12 @@ class StopBetweenRounds(L.Callback):
         }
 
     def __enter__(self) -> StopBetweenRounds:
-        """Begin to note signals; only the main thread can."""
+        """Begin to record signals; only the main thread can."""
         if threading.current_thread() is threading.main_thread():
             for signum in _SIGNALS:
                 if signal.getsignal(signum) not in (signal.SIG_IGN, None):
                     self._before[signum] = signal.signal(signum, self._note)
-            # The main thread may wait for another rank; this tells a thread that does not.
+            # The main thread may be waiting for another rank; this wakes a thread that is not.
             self._ear = os.pipe()
             os.set_blocking(self._ear[1], False)
             self._wakeup = signal.set_wakeup_fd(self._ear[1], warn_on_full_buffer=False)
@@ -104,11 +105,11 @@ class StopBetweenRounds(L.Callback):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Give the signals back, and end the process if one has come."""
+        """Restore the signal handlers, and end the process if a signal came."""
         if self._ear is not None:
             _open.remove(self)
             os.environ.pop(_LAUNCHER, None)
-            self.let_go()
+            self.restore_handlers()
             os.write(self._ear[1], bytes([_END]))
             self._thread.join()
             for end in self._ear:
@@ -118,16 +119,16 @@ class StopBetweenRounds(L.Callback):
         if any(isinstance(cause, KeyboardInterrupt) for cause in causes(error)):
             self.signum = self.signum or signal.SIGINT  # by hand, not by a signal
         if lost_rank(error) or (self.signum and not isinstance(error, Exception)):
-            raise SystemExit(self._last_words(dead)) from None
+            raise SystemExit(self._print_reason(dead)) from None
 
-    def let_go(self) -> None:
-        """Give the signals back to whom they were before."""
+    def restore_handlers(self) -> None:
+        """Restore the signal handlers."""
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
         signal.set_wakeup_fd(self._wakeup)
 
-    def attend(self, trainer: L.Trainer) -> None:
-        """Look after a Trainer's ranks, also while they are set up."""
+    def watch(self, trainer: L.Trainer) -> None:
+        """Watch a Trainer's ranks, also while they are set up."""
         self._trainer = trainer
         if signal.SIGTERM in self._before:
             # Lightning's own would broadcast from wherever a rank is at the time.
@@ -137,15 +138,15 @@ class StopBetweenRounds(L.Callback):
     # What Lightning calls
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Look after the Trainer."""
-        self.attend(trainer)
+        """Watch the Trainer's ranks."""
+        self.watch(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let signals wait for the end of a round."""
+        """From now on, let signals wait for the end of a round."""
         self._in_rounds = True
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop if there is a rank that is to stop.
+        """Stop if a signal came to any rank.
 
         Raises:
             Stopped: On all ranks together.
@@ -154,12 +155,12 @@ class StopBetweenRounds(L.Callback):
             raise Stopped
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let all ranks end alike if a signal came in the last round."""
+        """End all ranks in the same way if a signal came in the last round."""
         self.is_over()
         self._in_rounds = False
 
     def is_over(self) -> bool:
-        """Return whether a signal has come to any rank; all of them have to ask."""
+        """Return whether a signal came to any rank; all ranks have to call it."""
         signum = int(all_max(torch.tensor(self.signum)))
         if signum:  # one that comes meanwhile is not overwritten
             self.signum, self._agreed = signum, True
@@ -174,7 +175,7 @@ class StopBetweenRounds(L.Callback):
             raise Stopped
 
     def _listen(self) -> None:
-        """Hear signals and look at the ranks, whatever the main thread waits for."""
+        """Receive signals and watch the ranks in a thread, whatever the main thread waits for."""
         assert self._ear is not None
         heard, last, since = 0, 0.0, math.inf
         while True:
@@ -199,7 +200,7 @@ class StopBetweenRounds(L.Callback):
                 self._end_now(heard)
 
     def _dead(self) -> dict[int, int]:
-        """Return the status of each rank, of those that Lightning started, that ended badly."""
+        """Return the exit status of each rank that Lightning started and that failed."""
         launcher = self._trainer.strategy.launcher if self._trainer else None
         if isinstance(launcher, _SubprocessScriptLauncher):
             with suppress(IndexError):  # if they stayed there, Lightning would kill this process
@@ -208,7 +209,7 @@ class StopBetweenRounds(L.Callback):
         return {rank: code for rank, p in enumerate(self._ranks, 1) if (code := p.poll())}
 
     def _end_ranks(self, patience: float) -> dict[int, int]:
-        """End all ranks, and return the status of those that ended badly by themselves."""
+        """End all ranks, and return the exit status of those that failed by themselves."""
         self._dead()
         with suppress(TimeoutExpired):
             for process in self._ranks:
@@ -220,10 +221,10 @@ class StopBetweenRounds(L.Callback):
 
     def _end_now(self, signum: int) -> None:
         self.signum = self.signum or signum
-        os._exit(self._last_words(self._end_ranks(0)))
+        os._exit(self._print_reason(self._end_ranks(0)))
 
-    def _last_words(self, dead: dict[int, int]) -> int:
-        """Say why the process ends, and return its exit status."""
+    def _print_reason(self, dead: dict[int, int]) -> int:
+        """Print why the process ends, and return its exit status."""
         for code in dead.values():
             if -code in _SIGNALS or code - 128 in _SIGNALS:
                 self.signum = self.signum or abs(code) % 128
@@ -237,11 +238,11 @@ class StopBetweenRounds(L.Callback):
 
 
 class SaveWhenStopped(Checkpoint):
-    """Saves the round after which a run is stopped, where other callbacks do not save each.
+    """Saves the last round of a stopped run, for callbacks that do not save every round.
 
     Args:
-        stop: What stops the run.
-        path: The file.
+        stop: Stops the run.
+        path: The checkpoint to write.
     """
 
     def __init__(self, stop: StopBetweenRounds, path: Path) -> None:
@@ -258,12 +259,12 @@ class SaveWhenStopped(Checkpoint):
 _open: list[StopBetweenRounds] = []
 
 
-def _let_go_in_child() -> None:
+def _restore_in_child() -> None:
     for stop in _open:
-        stop.let_go()
+        stop.restore_handlers()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)  # such as a worker of a DataLoader
+os.register_at_fork(after_in_child=_restore_in_child)  # such as a worker of a DataLoader
 
 
 @rank_zero_only

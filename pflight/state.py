@@ -1,7 +1,7 @@
-"""Model states: which tensors make up a client's model, and arithmetic on stacks of them.
+"""States of models: which tensors make up a client's model, and arithmetic on stacks of states.
 
-A *state* maps names, as in ``client.state_dict()``, to tensors. A stack of ``C`` states is a
-TensorDict of batch size ``[C]`` with the same names: what the server broadcasts, what clients
+A *state* maps names, as in ``client.state_dict()``, to tensors. A *stack* of ``C`` states is a
+TensorDict of batch size ``[C]`` with the same names. What the server broadcasts, what clients
 return and what they keep all have this form.
 """
 
@@ -67,7 +67,7 @@ class StateModule(nn.Module):
         return {name: getattr(*self._places[name]) for name in chosen}
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Hold other tensors, in the same order, without copying them; buffers only."""
+        """Replace the tensors by others in the same order, without a copy; buffers only."""
         for (module, leaf), tensor in zip(self._places.values(), tensors, strict=True):
             module._buffers[leaf] = tensor
 
@@ -77,14 +77,14 @@ class StateLayout:
     """The tensors of one client's model: names, shapes and kinds.
 
     Attributes:
-        template: Every tensor by name, in ``state_dict()`` order, as the client was given.
+        template: Every tensor of the initial client module by name, in ``state_dict()`` order.
         parameters: Names of trainable parameters.
-        averaged: Names of floating buffers, such as BatchNorm's running statistics.
+        averaged: Names of floating-point buffers, such as BatchNorm's running statistics.
         counters: Names of integer buffers, such as ``num_batches_tracked``.
-        frozen: Names of what never changes and never travels: parameters that are not trained, and
-            the buffers of modules that have such parameters alone.
-        aliases: Further names in ``state_dict()`` of tied tensors, with the name that counts.
-        own: Names of what a client half keeps beside the client's module, which are not in its
+        frozen: Names of tensors that never change and never travel: parameters that are not
+            trained, and the buffers of modules all of whose parameters are not trained.
+        aliases: Further names of tied tensors in ``state_dict()``, with the first name of each.
+        own: Names of tensors that a client half keeps besides the client module's
             ``state_dict()``.
     """
 
@@ -107,8 +107,8 @@ class StateLayout:
         for name, tensor in tensors.items():
             if is_lazy(tensor):
                 raise ConfigurationError(
-                    f"{name!r} of the client is not initialised yet: a lazy network has to see a "
-                    "batch before it is given to a federation"
+                    f"{name!r} of the client is not initialised yet: run a lazy network on a "
+                    "batch before you give it to a federation"
                 )
         trained = {name: p.requires_grad for name, p in client.named_parameters()}
         resting = _resting_buffers(client)
@@ -127,7 +127,7 @@ class StateLayout:
         return layout
 
     def with_entries(self, entries: Mapping[str, Tensor]) -> StateLayout:
-        """Return the layout of clients that keep these entries as well."""
+        """Return this layout with further entries that clients keep."""
         floating = [n for n, t in entries.items() if t.is_floating_point() or t.is_complex()]
         return replace(
             self,
@@ -138,10 +138,10 @@ class StateLayout:
         )
 
     def with_copy(self, prefix: str) -> StateLayout:
-        """Return the layout of clients that keep a second copy of all that may change.
+        """Return this layout with a second copy of all tensors that can change.
 
         Args:
-            prefix: What the names of the copy begin with.
+            prefix: Prefix of the copy's names.
         """
         held = {*self.frozen}
         copied = {f"{prefix}{name}": t for name, t in self.template.items() if name not in held}
@@ -165,7 +165,7 @@ class StateLayout:
 
     @property
     def moving(self) -> tuple[str, ...]:
-        """Names of all that is not frozen, in ``state_dict()`` order."""
+        """Names of all tensors that are not frozen, in ``state_dict()`` order."""
         frozen = {*self.frozen}
         return tuple(name for name in self.template if name not in frozen)
 
@@ -179,10 +179,10 @@ class StateLayout:
     def layers(self) -> dict[str, tuple[str, ...]]:
         """Names by layer, in ``state_dict()`` order; each name is in exactly one layer.
 
-        A layer is a module that holds tensors of its own, and is called as ``client.get_submodule``
-        knows it. So a weight and its bias are in one layer, and a BatchNorm is a layer with its
-        buffers. A tied tensor is in the layer of its first name; what a parametrization such as
-        ``weight_norm`` holds belongs to the module that it parametrizes.
+        A layer is a module that holds tensors of its own, under its name in
+        ``client.get_submodule``. So a weight and its bias are in one layer, and a BatchNorm is a
+        layer with its buffers. A tied tensor is in the layer of its first name; the tensors of a
+        parametrization such as ``weight_norm`` are in the layer of the module that it parametrizes.
 
         Example:
             >>> network = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, affine=False))
@@ -220,9 +220,9 @@ class StateLayout:
 
 
 def state_tensors(client: nn.Module) -> dict[str, Tensor]:
-    """Return the live tensors of a client's model by name, tied ones once, by their first name.
+    """Return the live tensors of a client's model by name; tied ones once, under their first name.
 
-    What metrics count is no part of a model.
+    The states of torchmetrics objects are left out.
     """
     tensors = client.state_dict(keep_vars=True)
     for alias in _aliases(client):
@@ -239,9 +239,9 @@ ValueT = TypeVar("ValueT")
 
 
 def rest_frozen(module: ModuleT) -> ModuleT:
-    """Put parts of a module that have parameters, none of which train, into evaluation mode.
+    """Put the frozen parts of a module, none of whose parameters train, into evaluation mode.
 
-    So dropout leaves a frozen backbone alone, and BatchNorm its statistics.
+    Dropout then leaves a frozen backbone alone, and BatchNorm does not change its statistics.
     """
     for part in resting_parts(module):
         part.training = False
@@ -249,7 +249,7 @@ def rest_frozen(module: ModuleT) -> ModuleT:
 
 
 def with_state(module: ModuleT, state: Mapping[str, Tensor]) -> ModuleT:
-    """Return a copy of a module with the tensors of a state, and their types."""
+    """Return a copy of a module with the tensors of a state, in their dtypes."""
     module = copy.deepcopy(module)
     for name, tensor in state_tensors(module).items():
         tensor.data = tensor.data.to(state[name].dtype)  # a model trained in float64 stays one
@@ -258,7 +258,7 @@ def with_state(module: ModuleT, state: Mapping[str, Tensor]) -> ModuleT:
 
 
 def resting_parts(module: nn.Module) -> list[nn.Module]:
-    """Return the parts of a module that have parameters, none of which train, and their parts."""
+    """Return the frozen parts of a module, none of whose parameters train, and their submodules."""
     found: list[nn.Module] = []
     for part in module.modules():
         trains = [parameter.requires_grad for parameter in part.parameters()]
@@ -268,7 +268,7 @@ def resting_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _resting_buffers(client: nn.Module) -> set[str]:
-    """Return the names of buffers of modules that have parameters, none of which train."""
+    """Return the names of the buffers of frozen modules, none of whose parameters train."""
     resting: set[str] = set()
     for prefix, module in client.named_modules():
         trains = [parameter.requires_grad for parameter in module.parameters(recurse=False)]
@@ -285,9 +285,9 @@ def _aliases(client: nn.Module) -> dict[str, str]:
 
 
 def other_places(module: nn.Module) -> dict[str, str]:
-    """Return further places of tied tensors, with the names that count.
+    """Return the further places of tied tensors, with the first name of each tensor.
 
-    A module that has two names is one place.
+    A module with two names counts as one place.
     """
     return {
         alias: name
@@ -309,17 +309,17 @@ def call_with(
     places: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> ValueT:
-    """Call a function of a module while other tensors stand in place of the module's own.
+    """Call a function of a module with other tensors in place of the module's own.
 
-    PyTorch's ``functional_call`` ties tensors too, but would leave some of them behind in a module
-    that has two names.
+    PyTorch's ``functional_call`` also ties tensors, but leaves some of them behind in a module that
+    has two names.
 
     Args:
         module: The module.
-        tensors: By name; tied ones by their first name.
-        function: Gets the module and what follows.
+        tensors: Tensors by name; tied ones by their first name.
+        function: A function of the module and the further arguments.
         *args: Further arguments of the function.
-        places: What :func:`other_places` returns, where it is known already.
+        places: The result of :func:`other_places`, if it is known already.
         **kwargs: Further arguments of the function.
     """
     places = other_places(module) if places is None else places
@@ -353,8 +353,8 @@ def state_bytes(states: TensorDict) -> int:
 def squared_distance(states: TensorDict, center: Mapping[str, Tensor]) -> Tensor:
     """Return the squared L2 distance ``[C]`` of each state of a stack to one state.
 
-    The sum runs over the names of ``center``; differences are formed before they are squared, so
-    that close models keep their precision.
+    The sum runs over the names of ``center``. Differences are taken before squaring, which keeps
+    the precision for models that are close.
     """
 
     def squares(leaf: Tensor, value: Tensor) -> Tensor:  # in one pass over memory
@@ -365,7 +365,7 @@ def squared_distance(states: TensorDict, center: Mapping[str, Tensor]) -> Tensor
 
 
 def largest_values(states: TensorDict, names: Iterable[str]) -> Tensor:
-    """Return the largest absolute value ``[C]`` in some entries of each state of a stack.
+    """Return the largest absolute value ``[C]`` in the named entries of each state of a stack.
 
     Example:
         >>> states = TensorDict({"v": torch.zeros(2), "w": torch.tensor([3.0, -4.0])}, [2])
@@ -383,7 +383,7 @@ def largest_values(states: TensorDict, names: Iterable[str]) -> Tensor:
 
 
 def moved(before: TensorDict, after: TensorDict, names: Iterable[str]) -> Tensor:
-    """Return a mask ``[C]`` of the states of a stack in which an entry of these names changed.
+    """Return a mask ``[C]`` of the states of a stack in which one of the named entries changed.
 
     Example:
         >>> before = TensorDict({"w": torch.zeros(2, 3)}, [2])
@@ -396,7 +396,7 @@ def moved(before: TensorDict, after: TensorDict, names: Iterable[str]) -> Tensor
 
 
 def entries(states: TensorDict) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the names and tensors of a stack, as the flat dict that it is."""
+    """Iterate over the names and tensors of a stack, which is a flat dict."""
     for name, leaf in states.items():
         assert isinstance(name, str)
         assert isinstance(leaf, Tensor)
@@ -414,14 +414,14 @@ def rows(leaf: Tensor) -> Tensor:
 
 
 class WeightedMean:
-    """Streams stacks of states into weighted means of ``groups`` groups.
+    """Accumulates stacks of states into weighted means of ``groups`` groups.
 
-    Floating tensors are averaged with the weights given, integer tensors take their maximum, so
-    that ``num_batches_tracked`` stays an integer and does not depend on the order. Memory is that
-    of ``groups`` states, whatever the number of states added.
+    Floating-point tensors are averaged with the weights given; integer tensors take their maximum,
+    so that ``num_batches_tracked`` stays an integer and does not depend on the order. It takes the
+    memory of ``groups`` states, whatever the number of states added.
 
     Args:
-        like: One state that gives names, shapes, dtypes and the device.
+        like: A state with the names, shapes, dtypes and device of the means.
         groups: Number of means.
 
     Example:
@@ -448,7 +448,7 @@ class WeightedMean:
         self._dtypes = {name: value.dtype for name, value in like.items()}
 
     def add(self, states: TensorDict, weights: Tensor, groups: Tensor | None = None) -> None:
-        """Add ``C`` states with weights ``[C]`` to groups ``[C]``, or all to the first."""
+        """Add ``C`` states with weights ``[C]`` to groups ``[C]``, by default to the first."""
         weights = weights.to(self.weights)
         if groups is None:
             groups = torch.zeros(len(weights), dtype=torch.long, device=weights.device)
@@ -470,7 +470,7 @@ class WeightedMean:
             all_max(maximum)
 
     def compute(self) -> TensorDict:
-        """Return the means ``[groups]``; a group of zero weight has no meaningful mean."""
+        """Return the means ``[groups]``; that of a group of zero weight is meaningless."""
         means = {}
         for name, total in self.sums.items():
             weights = self.weights.to(total.dtype).view(-1, *[1] * (total.dim() - 1))

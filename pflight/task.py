@@ -1,4 +1,4 @@
-"""A ready-made task: a network, and what its outputs mean."""
+"""The base class of ready-made tasks, a network with a loss and metrics."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ OptimizerOf = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 def plain_sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Return SGD with step 0.01, what tasks train with by default."""
+    """Return SGD with step 0.01, the default optimizer of tasks."""
     return torch.optim.SGD(parameters, lr=0.01)
 
 
 @checked
 class Task(L.LightningModule):
-    """A network and what its outputs mean, as a LightningModule that trains alone as well.
+    """A network with a loss and metrics, as a LightningModule that also trains by itself.
 
-    A federation runs a task faster than any other LightningModule: it trains without what Lightning
-    does around a step, and clients are judged by their outputs, many clients at once. A subclass
-    defines :meth:`losses` and :meth:`measure`, and what they take; one with steps of its own trains
-    and is judged by these, as any LightningModule is.
+    A federation runs a task faster than any other LightningModule: it trains without Lightning's
+    work around a step, and many clients are evaluated at once by their outputs. A subclass defines
+    :meth:`losses` and :meth:`measure`, and can check what they take. If it defines steps of its
+    own, it trains and is judged by these, as any LightningModule.
 
     Args:
         network: Maps inputs ``[batch, ...]`` to outputs ``[batch, ...]``.
         optimizer: Builds the optimizer from the trainable parameters, anew at every participation.
-        gradient_clip_val: Clip this client's gradients at this value (``None``: no clipping). The
-            Trainer's option of the same name can't do it, because the Trainer sees the server only.
+        gradient_clip_val: Clip a client's gradients at this value; ``None`` for no clipping. (The
+            Trainer's option of the same name would apply to the server.)
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
 
     Raises:
         ConfigurationError: If an option is out of range.
 
     Attributes:
-        judged_by: Of what it is judged by, the value that chooses the best round, and whether its
-            ``"max"`` or ``"min"`` is best; ``None`` for no choice.
-        higher_is_better: Of what :meth:`measure` gives, by name.
+        judged_by: The metric that chooses the best round, and whether its ``"max"`` or ``"min"`` is
+            best; ``None`` for no choice.
+        higher_is_better: For each metric of :meth:`measure`, whether higher values are better.
     """
 
     judged_by: tuple[str, Literal["min", "max"]] | None = None
@@ -75,25 +75,25 @@ class Task(L.LightningModule):
         raise NotImplementedError(f"{type(self).__name__} does not define losses()")
 
     def measure(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
-        """Return by name what one client is judged by, besides its mean loss: scalars, or NaN."""
+        """Return a client's metrics by name, besides its mean loss: scalars, which may be NaN."""
         raise NotImplementedError(f"{type(self).__name__} does not define measure()")
 
     def check_targets(self, targets: Tensor) -> None:
-        """Raise unless targets ``[n, ...]`` are such as :meth:`losses` takes.
+        """Raise unless :meth:`losses` can take these targets ``[n, ...]``.
 
         Raises:
-            ValueError: Saying what is wrong with "its targets".
+            ValueError: With a message that begins with "its targets".
         """
 
     def check_outputs(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise unless outputs and targets are such as :meth:`measure` takes.
+        """Raise unless :meth:`measure` can take these outputs and targets.
 
         Raises:
-            ValueError: Saying what is wrong with "its model" or "its targets".
+            ValueError: With a message that begins with "its model" or "its targets".
         """
 
     def client_metrics(self, num_clients: int, f1_average: F1Average) -> ClientMetrics | None:
-        """Return what counts for all clients at once, where that replaces :meth:`measure`."""
+        """Return metrics of all clients at once that replace :meth:`measure`, or ``None``."""
         return None
 
     # What trains on them
@@ -104,7 +104,7 @@ class Task(L.LightningModule):
         return self.losses(self(x), y)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the scalar that this task minimises on a batch: the mean of its losses."""
+        """Return the loss of a batch: the mean of its samples' losses."""
         return self.sample_losses(batch).mean()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -114,15 +114,15 @@ class Task(L.LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log how good the module is when it is validated by itself."""
+        """Log loss and metrics of a batch when the module is validated by itself."""
         self.log_quality(batch, "val")
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log how good the module is when it is tested by itself."""
+        """Log loss and metrics of a batch when the module is tested by itself."""
         self.log_quality(batch, "test")
 
     def log_quality(self, batch: Batch, stage: str) -> None:
-        """Log the mean loss of a batch, and what :meth:`measure` says of it.
+        """Log the mean loss of a batch and the metrics of :meth:`measure`.
 
         Args:
             batch: Inputs and targets.
@@ -148,7 +148,7 @@ class Task(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip at the task's own value, or at the Trainer's when it trains alone under one."""
+        """Clip at the task's own value, or at the Trainer's if the task trains by itself."""
         if self.gradient_clip_val is None:
             super().configure_gradient_clipping(
                 optimizer, gradient_clip_val, gradient_clip_algorithm
@@ -158,5 +158,5 @@ class Task(L.LightningModule):
 
 
 def trains_as_a_task(module: Any) -> bool:
-    """Return whether a module trains by a task's own training step."""
+    """Return whether a module is a task that trains by :class:`Task`'s own training step."""
     return isinstance(module, Task) and type(module).training_step is Task.training_step

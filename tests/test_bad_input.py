@@ -139,7 +139,7 @@ def test_no_data() -> None:
 
 def test_another_number_of_classes_than_the_data() -> None:
     client = ClientModule(nn.Linear(FEATURES, 4), num_classes=4)
-    fails("num_classes=4, the data 3", run, client, small_data())
+    fails("num_classes=4, but the data have num_classes=3", run, client, small_data())
 
 
 @pytest.mark.parametrize(

@@ -239,14 +239,14 @@ def test_another_shape(saved: Path) -> None:
 
 
 def test_another_number_of_clients(saved: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"clients is 6, here it is 5") as error:
+    with pytest.raises(ConfigurationError, match=r"clients is 6 in the checkpoint and 5") as error:
         run(linear_client(), small_data(counts=[4] * 5), FedAvg(), 2, ckpt_path=saved)
     one_line(error)
 
 
 @pytest.mark.parametrize("callback", [Local, FedSGD, lambda: FeSEM(2)])
 def test_another_callback(saved: Path, callback: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"callback is FedAvg, here it is") as error:
+    with pytest.raises(ConfigurationError, match=r"callback is FedAvg in the checkpoint") as error:
         run(linear_client(), data(), callback(), 2, ckpt_path=saved)
     one_line(error)
 

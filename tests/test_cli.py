@@ -262,7 +262,7 @@ class TestRunFolder:
             pflight("fit", "--model.seed=1", rounds=1)
         said = capsys.readouterr().out
         assert "moved the earlier run in run to run.1" in said
-        assert said.endswith("put the earlier run back to run\n")
+        assert said.endswith("moved the earlier run back to run\n")
         assert same(weights("run"), before)
         assert Path("run/config.yaml").read_text() == config
         assert read_events("run").scalars["train/loss"] == [0]
@@ -340,7 +340,9 @@ class TestTwoInOneFolder:
             before = contents("run")
             for resume in ([], ["--ckpt_path=last"]):
                 said = error(capsys, "fit", *resume, rounds=2)
-                assert said.startswith(f"a fit in run is under way, by process {os.getpid()} on ")
+                assert said.startswith(
+                    f"another fit is running in run, in process {os.getpid()} on "
+                )
                 assert said.endswith("or give another --trainer.default_root_dir")
             assert contents("run") == before
         pflight("fit", "--ckpt_path=last", rounds=2)
@@ -353,7 +355,7 @@ class TestTwoInOneFolder:
                 pflight(command)
         with RunFolder("run").claimed("test"):
             before = contents("run")
-            assert error(capsys, "test").startswith("a test in run is under way, by process")
+            assert error(capsys, "test").startswith("another test is running in run, in process")
             assert contents("run") == before
             pflight("fit", "--ckpt_path=last", rounds=2)
 
@@ -407,7 +409,7 @@ class TestResume:
         (folder / "checkpoints").mkdir(parents=True)
         RunFolder(folder).save_config("{}")
         pflight("fit", "--ckpt_path=last", rounds=1)
-        assert "no run in run yet: starting one" in capsys.readouterr().out
+        assert "no run in run to continue: starting a new one" in capsys.readouterr().out
         assert not Path("run.1").exists()
 
     def test_last_in_a_folder_of_other_things_is_an_error(self, capsys):
@@ -449,7 +451,7 @@ class TestResume:
             patch.setattr(AtomicCheckpointIO, "save_checkpoint", ends)
             with pytest.raises(RuntimeError, match="killed"):
                 pflight("fit", rounds=3)
-        with pytest.warns(UserWarning, match=r"^there is no last.ckpt: taking best.ckpt, the new"):
+        with pytest.warns(UserWarning, match=r"^there is no last.ckpt: using best.ckpt, the new"):
             pflight("fit", "--ckpt_path=last", rounds=3)
         assert "continuing with round 1 from run/checkpoints/best.ckpt" in capsys.readouterr().out
         pflight("fit", rounds=3, root="straight")
@@ -464,11 +466,11 @@ class TestResume:
         last.write_bytes(last.read_bytes()[:-1000])
         options = ["--ckpt_path=last", "--trainer.check_val_every_n_epoch=2"]
         for subcommand in ("test", "fit"):
-            with pytest.warns(UserWarning, match=r"^last.ckpt is damaged: taking best.ckpt, the"):
+            with pytest.warns(UserWarning, match=r"^last.ckpt is damaged: using best.ckpt, the"):
                 pflight(subcommand, *options, rounds=3)
         assert same(weights("run"), trained)
         best.write_bytes(b"PK")
-        with pytest.warns(UserWarning, match=r"^best.ckpt is damaged: taking last.ckpt, the"):
+        with pytest.warns(UserWarning, match=r"^best.ckpt is damaged: using last.ckpt, the"):
             pflight("validate", *options)
         capsys.readouterr()
         for path in folder.iterdir():
@@ -478,8 +480,7 @@ class TestResume:
         assert exit_.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert (
-            "there is no whole checkpoint in run/checkpoints: best.ckpt is damaged, last.ckpt is"
-            in line
+            "no undamaged checkpoint in run/checkpoints: best.ckpt is damaged, last.ckpt is" in line
         )
 
     def test_a_resume_that_fails_drops_no_points(self, capsys):
@@ -527,13 +528,14 @@ class TestResume:
         Path("run/config.yaml").write_text("# mine\ntrainer:\n  max_epochs: 2\n")
         before = contents("run")
         said = error(capsys, "fit", "--config=run/config.yaml", *resume)
-        assert said.startswith("pflight did not write run/config.yaml, which a run in run would")
+        assert said.startswith(
+            "a run in run would overwrite run/config.yaml, which pflight did not"
+        )
         assert contents("run") == before
         Path("run/config.yaml").unlink()
         Path("run/config.yaml").mkdir()
-        assert error(capsys, "fit", *resume).startswith(
-            "run/config.yaml is a folder, but a file of"
-        )
+        said = error(capsys, "fit", *resume)
+        assert said.startswith("run/config.yaml is a folder, but the run needs a file of")
 
     def test_a_keyboard_interrupt_says_how_to_go_on(self, monkeypatch, capfd):
         step = Federation.training_step
@@ -547,7 +549,9 @@ class TestResume:
         with pytest.raises(SystemExit) as exit_:
             pflight("fit", rounds=4)
         assert exit_.value.code == 130
-        said = "pflight: stopped by SIGINT after 2 rounds: --ckpt_path last goes on from run"
+        said = (
+            "pflight: stopped by SIGINT after 2 rounds: --ckpt_path last continues the run in run"
+        )
         assert capfd.readouterr().err.splitlines()[-1] == said
         monkeypatch.setattr(Federation, "training_step", step)
         pflight("fit", "--ckpt_path=last", rounds=4)
@@ -607,7 +611,7 @@ class TestEvaluation:
     def test_the_best_is_taken_unless_another_is_named(self, command, capsys):
         pflight(command)
         said = capsys.readouterr().out
-        assert f"no --ckpt_path: {command} takes run/checkpoints/best.ckpt, the best of" in said
+        assert f"{command} uses run/checkpoints/best.ckpt, the best of the run" in said
         Path("run/checkpoints/best.ckpt").unlink()
         said = error(capsys, command)
         assert "there is no 'best' checkpoint" in said
@@ -841,7 +845,10 @@ class TestBadInput:
             (["--trainer.default_root_dir=corrupt.ckpt/run"], "can't be written: Not a directory"),
             (["--trainer.default_root_dir=/sys/run"], "the run folder /sys/run can't be written"),
             ([f"--trainer.default_root_dir={'x' * 300}"], "can't be written: File name too long"),
-            (["--trainer.default_root_dir=s3://here/run"], "must be on a disk, not s3://here/run"),
+            (
+                ["--trainer.default_root_dir=s3://here/run"],
+                "must be on a file system, not s3://here/run",
+            ),
         ],
         ids=lambda value: value[0] if isinstance(value, list) else None,
     )
@@ -870,19 +877,22 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            (b"trainer:\n  default_root_dir: r\xe9sum\xe9\n", "not UTF-8 text: it has a byte 0xe9"),
+            (
+                b"trainer:\n  default_root_dir: r\xe9sum\xe9\n",
+                "not UTF-8 text: it has the byte 0xe9",
+            ),
             ("trainer: {}\n".encode("utf-16"), "not UTF-8 text"),
             (b"trainer: \x00\n", "not YAML: unacceptable character #x0000"),
             (b"trainer:\n\tmax_epochs: 1\n", "not YAML: found character that cannot"),
             (b"", "is empty"),
             (b"# nothing\n", "is empty"),
-            (b"- trainer\n", "holds a sequence, not options by name"),
-            (b"trainer: 3\n", "has no options by name under trainer (line 1)"),
+            (b"- trainer\n", "has a sequence where a mapping of options is expected"),
+            (b"trainer: 3\n", "has no mapping of options under trainer (line 1)"),
             (b"trainer: {max_epochs: 1\n", "not YAML: did not find expected ',' or '}'"),
             (b"trainer:\n  max_epochs: 1\n  default_roo", "not YAML: could not find expected ':'"),
-            (b"trainer: {}\nmodel: {}\ntrainer: {}\n", "has trainer twice (line 3)"),
-            (b"data: {init_args: {seed: 1, seed: 2}}\n", "has seed twice (line 1)"),
-            (b"trainer: " + b"[" * 100000, "is nested more than 100 deep"),
+            (b"trainer: {}\nmodel: {}\ntrainer: {}\n", "has the option trainer twice (line 3)"),
+            (b"data: {init_args: {seed: 1, seed: 2}}\n", "has the option seed twice (line 1)"),
+            (b"trainer: " + b"[" * 100000, "is nested more than 100 levels deep"),
             (None, "can't be read: Is a directory"),
         ],
         ids=lambda value: None if isinstance(value, bytes) else value,
@@ -896,7 +906,7 @@ class TestBadInput:
             config.write_bytes(text)
         before = contents("run")
         said = error(capsys, "fit", "--config=run/config.yaml", "--ckpt_path=last")
-        assert said.startswith("the config run/config.yaml ")
+        assert said.startswith("the config file run/config.yaml ")
         assert message in said
         assert contents("run") == before
 

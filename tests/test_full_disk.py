@@ -105,7 +105,7 @@ class TestFit:
             filling(patch, disk, AtomicCheckpointIO, "save_checkpoint", call=5, left=left)
             options = ["fit", f"--model.client_memory={memory}"]
             line = assert_one_line(capfd, lambda: pflight(*options))
-        assert line.endswith("rounds: --ckpt_path last goes on from disk/run")
+        assert line.endswith("rounds: --ckpt_path last continues the run in disk/run")
         disk.make_room()
         pflight(*options, "--ckpt_path=last")
         assert_same_runs(Path("disk/run"), straight)

@@ -64,9 +64,8 @@ def test_what_does_not_fit_is_refused_with_all_numbers(
     callback: Callable[[], ServerCallback], message: str, left: Callable[[int], None]
 ) -> None:
     left(300)
-    with pytest.raises(
-        ConfigurationError, match=f"num_clients=6 would take {message}.* 300 B are left"
-    ):
+    refused = f"num_clients=6 needs {message}.* only 300 B of memory are available"
+    with pytest.raises(ConfigurationError, match=refused):
         run(linear_client(), small_data(), callback())
 
 

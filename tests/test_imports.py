@@ -106,7 +106,7 @@ def against_the_order(importer: str, imported: str) -> bool:
 def test_the_graph_is_that_of_the_project() -> None:
     assert ("pflight.federation", "pflight.clients") in EDGES
     assert (
-        "pflight.callbacks.methods.selection",
+        "pflight.callbacks.methods.num_clusters",
         "pflight.callbacks.methods.multi_center",
     ) in EDGES
     assert len(MODULES) > 100

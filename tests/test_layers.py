@@ -68,9 +68,9 @@ def test_batchnorm_without_parameters_and_parametrized_layers_are_layers() -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"last": 4}, "last=4, but there are 3 layers network.0, network.1, network.3"),
-        ({"first": 5, "last": 1}, "first=5, but there are 3 layers"),
-        ({"names": "0"}, "'0' matches none of the 3 layers network.0, network.1, network.3"),
+        ({"last": 4}, "last=4, but there are only 3 layers: network.0, network.1, network.3"),
+        ({"first": 5, "last": 1}, "first=5, but there are only 3 layers"),
+        ({"names": "0"}, "'0' matches none of the 3 layers: network.0, network.1, network.3"),
         ({"names": ["network.0", "network.2"]}, "'network.2' matches none"),
         ({"names": "network.0.weight"}, "'network.0.weight' matches none"),
     ],

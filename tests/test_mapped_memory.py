@@ -474,7 +474,7 @@ def test_a_table_that_is_damaged(saved: Path, damage: str, suffix: str) -> None:
     for use in (lambda: keep(memory_in(folder), c0=3), lambda: is_needed(folder / "memory")):
         with pytest.raises(ConfigurationError) as error:
             use()
-        assert str(error.value).startswith(f"{table} is damaged, which lists the client memory")
+        assert str(error.value).startswith(f"{table} is damaged: it lists the client memory")
         assert "\n" not in str(error.value)
     table.unlink()
     memory = load(memory_in(folder), saved)
@@ -508,7 +508,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))
     try:
-        with pytest.raises(ConfigurationError, match=r"memory in .* can't be written: File"):
+        with pytest.raises(ConfigurationError, match=r"can't write .* memory in .*: File"):
             keep(memory, c0=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -518,7 +518,9 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"default_root_dir on a disk, got s3://bucket"):
+    with pytest.raises(
+        ConfigurationError, match=r"default_root_dir on a file system, got s3://bucket"
+    ):
         MappedMemory().open("s3://bucket")
     (tmp_path / "memory").write_text("mine")
     with pytest.raises(ConfigurationError, match="can't be written"):
@@ -682,7 +684,7 @@ def test_bad_options(tmp_path: Path) -> None:
     class Own(TorchCheckpointIO):
         pass
 
-    with pytest.raises(ConfigurationError, match="not with Own: leave out that plugin"):
+    with pytest.raises(ConfigurationError, match="the Trainer has Own: leave that plugin out"):
         local(1, tmp_path, trainer={"plugins": Own()})
 
 

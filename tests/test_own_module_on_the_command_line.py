@@ -70,27 +70,27 @@ def test_the_best_is_kept_by_the_value_that_is_named(capsys: pytest.CaptureFixtu
     epochs = [torch.load(f"run/checkpoints/{name}.ckpt")["epoch"] for name in ("best", "last")]
     assert epochs == [0, 3]
     main(["validate", "--config=run/config.yaml"])
-    assert "takes run/checkpoints/best.ckpt" in capsys.readouterr().out
+    assert "uses run/checkpoints/best.ckpt" in capsys.readouterr().out
 
 
 def test_without_one_no_best_is_kept_which_a_line_says(capsys: pytest.CaptureFixture[str]) -> None:
     fit(rounds=1)
     assert kept() == {"last.ckpt"}
-    assert "no best.ckpt is kept: say which value of Line" in capsys.readouterr().out
+    assert "no best.ckpt is kept: choose a metric that Line" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--monitor=val/macro_mse"], "takes both, --monitor and --mode"),
-        (["--mode=min"], "takes both, --monitor and --mode"),
+        (["--monitor=val/macro_mse"], "give --monitor and --mode together"),
+        (["--mode=min"], "give --monitor and --mode together"),
         (["--monitor=val/macro_mae", "--mode=min"], "could not find the monitored key"),
         (
             [
                 *("--monitor=val/macro_mse", "--mode=min"),
                 *("--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.monitor=val/mse"),
             ],
-            "give the monitor to that",
+            "set that callback's monitor instead",
         ),
     ],
 )

@@ -91,15 +91,15 @@ CASES: list[tuple[str, Any, str]] = [
     ("model.client.optimizer.lr", -1, "the client's optimizer can't be built: Invalid learning r"),
     ("model.client.network.hidden", [-1], "MLP: hidden must be at least 1, got -1"),
     ("trainer.check_val_every_n_epoch", 0, "check_val_every_n_epoch must be a whole number of at"),
-    ("trainer.val_check_interval", 3, "val_check_interval=3 is within a round"),
+    ("trainer.val_check_interval", 3, "val_check_interval=3 would validate within a round"),
     ("trainer.log_every_n_steps", -1, "log_every_n_steps must be at least 0, got -1"),
     # what Lightning says
     (
         "trainer.strategy",
         "fsdp",
-        "one device or with strategy ddp, not with fsdp",
+        "one device or with strategy ddp, not with strategy fsdp",
     ),
-    ("trainer.strategy", "nonsense", "one device or with strategy ddp, not with nonsense"),
+    ("trainer.strategy", "nonsense", "one device or with strategy ddp, not with strategy nonsense"),
     ("trainer.accelerator", "abacus", "trainer: You selected an invalid accelerator name"),
     ("trainer.devices", "many", "trainer: `devices` selected with `CPUAccelerator` should be"),
     ("trainer.num_nodes", 0, "trainer: `num_nodes` must be a positive integer, but got 0."),
@@ -134,7 +134,11 @@ CASES: list[tuple[str, Any, str]] = [
         "ProximalClien",
         "class ProximalClien: did you mean ProximalClient?",
     ),
-    ("model.client", "FedAvg", "model.client: FedAvg is not of the kind that goes here"),
+    (
+        "model.client",
+        "FedAvg",
+        "model.client: FedAvg is not a class that this option takes",
+    ),
     (
         "model.client.optimizer",
         "torch.optim.SGG",
@@ -165,7 +169,7 @@ def test_one_line(
     ("config", "message"),
     [
         ("trainer: null", "trainer: expected a mapping, got None"),
-        ("trainer: [1]", "the config own.yaml has no options by name under trainer"),
+        ("trainer: [1]", "the config file own.yaml has no mapping of options under trainer"),
         ("fit: {trainer: {max_epochs: 3}}", "option fit.trainer.max_epochs: did you mean trainer."),
         (
             "model: {client: {init_args: {optimizer: {init_args: {lr: .nan}}}}}",
@@ -183,7 +187,7 @@ def test_one_line(
             "trainer: {callbacks+: [{class_path: FeSEMM}]}",
             "trainer.callbacks: unknown class FeSEMM: did you mean FeSEM?",
         ),
-        ("a: [", "the config own.yaml is not YAML"),
+        ("a: [", "the config file own.yaml is not YAML"),
     ],
 )
 def test_one_line_on_a_file(config: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,12 +82,12 @@ def dealt(partition: Any = None, **options: Any) -> Dealt:
         (
             small_data,
             lambda: with_labels(lambda client, y: (y + (client in (1, 4))) % CLASSES),
-            "the labels, or which samples they are, differ for clients 1, 4;",
+            "the labels or the selection of samples differ for clients 1, 4;",
         ),
         (
             small_data,
             lambda: with_labels(lambda client, y: (y + (client == 2)) % CLASSES, split="val"),
-            "the labels, or which samples they are, differ for client 2;",
+            "the labels or the selection of samples differ for client 2;",
         ),
         (
             lambda: small_data(holdout_clients=0.34),

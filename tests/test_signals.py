@@ -121,7 +121,7 @@ class TestFit:
             assert stopped("fit", f"--model.engine={engine}") == STATUS[signum]
         name = signal.Signals(signum).name
         assert error_line(capfd) == (
-            f"pflight: stopped by {name} after 3 rounds: --ckpt_path last goes on from run"
+            f"pflight: stopped by {name} after 3 rounds: --ckpt_path last continues the run in run"
         )
         assert last()["global_step"] == 3
         pflight("fit", f"--model.engine={engine}", "--ckpt_path=last")
@@ -164,7 +164,7 @@ class TestFit:
         assert stopped("fit", rounds=2) == 143
         captured = capfd.readouterr()
         assert "used by the clients" in captured.out
-        assert "stopped by SIGTERM after 2 rounds, which are all" in captured.err
+        assert "stopped by SIGTERM after 2 rounds, the last of the run" in captured.err
 
     def test_the_set_up_ends_at_once_and_an_earlier_run_stays(self, trained, monkeypatch, capfd):
         shutil.copytree(trained, "run")
@@ -172,7 +172,7 @@ class TestFit:
         capfd.readouterr()
         raising(monkeypatch, Federation, "configure_optimizers", signal.SIGTERM)
         assert stopped("fit", "--model.seed=1") == 143
-        assert "the same command starts again" in error_line(capfd)
+        assert "start it again with the same command" in error_line(capfd)
         assert not Path("run.1").exists()
         assert all(torch.equal(last()["state_dict"][name], before[name]) for name in before)
 
@@ -203,7 +203,7 @@ class TestFit:
             main(["fit", *config])
         assert exit_.value.code == 143
         assert last()["epoch"] == 0
-        assert "after 1 epoch: --ckpt_path last goes on" in capfd.readouterr().err
+        assert "after 1 epoch: --ckpt_path last continues" in capfd.readouterr().err
 
 
 class TestEvaluation:
@@ -274,13 +274,15 @@ class TestProcesses:
         status, output, errors = self.fit(signal.SIGINT, again=0.5)
         assert status == 130, errors
         assert "stopping after this round; a second Ctrl-C stops at once" in output
-        said = "pflight: stopped by SIGINT after 1 round: --ckpt_path last goes on from run"
+        said = "pflight: stopped by SIGINT after 1 round: --ckpt_path last continues the run in run"
         assert errors[-1] == said
 
     def test_two_ranks_stop_together_when_one_gets_the_signal(self):
         status, _, errors = self.fit(signal.SIGTERM, *TWO_RANKS, rank=1)
         assert status == 143, errors
-        said = "pflight: stopped by SIGTERM after 2 rounds: --ckpt_path last goes on from run"
+        said = (
+            "pflight: stopped by SIGTERM after 2 rounds: --ckpt_path last continues the run in run"
+        )
         assert errors[-1] == said
         assert last()["global_step"] == 2
 

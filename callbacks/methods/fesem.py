@@ -26,7 +26,7 @@ from pflight.updates import ClientUpdates
 
 from .clustering import cluster_updates
 from .matching import BBPMAP
-from .selection import (
+from .num_clusters import (
     CANDIDATES,
     ClusterSelection,
     Criterion,

@@ -69,7 +69,7 @@ def test_another_trainers_options_are_not_discarded_in_silence(case: str) -> Non
     first, second = copy.deepcopy(first), copy.deepcopy(second)
     federation = run(linear_client(), small_data(), first)
     before = shared(federation)
-    with pytest.raises(ConfigurationError, match=f"this federation was set up by .*{message}"):
+    with pytest.raises(ConfigurationError, match=f"this federation was trained with .*{message}"):
         quiet_trainer(2, second).fit(federation, datamodule=small_data())
     assert federation.callback is first
     assert (shared(federation) == before).all()
@@ -109,7 +109,9 @@ class TestCheckpoint:
     @pytest.fixture
     def said(self, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
         caplog.set_level("WARNING", "lightning.pytorch.pflight")
-        return lambda: [line for line in caplog.messages if line.startswith("the checkpoint is of")]
+        return lambda: [
+            line for line in caplog.messages if line.startswith("the checkpoint was made")
+        ]
 
     def save(self, callback: ServerCallback, path: Path, kind: Any = ClientModule) -> Path:
         federation = run(linear_client(kind), small_data(), callback)
@@ -120,7 +122,7 @@ class TestCheckpoint:
         path = self.save(PFedLA(retain=1), tmp_path)
         Federation.load_from_checkpoint(path, client=linear_client(), callback=PFedLA())
         (line,) = said()
-        assert "is of PFedLA(retain=1), and goes on with PFedLA(retain=0)" in line
+        assert "made with PFedLA(retain=1); the run goes on with PFedLA(retain=0)" in line
 
     def test_a_run_that_goes_on_with_others_says_so(
         self, tmp_path: Path, said: Callable[[], list[str]]
@@ -128,7 +130,7 @@ class TestCheckpoint:
         path = self.save(Reptile(lr=0.6), tmp_path)
         run(linear_client(), small_data(), Reptile(lr=0.3), 2, ckpt_path=path)
         (line,) = said()
-        assert "is of Reptile(lr=0.6), and goes on with Reptile(lr=0.3)" in line
+        assert "was made with Reptile(lr=0.6); the run goes on with Reptile(lr=0.3)" in line
 
     def test_steps_of_adaptation_may_be_others_in_a_test(
         self, tmp_path: Path, said: Callable[[], list[str]]

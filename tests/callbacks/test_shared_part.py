@@ -342,8 +342,11 @@ def test_parameters_that_are_not_trained_are_in_neither_traffic_nor_memory() -> 
         (lambda: SharedPart(HEAD, Layers(first=1)), "layer network.1 is in neither part"),
         (lambda: SharedPart(HEAD, Layers(last=3)), "layer network.3 is both private and shared"),
         (lambda: SharedPart(shared=Layers()), "no parameter of the shared layers is trained"),
-        (lambda: SharedPart(Layers("output")), "'output' matches none of the 3 layers network.0, "),
-        (lambda: SharedPart(Layers(first=4)), "first=4, but there are 3 layers"),
+        (
+            lambda: SharedPart(Layers("output")),
+            "'output' matches none of the 3 layers: network.0",
+        ),
+        (lambda: SharedPart(Layers(first=4)), "first=4, but there are only 3 layers"),
         (lambda: SharedPart(HEAD, weighting="size"), "SharedPart: weighting must be 'samples' or "),
     ],
 )

@@ -90,6 +90,6 @@ def test_every_argument_has_its_help(capsys):
         parser().parse_args(["--data.help=Omniglot"])
     text = " ".join(capsys.readouterr().out.split())
     for phrase in ("Folder with the image archives", "Share of each client's samples for testing",
-                   "Probability that a sampled client never answers"):  # fmt: skip
+                   "Probability that a sampled client does not answer"):  # fmt: skip
         assert phrase in text
     assert "num_classes" not in text

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from pflight import Federation
 from pflight.callbacks import FeSEM
 from pflight.callbacks.methods.fesem import select_num_clusters
-from pflight.callbacks.methods.selection import (
+from pflight.callbacks.methods.num_clusters import (
     ClusterSelection,
     SampledClients,
 )
