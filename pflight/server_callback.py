@@ -263,6 +263,6 @@ def chosen_half(callback: ServerCallback, module: L.LightningModule) -> Half:
     if type(brought) is Half or (brought.kinds == named.kinds and not callback.chooses_half):
         return named
     raise ConfigurationError(
-        f"{type(callback).__name__} has the client half {brought}, but the client "
+        f"{type(callback).__name__} has the client half {brought}, but "
         f"{type(module).__name__} names {named}: give the options to only one of them"
     )

@@ -870,5 +870,7 @@ def test_divergences_need_logits() -> None:
 
 
 def test_two_halves_are_an_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"FedProx brings .*, and ProximalClient names"):
+    with pytest.raises(
+        ConfigurationError, match=r"FedProx has the client half .*, but ProximalClient names"
+    ):
         run(batchnorm_client(ProximalClient), small_data(), FedProx(0.3))

@@ -57,16 +57,44 @@ TWO: list[tuple[ClientModule, ServerCallback, str]] = [
     (
         linear_client(ProximalClient, mu=0.5),
         FedProx(mu=0.1),
-        r"FedProx brings Proximal\(mu=0.1, scaling='plain'\), and ProximalClient names "
-        r"Proximal\(mu=0.5, scaling='plain'\)",
+        r"FedProx has the client half Proximal\(mu=0.1, scaling='plain'\), but ProximalClient "
+        r"names Proximal\(mu=0.5, scaling='plain'\)",
     ),
-    (linear_client(ElasticClient, alpha=0.5), FedEC(alpha=1.0), r"FedEC brings .*alpha=1.0"),
-    (linear_client(ElasticClient), FedEC(constraint="l2"), "FedEC brings .*constraint='l2'"),
-    (linear_client(ElasticClient), FedEC(constraint=None), "FedEC brings .*constraint=None"),
-    (linear_client(ElasticClient), FedProx(), "FedProx brings Proximal.* ElasticClient names Ela"),
-    (linear_client(ProximalClient), Ditto(), r"Ditto brings Personal\(.* names Proximal\("),
-    (naming(Personal(Mixed())), Ditto(), r"Ditto brings Personal\(.* names Personal\("),
-    (naming(Elastic()), FeSEM(2, mu=0.1), r"FeSEM brings Proximal\(.* names Elastic\("),
+    (
+        linear_client(ElasticClient, alpha=0.5),
+        FedEC(alpha=1.0),
+        r"FedEC has the client half .*alpha=1.0",
+    ),
+    (
+        linear_client(ElasticClient),
+        FedEC(constraint="l2"),
+        "FedEC has the client half .*constraint='l2'",
+    ),
+    (
+        linear_client(ElasticClient),
+        FedEC(constraint=None),
+        "FedEC has the client half .*constraint=None",
+    ),
+    (
+        linear_client(ElasticClient),
+        FedProx(),
+        "FedProx has the client half Proximal.* ElasticClient names Ela",
+    ),
+    (
+        linear_client(ProximalClient),
+        Ditto(),
+        r"Ditto has the client half Personal\(.* names Proximal\(",
+    ),
+    (
+        naming(Personal(Mixed())),
+        Ditto(),
+        r"Ditto has the client half Personal\(.* names Personal\(",
+    ),
+    (
+        naming(Elastic()),
+        FeSEM(2, mu=0.1),
+        r"FeSEM has the client half Proximal\(.* names Elastic\(",
+    ),
 ]
 
 
@@ -83,6 +111,6 @@ def test_a_half_that_a_subclass_sets_is_its_own_to_say() -> None:
     class Pulled(FedAvg):
         half = Proximal(0.3)
 
-    with pytest.raises(ConfigurationError, match=r"Pulled brings Proximal\(mu=0.3"):
+    with pytest.raises(ConfigurationError, match=r"Pulled has the client half Proximal\(mu=0.3"):
         run(linear_client(ProximalClient, mu=0.1), small_data(), Pulled())
     run(linear_client(ProximalClient, mu=0.3), small_data(), Pulled())

@@ -94,5 +94,7 @@ def test_options_and_clients_that_do_not_fit() -> None:
     with pytest.raises(ConfigurationError, match="Ditto: lam must be at least 0, got -1"):
         Ditto(lam=-1)
     for callback in (Ditto(), Ditto(lam=0.1)):  # neither is for the client's own half to replace
-        with pytest.raises(ConfigurationError, match=r"Ditto brings .*, and ProximalClient names"):
+        with pytest.raises(
+            ConfigurationError, match=r"Ditto has the client half .*, but ProximalClient names"
+        ):
             run(linear_client(ProximalClient), small_data(), callback)

@@ -247,7 +247,9 @@ def test_what_does_not_fit_is_refused_before_training() -> None:
     class Manual(ClientModule):
         automatic_optimization = False
 
-    with pytest.raises(ConfigurationError, match=r"FedDANE brings Dane\(.*ProximalClient names"):
+    with pytest.raises(
+        ConfigurationError, match=r"FedDANE has the client half Dane\(.*ProximalClient names"
+    ):
         run(linear_client(ProximalClient), small_data(), FedDANE())
     with pytest.raises(ConfigurationError, match="Manual with manual optimization"):
         run(linear_client(Manual), small_data(), FedDANE())
