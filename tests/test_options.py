@@ -234,7 +234,7 @@ def test_usual_optimizers_pass() -> None:
 
 
 def test_layers_to_share_are_needed() -> None:
-    with pytest.raises(ConfigurationError, match="SharedPart: name the layers"):
+    with pytest.raises(ConfigurationError, match="SharedPart: give the layers"):
         callbacks.SharedPart()
 
 

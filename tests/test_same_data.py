@@ -94,15 +94,15 @@ def dealt(partition: Any = None, **options: Any) -> Dealt:
             lambda: small_data(holdout_clients=0.34, seed=1),
             "only here or only in the checkpoint clients .* never train;",
         ),
-        (dealt, lambda: dealt(ClassesPerClient(2)), "the labels, .* clients 0, 1, 2, 3, 4 and 1 m"),
+        (dealt, lambda: dealt(ClassesPerClient(2)), "the labels .* clients 0, 1, 2, 3, 4 and 1 m"),
         (
             dealt,
             lambda: dealt(seed=1),
-            "the labels, .* differ for clients 0, 1, 2, 3, 4 and 1 more",
+            "the labels .* differ for clients 0, 1, 2, 3, 4 and 1 more",
         ),
         (dealt, lambda: dealt(val_fraction=0.2), "client 0 has 12 training samples, 14 in the"),
-        (grouped, lambda: grouped(seed=1), "the labels, .* differ for clients"),
-        (grouped, lambda: grouped(num_clusters=3), "the labels, .* differ for clients"),
+        (grouped, lambda: grouped(seed=1), "the labels .* differ for clients"),
+        (grouped, lambda: grouped(num_clusters=3), "the labels .* differ for clients"),
     ],
 )
 def test_other_data_are_an_error_that_says_what_differs(

@@ -1,1 +1,1 @@
-"""The server half of each algorithm: one file a method, with what only it needs."""
+"""The server half of each algorithm, one file per method."""

@@ -1,4 +1,4 @@
-"""CFL: clusters of clients are split in two where their updates disagree."""
+"""CFL: clusters of clients whose updates disagree are split in two."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Split(NamedTuple):
     new: int
     """Index of the second half."""
     state: dict[str, Tensor]
-    """The cluster's model before the split, by name: what clients were sent."""
+    """The cluster's model before the split, as its clients were sent it, by name."""
     directions: Tensor
-    """Mean of the members' updates, each of length 1, of either half ``[2, d]``."""
+    """For each half, the mean of its members' updates scaled to length 1, ``[2, d]``."""
 
 
 @checked
 class CFL(MultiCenter):
     r"""Clustered federated learning (Sattler et al. 2021); CFL, FedCluster.
 
-    All clients begin as one cluster. A round is FedAvg inside each cluster :math:`c`, with the
-    updates :math:`\Delta_i = \theta_i - \theta_c` of the clients that answered. A cluster where
-    FedAvg has come to rest, but its clients have not, is split in two:
+    All clients begin in one cluster. A round is FedAvg inside each cluster :math:`c`, with the
+    updates :math:`\Delta_i = \theta_i - \theta_c` of the clients that answered. A cluster is split
+    in two when its mean update is small although its clients' updates are not:
 
     .. math:: \| \sum_{i \in c} w_i \Delta_i \| < \varepsilon_1
         \quad\text{and}\quad \max_{i \in c} \|\Delta_i\| > \varepsilon_2
@@ -51,33 +51,34 @@ class CFL(MultiCenter):
     with :math:`w_i` as in the mean. The two halves :math:`c_1, c_2` are those between which the
     largest cosine of two updates is smallest,
     :math:`\min_{c_1, c_2} \max_{i \in c_1, j \in c_2} \cos(\Delta_i, \Delta_j)`, which single
-    linkage finds. Each then goes on with the mean of its own members' updates. Norms and
-    cosines are over parameters, not buffers.
+    linkage finds. Each half then takes the mean of its own members' updates. Norms and cosines are
+    over parameters, not buffers.
 
-    A cluster is tested when every member has an update since its last test; clients that don't take
-    part are never taken for zeros. So with partial participation the server keeps an update of each
-    client, and a client that never answers keeps its cluster from being split.
+    A cluster is tested when every member has sent an update since the last test; updates of clients
+    that don't take part are not taken to be zero. With partial participation the server therefore
+    keeps an update of each client, and a client that never answers prevents its cluster from being
+    split.
 
-    A client that was held out, or joins later, descends the tree of splits: at each it trains from
-    the model that was split, and follows the half to whose mean update, of unit vectors, its own
-    has the larger cosine.
+    A client that was held out, or joins later, descends the tree of splits: at each split it trains
+    from the model before the split, and goes to the half whose mean update has the larger cosine
+    with its own.
 
     Args:
         eps1: :math:`\varepsilon_1`; 0 never splits, which is FedAvg.
         eps2: :math:`\varepsilon_2`.
-        gamma: Split only where :math:`\sqrt{(1 - \max\cos) / 2}` between the halves exceeds this;
-            0 always does.
+        gamma: Split only if :math:`\sqrt{(1 - \max\cos) / 2}` between the halves exceeds this; 0
+            always splits.
         linkage: How the halves are found: ``"single"``, ``"complete"`` or ``"average"`` linkage of
             cosines, or ``"spectral"`` clustering.
         min_size: A cluster is split only if it has more members than this.
-        warmup: First rounds, in which nothing is tested and updates don't count.
-        weighting: ``"uniform"`` or ``"samples"``: what a client weighs in the mean update.
+        warmup: Number of first rounds in which no cluster is tested and updates don't count.
+        weighting: Weights of clients in the mean update, ``"uniform"`` or ``"samples"``.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
     Attributes:
         assignments: LongTensor ``[num_clients]``, each client's cluster; -1 for those that don't
             train.
-        splits: The tree: a :class:`Split` for each, in order.
+        splits: The tree of splits, in the order in which they happened.
 
     Raises:
         ConfigurationError: If an option is out of range.
@@ -115,12 +116,12 @@ class CFL(MultiCenter):
         self._changes: dict[int, Tensor] = {}  # of parameters, by client, since the last test
 
     def setup_server(self) -> None:
-        """Make one model, for all clients that may train."""
+        """Make one model, for all clients that can train."""
         super().setup_server()
         self.assignments[self.clients.trainable] = 0
 
     def round(self, cohort: Tensor) -> None:
-        """Run one round; clients that have joined since the last one descend the tree first."""
+        """Run one round; clients that joined since the last one descend the tree first."""
         clients = cohort.cpu()
         able = torch.isin(clients, self.clients.trainable)
         late = clients[able & (self.assignments[clients] < 0)]
@@ -129,7 +130,7 @@ class CFL(MultiCenter):
         super().round(cohort)
 
     def on_round_start(self) -> None:
-        """Start without updates."""
+        """Start a round without updates."""
         self._updates: list[ClientUpdates] = []
         self._arrived: dict[int, Tensor] = {}
 
@@ -157,7 +158,7 @@ class CFL(MultiCenter):
                 self._arrived.update(zip(clients[ours].tolist(), kept, strict=True))
 
     def step(self) -> None:
-        """Split clusters, then pull each to the mean of its members that answered."""
+        """Split clusters, then move each model to the mean of its members that answered."""
         for arrived in gather(self._arrived):
             self._changes |= arrived
         for cluster in range(self.num_clusters):
@@ -169,9 +170,9 @@ class CFL(MultiCenter):
         super().step()
 
     def descend_tree(self, clients: Tensor) -> Tensor:
-        """Return the cluster of each newcomer ``[C]``, -1 where it has no samples to train on.
+        """Return the cluster of each newcomer ``[C]``, -1 if it has no training samples.
 
-        One that fails to train goes with the first half.
+        A newcomer that fails to train goes to the first half.
         """
         clusters = torch.where(self.clients.num_samples[clients.cpu()] > 0, 0, -1)
         for split in self.splits:
@@ -188,7 +189,7 @@ class CFL(MultiCenter):
         return clusters
 
     def _test(self, cluster: int) -> None:
-        """Split a cluster if all its members are known and they disagree."""
+        """Split a cluster if all its members have sent updates and these disagree."""
         members = (self.assignments == cluster).nonzero().flatten()
         if len(members) <= self.min_size or not self._changes.keys() >= set(members.tolist()):
             return
@@ -211,7 +212,7 @@ class CFL(MultiCenter):
         self._split(cluster, members[second], directions)
 
     def _split(self, cluster: int, leaving: Tensor, directions: Tensor) -> None:
-        """Give the clients that leave a cluster a copy of its model."""
+        """Move the second half of a cluster to a new one, with a copy of the model."""
         new = self.num_clusters
         state = self.server.tensors(cluster, self.sent_names)
         state = {name: value.detach().clone() for name, value in state.items()}
@@ -225,12 +226,12 @@ class CFL(MultiCenter):
         return parameter_vectors(states, self.clients.layout.parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tree, and the updates that wait for a test, for the checkpoint."""
+        """Return the tree and the updates since the last tests, for the checkpoint."""
         splits = [split._asdict() for split in self.splits]
         return {**super().state_dict(), "splits": splits, "_changes": self._changes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave, with as many models."""
+        """Load what :meth:`state_dict` returned, and make as many models."""
         splits = [Split(**split) for split in state_dict["splits"]]
         del self.server[len(splits) + 1 :]
         self.add_centers(len(splits) + 1)

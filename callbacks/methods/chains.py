@@ -1,8 +1,8 @@
 """Networks that are chains of layers, found by tracing them.
 
 A *chain* is the convolutions and linear layers of a network in the order in which they run, each
-with the BatchNorms that follow it. Its neurons may be put into another order without changing what
-the network computes, which is what :mod:`pflight.callbacks.methods.matching` builds on.
+with the BatchNorms that follow it. The neurons of its layers can be permuted without changing what
+the network computes, on which :mod:`pflight.callbacks.methods.matching` builds.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Layer:
         name: The module.
         weight: Name of its weight ``[width, inputs, ...]`` in a state.
         bias: Name of its bias ``[width]``, if it has one.
-        norms: Names of the BatchNorms' vectors: one entry for each neuron or, behind a flattening,
-            one block of entries.
-        width: Number of neurons, that is of output channels or units.
+        norms: Names of the BatchNorms' vectors, with one entry for each neuron or, after a
+            flattening, one block of entries.
+        width: Number of neurons, which are output channels or units.
         convolves: Whether it is a convolution, whose neurons have an output at each position.
     """
 
@@ -67,10 +67,10 @@ class Layer:
     convolves: bool
 
     def feeds(self, inputs: int, flat: bool) -> bool:
-        """Whether so many inputs are its outputs, neuron by neuron, flattened or not.
+        """Whether this many inputs can be its outputs, neuron by neuron, flattened or not.
 
-        A linear layer that is applied at several positions has its neurons last, so that
-        flattening mixes them.
+        A linear layer that is applied at several positions has its neurons in the last dimension,
+        so that flattening mixes them.
         """
         return inputs % self.width == 0 if self.convolves and flat else inputs == self.width
 
@@ -81,7 +81,7 @@ class Layer:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of all tensors whose entries follow the neurons."""
+        """Names of all tensors with entries for each neuron."""
         return self.weights + self.norms
 
 
@@ -98,7 +98,7 @@ def find_chain(module: nn.Module) -> Chain:
         module: The network, or a client module with one.
 
     Raises:
-        ConfigurationError: If the network is no such chain, naming the layer or the operation.
+        ConfigurationError: If the network is not a chain; the message names the layer or operation.
 
     Example:
         >>> network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
@@ -131,20 +131,20 @@ def find_chain(module: nn.Module) -> Chain:
         elif layers and not (step.is_elementwise or (spatial and step.pools(spatial))):
             obstacle = obstacle or str(step)
     if unseen:
-        raise _no_chain(f"the parameter {min(unseen)!r} belongs to no layer of one")
+        raise _no_chain(f"the parameter {min(unseen)!r} belongs to no such layer")
     return tuple(layers)
 
 
 def matched_chain(client: Classifier, sent: Collection[str]) -> Chain:
-    """Find the chain of a client's network, of which everything has to travel.
+    """Find the chain of a client's network, all of whose tensors have to travel.
 
     Args:
         client: The client module.
         sent: Names of the entries of its state that travel.
 
     Raises:
-        ConfigurationError: If the network is no chain, keeps a part of it, or does not end in one
-            output for each class.
+        ConfigurationError: If the network is not a chain, a part of it stays with the client, or it
+            does not end in one output for each class.
     """
     chain = find_chain(client)
     if chain[-1].width != client.num_classes:
@@ -156,7 +156,7 @@ def matched_chain(client: Classifier, sent: Collection[str]) -> Chain:
 
 
 def _layer(step: _Step, before: Sequence[Layer], spatial: int) -> Layer:
-    """Describe a layer, whose inputs are the outputs of the layer before it, if there is one."""
+    """Return a layer of the chain; its inputs are the outputs of the layer before it, if any."""
     weight, convolves = step.module.weight, not isinstance(step.module, nn.Linear)
     if f"{step.name}.weight" not in step.parameters:
         raise _no_chain(f"{step} has a weight that is computed")
@@ -195,7 +195,7 @@ class _Step(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What it does, alike for ``nn.MaxPool2d`` and ``F.max_pool2d``."""
+        """What the operation does, the same for ``nn.MaxPool2d`` and ``F.max_pool2d``."""
         name = self.name if self.module is None else type(self.module).__name__
         return name.lower().replace("_", "")
 
@@ -212,11 +212,11 @@ class _Step(NamedTuple):
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether each number is treated by itself."""
+        """Whether it treats each number separately."""
         return self.kind in _ELEMENTWISE
 
     def pools(self, dimensions: int) -> bool:
-        """Whether it pools each channel, with positions of so many dimensions, by itself."""
+        """Whether it pools each channel separately, over positions of this many dimensions."""
         return self.kind in _POOLINGS and self.kind.endswith(f"{dimensions}d")
 
     @property
@@ -231,7 +231,7 @@ class _Step(NamedTuple):
 
 
 def _steps(module: nn.Module) -> Iterator[_Step]:
-    """Trace a network; what only computes sizes, such as ``x.size(0)``, is left out."""
+    """Trace a network, without operations that only compute sizes, such as ``x.size(0)``."""
     from torch.fx import Tracer
 
     try:

@@ -23,7 +23,7 @@ Linkage = Literal["single", "complete", "average", "spectral"]
 
 
 def parameter_vectors(states: TensorDict, names: Iterable[str]) -> Tensor:
-    """Return entries of a stack ``[C]`` side by side ``[C, d]``, in float32 or more.
+    """Concatenate entries of a stack ``[C]`` to vectors ``[C, d]``, in float32 or more.
 
     Example:
         >>> states = TensorDict({"w": torch.ones(2, 3, 4), "b": torch.zeros(2, 3)}, [2])
@@ -61,7 +61,7 @@ def cluster_updates(
     """Cluster clients by :func:`kmeans` on the parameters of the models that they sent.
 
     Args:
-        clients: Ids of those that were asked, on any rank, ascending ``[M]``.
+        clients: Ids of the clients that were asked to train, on any rank, ascending ``[M]``.
         updates: The updates of this rank's clients.
         layout: The layout of their states.
         num_clusters: K.
@@ -69,7 +69,7 @@ def cluster_updates(
         seed: As in :func:`kmeans`.
 
     Returns:
-        The cluster of each client ``[M]``, -1 where it did not answer; ``None`` if fewer than K
+        The cluster of each client ``[M]``, -1 if it did not answer; ``None`` if fewer than K
         clients answered.
     """
     size = sum(layout.template[name].numel() for name in layout.parameters)
@@ -97,8 +97,8 @@ def kmeans(points: Tensor, num_clusters: int, restarts: int, seed: int) -> Tenso
     Args:
         points: ``[M, d]``.
         num_clusters: K.
-        restarts: Number of starts, of which the lowest inertia wins.
-        seed: Of the starts.
+        restarts: Number of starts, of which the one with the lowest inertia is taken.
+        seed: Seed of the starts.
 
     Example:
         >>> kmeans(torch.tensor([[0.0], [10.0], [1.0]]), num_clusters=1, restarts=1, seed=0)
@@ -121,21 +121,21 @@ def kmeans(points: Tensor, num_clusters: int, restarts: int, seed: int) -> Tenso
 
 
 def bipartition(similarities: Tensor, linkage: Linkage = "single", seed: int = 0) -> Tensor:
-    """Part M things in two by how similar any two are; return which are not with the first.
+    """Split M items in two by their pairwise similarities; return which are not with the first.
 
-    The most similar groups are merged until two are left; of equally similar ones, those with the
-    smallest (i, j). With ``"single"`` linkage the largest similarity across the two is the smallest
-    possible.
+    The most similar groups are merged until two are left; among equally similar pairs, those with
+    the smallest (i, j). With ``"single"`` linkage the largest similarity between the two groups is
+    the smallest possible.
 
     Args:
         similarities: Symmetric ``[M, M]``, M at least 2.
         linkage: The similarity of two groups is the largest of their pairs (``"single"``), the
             smallest (``"complete"``) or the mean (``"average"``); ``"spectral"`` is spectral
-            clustering of cosines, by the affinity ``(1 + cosine) / 2``.
-        seed: Of spectral clustering.
+            clustering of cosines, with the affinity ``(1 + cosine) / 2``.
+        seed: Seed of spectral clustering.
 
     Returns:
-        BoolTensor ``[M]``; True for some, and False for the first.
+        BoolTensor ``[M]``, False for the first item and those in its group.
 
     Example:
         >>> bipartition(torch.tensor([[1.0, 0.2, 0.9], [0.2, 1.0, -0.5], [0.9, -0.5, 1.0]]))
@@ -150,7 +150,7 @@ def bipartition(similarities: Tensor, linkage: Linkage = "single", seed: int = 0
 
 
 def _agglomerate(similarities: NDArray[np.float64], linkage: Linkage) -> NDArray[np.int64]:
-    """Merge until two groups are left; SciPy's linkages take equal pairs in another order."""
+    """Merge until two groups are left; SciPy's linkages break ties in another order."""
     count = len(similarities)
     groups, sizes = np.arange(count), np.ones(count)
     np.fill_diagonal(similarities, -np.inf)
@@ -182,13 +182,13 @@ def _spectral(cosines: Tensor, seed: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class TrimmedMean:
-    """A mean, or median, of M things that is not moved far by a few of them.
+    """A mean or median of M values that is robust to a few outliers.
 
     Args:
-        beta: Share that is left out: ``floor(beta * M)``, but always less than a half.
-        trim: ``"coordinate"`` leaves out so many of the smallest and of the largest values of each
-            coordinate; ``"radius"`` so many of the things, those farthest from the median of all.
-        estimate: ``"mean"`` or ``"median"`` of what remains, by coordinate.
+        beta: Share to leave out: ``m = floor(beta * M)``, but always less than half.
+        trim: ``"coordinate"`` leaves out the ``m`` smallest and the ``m`` largest values of each
+            coordinate; ``"radius"`` the ``m`` values farthest from the median of all.
+        estimate: ``"mean"`` or ``"median"`` of the rest, by coordinate.
 
     Example:
         >>> TrimmedMean(beta=0.2)(torch.tensor([[0.0], [1.0], [2.0], [3.0], [50.0]]))
@@ -200,7 +200,7 @@ class TrimmedMean:
     estimate: Literal["mean", "median"] = "mean"
 
     def near(self, points: Tensor) -> Tensor:
-        """Return which of the points ``[M, d]`` are not left out as a whole, as indices."""
+        """Return the indices of the points ``[M, d]`` that trimming by radius keeps."""
         indices = torch.arange(len(points), device=points.device)
         if self.trim == "coordinate" or not self._cut(len(points)):
             return indices
@@ -208,12 +208,12 @@ class TrimmedMean:
         return distances.argsort(stable=True)[: len(points) - self._cut(len(points))].sort().values
 
     def rest(self, values: Tensor) -> Tensor:
-        """Return the values ``[M, ...]``, cut at both ends of each coordinate if these are cut."""
+        """Return the values ``[M, ...]`` that trimming by coordinate keeps."""
         cut = self._cut(len(values)) if self.trim == "coordinate" else 0
         return values.sort(dim=0).values[cut:-cut] if cut else values
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Return the mean or median ``[...]`` of values ``[M, ...]`` that are :meth:`near`."""
+        """Return the mean or median ``[...]`` of the values ``[M, ...]`` given by :meth:`near`."""
         rest = self.rest(values)
         return rest.mean(0) if self.estimate == "mean" else _median(rest)
 
@@ -222,7 +222,7 @@ class TrimmedMean:
 
 
 def _median(values: Tensor) -> Tensor:
-    """Return the median over the first dimension; the mean of the middle two of an even number."""
+    """Return the median over the first dimension; the mean of the middle two if M is even."""
     count = len(values)
     return values.sort(dim=0).values[(count - 1) // 2 : count // 2 + 1].mean(0)
 
@@ -236,19 +236,19 @@ def trimmed_kmeans(
     iterations: int,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """Cluster points as Lloyd's algorithm does, with centers that outliers don't move far.
+    """Cluster points by Lloyd's algorithm, with centers that are robust to outliers.
 
     It starts from K distinct random points. A cluster that runs empty starts again from the point
-    farthest from its center. Of all starts, the one with the lowest inertia wins, over what the
-    trimmed means left in.
+    farthest from its center. Of all starts, the one with the lowest inertia over the points that
+    trimming keeps is taken.
 
     Args:
         points: ``[M, d]``, at least K.
         num_clusters: K.
-        mean: How a center is made of the points of its cluster.
+        mean: Computes a center from the points of its cluster.
         restarts: Number of starts.
-        iterations: At most so many steps in each.
-        seed: Of the starts.
+        iterations: Maximum number of steps in each.
+        seed: Seed of the starts.
 
     Returns:
         The cluster of each point ``[M]``, and the centers ``[K, d]``.
@@ -298,12 +298,12 @@ def nearest(points: Tensor, centers: Tensor) -> Tensor:
 
 
 def _distances(points: Tensor, centers: Tensor) -> Tensor:
-    """Return L2 distances ``[M, K]``, of which close ones keep their precision."""
+    """Return L2 distances ``[M, K]``, precise also between points that are close."""
     return torch.cdist(points, centers, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def _assign(points: Tensor, centers: Tensor) -> Tensor:
-    """Return the center nearest to each point; the farthest point goes to one without any."""
+    """Return the nearest center of each point; an empty cluster gets the farthest point."""
     distances, clusters = _distances(points, centers).min(dim=1)
     for k in range(len(centers)):
         if not (clusters == k).any():

@@ -1,4 +1,4 @@
-"""FedEC: Reptile whose clients are held to their own historical model."""
+"""FedEC: Reptile with clients that are constrained to stay near their own historical model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from .reptile import Reptile
 class FedEC(Reptile):
     r"""FedEC (Lan et al. 2023, algorithm 1): an elastically constrained meta-learner.
 
-    The server is Reptile's (eq. 8). Each client is held to the model that it had after its last
-    participation, as :class:`~pflight.models.halves.Elastic` says, and is judged by it.
+    The server is Reptile's (eq. 8). Each client is constrained to stay near the model that it had
+    after its last participation, as in :class:`~pflight.models.halves.Elastic`, and is judged by
+    that model.
 
     Args:
-        alpha: Weight of the constraint; with 0 this is FedEC-wo. By default 1, or what the client's
-            own half says.
+        alpha: Weight of the constraint; with 0 this is FedEC-wo. By default 1, or that of the
+            client module's own half.
         constraint: ``"kl"``, ``"l2"`` or ``None``.
         weighting: As in :class:`Reptile`.
         lr: As in :class:`Reptile`.

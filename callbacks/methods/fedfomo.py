@@ -1,4 +1,4 @@
-"""FedFomo: every client mixes its model with those of others that do better on its samples."""
+"""FedFomo: each client mixes its model with those of others that do better on its samples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FedFomo(StoredModels):
 
     The server stores the last model of each client that has answered. Client i, with model
     :math:`\theta_i`, is sent M of the others' and compares them by the loss :math:`L_i` on training
-    samples that it holds out. The score of a model is how much better it is, by distance,
+    samples that it holds out. The score of a model is its improvement of the loss per distance,
 
     .. math:: w_n = \max\Big(0, \frac{L_i(\theta_i) - L_i(\theta_n)}{\|\theta_n - \theta_i\|}\Big),
         \qquad \theta_i \leftarrow \theta_i + \sum_n \frac{w_n}{\sum_m w_m}(\theta_n - \theta_i).
@@ -39,25 +39,25 @@ class FedFomo(StoredModels):
     models. Norms are over parameters; losses are the client module's, in evaluation mode.
 
     The server adds the scores up, :math:`P_{in} \leftarrow P_{in} + w_n`, and next time sends
-    client i the models with the largest :math:`P_{in}`, random ones of those that are equal. Each
-    of the M is any other model instead with probability :math:`\max(0, \varepsilon - \delta t)` in
-    round t.
+    client i the models with the largest :math:`P_{in}`; ties are broken at random. With probability
+    :math:`\max(0, \varepsilon - \delta t)` in round t, each of the M is replaced by a random other
+    model.
 
-    A client is judged by its own model as it was last trained, and by the common initial model if
-    it has never been; what it would start from now is judged as ``server/``. Buffers stay with the
-    clients. The server's memory grows with N models, a round's traffic with M.
+    A client is judged by its own model as it was last trained, or by the common initial model if it
+    never was; the mixture from which it would start now is judged as ``server/``. Buffers stay with
+    the clients. The server stores N models; a round's traffic grows with M.
 
     Args:
-        num_models: M; fewer are sent where fewer have been received. 0 is Local, on fewer samples.
-        held_out: Share of each client's training samples that it compares models by; a client with
-            a single sample trains on it as well.
+        num_models: M; fewer are sent if fewer have been received. 0 is Local, on fewer samples.
+        held_out: Share of each client's training samples on which it compares models; a client with
+            a single sample also trains on it.
         epsilon: :math:`\varepsilon`, the probability that a model is a random one.
-        decay: :math:`\delta`, by how much that is less each round.
+        decay: :math:`\delta`, the decrease of that probability each round.
 
     Attributes:
         stored: The models of all clients, without buffers; every tensor is ``[num_clients, ...]``.
         received: BoolTensor ``[num_clients]``, which of them are not the initial model.
-        affinity: :math:`P`, ``[num_clients, num_clients]``, a row for each client that is sent to.
+        affinity: :math:`P`, ``[num_clients, num_clients]``, a row for each receiving client.
 
     Raises:
         ConfigurationError: If an option is out of range.
@@ -88,18 +88,18 @@ class FedFomo(StoredModels):
         self.decay = decay
 
     def local_data(self, data: FederatedDataModule) -> FederatedDataModule:
-        """Return the data with samples held out."""
+        """Return the data with held-out training samples."""
         return HeldOut(data, self.held_out)
 
     def setup_server(self) -> None:
-        """Store the initial model for every client, of whom nothing is known yet."""
+        """Store the initial model for every client, and start without scores."""
         super().setup_server()
         count = self.clients.num_clients
         self.received = torch.zeros(count, dtype=torch.bool)
         self.affinity = torch.zeros(count, count, dtype=torch.double)
 
     def more_memory(self) -> dict[str, int]:
-        """Return the bytes of all scores, those of a round apart."""
+        """Return the bytes of the scores, in all and of one round."""
         return {"scores": 3 * self.clients.num_clients**2 * torch.double.itemsize}
 
     def round(self, cohort: Tensor) -> None:
@@ -112,12 +112,12 @@ class FedFomo(StoredModels):
         self.step()
 
     def send(self, clients: Tensor) -> TensorDict:
-        """Return the mixtures from which the clients ``[C]`` train, by what they find now."""
+        """Return the mixtures from which the clients ``[C]`` train, and keep their scores."""
         self._asked = clients, self.scores(clients)
         return self.mixtures(*self._asked)
 
     def on_round_start(self) -> None:
-        """Start without updates and scores."""
+        """Start a round without updates and scores."""
         self._updates: list[ClientUpdates] = []
         self._scores = torch.zeros_like(self.affinity)
 
@@ -137,7 +137,7 @@ class FedFomo(StoredModels):
         return TensorDict(mixtures, batch_size=[len(clients)])
 
     def scores(self, clients: Tensor) -> Tensor:
-        """Return each client's scores of what it is sent, ``[C, num_clients]``; 0 elsewhere."""
+        """Return each client's scores of the models it is sent ``[C, num_clients]``, else 0."""
         scores = torch.zeros(len(clients), len(self.received), device=clients.device).double()
         sent = self.choose(clients)
         if not sent.shape[1]:
@@ -154,7 +154,7 @@ class FedFomo(StoredModels):
         return scores
 
     def choose(self, clients: Tensor) -> Tensor:
-        """Return whose models each client is sent now ``[C, M]``, its own for want of others."""
+        """Return whose models each client is sent ``[C, M]``, its own if there are no others."""
         now = self.clients.rounds
         epsilon = max(0.0, self.epsilon - self.decay * now)
         known = self.received.nonzero().flatten()
@@ -177,7 +177,7 @@ class FedFomo(StoredModels):
         self._updates.append(updates)
 
     def step(self) -> None:
-        """Store the models of those that answered, and add their scores up."""
+        """Store the models of the clients that answered, and add their scores up."""
         answered = torch.zeros_like(self.received)
         for updates in self._updates:
             answered[updates.clients.cpu()] = True
@@ -207,9 +207,9 @@ class FedFomo(StoredModels):
         return TensorDict(models, batch_size=[len(clients)])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return who has answered and all scores, for the checkpoint."""
+        """Return which clients have answered and all scores, for the checkpoint."""
         return {"received": self.received, "affinity": self.affinity}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
+        """Load what :meth:`state_dict` returned."""
         vars(self).update(state_dict)

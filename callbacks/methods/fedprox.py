@@ -13,11 +13,11 @@ from pflight.options import checked
 class FedProx(FedAvg):
     r"""FedProx (Li et al. 2020, algorithm 2): FedAvg of clients with a proximal penalty.
 
-    Each client minimises :math:`f_i(w) + \frac{\mu}{2}\|w - \theta\|^2` (eq. 2) with
-    :math:`\theta` what the server sent, whatever its module. With ``mu=0`` it is FedAvg.
+    Each client minimises :math:`f_i(w) + \frac{\mu}{2}\|w - \theta\|^2` (eq. 2), where
+    :math:`\theta` is the model that the server sent. With ``mu=0`` it is FedAvg.
 
     Args:
-        mu: Weight of the penalty; by default 0.1, or what the client's own half says.
+        mu: Weight of the penalty; by default 0.1, or that of the client module's own half.
         scaling: ``"plain"``, the default, or ``"eq7"``, as in
             :class:`~pflight.models.halves.Proximal`.
         weighting: As in :class:`FedAvg`.

@@ -1,4 +1,4 @@
-"""FedSGD: clients send gradients, the server takes the step."""
+"""FedSGD: clients send gradients, and the server takes the step."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class FedSGD(FedAvg):
     r"""Federated SGD (McMahan et al. 2017): :math:`\theta \leftarrow \theta - \eta \sum_i w_i g_i`.
 
     :math:`g_i` is the gradient of client i's loss at the server's model, in training mode, clipped
-    as the client module says. With one full-batch local step FedAvg gives the same.
+    as the client module does. It is the same as FedAvg with one full-batch local step.
 
     Args:
-        lr: Step :math:`\eta` of the default server optimizer, SGD.
+        lr: Step size :math:`\eta` of the default server optimizer, SGD.
         weighting: As in :class:`FedAvg`.
-        batches: Take the gradient over this many mini-batches instead of all the client's samples.
+        batches: Number of mini-batches over which a gradient is taken, by default all samples.
         buffers: As in :class:`ServerCallback`.
     """
 
@@ -48,7 +48,7 @@ class FedSGD(FedAvg):
         self.batches = batches
 
     def setup_server(self) -> None:
-        """Make the server's model; refuse clients that take their steps themselves."""
+        """Make the server's model; raise for clients with manual optimization."""
         super().setup_server()
         if not self.clients.module.automatic_optimization:
             raise ConfigurationError(
@@ -57,11 +57,11 @@ class FedSGD(FedAvg):
             )
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Return SGD with this callback's step."""
+        """Return SGD with this callback's step size."""
         return torch.optim.SGD(parameters, lr=self.lr)
 
     def round(self, cohort: Tensor) -> None:
-        """Broadcast, collect gradients, and step."""
+        """Broadcast the model, collect gradients, and step."""
         self.on_round_start()
         for updates in self.clients.gradients(cohort, self.broadcast, batches=self.batches):
             gradients = clipped(self.clients.module, updates.states)

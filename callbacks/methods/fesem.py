@@ -28,64 +28,66 @@ from .clustering import cluster_updates
 from .matching import BBPMAP
 from .num_clusters import (
     CANDIDATES,
+    ClusteredMethod,
     ClusterSelection,
     Criterion,
-    Selectable,
     check_candidates,
+    choose_for,
     select_by_trials,
-    select_for,
 )
 
 Distance = Callable[[TensorDict, Mapping[str, Tensor]], Tensor]
-"""Distances ``[C]`` of a stack ``[C]`` of states to a center, over the names of the center."""
+"""A function of a stack of states ``[C]`` and a center that returns their distances ``[C]``."""
 
 
 @checked
-class FeSEM(Selectable):
+class FeSEM(ClusteredMethod):
     r"""Multi-center federated learning by stochastic EM (Long et al. 2022, algorithm 1).
 
     The server keeps K models, the centers. Each client starts from the center it is assigned to;
-    with ``mu`` it also stays near it (eq. 7). As an update
-    :math:`W_i` arrives, the E-step assigns the client to the nearest center as sent,
-    :math:`r_i = \arg\min_k \|W_i - C_k\|^2` over parameters (eq. 8); after the last one, the M-step
-    sets each center to the plain mean of the members that answered (eq. 9). Centers without such
-    members stay as they are. Updates stream: memory grows with K, not with the number of clients.
+    with ``mu`` a penalty keeps it near the center (eq. 7). When an update :math:`W_i` arrives, the
+    E-step assigns the client to the nearest of the centers that were sent,
+    :math:`r_i = \arg\min_k \|W_i - C_k\|^2` over parameters (eq. 8). At the end of the round, the
+    M-step sets each center to the plain mean of its members that answered (eq. 9); a center without
+    such members stays as it is. Updates are streamed: memory grows with K, not with the number of
+    clients.
 
     The first round is the initialisation: up to ``init_clients`` clients train once from the common
-    start, and k-means on their models, with ``num_restarts`` restarts of which the lowest inertia
-    wins, gives the first centers; the sample's updates are kept until then. A client that has not
-    trained yet is sent the mean of the centers, weighted by the samples of their members.
+    initial model, and k-means on their models, the best of ``num_restarts`` starts by inertia,
+    gives the first centers; their updates are kept until then. A client that has not trained yet is
+    sent the mean of the centers, weighted by the samples of their members.
 
     With ``matching`` this is FeSEM-MA: the M-step is
     :func:`~pflight.callbacks.methods.matching.matched_mean` of the members, and the E-step takes
-    distances after permuting the neurons of :math:`W_i` to each center's. The last layer is
-    averaged by the members' training samples of each class. The network must be a chain of layers,
-    as :func:`~pflight.callbacks.methods.chains.find_chain` takes it, and all updates of a round are
-    kept until its end.
+    distances after matching the neurons of :math:`W_i` to each center's. The last layer is averaged
+    with weights by the members' training samples of each class. The network must be a chain of
+    layers (see :func:`~pflight.callbacks.methods.chains.find_chain`), and all updates of a round
+    are kept until its end.
 
     Args:
         num_clusters: K, the number of server models; ``"auto"`` chooses it with
             :func:`select_num_clusters` before the first round, on ``init_clients`` clients.
         num_restarts: Random starts of k-means.
-        init_clients: Clients of the seeded sample that trains in the first round; all if fewer.
-        matching: How neurons are aligned: ``None`` takes them as they stand, ``"bbp_map"`` matches
-            them, and a :class:`~pflight.callbacks.methods.matching.BBPMAP` does so with other
-            options; not with ``grow``, as clients can't start from centers that are wider than
-            their network.
+        init_clients: Number of randomly drawn clients that train in the first round; all if fewer.
+        matching: How neurons are aligned: ``None`` does not align them, ``"bbp_map"`` matches them,
+            and a :class:`~pflight.callbacks.methods.matching.BBPMAP` does so with other options.
+            Its ``grow`` is not allowed: clients can't start from centers that are wider than their
+            network.
         centers: K states, as from ``federation.server_states()``, that replace the initialisation.
         buffers: As in :class:`ServerCallback`.
-        distance: Of the E-step: ``"l2"`` for :math:`\|W_i - C_k\|^2`, or a function of a stack of
-            states ``[C]`` and a center that returns ``[C]``. The initialisation is k-means anyway.
+        distance: Distance in the E-step: ``"l2"`` for :math:`\|W_i - C_k\|^2`, or a function of a
+            stack of states ``[C]`` and a center that returns ``[C]``. The initialisation always
+            uses k-means.
         candidates: Numbers of clusters that ``"auto"`` tries.
         criterion: How ``"auto"`` chooses, by ``"accuracy"`` or by ``"distance"``.
-        mu: The paper's :math:`\lambda`, by which clients are held to their center (eq. 7); by
-            default 0, or what a :class:`~pflight.models.ProximalClient` says.
-        scaling: Of the penalty, as in :class:`~pflight.models.halves.Proximal`.
+        mu: The paper's :math:`\lambda`, the weight of the penalty (eq. 7); by default 0, or that of
+            a :class:`~pflight.models.ProximalClient`.
+        scaling: Scaling of the penalty, as in :class:`~pflight.models.halves.Proximal`.
 
     Attributes:
-        assignments: LongTensor ``[num_clients]``, each client's center; -1 if not yet seen.
-        selection: With ``"auto"``, what ``num_clusters`` was chosen from, a
-            :class:`ClusterSelection`; ``num_clusters`` is 0 before.
+        assignments: LongTensor ``[num_clients]``, each client's cluster; -1 if it has none yet.
+        selection: With ``"auto"``, the :class:`ClusterSelection` by which ``num_clusters`` was
+            chosen; until then ``num_clusters`` is 0.
 
     Raises:
         ConfigurationError: On more clusters than clients, options out of range, or a network that
@@ -121,7 +123,7 @@ class FeSEM(Selectable):
         most = max(candidates) if num_clusters == "auto" else num_clusters
         if init_clients < most:
             raise ConfigurationError(
-                f"FeSEM: init_clients ({init_clients}) must not be below num_clusters ({most})"
+                f"FeSEM: init_clients ({init_clients}) must be at least num_clusters ({most})"
             )
         if centers is not None and num_clusters == "auto":
             raise ConfigurationError(
@@ -150,9 +152,9 @@ class FeSEM(Selectable):
         return ("FeSEM" if self.matching is None else "FeSEM-MA") + chosen
 
     def on_before_configure_optimizers(self, trainer: L.Trainer) -> None:
-        """Choose the number of clusters, unless it is known; until then there is one model."""
+        """Choose the number of clusters if it is not known yet, and make as many models."""
         if not self.num_clusters:
-            self.selection = select_for(trainer, self)
+            self.selection = choose_for(trainer, self)
             self.add_centers(self.selection.num_clusters)
 
     def round(self, cohort: Tensor) -> None:
@@ -164,7 +166,7 @@ class FeSEM(Selectable):
             self.log_sizes()
 
     def receive(self, updates: ClientUpdates) -> None:
-        """E-step: assign each client to the nearest center as sent, and add it to its mean."""
+        """E-step: assign each client to the nearest of the centers sent, and add it to the mean."""
         distances = [self.distances(updates.states, k) for k in range(self.num_clusters)]
         self.assign(updates, torch.stack(distances, dim=1).argmin(dim=1))
 
@@ -191,8 +193,8 @@ class FeSEM(Selectable):
         )
         if clusters is None:
             rank_zero_warn(
-                f"round {index} failed to find {self.num_clusters} centers: too "
-                f"few of {len(sample)} clients answered; the next round tries others"
+                f"round {index}: FeSEM found no {self.num_clusters} initial centers, since too few "
+                f"of {len(sample)} clients answered; the next round tries other clients"
             )
             return
         self.on_round_start()
@@ -205,7 +207,7 @@ class FeSEM(Selectable):
         self.initialized = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return assignments and what belongs to them, for the checkpoint."""
+        """Return the assignments and what was chosen, for the checkpoint."""
         return {
             **super().state_dict(),
             "initialized": self.initialized,
@@ -214,7 +216,7 @@ class FeSEM(Selectable):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
+        """Load what :meth:`state_dict` returned."""
         if not self.num_clusters:
             self.add_centers(state_dict["num_clusters"])
         selection = state_dict["selection"] and ClusterSelection(**state_dict["selection"])
@@ -227,30 +229,31 @@ def select_num_clusters(
     candidates: Sequence[int] = CANDIDATES,
     criterion: Criterion = "accuracy",
     *,
-    callback: Selectable | None = None,
+    callback: ClusteredMethod | None = None,
     rounds: int = 3,
     **trainer: Any,
 ) -> ClusterSelection:
-    """Try numbers of clusters for :class:`FeSEM` in short runs on the same sample of clients.
+    """Compare numbers of clusters for :class:`FeSEM` in short runs on the same sample of clients.
 
-    Each candidate trains a new federation, with the client module, options and seed of the one
-    given, on up to ``callback.init_clients`` clients, all of which take part in every round. They
-    are judged on their validation samples or, where the sample has none, on a seeded fifth of
+    For each candidate a new federation is trained, with the client module, options and seed of the
+    one given, on up to ``callback.init_clients`` clients, all of which take part in every round.
+    They are judged on their validation samples or, if the sample has none, on a random fifth of
     their training samples, which is held out. ``"distance"`` also tries one cluster fewer than the
-    first candidate, for its drop. The federation, and all random numbers, are left as they were.
+    smallest candidate, to see how the distance falls. The federation given and the global random
+    generators are not changed.
 
     Args:
-        federation: Whose number of clusters it is; it need not have been set up.
-        data: The clients.
+        federation: The federation to choose for; it need not have been set up.
+        data: The data of its clients.
         candidates: Numbers of clusters; those above the number of clients are left out.
         criterion: ``"accuracy"`` or ``"distance"``, as in :class:`ClusterSelection`.
-        callback: Gives the options of the algorithm other than the number of clusters.
-        rounds: Length of each run, the initialisation included.
-        **trainer: Arguments of the Trainers that run them, such as ``accelerator``.
+        callback: Gives the other options of the algorithm.
+        rounds: Number of rounds of each run, including the initialisation.
+        **trainer: Arguments of the Trainers, such as ``accelerator``.
 
     Raises:
         ConfigurationError: If no candidate is left, or the clients have too few samples to hold
-            any out.
+            some out.
 
     Example:
         >>> import pflight

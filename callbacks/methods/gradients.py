@@ -1,4 +1,4 @@
-"""Gradients that clients take for themselves before they train."""
+"""Gradients of clients' losses, taken before they train."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def own_gradients(clients: Clients, ids: Tensor, sent: TensorDict) -> TensorDict:
-    """Return the gradient of each client's loss over all its samples, at what it is sent.
+    """Return the gradient of each client's loss over all its samples, at the model it is sent.
 
-    Nothing travels, and no buffer changes. A client whose pass fails is left out and gets NaN,
-    with which its training fails as well.
+    Nothing travels, and no buffer changes. A client that fails gets NaN, so that its training fails
+    as well.
 
     Args:
         clients: The clients.
-        ids: Whose gradients they are ``[C]``.
-        sent: What they are sent ``[C]``.
+        ids: Ids of the clients ``[C]``.
+        sent: The models that they are sent ``[C]``.
 
     Returns:
         Gradients by parameter name ``[C]``.
@@ -48,11 +48,11 @@ def own_gradients(clients: Clients, ids: Tensor, sent: TensorDict) -> TensorDict
 
 
 def clipped(client: LightningModule, gradients: TensorDict) -> TensorDict:
-    """Return clients' gradients ``[C]`` clipped as the client module clips those of its steps.
+    """Clip clients' gradients ``[C]`` as the client module clips those of its steps.
 
     Args:
         client: The client module, with its option ``gradient_clip_val``.
-        gradients: Gradients by parameter name ``[C]``; other entries stay as they are.
+        gradients: Gradients by parameter name ``[C]``; other entries are not clipped.
     """
     limit = getattr(client, "gradient_clip_val", None)
     if limit is None or not isinstance(client, Task):
@@ -65,7 +65,7 @@ def clipped(client: LightningModule, gradients: TensorDict) -> TensorDict:
 
 
 def check_gradients(module: LightningModule, algorithm: str) -> None:
-    """Raise unless the gradients of a client module are those of its loss."""
+    """Raise if a client module uses manual optimization, so that it has no single gradient."""
     if not module.automatic_optimization:
         raise ConfigurationError(
             f"{algorithm} asks for the gradient of training_step's loss, which "

@@ -1,4 +1,4 @@
-"""Hypernetworks: for each client, how much every client's model weighs in each of its layers."""
+"""Hypernetworks that give each client its weights of all clients' models, layer by layer."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _ALIGNED = 16  # numbers
 class HyperNetwork(nn.Module):
     """Maps the embedding of one client to the logits of its weights ``[num_layers, num_clients]``.
 
-    The embedding goes through three hidden layers with ReLU, and from there through one linear map
-    for each layer of the client's model; all these maps are one ``nn.Linear``.
+    The embedding passes three hidden layers with ReLU, and then one linear map for each layer of
+    the client's model; these maps are computed as one ``nn.Linear``.
 
     Args:
         num_layers: Layers of the client's model.
         num_clients: Clients whose models are mixed.
         embedding_dim: Size of the embedding, which is drawn from the standard normal distribution.
         hidden_dim: Width of the hidden layers.
-        weights: What the logits are for: with ``"softmax"`` they start as zeros, with
+        weights: How the logits become weights: with ``"softmax"`` they start as zeros, with
             ``"relu_norm"`` the linear maps are drawn from U(0, 1), without bias.
 
     Example:
@@ -71,15 +71,16 @@ class HyperNetwork(nn.Module):
 class HyperNetworks(nn.Module):
     """The hypernetworks of all N clients, computed together, and the weights that they give.
 
-    The parameters of each are one vector, which zeros fill up. A hypernetwork whose client does not
-    take part has no gradient, so that no optimizer moves it, whatever its momentum or weight decay.
+    The parameters of each hypernetwork are one vector, padded with zeros. A hypernetwork whose
+    client does not take part has no gradient, so that no optimizer moves it, whatever its momentum
+    or weight decay.
 
     Args:
-        networks: Modules of one kind, without inputs, that give logits ``[num_layers, N]``, in
-            client order; each is asked for when the one before is not needed any more.
+        networks: Modules of one class, without inputs, that return logits ``[num_layers, N]``, in
+            client order; they are taken one at a time.
         weights: ``"softmax"``, or ``"relu_norm"``: positive parts divided by their sum, and all
-            weight on the client itself where nothing is positive.
-        mixed: Whose models are mixed ``[N]``; those of the other clients weigh nothing.
+            weight on the client itself if no logit is positive.
+        mixed: Mask ``[N]`` of the clients whose models are mixed; the others have weight 0.
     """
 
     mixed: Tensor
@@ -97,10 +98,10 @@ class HyperNetworks(nn.Module):
             if not len(self.vectors):
                 self._shapes = {name: p.shape for name, p in network.named_parameters()}
                 self._sizes = [shape.numel() for shape in self._shapes.values()]
-                # In a tuple, so that it is no submodule: it lends its forward pass to all vectors.
+                # In a tuple, so that it is not a submodule: only its forward pass is used.
                 self._network = (copy.deepcopy(network).to("meta"),)
-            # Stacked rows are aligned alike, so that a client's weights are the same to the last
-            # bit whoever else is asked.
+            # Stacked rows have one alignment, so that a client's weights are the same to the last
+            # bit, whichever other clients are computed with it.
             padding = -sum(self._sizes) % _ALIGNED
             self.vectors.append(F.pad(parameters_to_vector(network.parameters()), (0, padding)))
         everyone = torch.ones(len(self), dtype=torch.bool)
@@ -125,12 +126,12 @@ class HyperNetworks(nn.Module):
         return torch.where(total > 0, positive / torch.where(total > 0, total, 1), own)
 
     def set_gradients(self, clients: Tensor, weights: Tensor, gradients: Tensor) -> None:
-        """Give the hypernetworks of the clients ``[C]`` the gradients of what is to fall.
+        """Set the gradients of the hypernetworks of the clients ``[C]``.
 
         Args:
             clients: Ids ``[C]``.
             weights: The clients' weights ``[C, num_layers, N]``, with their autograd graph.
-            gradients: By these weights, of the same shape.
+            gradients: Gradients with respect to these weights, of the same shape.
         """
         chosen = [self.vectors[client] for client in clients.tolist()]
         for vector, gradient in zip(
@@ -153,13 +154,13 @@ class HyperNetworks(nn.Module):
 def weighted_sums(models: Tensor, clients: Tensor, weights: Tensor) -> Tensor:
     """Return sums of one tensor of all models, one sum for each client: ``[C, ...]``.
 
-    The matrix products have a fixed shape in which every client has its row, so that a client's sum
-    is the same to the last bit whoever else is asked.
+    The matrix products have a fixed shape with a row for every client, so that a client's sum is
+    the same to the last bit, whichever other clients are computed with it.
 
     Args:
         models: The tensor of each of the N models ``[N, ...]``.
         clients: Ids ``[C]``.
-        weights: What the models weigh for these clients ``[C, N]``.
+        weights: The weights of the models for these clients ``[C, N]``.
 
     Example:
         >>> models, halves = torch.tensor([1.0, 3.0]), torch.full((1, 2), 0.5)

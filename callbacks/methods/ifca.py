@@ -27,35 +27,38 @@ _NONE = Layers()
 
 @checked
 class IFCA(MultiCenter):
-    r"""IFCA (Ghosh et al. 2020), the same as hypothesis-based clustering (Mansour et al. 2020).
+    r"""IFCA (Ghosh et al. 2020), also called hypothesis-based clustering (Mansour et al. 2020).
 
     The server keeps K models :math:`\theta_k` and sends them all. Client i chooses the one with the
     lowest loss over all its training samples, in evaluation mode,
     :math:`k_i = \arg\min_k f_i(\theta_k)`, the lowest index on ties, and trains from it. Each model
-    becomes the mean of the clients that chose it and answered; one that nobody chose stays as it
-    is. Clients are judged by the model that they would choose now, newcomers too; never by test
-    samples. A client without training samples is judged by the model whose members have the most.
+    becomes the mean of the clients that chose it and answered; a model that nobody chose stays as
+    it is. Clients, newcomers included, are judged by the model that they would choose now, by their
+    training samples. A client without training samples is judged by the model whose members have
+    the most samples.
 
-    Models that start out equal would all but one never be chosen. So in the first ``group_rounds``
-    rounds clients don't choose, but train in K random groups of equal size, as IFCA on FEMNIST.
+    If all models were equal at first, all clients would choose the same one. So in the first
+    ``group_rounds`` rounds clients don't choose, but train in K random groups of equal size, as in
+    IFCA's experiment on FEMNIST.
 
     Args:
         num_clusters: K.
-        group_rounds: Length of that start. 0 lets clients choose at once between random models: the
-            first has the client module's weights, the others have them in random places, each
-            tensor shuffled by itself, which is another draw where they were drawn independently.
+        group_rounds: Number of those first rounds. With 0, clients choose at once between random
+            models: the first has the client module's weights, the others have them shuffled within
+            each tensor, which is a new draw if the weights were drawn independently.
         centers: K states, as from ``federation.server_states()``, to choose from at once.
-        weighting: ``"samples"`` or ``"uniform"``: what a client weighs in the mean of its cluster.
+        weighting: Weights of clients in the mean of their cluster, ``"samples"`` or ``"uniform"``.
         divide_by: ``"cluster"`` as above; ``"cohort"`` adds up the weighted changes of a cluster's
-            clients and divides them by the weight of all that answered. With uniform weights and
-            one full-batch local step this is IFCA's gradient averaging.
+            clients and divides them by the weight of all clients that answered. With uniform
+            weights and one full-batch local step this is IFCA's gradient averaging.
         shared: Layers that are the same in all models, and become the mean of all clients that
             answered, whatever they chose; for IFCA on FEMNIST these are all but the last.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
     Attributes:
-        assignments: LongTensor ``[num_clients]``, what each client chose when it last trained, or
-            was evaluated; -1 if never. Without its data it is served this.
+        assignments: LongTensor ``[num_clients]``, the cluster that each client chose when it last
+            trained or was evaluated; -1 if it has none yet. It is used where a client's data are
+            not available.
 
     Raises:
         ConfigurationError: If an option is out of range, or equal weights leave nothing to shuffle.
@@ -92,7 +95,7 @@ class IFCA(MultiCenter):
         self.divide_by = divide_by
 
     def setup_server(self) -> None:
-        """Make K models, and deal clients into groups, or make the models different."""
+        """Make K models, and either deal clients into groups or make the models different."""
         super().setup_server()
         self._chosen = torch.full_like(self.assignments, -1)
         clients = self.clients.trainable
@@ -112,27 +115,27 @@ class IFCA(MultiCenter):
             own = server.tensors(k, first)
             if shuffled and all(torch.equal(value, first[name]) for name, value in own.items()):
                 raise ConfigurationError(
-                    "IFCA: shuffled weights are no other model, as in each tensor all are "
-                    "equal: give centers, or group_rounds of 1 or more"
+                    "IFCA: shuffling gives no other model, since the weights of each tensor are "
+                    "all equal: give centers, or group_rounds of 1 or more"
                 )
 
     def on_round_start(self) -> None:
-        """Start empty means; nobody has chosen."""
+        """Start a round, in which no client has chosen yet."""
         super().on_round_start()
         self._chosen.fill_(-1)
 
     def centers_of(self, clients: Tensor) -> Tensor:
-        """Return what each of the clients ``[C]`` chooses, in the first rounds its group."""
+        """Return the cluster that each of the clients ``[C]`` chooses, or first its group."""
         chosen = self._groups[clients.cpu()] if self._grouping else self._choose(clients)
         self._chosen[clients.cpu()] = chosen
         return chosen
 
     def receive(self, updates: ClientUpdates) -> None:
-        """Add a chunk's models to the means of what they chose."""
+        """Add a chunk's models to the means of the clusters that they chose."""
         self.assign(updates, self._chosen[updates.clients.cpu()])
 
     def means(self) -> dict[int, TensorDict]:
-        """Return the mean of each center that was chosen in this round; shared layers for all."""
+        """Return the mean of each cluster chosen in this round, and shared layers for all."""
         means = super().means()
         common = WeightedMean(self.server.tensors(0, self.common))
         for k, mean in means.items():
@@ -155,11 +158,11 @@ class IFCA(MultiCenter):
         return model if self._grouping else model + (self.num_clusters - 1) * own
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let clients choose anew."""
+        """Let all clients choose again."""
         self._chosen.fill_(-1)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take over what all clients have chosen."""
+        """Take over the clusters that all clients have chosen."""
         self.update_assignments(self._chosen)
 
     on_test_epoch_start = on_validation_epoch_start

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class Local(ServerCallback):
     """Every client trains its own model; nothing is ever aggregated.
 
-    All clients start from one common model, whose parameters are all that travels, once per client.
-    A round is a round's worth of local training for the clients that were drawn, so that budgets
-    match those of federated methods. Held-out clients are served the common initial model.
+    All clients start from one common model, which is sent once to each client; nothing else
+    travels. In each round the cohort trains as in other methods, so that budgets are comparable.
+    Held-out clients use the common initial model.
     """
 
     def setup_server(self) -> None:
@@ -28,10 +28,10 @@ class Local(ServerCallback):
         self.private = self.clients.layout.moving
 
     def receive(self, updates: ClientUpdates) -> None:
-        """Receive nothing: clients keep their models."""
+        """Do nothing: clients keep their models."""
 
     def step(self) -> None:
-        """Leave the initial model as it is."""
+        """Do nothing: the initial model stays as it is."""
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the bytes of the initial parameters, for clients without a model of their own."""

@@ -1,12 +1,12 @@
 """Matched averaging: the neurons of several networks are aligned before their weights are averaged.
 
-The hidden neurons of a network may be put into another order without changing what it computes, so
-neuron 3 of one client may do the work of neuron 7 of another. FedMA (Wang et al. 2020) matches
-them, layer by layer, by the MAP estimate of a Beta-Bernoulli process (BBP-MAP), and averages what
-belongs together.
+The hidden neurons of a network can be permuted without changing what it computes, so that neuron 3
+of one client may do the work of neuron 7 of another. FedMA (Wang et al. 2020) matches the neurons
+layer by layer, by the MAP estimate of a Beta-Bernoulli process (BBP-MAP), and averages those that
+match.
 
-It takes networks that are :mod:`chains <pflight.callbacks.methods.chains>` of layers. A network's
-*places* say for each layer but the last where its neurons go: neuron ``l`` becomes neuron
+Networks must be :mod:`chains <pflight.callbacks.methods.chains>` of layers. A network's *places*
+say for each layer but the last where its neurons go: neuron ``l`` becomes neuron
 ``places[layer][l]``.
 
 References:
@@ -54,11 +54,11 @@ class BBPMAP:
         bias_mu0: Mean of their biases, by default ``mu0``; FedMA's code has 0.1.
         passes: How often each network's neurons are matched again, in random order.
         estimate: Value of a matched neuron's weights and bias: their ``"mean"``, or the ``"map"``
-            estimate, which draws the mean to the prior.
+            estimate, which shrinks the mean towards the prior.
         grow: Whether a neuron may become a new global one, so that the result may be wider. If not,
-            all networks are of one width, which stays.
-        compat_ibm: With ``grow``, weigh a neuron's popularity as IBM's code does: once and not
-            twice, with counts of 10 at most.
+            all networks must have the same width.
+        compat_ibm: With ``grow``, whether to weigh a neuron's popularity as IBM's code does: once
+            instead of twice, with counts of at most 10.
 
     Raises:
         ConfigurationError: If an option is out of range.
@@ -89,13 +89,13 @@ class BBPMAP:
 def permute(
     state: State, chain: Chain, places: Sequence[Tensor], widths: Sequence[int] | None = None
 ) -> dict[str, Tensor]:
-    """Return a copy of a state whose neurons were moved; it computes the same function.
+    """Return a copy of a state with permuted neurons, which computes the same function.
 
     Args:
         state: The state of one network.
         chain: Its layers.
-        places: Where the neurons of each layer but the last go ``[width]``.
-        widths: Widths of the layers of the copy, if it is wider; the rest is filled with zeros.
+        places: For each layer but the last, the new positions of its neurons ``[width]``.
+        widths: Widths of the layers of the copy, if it is wider; new neurons are zeros.
 
     Example:
         >>> from torch import nn
@@ -123,17 +123,17 @@ def match(
 ) -> list[tuple[Tensor, ...]]:
     """Match the neurons of several networks layer by layer.
 
-    A layer's inputs are permuted as the layer before it was matched; then its neurons are rows,
-    incoming weights and bias, for :func:`match_rows`.
+    A layer's inputs are permuted as the layer before it was matched; then its neurons, rows of
+    incoming weights and bias, are matched by :func:`match_rows`.
 
     Args:
         states: A state of each of the J networks.
         chain: Their layers.
         options: Options of the matching.
-        random: Draws the order in which networks are matched again.
+        random: Generator for the order in which networks are matched again.
 
     Returns:
-        The places of each network: global neurons, for each layer but the last.
+        The places of each network: for each layer but the last, the global neurons.
     """
     places: list[list[Tensor]] = []
     weights = [state[chain[0].weight] for state in states]
@@ -160,18 +160,18 @@ def match_rows(
 ) -> list[Tensor]:
     """Match the rows of J matrices by BBP-MAP.
 
-    The first of the widest comes first, then the others, the wider before the narrower. After that
-    each is taken out and matched again, ``passes`` times in random order. Each time its rows take
-    the places with the greatest sum of :func:`matching_scores`; new neurons come in their order.
+    The matrices are matched one after the other, from the widest to the narrowest. After that each
+    is taken out and matched again, ``passes`` times in random order. Each time its rows take the
+    places with the greatest sum of :func:`matching_scores`; new neurons keep their order.
 
     Args:
         rows: Matrices ``[L_j, D]``, a neuron in each row.
         options: Options of the matching.
-        random: Draws the order of the passes; torch's global numbers if there is none.
+        random: Generator for the order of the passes; by default torch's global one.
         biased: Whether the last column is the neurons' biases.
 
     Returns:
-        For each matrix the global neuron of each row ``[L_j]``.
+        For each matrix, the global neuron of each row ``[L_j]``.
 
     Raises:
         ConfigurationError: If the widths differ and ``options.grow`` is not set.
@@ -185,7 +185,9 @@ def match_rows(
 
     widths = [len(matrix) for matrix in rows]
     if len(set(widths)) > 1 and not options.grow:
-        raise ConfigurationError(f"BBPMAP: networks of widths {sorted(set(widths))} need grow=True")
+        raise ConfigurationError(
+            f"BBPMAP: networks of different widths {sorted(set(widths))} need grow=True"
+        )
     first, *others = sorted(range(len(rows)), key=lambda j: -widths[j])
     places = {first: torch.arange(widths[first])}
     sums = rows[first].double().cpu()
@@ -222,9 +224,9 @@ def matching_scores(
     options: BBPMAP,
     biased: bool = False,
 ) -> Tensor:
-    r"""Return what each row of a network gains by each global neuron.
+    r"""Return the score of matching each row of a network with each global neuron.
 
-    Global neuron :math:`i` has :math:`c_i` members among the J networks, this one taken out. With
+    Global neuron :math:`i` has :math:`c_i` members among the J networks without this one. With
     :math:`S_i = \mu_0/\sigma_0 + \sum w/\sigma` and :math:`Q_i = 1/\sigma_0 + c_i/\sigma`, row
     :math:`w` scores :math:`\|S_i + w/\sigma\|^2 / (Q_i + 1/\sigma) - \|S_i\|^2 / Q_i`. With
     ``grow`` the popularity :math:`2 \ln(c_i / (J - c_i))` is added, and further columns are new
@@ -264,7 +266,7 @@ def matching_scores(
 
 
 def _move(tensor: Tensor, place: Tensor, width: int) -> Tensor:
-    """Put the i-th block of the first dimension at ``place[i]`` of ``width``; zeros elsewhere."""
+    """Move block i of the first dimension to ``place[i]`` of ``width``; other places are zeros."""
     blocks = tensor.reshape(len(place), -1)
     moved = blocks.new_zeros(width, blocks.shape[1])
     moved[place] = blocks
@@ -280,9 +282,9 @@ def _move_inputs(weight: Tensor, place: Tensor, width: int) -> Tensor:
 
 
 def align(state: State, center: State, chain: Chain) -> dict[str, Tensor]:
-    """Return a permuted copy of a state whose neurons lie nearest to those of another.
+    """Return a copy of a state with its neurons permuted to be nearest to those of another state.
 
-    Layer by layer the sum of squared distances between rows is least.
+    In each layer, the sum of squared distances between rows is minimal.
     """
     _, places = match([center, state], chain, BBPMAP(passes=0))
     return permute(state, chain, places)
@@ -295,21 +297,22 @@ def matched_mean(
     options: BBPMAP = BBPMAP(),
     random: torch.Generator | None = None,
 ) -> dict[str, Tensor]:
-    r"""Average the states of J networks neuron by matched neuron.
+    r"""Average the states of J networks after matching their neurons.
 
-    A neuron's value is the mean over the networks that have it. The last layer, its bias too, is
-    averaged for each class by the networks' samples, :math:`\sum_j n_{jc} w_{jc} / \sum_j n_{jc}`,
-    or plainly if nobody has any. Integer buffers take their maximum, all else the plain mean.
+    A neuron's value is the mean over the networks that have it. The last layer, including its bias,
+    is averaged for each class with weights by samples,
+    :math:`\sum_j n_{jc} w_{jc} / \sum_j n_{jc}`, or without weights if no network has samples of
+    the class. Integer buffers take their maximum, all other entries the plain mean.
 
     Args:
         states: The states of the networks.
         chain: Their layers.
-        class_counts: Training samples of each class ``[J, classes]``; equal ones if not given.
+        class_counts: Training samples of each class ``[J, classes]``, by default equal ones.
         options: Options of the matching.
         random: As in :func:`match_rows`.
 
     Returns:
-        One state, of greater widths if ``options.grow`` has added neurons.
+        One state, which is wider if ``options.grow`` has added neurons.
     """
     places = match(states, chain, options, random)
     networks, widths = len(states), []
@@ -342,16 +345,16 @@ def matched_mean(
 
 
 class MatchedMean:
-    """Collects stacks of states, and averages them by groups with :func:`matched_mean`.
+    """Collects stacks of states in groups, and averages each group with :func:`matched_mean`.
 
-    It stands in for :class:`pflight.state.WeightedMean`, but keeps every state until the end.
+    It is used in place of :class:`pflight.state.WeightedMean`, but keeps all states until the end.
 
     Args:
         chain: The layers of the networks.
         class_counts: Training samples of every client by class ``[num_clients, classes]``.
         groups: Number of means.
         options: Options of the matching.
-        keys: Of the random order of the matching, for example seed and round.
+        keys: Keys of the random order of the matching, such as seed and round.
     """
 
     def __init__(
@@ -375,7 +378,7 @@ class MatchedMean:
             self.weights += groups.bincount(minlength=len(self.weights))
 
     def compute(self) -> dict[int, TensorDict]:
-        """Return the mean of each group that has members, the lowest id first in its matching."""
+        """Return the mean of each group with members, matched in the order of their ids."""
         members: dict[int, dict[int, State]] = {}
         for clients, groups, states in self._added:
             for row, client in enumerate(clients.tolist()):
@@ -405,6 +408,6 @@ def _mean(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def _shrink(mean: Tensor, counts: Tensor, prior: float, options: BBPMAP) -> Tensor:
-    """Turn the mean of each neuron's ``counts`` members into its MAP estimate."""
+    """Return the MAP estimate of each neuron from the mean of its ``counts`` members."""
     precision = (counts / options.sigma).to(mean).view(-1, *[1] * (mean.ndim - 1))
     return (prior / options.sigma0 + precision * mean) / (1 / options.sigma0 + precision)

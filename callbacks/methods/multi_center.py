@@ -1,4 +1,4 @@
-"""Several server models, each of them the mean of the clients that are assigned to it."""
+"""The base class of clustered methods: several server models, each for a cluster of clients."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ if TYPE_CHECKING:
 
 @checked
 class MultiCenter(ServerCallback):
-    """The server half of clustered methods: K models, the centers, and a center for each client.
+    """The server half of clustered methods: each client is in one of K clusters.
 
-    A subclass assigns clients, in :meth:`receive`, with :meth:`assign`. A round then sets each
-    center to the mean of the clients that were assigned to it in this round; a center without any
-    stays as it is. A client that has not been assigned yet is sent the mean of the centers,
-    weighted by the samples of their members, unless a subclass knows better
-    (:meth:`centers_of`).
+    The server has a model for each cluster, its center. A subclass assigns clients in
+    :meth:`receive`, with :meth:`assign`. A round then sets each center to the mean of the clients
+    that were assigned to its cluster in this round; a center without any stays as it is. A client
+    that has no cluster yet is sent the mean of the centers, weighted by the samples of their
+    members, unless a subclass overrides :meth:`centers_of`.
 
     Args:
         num_clusters: K; 0 if a subclass calls :meth:`add_centers` before the first round.
-        matching: Options of matched averaging; ``None`` averages neurons as they stand.
+        matching: Options of matched averaging; ``None`` averages without matching neurons.
         buffers: As in :class:`ServerCallback`.
-        centers: K states, as from ``federation.server_states()``, to start from in place of K
-            times the client module's own.
-        weighting: ``"uniform"`` or ``"samples"``: what a client weighs in the mean of its cluster.
+        centers: K states, as from ``federation.server_states()``, to start from; by default all
+            are the client module's own.
+        weighting: Weights of clients in the mean of their cluster, ``"uniform"`` or ``"samples"``.
 
     Attributes:
-        assignments: LongTensor ``[num_clients]``, each client's center; -1 if not yet seen.
+        assignments: LongTensor ``[num_clients]``, each client's cluster; -1 if it has none yet.
 
     Raises:
-        ConfigurationError: On an unknown option, more clusters than clients, or other than K
-            centers.
+        ConfigurationError: On an unknown option, more clusters than clients, or a number of centers
+            other than K.
     """
 
     tag: ClassVar[str]
-    """Prefix of what is logged."""
+    """Prefix of the tags under which it logs."""
 
     def __init__(
         self,
@@ -112,14 +112,14 @@ class MultiCenter(ServerCallback):
         self.log_sizes()
 
     def log_sizes(self) -> None:
-        """Log how many clients each center has, and the assignments."""
+        """Log how many clients each cluster has, and the assignments."""
         known = self.assignments[self.assignments >= 0]
         sizes = known.bincount(minlength=self.num_clusters).tolist()
         self.clients.log({f"{self.tag}/size_{k}": float(n) for k, n in enumerate(sizes)})
         self.clients.current.histograms[f"{self.tag}/assignments"] = self.assignments
 
     def on_round_start(self) -> None:
-        """Start empty means, one per center."""
+        """Start a mean for each center."""
         groups = self.num_clusters
         self.mean: WeightedMean | MatchedMean
         if self.chain is None or self.matching is None:
@@ -131,11 +131,11 @@ class MultiCenter(ServerCallback):
         self._assigned = torch.full_like(self.assignments, -1)
 
     def centers_of(self, clients: Tensor) -> Tensor:
-        """Return the center that each of the clients ``[C]`` is sent, -1 for the mean of all."""
+        """Return whose center each of the clients ``[C]`` is sent, -1 for the mean of all."""
         return self.assignments[clients.cpu()]
 
     def broadcast(self, clients: Tensor) -> TensorDict:
-        """Return each client's center, or the weighted mean of all centers if it has none yet."""
+        """Return each client's center, or the weighted mean of all if it has no cluster yet."""
         index = self.centers_of(clients).tolist()
         models = {k: self._sent_as(k) for k in set(index)}
         if len(models) == 1:
@@ -143,14 +143,14 @@ class MultiCenter(ServerCallback):
         return stack_states(models[k] for k in index)
 
     def broadcast_groups(self, clients: Tensor) -> Iterator[tuple[Tensor, TensorDict]]:
-        """Split the clients ``[C]`` by their centers."""
+        """Split the clients ``[C]`` by the centers that they are sent."""
         index = self.centers_of(clients).to(clients.device)
         for k in index.unique().tolist():
             group = clients[index == k]
             yield group, expand_state(self._sent_as(k), len(group))
 
     def _sent_as(self, center: int) -> State:
-        """Return a center, or for -1 the weighted mean of all."""
+        """Return a center, or the weighted mean of all for -1."""
         server = self.server
         if center >= 0 or self.num_clusters <= 1:
             return server.tensors(max(center, 0), self.sent_names)
@@ -161,7 +161,7 @@ class MultiCenter(ServerCallback):
         return dict(entries(mean.compute()[0]))
 
     def align(self, states: TensorDict, center: State) -> TensorDict:
-        """Return the states ``[C]``, with matching permuted to lie nearest to a center."""
+        """Return the states ``[C]``; with matching, their neurons are permuted to fit a center."""
         if self.chain is None or not len(states):
             return states
         return stack_states(align(state, center, self.chain) for state in states)
@@ -175,7 +175,7 @@ class MultiCenter(ServerCallback):
         self._assigned[updates.clients.cpu()] = clusters.cpu()
 
     def client_weights(self, clients: Tensor) -> Tensor:
-        """Return what each of the clients ``[C]`` weighs in the mean of its cluster."""
+        """Return the weight of each of the clients ``[C]`` in the mean of its cluster."""
         if self.weighting == "samples":
             return self.clients.num_samples[clients.cpu()]
         return torch.ones(len(clients))
@@ -186,7 +186,7 @@ class MultiCenter(ServerCallback):
             self.server.set_pseudo_gradient(k, mean)
 
     def means(self) -> dict[int, TensorDict]:
-        """Combine all ranks; return the mean of each center that has members in this round."""
+        """Combine all ranks; return the mean of each cluster with members in this round."""
         self.mean.all_reduce()
         self.update_assignments(self._assigned)
         means = self.mean.compute()
@@ -194,7 +194,7 @@ class MultiCenter(ServerCallback):
         return {k: means[k].to(self.clients.device) for k in filled}
 
     def update_assignments(self, assigned: Tensor) -> None:
-        """Take over the centers that all ranks assigned ``[num_clients]``, -1 for no change."""
+        """Take over the clusters that all ranks assigned ``[num_clients]``, -1 for no change."""
         assigned = all_max(assigned)
         self.assignments = torch.where(assigned >= 0, assigned, self.assignments)
         known = self.assignments >= 0
@@ -203,9 +203,9 @@ class MultiCenter(ServerCallback):
         self.weights = weights.index_add_(0, self.assignments[known], samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return assignments and what belongs to them, for the checkpoint."""
+        """Return the assignments, for the checkpoint."""
         return {"assignments": self.assignments, "weights": self.weights}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
+        """Load what :meth:`state_dict` returned."""
         vars(self).update(state_dict)

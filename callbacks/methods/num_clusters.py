@@ -1,4 +1,4 @@
-"""How many clusters: candidates are compared on a sample of the clients before training."""
+"""The choice of the number of clusters, by short runs on a sample of the clients."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _log = logging.getLogger("lightning.pytorch.pflight")  # which Lightning's handl
 
 @dataclass(frozen=True)
 class ClusterSelection:
-    """What numbers of clusters came to in a trial, and which one is the best.
+    """The results of trial runs with several numbers of clusters, and the best number.
 
     Attributes:
-        criterion: ``"accuracy"``: the best is the number with the highest accuracy;
-            ``"distance"``: the one at which the distance, which falls anyway, falls by the greatest
-            share of what it was at the next smaller number. The smaller one wins a tie.
+        criterion: ``"accuracy"`` takes the number with the highest accuracy; ``"distance"`` the one
+            at which the distance falls most, relative to that of the next smaller number. The
+            smaller number wins a tie.
         accuracy: Macro accuracy on validation samples, by number of clusters.
         distance: Mean distance of a client's trained model to its center, by number of clusters.
 
@@ -72,7 +72,7 @@ class ClusterSelection:
 
     @property
     def table(self) -> str:
-        """All numbers as a table in Markdown."""
+        """All results as a table in Markdown."""
         rows = [
             f"| {k}{' (chosen)' * (k == self.num_clusters)} | {accuracy:.4f} | "
             f"{self.distance[k]:.4g} |"
@@ -81,15 +81,15 @@ class ClusterSelection:
         return "\n".join(["| num_clusters | val/macro_acc | distance |", "|---|---|---|", *rows])
 
 
-class Selectable(MultiCenter):
-    """A clustered method whose number of clusters can be chosen by trials.
+class ClusteredMethod(MultiCenter):
+    """A clustered method whose number of clusters can be chosen by trial runs.
 
     Attributes:
-        init_clients: Clients of a trial, at most.
+        init_clients: Maximum number of clients in a trial run.
         centers: K states to start from, or ``None``.
         initialized: Whether there are centers yet.
         candidates: Numbers of clusters to choose from.
-        criterion: How.
+        criterion: How to choose, as in :class:`ClusterSelection`.
     """
 
     init_clients: int
@@ -107,11 +107,11 @@ def select_by_trials(
     data: FederatedDataModule,
     candidates: Sequence[int],
     criterion: Criterion,
-    callback: Selectable,
+    callback: ClusteredMethod,
     rounds: int = 3,
     **trainer: Any,
 ) -> ClusterSelection:
-    """Try numbers of clusters for a method, as :func:`~pflight.callbacks.select_num_clusters`."""
+    """Compare numbers of clusters, as :func:`~pflight.callbacks.select_num_clusters` does."""
     check_candidates(candidates, criterion)
     if criterion == "accuracy":
         as_classifier(federation.client, "FeSEM: criterion 'accuracy', unlike 'distance',")
@@ -125,30 +125,31 @@ def select_by_trials(
     numbers = sorted({k for k in candidates if k <= sample.num_clients})
     if not numbers:
         raise ConfigurationError(
-            f"num_clusters can't be chosen from {list(candidates)}: there are only "
-            f"{sample.num_clients} clients to train"
+            f"num_clusters can't be chosen from {list(candidates)}: only {sample.num_clients} "
+            "clients can train"
         )
     if not sample.num_samples("val").any():
         raise ConfigurationError(
-            "num_clusters can't be chosen: no client has validation samples, or five to train on"
+            "num_clusters can't be chosen: no client has validation samples, or five training "
+            "samples of which to hold some out"
         )
     if criterion == "distance" and numbers[0] > 1:
         numbers.insert(0, numbers[0] - 1)
     client = copy.deepcopy(federation.client)
-    client.load_state_dict(gather(client.state_dict())[0])  # ranks may have started differently
+    client.load_state_dict(gather(client.state_dict())[0])  # ranks may have different weights
     accuracy, distance = {}, {}
     for k in numbers:
         trial = copy.copy(callback)
         trial.num_clusters, trial.centers, trial.initialized = k, None, False
         with isolated(federation.device), _quiet():
-            accuracy[k], distance[k] = _try(federation, client, sample, trial, rounds, trainer)
+            accuracy[k], distance[k] = _trial(federation, client, sample, trial, rounds, trainer)
         _say(f"num_clusters {k}: val/macro_acc {accuracy[k]:.4f}, distance {distance[k]:.4g}")
     selection = ClusterSelection(criterion, accuracy, distance)
-    _say(f"num_clusters {selection.num_clusters} is chosen by {criterion}")
+    _say(f"chose num_clusters {selection.num_clusters} by {criterion}")
     return selection
 
 
-def select_for(trainer: L.Trainer, callback: Selectable) -> ClusterSelection:
+def choose_for(trainer: L.Trainer, callback: ClusteredMethod) -> ClusterSelection:
     """Choose the number of clusters of the federation that a Trainer is about to train."""
     federation = trainer.lightning_module
     assert isinstance(federation, Federation)
@@ -170,7 +171,7 @@ def select_for(trainer: L.Trainer, callback: Selectable) -> ClusterSelection:
 
 
 def check_candidates(candidates: Sequence[int], criterion: str) -> None:
-    """Raise unless there is something to choose from, and a known way to do it."""
+    """Raise unless candidates and criterion are valid."""
     if not candidates or not all(whole(count) >= 1 for count in candidates):
         raise ConfigurationError(
             f"FeSEM: candidates must be numbers of clusters, 1 or more, got {candidates!r}"
@@ -182,13 +183,13 @@ def check_candidates(candidates: Sequence[int], criterion: str) -> None:
 
 
 class SampledClients(FederatedDataModule):
-    """Some of the clients of other data, numbered anew, all of which take part in every round.
+    """Some of the clients of other data, renumbered, all of which take part in every round.
 
-    If none of them has validation samples, each holds out a seeded fifth of its training samples.
+    If none of them has validation samples, each holds out a random fifth of its training samples.
 
     Args:
         data: The data of all clients.
-        clients: Ids of those to take ``[M]``.
+        clients: Ids of the clients to take ``[M]``.
     """
 
     def __init__(self, data: FederatedDataModule, clients: Tensor) -> None:
@@ -253,15 +254,15 @@ class SampledClients(FederatedDataModule):
         return {"train": rest, "val": held_out, "test": order[:0]}[split].sort().values
 
 
-def _try(
+def _trial(
     federation: Federation,
     client: L.LightningModule,
     data: SampledClients,
-    callback: Selectable,
+    callback: ClusteredMethod,
     rounds: int,
     options: dict[str, Any],
 ) -> tuple[float, float]:
-    """Train a federation; return its accuracy and the clients' distance to their centers."""
+    """Train a new federation; return accuracy and the clients' mean distance to their center."""
     trial = type(federation)(
         client,
         local_epochs=federation.clients.training.epochs,
@@ -311,7 +312,7 @@ def _say(line: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Lightning from announcing each of the Trainers inside."""
+    """Silence Lightning's announcements of the Trainers inside."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""The server half of methods whose clients train a personal model beside the shared one."""
+"""The server half of methods whose clients train a personal model besides the shared one."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 class PersonalFedAvg(FedAvg):
-    """FedAvg of the clients' networks; everything else that a client has stays with it.
+    """FedAvg of the clients' shared models; their personal models stay with the clients.
 
-    A newcomer's personal model starts as the shared one. Clients are judged by what a subclass
-    makes of the two in :meth:`personal_value`, by default the personal one.
+    A newcomer's personal model starts as the shared one. Clients are judged by the model that
+    :meth:`personal_value` makes of the two, by default the personal one.
 
     Args:
         weighting: As in :class:`FedAvg`.
-        buffers: As in :class:`~pflight.callbacks.ServerCallback`; a personal model's stay with it.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`, for the shared models.
 
     """
 
     def setup_server(self) -> None:
-        """Make the server's model; keep apart what stays with the clients."""
+        """Make the server's model, and keep the personal entries private."""
         layout = self.clients.layout
         copied = [name for name in layout.own if name.startswith(PERSONAL)]
         self.pairs = [(name.removeprefix(PERSONAL), name) for name in copied]
@@ -36,14 +36,14 @@ class PersonalFedAvg(FedAvg):
         self.private = tuple(name for name in layout.names if name in private)
 
     def aggregate(self, mean: TensorDict) -> TensorDict:
-        """Return the mean, where personal models start as well."""
+        """Return the mean; initial personal models are set to it as well."""
         for shared, personal in self.pairs:
             if shared in self.sent_names:
                 mean[personal] = mean[shared]
         return mean
 
     def personalize(self, clients: Tensor) -> TensorDict:
-        """Return the clients' states with what they are judged by as their network ``[C]``."""
+        """Return the clients' states ``[C]``, in which the network is what they are judged by."""
         states = super().personalize(clients)
         judged = {shared: self.personal_value(states, shared, own) for shared, own in self.pairs}
         return states.update(judged)

@@ -28,39 +28,39 @@ if TYPE_CHECKING:
 class PFedHN(ServerCallback):
     r"""Personalized federated learning by hypernetworks (Shamsian et al. 2021, algorithm 1).
 
-    The server has an embedding :math:`v_i` of each client and a network :math:`h` with parameters
-    :math:`\varphi`, which makes a client's model of it, :math:`\theta_i = h(v_i; \varphi)`.
+    The server has an embedding :math:`v_i` of each client, and a network :math:`h` with parameters
+    :math:`\varphi` that generates the client's model from it, :math:`\theta_i = h(v_i; \varphi)`.
     Client i trains from :math:`\theta_i` and returns its change :math:`\Delta\theta_i`, which
-    stands for a step down its loss. So the server moves both up along :math:`\Delta\theta_i`,
+    takes the place of the negative gradient of its loss: the server moves both along it,
 
     .. math:: \varphi \leftarrow \varphi + \kappa \, (\nabla_\varphi \theta_i)^T \Delta\theta_i,
         \qquad v_i \leftarrow v_i + \kappa_v \, (\nabla_{v_i} \theta_i)^T \Delta\theta_i,
 
     by a step of the server optimizer before the next client is sent its model. So the clients of a
     round train one after the other, in the order of their ids, and a round of S clients is S rounds
-    of the paper. Embeddings of the others stay where they are, whatever the optimizer. A client is
-    judged by :math:`h(v_i; \varphi)` as it is.
+    of the paper. Other clients' embeddings don't change, whatever the optimizer. A client is judged
+    by :math:`h(v_i; \varphi)` without further training.
 
-    The hypernetwork makes parameters; buffers stay with the clients. It never travels, and no model
-    is stored on the server. With ``private_layers=1`` this is pFedHN-PC: the last layer, the
-    classifier, is each client's own.
+    The hypernetwork generates parameters; buffers stay with the clients. It never travels, and the
+    server stores no client's model. With ``private_layers=1`` this is pFedHN-PC: the last layer,
+    the classifier, is each client's own.
 
-    A client that was held out finds its embedding when it is tested, while :math:`\varphi` stays
-    fixed: it trains and its embedding takes a step, ``newcomer_steps`` times. Nothing of this is
+    A client that was held out finds its embedding when it is tested, with :math:`\varphi` fixed: it
+    trains and its embedding takes a step, ``newcomer_steps`` times. The embedding found is not
     kept.
 
     Args:
         private_layers: The number of last layers with parameters that stay with the clients.
-        embedding_dim: Size of :math:`v_i`; by default 1 and a fourth of the number of clients.
+        embedding_dim: Size of :math:`v_i`; by default one plus a quarter of the number of clients.
         hidden_dim: Width of the hypernetwork's hidden layers.
-        hidden_layers: How many there are after the first.
-        lr: :math:`\kappa`, the step of the default server optimizer: SGD with momentum 0.9 and
+        hidden_layers: Number of hidden layers after the first.
+        lr: :math:`\kappa`, the step size of the default server optimizer: SGD with momentum 0.9 and
             weight decay 0.001.
         embedding_lr: :math:`\kappa_v`; by default :math:`\kappa`.
         clip: The largest norm of the gradient of :math:`\varphi` and :math:`v_i` together, or
             ``None``.
         newcomer_steps: How often a held-out client trains to find its embedding, by SGD with step
-            :math:`\kappa_v`; 0 leaves it where it was drawn.
+            size :math:`\kappa_v`; 0 leaves the embedding at its random initial value.
 
     Attributes:
         hypernetwork: Builds :math:`h`, a module that maps ``[embedding_dim]`` to ``[size]``, from
@@ -137,7 +137,7 @@ class PFedHN(ServerCallback):
             module.to(torch.promote_types(initial[0].dtype, torch.float))
 
     def _check_memory(self, dim: int, size: int) -> None:
-        """Raise unless there is memory for embeddings of a size, and a network from there."""
+        """Raise unless embeddings of a given size and the hypernetwork fit into memory."""
         try:
             with isolated(self.clients.device), torch.device("meta"):
                 network = self.hypernetwork(dim, size)
@@ -162,7 +162,7 @@ class PFedHN(ServerCallback):
         return torch.optim.SGD(groups, lr=self.lr, momentum=0.9, weight_decay=1e-3)
 
     def generate(self, embedding: Tensor) -> dict[str, Tensor]:
-        """Return what the hypernetwork makes of an embedding: parameters by name."""
+        """Return the parameters, by name, that the hypernetwork generates from an embedding."""
         like = self.server.tensors(0, self.generated)
         parts = self.network(embedding).split([value.numel() for value in like.values()])
         return {
@@ -171,12 +171,12 @@ class PFedHN(ServerCallback):
         }
 
     def server_states(self) -> list[dict[str, Tensor]]:
-        """Return what is generated for every client, laid over the initial model."""
+        """Return every client's generated model, with the initial values of all other entries."""
         initial = self.server.tensors(0)
         return [{**initial, **self.generate(embedding)} for embedding in self.embeddings]
 
     def round(self, cohort: Tensor) -> None:
-        """Run one round, client by client: each is sent what those before it have changed."""
+        """Run one round, client by client: the optimizer steps after each of them."""
         self._found.clear()
         answers, mine = self.clients.train(cohort, self.send, at_once=1), owned(cohort)
         for client in cohort.split(1):
@@ -186,23 +186,23 @@ class PFedHN(ServerCallback):
                     self.climb(int(client), answer)
 
     def broadcast(self, clients: Tensor) -> TensorDict:
-        """Return the model that is generated for each of the clients."""
+        """Return the generated models of the clients ``[C]``."""
         return stack_states(self.generate(self.embeddings[i]) for i in clients.tolist())
 
     def send(self, clients: Tensor) -> TensorDict:
-        """Return the model that is generated for each of the clients, and remember it."""
+        """Return the generated models of the clients ``[C]``, and keep them for the update."""
         self._sent = self.broadcast(clients)
         return self._sent
 
     def change(self, updates: ClientUpdates) -> dict[str, Tensor]:
-        """Return how far a single client moved, or nothing if it did not answer."""
+        """Return the change of a single client, or ``None`` if it did not answer."""
         if not len(updates.clients):
             return {}
         states, sent = updates.states, self._sent
         return {name: (states[name][0] - sent[name][0]).cpu() for name in self.generated}
 
     def climb(self, client: int, change: dict[str, Tensor]) -> None:
-        """Move what is generated for a client along its change, by a step of the optimizer."""
+        """Move a client's generated model along its change, by a step of the optimizer."""
         optimizer = self.server.optimizer
         assert optimizer is not None
         embedding = self.embeddings[client]
@@ -216,7 +216,7 @@ class PFedHN(ServerCallback):
         optimizer.zero_grad()
 
     def personalize(self, clients: Tensor) -> TensorDict:
-        """Return what is generated for each of the clients; newcomers find their embedding."""
+        """Return the generated models of the clients; newcomers find their embedding first."""
         states = super().personalize(clients)
         known = self.clients.trainable.to(clients.device)
         new = (~torch.isin(clients, known)).nonzero().flatten().tolist()
@@ -230,7 +230,7 @@ class PFedHN(ServerCallback):
         return states
 
     def _find(self, client: int, state: TensorDict) -> TensorDict:
-        """Return the model ``[1]`` of a newcomer whose embedding has followed its changes."""
+        """Return the generated model ``[1]`` of a newcomer, after finding its embedding."""
         if not self.clients.num_samples[client]:
             return state
         clients = torch.tensor([client], device=self.clients.device)

@@ -1,4 +1,4 @@
-"""pFedLA: every client starts from its own layer-wise mixture of all clients' models."""
+"""pFedLA: each client starts from its own layer-wise mixture of all clients' models."""
 
 from __future__ import annotations
 
@@ -30,30 +30,32 @@ if TYPE_CHECKING:
 class PFedLA(StoredModels):
     r"""Layer-wised model aggregation (Ma et al. 2022, algorithms 1 and 2).
 
-    The server stores the last model :math:`\theta_j` of each of the N clients that may train, and
-    trains a hypernetwork for each. Client i starts from a mixture of its own, layer by layer,
+    The server stores the last model :math:`\theta_j` of each of the N clients that can train, and
+    trains a hypernetwork for each. Client i starts from its own mixture, layer by layer,
 
     .. math:: \bar\theta_i^l = \sum_{j=1}^N \alpha_i^{l,j} \theta_j^l,
         \qquad \alpha_i^l = HN_i^l(v_i; \psi_i)
 
     (eq. 3 to 6), and returns its change :math:`\Delta\theta_i`. The mixtures of a round are all
     formed from the same stored models; then :math:`\theta_i = \bar\theta_i + \Delta\theta_i`.
-    As the change stands for a step down the client's loss, the hypernetwork moves up along
+    The change takes the place of the negative gradient of the client's loss; the hypernetwork moves
+    along
 
     .. math:: \nabla_{v_i, \psi_i} \sum_l \langle \bar\theta_i^l, \Delta\theta_i^l \rangle
         = \sum_{l, j} \langle \theta_j^l, \Delta\theta_i^l \rangle \nabla \alpha_i^{l,j}
 
-    (eq. 10 and 11), for which inner products of models are enough. Only the clients that answered
-    are updated, whatever the server optimizer; the others' models stay in the mixtures.
+    (eq. 10 and 11), for which inner products of models are enough. Only the models and
+    hypernetworks of clients that answered are updated, whatever the server optimizer; the others'
+    models stay in the mixtures.
 
-    A newcomer, or a client without training samples, gets the mean of the N models, and its own
-    does not count. A layer is a module with parameters of its own; buffers stay with the clients,
-    where they start as the client module was given, and never travel. Memory on the server grows
-    with N models and, in the hypernetworks, with the square of N.
+    A newcomer, or a client without training samples, gets the mean of the N models, to which its
+    own does not belong. A layer is a module with parameters of its own. Buffers stay with the
+    clients, start as in the client module, and never travel. The server's memory grows linearly
+    with N for the models, and with the square of N for the hypernetworks.
 
-    With ``retain=k`` it is HeurpFedLA(k): a client keeps the k layers in which its own model weighs
-    most. It starts these from its own last values, which are sent only when it first takes part,
-    and they don't train its hypernetwork. Clients always return all layers.
+    With ``retain=k`` it is HeurpFedLA(k): a client keeps the k layers in which its own model has
+    the largest weight. It starts these from its own last values, which are sent only at its first
+    participation, and they don't train its hypernetwork. Clients always return all layers.
 
     Args:
         retain: k, the number of layers that a client keeps.
@@ -62,13 +64,13 @@ class PFedLA(StoredModels):
             client without positive logits keeps the layer.
         embedding_dim: Size of a client's embedding :math:`v_i`.
         hidden_dim: Width of the hypernetworks' hidden layers.
-        lr: The step of the default server optimizer, SGD, which trains the hypernetworks. Their
-            gradients are of the size of the clients' squared changes in a round: the smaller these
-            are, the larger a step it takes to leave the uniform mean in as many rounds.
+        lr: Step size of the default server optimizer, SGD, which trains the hypernetworks. Their
+            gradients have the size of the clients' squared changes in a round: the smaller these
+            are, the larger the step size has to be.
 
     Attributes:
-        hypernetwork: Builds one client's hypernetwork, a module without inputs that gives logits
-            ``[layers, N]``, from these two sizes; by default a
+        hypernetwork: Builds one client's hypernetwork, a module without inputs that returns logits
+            ``[layers, N]``, from the numbers of layers and clients; by default a
             :class:`~pflight.callbacks.methods.hypernetworks.HyperNetwork`.
         layers: The names of the tensors of each layer.
         stored: The models of all clients, without buffers; every tensor is ``[num_clients, ...]``.
@@ -138,7 +140,7 @@ class PFedLA(StoredModels):
         self.seen = torch.zeros(count, dtype=torch.bool)
 
     def more_memory(self) -> dict[str, int]:
-        """Return the bytes of all hypernetworks, and of the gradients of a round's."""
+        """Return the bytes of all hypernetworks, and of the gradients in a round."""
         count, layout = self.clients.num_clients, self.clients.layout
         layers = sum(not {*layout.parameters}.isdisjoint(own) for own in layout.layers.values())
         try:
@@ -150,12 +152,12 @@ class PFedLA(StoredModels):
         return {"hypernetworks": count * one, "gradients of a round's hypernetworks": cohort * one}
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Return SGD with the step of the hypernetworks."""
+        """Return SGD with the step size of the hypernetworks."""
         return torch.optim.SGD(parameters, lr=self.lr)
 
     @torch.no_grad()
     def layer_weights(self, clients: Tensor | Sequence[int]) -> dict[str, Tensor]:
-        """Return by layer what the models of all N clients weigh for some clients, ``[C, N]``."""
+        """Return, by layer, the weights of all N clients' models for some clients, ``[C, N]``."""
         if not self.layers:
             raise ConfigurationError(
                 "PFedLA has no hypernetworks yet: run it with a Trainer, or load a checkpoint"
@@ -171,18 +173,18 @@ class PFedLA(StoredModels):
         self.step()
 
     def send(self, clients: Tensor) -> TensorDict:
-        """Return what each of the clients ``[C]`` is sent, and remember it."""
+        """Return what each of the clients ``[C]`` is sent, and keep it for the update."""
         self._sent = clients, self.broadcast(clients)
         return self._sent[1]
 
     def on_round_start(self) -> None:
-        """Start without updates and with inner products of zero."""
+        """Start a round without updates, with inner products of zero."""
         self._updates: list[ClientUpdates] = []
         weights = self.hypernetworks(torch.arange(1))
         self._products = weights.new_zeros(len(self.hypernetworks), *weights.shape[1:])
 
     def broadcast(self, clients: Tensor) -> TensorDict:
-        """Return each client's mixture, with the layers that it retains as it had them last."""
+        """Return each client's mixture, with its own last values in the layers that it retains."""
         weights = self.hypernetworks(clients)
         own = F.one_hot(clients, weights.shape[2]).unsqueeze(1).to(weights)
         retained = self._retained(clients, weights).unsqueeze(2)
@@ -194,7 +196,7 @@ class PFedLA(StoredModels):
         return TensorDict(mixtures, batch_size=[len(clients)])
 
     def receive(self, updates: ClientUpdates) -> None:
-        """Keep a chunk's models, and multiply their changes with all stored models."""
+        """Keep a chunk's models, and the inner products of their changes with all stored models."""
         asked, mixtures = self._sent
         if len(updates.clients) < len(asked):
             mixtures = mixtures[torch.isin(asked, updates.clients)]
@@ -205,7 +207,7 @@ class PFedLA(StoredModels):
         self._updates.append(updates)
 
     def step(self) -> None:
-        """Give the hypernetworks of those that answered their gradients; store their models."""
+        """Set the hypernetworks' gradients and store the models, of the clients that answered."""
         answered = torch.zeros_like(self.seen)
         for updates in self._updates:
             answered[updates.clients.cpu()] = True
@@ -228,7 +230,7 @@ class PFedLA(StoredModels):
         self.seen |= answered
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
-        """Return the bytes of all layers, of retained ones until a client has answered once."""
+        """Return the bytes of the layers that are sent; retained ones are sent only once."""
         if not self.retain:
             return super().bytes_down(clients, sent)
         sizes = torch.zeros(len(self.layers), dtype=torch.long)
@@ -241,7 +243,7 @@ class PFedLA(StoredModels):
     def _retained(self, clients: Tensor, weights: Tensor) -> Tensor:
         """Return which layers the clients keep ``[C, layers]``; ties go to the lower index.
 
-        Clients that never train have nothing to keep.
+        Clients that never train keep none.
         """
         own = weights[torch.arange(len(clients)), :, clients]
         order = own.argsort(dim=1, descending=True, stable=True)
@@ -254,5 +256,5 @@ class PFedLA(StoredModels):
         return {"seen": self.seen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
+        """Load what :meth:`state_dict` returned."""
         self.seen = state_dict["seen"]

@@ -22,23 +22,23 @@ _CONSTRAINED = {"kl": "FedEC", "l2": "FedEC-l2", None: "FedEC-wo"}
 
 @checked
 class Reptile(FedAvg):
-    r"""Reptile across clients; with the elastic client it is FedEC.
+    r"""Reptile across clients; with :class:`~pflight.models.ElasticClient` it is FedEC.
 
     The server's model moves by
 
     .. math:: \phi \leftarrow \phi + \varepsilon \sum_{i \in S} w_i (\theta_i - \phi)
 
     (Nichol et al. 2018, algorithm 2; FedEC, Lan et al. 2023, eq. 8). The pseudo-gradient is that of
-    FedAvg, and the step :math:`\varepsilon` is the server optimizer's, so that ``lr=1`` is FedAvg
-    with the same weights. Floating buffers move by the same step. FedDist is ``Reptile(lr=0.6)``,
-    FedDWS ``Reptile("samples", lr=0.6)``.
+    FedAvg, and :math:`\varepsilon` is the step size of the server optimizer, so that ``lr=1`` is
+    FedAvg with the same weights. Floating-point buffers move by the same step. FedDist is
+    ``Reptile(lr=0.6)``, FedDWS is ``Reptile("samples", lr=0.6)``.
 
     Args:
         weighting: ``"uniform"`` for :math:`w_i = 1 / |S|`, ``"samples"`` for
             :math:`w_i = n_i / \sum_{j \in S} n_j`; both over the clients that answered.
-        lr: The step :math:`\varepsilon` of the default server optimizer, SGD.
-        decay: ``"linear"`` lowers the step to 0 over the Trainer's ``max_epochs``, ``None`` does
-            not.
+        lr: Step size :math:`\varepsilon` of the default server optimizer, SGD.
+        decay: ``"linear"`` lowers the step size to 0 over the Trainer's ``max_epochs``; ``None``
+            keeps it constant.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
     Raises:
@@ -67,7 +67,7 @@ class Reptile(FedAvg):
 
     @property
     def algorithm_name(self) -> str:
-        """FedEC with an elastic client, FedDist or FedDWS with their options, or Reptile."""
+        """FedEC with an elastic client, FedDist or FedDWS with their options, else Reptile."""
         if isinstance(half := self.clients.half, Elastic):
             return _CONSTRAINED[half.constraint]
         if (self.lr, self.decay, self.server.build_optimizer) == (0.6, None, None):
@@ -79,7 +79,7 @@ class Reptile(FedAvg):
         self._rounds = trainer.max_epochs
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Return SGD with the outer step."""
+        """Return SGD with the server's step size."""
         return torch.optim.SGD(parameters, lr=self.lr)
 
     def configure_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
@@ -92,14 +92,14 @@ class Reptile(FedAvg):
         return LambdaLR(optimizer, lambda round: max(0.0, 1 - round / rounds))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take the step of this run's decay, where an earlier run had fewer rounds."""
+        """Use this run's decay, if the run that is resumed had another number of rounds."""
         scheduler = pl_module.lr_schedulers()
         if isinstance(scheduler, LambdaLR):
             (decay,), (base,) = scheduler.lr_lambdas, scheduler.base_lrs
             scheduler.optimizer.param_groups[0]["lr"] = base * decay(scheduler.last_epoch)
 
     def aggregate(self, mean: TensorDict) -> TensorDict:
-        """Return the mean, with floating buffers by the optimizer's step as well."""
+        """Return the mean, after moving floating-point buffers by the optimizer's step as well."""
         for name, buffer in self.server.tensors(0, self.clients.layout.averaged).items():
             if name in self.sent_names:
                 mean[name] = torch.lerp(buffer, mean[name], self.server.lr)

@@ -22,11 +22,11 @@ class SharedPart(FedAvg):
     r"""FedAvg over a part of the network, while the other part stays with each client.
 
     A client's model is :math:`(\theta, v_i)`, the shared part and its private part. It trains both
-    together, and sends :math:`\theta_i`, of which the server takes the mean
-    :math:`\theta \leftarrow \sum_{i \in S} w_i \theta_i`. Private parts start alike, as the client
-    module was given, and never travel; buffers go with their layer. A client is judged by the
-    server's :math:`\theta` together with its :math:`v_i`. A newcomer has the initial private part,
-    which it trains with ``finetune_epochs``.
+    together and sends :math:`\theta_i`; the server takes the mean
+    :math:`\theta \leftarrow \sum_{i \in S} w_i \theta_i`. All private parts start as in the client
+    module and never travel; buffers belong to their layer. A client is judged by the server's
+    :math:`\theta` together with its :math:`v_i`. A newcomer has the initial private part, which it
+    trains with ``finetune_epochs``.
 
     - FedPer (Arivazhagan et al. 2019): the last layers are private, ``private=Layers(last=1)``.
     - LG-FedAvg (Liang et al. 2020): the first layers are private, ``shared=Layers(last=2)``.
@@ -42,10 +42,11 @@ class SharedPart(FedAvg):
         buffers: As in :class:`ServerCallback`, for the shared layers.
 
     Raises:
-        ConfigurationError: If neither part is given, or both don't have every layer once.
+        ConfigurationError: If neither part is given, or both are and a layer is not in exactly one.
 
     Attributes:
-        parts: ``"private"`` or ``"shared"`` for every layer by name, once there is a federation.
+        parts: ``"private"`` or ``"shared"`` for every layer by name; known once the federation is
+            set up.
 
     Example:
         >>> callback = SharedPart(private=Layers(last=1))
@@ -67,14 +68,16 @@ class SharedPart(FedAvg):
     ) -> None:
         super().__init__(weighting, buffers)
         if private is None and shared is None:
-            raise ConfigurationError("SharedPart: name the layers that are private, or shared")
+            raise ConfigurationError(
+                "SharedPart: give the layers that are private, or those that are shared"
+            )
         self.private_layers = private
         self.shared_layers = shared
         self.parts: dict[str, str] = {}
 
     @property
     def algorithm_name(self) -> str:
-        """FedPer, LG-FedAvg or FedBN, where it is one of these."""
+        """FedPer, LG-FedAvg or FedBN, if it is one of these, else SharedPart."""
         private, shared = (
             [] if layers is None else [by for by, value in vars(layers).items() if value]
             for layers in (self.private_layers, self.shared_layers)
@@ -127,7 +130,7 @@ class SharedPart(FedAvg):
         """Check that the checkpoint has the same private layers."""
         if differing := {*state_dict["private"]} ^ {*self.private}:
             raise ConfigurationError(
-                f"{type(self).__name__}: the checkpoint is of another division, which differs in "
+                f"{type(self).__name__}: the checkpoint has other private layers; they differ in "
                 f"{', '.join(sorted(differing))}"
             )
 
@@ -151,21 +154,21 @@ class SharedPart(FedAvg):
 class FedRep(SharedPart):
     r"""FedRep (Collins et al. 2021, algorithm 1): a shared body, and a head for each client.
 
-    The head :math:`h_i` is private, the body :math:`\phi` shared. What the head is, and how a
-    client trains first the one and then the other, is
-    :class:`~pflight.models.halves.HeadFirst`'s. A
-    newcomer has the initial head; with ``finetune_epochs`` up to ``head_epochs`` it trains that
-    alone, as the authors do before they test.
+    The head :math:`h_i` is private, the body :math:`\phi` shared. A client trains first its head
+    and then the body, as in :class:`~pflight.models.halves.HeadFirst`. A newcomer has the initial
+    head; with ``finetune_epochs`` up to ``head_epochs`` it trains only that, as the authors do
+    before they test.
 
     Args:
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`ServerCallback`, for the body.
-        head: The layers of the head; by default the last one, or what the client's own half says.
+        head: The layers of the head; by default the last one, or those of the client module's own
+            half.
         head_epochs: Local epochs in which the head is trained; by default 1.
 
     Raises:
-        ConfigurationError: If the client names another half, or the local epochs end before those
-            of the head, or there is no body for the others.
+        ConfigurationError: If the client module names another half, if ``local_epochs`` is below
+            ``head_epochs``, or if there is no body.
 
     References:
         Collins et al., Exploiting Shared Representations for Personalized Federated Learning, ICML
@@ -188,7 +191,9 @@ class FedRep(SharedPart):
         half = self.clients.half
         assert isinstance(half, HeadFirst)
         if self.clients.training.steps is not None:
-            raise ConfigurationError("FedRep counts local epochs: local_steps must be null")
+            raise ConfigurationError(
+                "FedRep counts local epochs: give local_epochs instead of local_steps"
+            )
         if self.clients.training.epochs < half.head_epochs:
             raise ConfigurationError(
                 f"FedRep: local_epochs={self.clients.training.epochs} must be at least "

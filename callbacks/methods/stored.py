@@ -1,4 +1,4 @@
-"""A server that keeps the last model of every client."""
+"""The base class of methods whose server keeps the last model of every client."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 class StoredModels(ServerCallback):
     """Keeps the parameters of a model for every client, at first the initial ones.
 
-    Buffers stay with the clients. A subclass decides what clients are sent, and what becomes of
-    what they send back.
+    Buffers stay with the clients. A subclass defines what clients are sent, and what happens to
+    their updates.
 
     Attributes:
-        stored: The parameters of all models ``[num_clients, ...]``, part of the federation.
+        stored: The parameters of all models ``[num_clients, ...]``, a submodule of the federation.
     """
 
     stored: StateModule
@@ -29,7 +29,7 @@ class StoredModels(ServerCallback):
         super().__init__(buffers="local")
 
     def setup_server(self) -> None:
-        """Store the initial model for every client, if there is memory for that."""
+        """Store the initial model for every client, after a check that there is memory for it."""
         super().setup_server()
         initial = {
             name: self.clients.layout.template[name] for name in self.clients.layout.parameters
@@ -41,7 +41,7 @@ class StoredModels(ServerCallback):
         self.modules["stored"] = self.stored
 
     def more_memory(self) -> dict[str, int]:
-        """Return the bytes that the server takes beside the models, by what takes them."""
+        """Return the bytes that the server needs besides the models, by part."""
         return {}
 
     def server_states(self) -> list[dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Robust(TKM): clusters by trimmed k-means, and trimmed means inside them."""
+"""TrimmedKMeans: clusters by trimmed k-means, and trimmed means inside them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from .multi_center import MultiCenter
 
 @checked
 class TrimmedKMeans(MultiCenter):
-    r"""Robust federated learning by trimmed k-means (Ghosh et al. 2019), which outliers don't move.
+    r"""Federated learning with trimmed k-means, which is robust to outliers (Ghosh et al. 2019).
 
-    In three stages:
+    It has three stages:
 
-    1. The first round: all clients, whatever the cohort, train for ``init_epochs`` epochs from the
-       common start, and send their models once.
-    2. The server clusters these by
+    1. In the first round all clients, whatever the cohort, train for ``init_epochs`` epochs from
+       the common initial model, and send their models once.
+    2. The server clusters these models by
        :func:`~pflight.callbacks.methods.clustering.trimmed_kmeans`: Lloyd's algorithm, in which
        each center is the trimmed mean or the median of its members. Assignments are final.
     3. From then on clients train from their cluster's model, which becomes the trimmed mean or the
-       median of its members that answered, coordinate by coordinate; one without any stays as it
-       is. Floating buffers are averaged in the same way, integer ones take their maximum.
+       median of its members that answered, coordinate by coordinate; the model of a cluster without
+       such members stays as it is. Floating-point buffers are averaged in the same way, integer
+       buffers take their maximum.
 
-    A client that missed the first round begins with stage 1 when it first answers; one that was
+    A client that missed the first round goes through stage 1 when it first answers; one that was
     held out does so when it is judged. It is assigned to the nearest center of stage 2.
 
     With ``beta = cluster_beta = 0`` and one cluster this is FedAvg with uniform weights.
@@ -41,18 +42,18 @@ class TrimmedKMeans(MultiCenter):
     Args:
         num_clusters: K.
         beta: Share that stage 3 leaves out at either end of a coordinate: ``floor(beta * m)`` of m
-            values, but always less than a half of them.
-        cluster_beta: The same of stage 2.
+            values, but always less than half of them.
+        cluster_beta: The same for stage 2.
         trim: ``"coordinate"``, or ``"radius"`` to leave out the ``floor(beta * m)`` models that are
             farthest from the median of all.
-        estimate: ``"mean"`` or ``"median"`` of what remains.
+        estimate: ``"mean"`` or ``"median"`` of the rest.
         init_epochs: Local epochs of stage 1.
-        num_restarts: Random starts of k-means.
-        num_iterations: Steps of k-means.
+        num_restarts: Number of random starts of k-means.
+        num_iterations: Maximum number of steps of k-means.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
     Attributes:
-        assignments: LongTensor ``[num_clients]``, each client's cluster; -1 if not yet seen.
+        assignments: LongTensor ``[num_clients]``, each client's cluster; -1 if it has none yet.
 
     Raises:
         ConfigurationError: If an option is out of range, or there are more clusters than clients.
@@ -110,7 +111,7 @@ class TrimmedKMeans(MultiCenter):
         self.log_sizes()
 
     def on_round_start(self) -> None:
-        """Start without updates."""
+        """Start a round without updates."""
         self._updates: list[ClientUpdates] = []
 
     def receive(self, updates: ClientUpdates) -> None:
@@ -118,7 +119,7 @@ class TrimmedKMeans(MultiCenter):
         self._updates.append(updates)
 
     def step(self) -> None:
-        """Step each cluster's model to the trimmed mean of its members that answered."""
+        """Move each cluster's model to the trimmed mean of its members that answered."""
         clients, states = gather_states(self._updates, self.clients.device)
         self._updates.clear()
         for k, mean in self._means(self._round_mean, states, self.assignments[clients]).items():
@@ -137,7 +138,7 @@ class TrimmedKMeans(MultiCenter):
         return clusters
 
     def _cluster(self) -> None:
-        """Train all clients once from the common start, and cluster their models."""
+        """Train all clients once from the common initial model, and cluster their models."""
         count = self.num_clusters
         start = self.server.tensors(0, self.sent_names)
         self._start = {name: value.detach().clone() for name, value in start.items()}
@@ -159,7 +160,7 @@ class TrimmedKMeans(MultiCenter):
             self.server.replace(k, means.get(k, means[min(means)]))
 
     def _train_from_start(self, clients: Tensor) -> tuple[Tensor, TensorDict]:
-        """Return who answered, on any rank, and the models of stage 1."""
+        """Return the clients that answered, on any rank, and their models of stage 1."""
 
         def send(asked: Tensor) -> TensorDict:
             return expand_state(self._start, len(asked)).to(self.clients.device)
@@ -168,13 +169,13 @@ class TrimmedKMeans(MultiCenter):
         return gather_states(updates, self.clients.device)
 
     def _place(self, clients: Tensor, clusters: Tensor) -> None:
-        """Assign clients ``[M]`` to clusters ``[M]`` for good."""
+        """Assign clients ``[M]`` to clusters ``[M]``, permanently."""
         assigned = torch.full_like(self.assignments, -1)
         assigned[clients] = clusters
         self.update_assignments(assigned)
 
     def _nearest(self, states: TensorDict) -> Tensor:
-        """Return the nearest center of stage 2 to the models of stage 1 ``[M]``."""
+        """Return, for each model of stage 1 ``[M]``, the nearest center of stage 2."""
         assert self._centers is not None
         points = self._vectors(states)
         return nearest(points, self._centers.to(points)).cpu()
@@ -182,7 +183,7 @@ class TrimmedKMeans(MultiCenter):
     def _means(
         self, mean: TrimmedMean, states: TensorDict, clusters: Tensor
     ) -> dict[int, dict[str, Tensor]]:
-        """Return the trimmed mean of each cluster's states, of states ``[M]`` in all."""
+        """Return the trimmed mean of each cluster's states among the states ``[M]``."""
         means = {}
         for k in clusters.unique().tolist():
             members = states[clusters == k]
@@ -198,5 +199,5 @@ class TrimmedKMeans(MultiCenter):
         return parameter_vectors(states, self.clients.layout.parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return assignments, the start and the centers of stage 2, for the checkpoint."""
+        """Return the assignments, the initial model and the centers, for the checkpoint."""
         return {**super().state_dict(), "_start": self._start, "_centers": self._centers}

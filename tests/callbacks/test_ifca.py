@@ -284,7 +284,7 @@ class TestStart:
         client = linear_client()
         nn.init.zeros_(client.network.weight)
         nn.init.zeros_(client.network.bias)
-        with pytest.raises(ConfigurationError, match="shuffled weights are no other model"):
+        with pytest.raises(ConfigurationError, match="shuffling gives no other model"):
             run(client, small_data(), IFCA(2, group_rounds=0))
         run(client, small_data(), IFCA(2))
 

@@ -514,10 +514,10 @@ def tied() -> nn.Module:
         (ResNet18(), "stands before Conv2d"),
         (shared(), "Linear '0' is used twice or shares its weights"),
         (tied(), "Linear '2' is used twice or shares its weights"),
-        (Recurrent(), "the parameter 'embedding.weight' belongs to no layer"),
+        (Recurrent(), "the parameter 'embedding.weight' belongs to no such layer"),
         (nn.LSTM(4, 2), "LSTM can't be traced"),
         (Branching(), "Branching can't be traced"),
-        (nn.Linear(2, 2), "the parameter 'bias' belongs to no layer"),
+        (nn.Linear(2, 2), "the parameter 'bias' belongs to no such layer"),
         (
             nn.Sequential(nn.Conv2d(1, 4, 1), nn.Conv2d(4, 4, 1, groups=2)),
             "Conv2d '1' has 2 groups",
@@ -576,7 +576,7 @@ def test_a_client_has_to_send_the_whole_chain_and_one_output_per_class() -> None
 
 
 def test_networks_of_other_widths_have_to_grow() -> None:
-    with pytest.raises(ConfigurationError, match=r"widths \[1, 2\] need grow=True"):
+    with pytest.raises(ConfigurationError, match=r"different widths \[1, 2\] need grow=True"):
         match_rows([A, B[:1]])
 
 

@@ -319,7 +319,7 @@ def test_a_resumed_run_has_all_private_parts(tmp_path: Path) -> None:
     for i in range(6):
         assert_same(resumed.client_state(i), whole.client_state(i))
     with pytest.raises(
-        ConfigurationError, match=r"the checkpoint is of another division, .* in network.1.bias, "
+        ConfigurationError, match=r"the checkpoint has other private layers; .* in network.1.bias, "
     ):
         fit(4, HEAD, ckpt_path=saved)
 
@@ -338,7 +338,7 @@ def test_parameters_that_are_not_trained_are_in_neither_traffic_nor_memory() -> 
 @pytest.mark.parametrize(
     ("callback", "message"),
     [
-        (lambda: SharedPart(), "SharedPart: name the layers that are private, or shared"),
+        (lambda: SharedPart(), "SharedPart: give the layers that are private, or those"),
         (lambda: SharedPart(HEAD, Layers(first=1)), "layer network.1 is in neither part"),
         (lambda: SharedPart(HEAD, Layers(last=3)), "layer network.3 is both private and shared"),
         (lambda: SharedPart(shared=Layers()), "no parameter of the shared layers is trained"),

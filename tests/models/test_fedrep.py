@@ -271,7 +271,7 @@ def test_what_does_not_fit_is_refused_before_training() -> None:
         FedRep(head_epochs=-1)
     with pytest.raises(ConfigurationError, match="local_epochs=2 must be at least head_epochs=10"):
         fit(FedRep(head_epochs=10), local_epochs=2)
-    with pytest.raises(ConfigurationError, match="local_steps must be null"):
+    with pytest.raises(ConfigurationError, match="give local_epochs instead of local_steps"):
         fit(FedRep(), local_epochs=20, local_steps=3)
     with pytest.raises(ConfigurationError, match="the head has no parameter that is trained"):
         fit(FedRep(head=Layers()), local_epochs=2)
