@@ -1,4 +1,4 @@
-"""The server half of each algorithm, one file a method, and the monitors that show a run."""
+"""Server callbacks, the server half of each algorithm, and monitors, which show a run."""
 
 from pflight.fedavg import FedAvg
 from pflight.server_callback import ServerCallback

@@ -1,4 +1,4 @@
-"""What the clients of a federation hold: data sets, and how they are dealt to clients."""
+"""Federated data: data sets, and partitions of their samples among clients."""
 
 from pflight.augmentation import Augmentation
 from pflight.data_module import Centralized, ClientData, FederatedDataModule

@@ -1,4 +1,4 @@
-"""Changes to training images that keep their classes, on batches of tensors."""
+"""The usual augmentation of small images: random crops and flips."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pflight.options import check_range, checked
 @checked
 @dataclass(frozen=True)
 class CropAndFlip(Augmentation):
-    """Shift each image by up to ``padding`` pixels, and mirror every second one.
+    """Shifts each image by up to ``padding`` pixels, and mirrors it with probability one half.
 
-    An image is padded with ``fill`` on all sides, and a window of its own size is cut out; each of
-    the ``(2 * padding + 1) ** 2`` windows is as likely as the others. Then, with probability one
-    half, left and right are exchanged. This is the usual augmentation of CIFAR.
+    An image is padded with ``fill`` on all sides, and a window of its own size is cut out; all of
+    the ``(2 * padding + 1) ** 2`` windows are equally likely. Then, with probability one half, left
+    and right are exchanged. This is the usual augmentation of CIFAR.
 
     Args:
-        padding: Pixels that are added on each side; 0 leaves every image in its place.
+        padding: Pixels that are added on each side; 0 does not shift images.
         flip: Whether to mirror images.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Clients whose samples are torch Datasets, read when they are needed."""
+"""Clients whose samples are torch Datasets, read only when they are needed."""
 
 from __future__ import annotations
 
@@ -31,24 +31,23 @@ Key = tuple[int, int, int]
 
 @checked
 class DatasetClients(FederatedDataModule):
-    """A federation with one map-style torch ``Dataset`` for each client.
+    """Federated data with one map-style torch ``Dataset`` for each client.
 
-    Samples are read when a batch needs them, by one DataLoader for all clients, and never to be
-    counted: a dataset's ``len`` does that. Batches are what ``collate_fn`` makes of samples, of
-    any form that the client module's steps take. Whatever a sample draws at random, as random
-    transforms do, depends on ``(seed, round, client, epoch, index)`` alone, so that it is the same
-    with any number of workers and in a resumed run. ``collate_fn`` draws after its batch's last
-    sample.
+    Samples are read when a batch needs them, by one DataLoader for all clients; counting uses a
+    dataset's ``len`` and reads none. ``collate_fn`` makes batches, in any form that the client
+    module's steps take. Random transforms of a sample depend only on
+    ``(seed, round, client, epoch, index)``, so that they are the same with any number of workers
+    and in a resumed run. Random numbers in ``collate_fn`` follow those of the batch's last sample.
 
     Args:
-        train: Each client's training samples. One Dataset dealt to clients is a list of
+        train: Each client's training samples. To deal one Dataset to clients, give a list of
             ``torch.utils.data.Subset``.
         val: Each client's validation samples, in the same order; ``None`` means none.
         test: Each client's test samples.
-        num_classes: Number of classes, where samples have them and the client asks for it.
-        batch_size: Samples of a local training batch; ``None`` means all of the client's.
+        num_classes: Number of classes, if samples have them and the client module needs it.
+        batch_size: Samples in a local training batch; ``None`` means all of the client's.
         num_workers: Processes that read samples, as in a DataLoader.
-        collate_fn: Makes a batch of a list of samples, as in a DataLoader.
+        collate_fn: Makes a batch from a list of samples, as in a DataLoader.
         pin_memory: As in a DataLoader.
         **kwargs: Further arguments of :class:`FederatedDataModule`.
 
@@ -84,7 +83,7 @@ class DatasetClients(FederatedDataModule):
             )
         self.datasets: dict[Split, list[Dataset[Any]]] = {}
         for split, given in zip(SPLITS, (train, val, test), strict=True):
-            nothing: list[Dataset[Any]] = [_Nothing()] * self.num_clients
+            nothing: list[Dataset[Any]] = [_NoSamples()] * self.num_clients
             datasets = nothing if given is None else list(given)
             if len(datasets) != self.num_clients:
                 raise ConfigurationError(
@@ -94,8 +93,8 @@ class DatasetClients(FederatedDataModule):
             for client, dataset in enumerate(datasets):
                 if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
                     raise ConfigurationError(
-                        f"client {client}, {split}: {type(dataset).__name__} is no map-style "
-                        "Dataset, which has a length and is asked for samples by their index"
+                        f"client {client}, {split}: {type(dataset).__name__} is not a map-style "
+                        "Dataset, which has __len__ and __getitem__"
                     )
             self.datasets[split] = datasets
         check_range(self, "[0, inf)", num_workers=num_workers)
@@ -114,25 +113,25 @@ class DatasetClients(FederatedDataModule):
         return self._sizes[split]
 
     def batches(self, split: Split, visits: Sequence[Visit]) -> Iterator[Any]:
-        """Yield the batches of some visits to clients, as ``collate_fn`` makes them."""
+        """Yield the batches of some visits to clients, made by ``collate_fn``."""
         if split not in self._loaders:
             samples = _Samples(self.datasets[split], self.collate_fn or default_collate)
             self._loaders[split] = _Loader(samples, self.num_workers, self.pin_memory)
         return self._loaders[split].batches(_keys(visits, self.seed))
 
     def teardown(self, stage: str | None = None) -> None:
-        """Send the workers home; a later stage calls others."""
+        """End the workers; a later stage starts new ones."""
         for loader in self._loaders.values():
             loader.close()
         self._loaders.clear()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Send the workers home where a run ends early."""
+        """End the workers when a run fails."""
         self.teardown()
 
     @property
     def knows_classes(self) -> bool:
-        """Whether samples have classes that can be counted: not without reading them."""
+        """Whether classes can be counted: no, since all samples would have to be read."""
         return False
 
     def dataset(self, clients: Tensor, split: Split) -> Dataset[Any]:  # type: ignore[override]
@@ -149,7 +148,7 @@ def _keys(visits: Sequence[Visit], seed: int) -> Iterator[list[Key]]:
             yield [(client, index, first + index * _STRIDE & _MASK) for index in part.tolist()]
 
 
-class _Nothing(Dataset[Any]):
+class _NoSamples(Dataset[Any]):
     """A client without samples."""
 
     def __len__(self) -> int:
@@ -160,7 +159,7 @@ class _Nothing(Dataset[Any]):
 
 
 class _Collated(ConcatDataset[Any]):
-    """The samples of some clients, of which it hands out batches."""
+    """The samples of some clients as a Dataset that returns batches."""
 
     def __init__(
         self, datasets: Sequence[Dataset[Any]], collate_fn: Callable[[list[Any]], Any]
@@ -173,7 +172,7 @@ class _Collated(ConcatDataset[Any]):
 
 
 class _Samples(Dataset[Any]):
-    """All clients' samples, of which it hands out batches."""
+    """All clients' samples as a Dataset that returns batches."""
 
     def __init__(
         self, datasets: Sequence[Dataset[Any]], collate_fn: Callable[[list[Any]], Any]
@@ -191,7 +190,7 @@ class _Samples(Dataset[Any]):
 
 
 class _Schedule(Sampler[list[Key]]):
-    """The batches that a loader is to read next."""
+    """The batches that a loader will read next."""
 
     batches: Iterable[list[Key]] = ()
 
@@ -200,7 +199,7 @@ class _Schedule(Sampler[list[Key]]):
 
 
 class _Loader:
-    """A DataLoader whose workers stay, and read whatever is asked for next."""
+    """A DataLoader with persistent workers, which read whatever batches are needed next."""
 
     def __init__(self, samples: _Samples, num_workers: int, pin_memory: bool) -> None:
         self._schedule = _Schedule()
@@ -226,7 +225,7 @@ class _Loader:
         with _drawing_aside():
             iterator = iter(self._loader)
         if self._loader.num_workers and self._end is None:
-            # The collector of cycles would close the queues first, and then wait for the workers.
+            # The garbage collector would close the queues first, and then wait for the workers.
             self._end = weakref.finalize(self, iterator._shutdown_workers)  # type: ignore[attr-defined]
         while True:
             with _drawing_aside():
@@ -238,10 +237,10 @@ class _Loader:
 
 @contextmanager
 def _drawing_aside() -> Iterator[None]:
-    """Let samples seed the global generators, and give these back as they were.
+    """Let samples seed the global generators, and restore these at the end.
 
-    To copy NumPy's state takes longer than to read a small sample, so its functions draw from
-    another generator meanwhile. All that is lost is the second of two normal numbers, if it waits.
+    Copying NumPy's state takes longer than reading a small sample, so its functions draw from
+    another generator meanwhile. Only a cached second normal number of that generator is lost.
     """
     python, numpy = random.getstate(), np.random.mtrand.get_bit_generator()
     np.random.mtrand.set_bit_generator(_ASIDE)

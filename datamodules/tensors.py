@@ -21,19 +21,19 @@ _AT_ONCE = 2**20  # values that are checked together
 
 @checked
 class TensorClients(FederatedDataModule):
-    """Clients given as pairs of tensors, which are kept as they are and never copied.
+    """Clients given as pairs of tensors, which are kept without a copy.
 
-    A client may be without samples in any split; without training samples it never trains. Data
-    types are kept, so float64 features stay float64; labels are cast to int64.
+    A client may have no samples in a split; without training samples it never trains. Data types
+    are kept, so that float64 features stay float64; labels are cast to int64.
 
     Args:
         train: For each client its training features ``[n, ...]`` and labels ``[n]``.
         test: The same for testing, in the same order of clients; ``None`` means no test data.
         val: The same for validation.
-        num_classes: Number of classes; labels are ``0 .. num_classes - 1``. ``None`` for targets of
-            another kind, ``[n, ...]``, which are kept as they are.
+        num_classes: Number of classes; labels are ``0 .. num_classes - 1``. ``None`` for other
+            targets ``[n, ...]``, which are kept as they are.
         cohort_size: Clients that train in a round; with neither this nor ``participation``, all.
-        batch_size: Samples of a local training batch; ``None`` means all of the client's.
+        batch_size: Samples in a local training batch; ``None`` means all of the client's.
         seed: Seed of the cohorts, the newcomers and the order of the samples.
         **kwargs: Further arguments of :class:`FederatedDataModule`.
 
@@ -98,7 +98,7 @@ class TensorClients(FederatedDataModule):
         return self._pairs[split][client]
 
     def _check_shapes(self) -> Pair:
-        """Require one shape and data type of features; return the first samples of all."""
+        """Raise unless all features have one shape and dtype; return the first samples."""
         first: Pair | None = None
         origin = ""
         for split, pairs in self._pairs.items():
@@ -120,7 +120,7 @@ class TensorClients(FederatedDataModule):
 
 
 def _check_form(pair: Pair, name: str, num_classes: int | None) -> None:
-    """Raise unless these are features and a label for each."""
+    """Raise unless these are features and a label for each of them."""
     if not (isinstance(pair, tuple | list) and len(pair) == 2):
         raise ConfigurationError(f"{name}: expected a pair of features and labels")
     x, y = pair
@@ -138,7 +138,7 @@ def _check_form(pair: Pair, name: str, num_classes: int | None) -> None:
 
 
 def _check_values(pairs: Pairs, split: Split, num_classes: int | None) -> None:
-    """Raise unless features are finite and labels classes; many clients at once, for speed."""
+    """Raise unless features are finite and labels in range; many clients at once, for speed."""
     for block in _blocks(pairs):
         columns = [
             [tensor.cpu() for tensor in column] for column in zip(*block.values(), strict=True)
@@ -172,7 +172,7 @@ def _with_int_labels(pair: Pair) -> Pair:
 
 
 def _fault_of(x: Tensor, y: Tensor, num_classes: int | None) -> str | None:
-    """Say what is wrong with features and labels of one or several clients."""
+    """Return what is wrong with features and labels of some clients, if anything."""
     if not _finite(x):
         return "features contain NaN or infinite values"
     if num_classes is None:
@@ -186,7 +186,7 @@ def _fault_of(x: Tensor, y: Tensor, num_classes: int | None) -> str | None:
 
 
 def _finite(x: Tensor) -> bool:
-    """Tell whether all values are finite: surely if their sum is, which is faster found."""
+    """Return whether all values are finite; they are if their sum is, which is faster to check."""
     if not (x.is_floating_point() or x.is_complex()):
         return True
     total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32))

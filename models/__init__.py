@@ -19,7 +19,7 @@ from .proximal import ProximalClient
 from .regressor import Regressor
 
 ClientModule = Classifier
-"""What :class:`Classifier` was called at first."""
+"""The former name of :class:`Classifier`."""
 
 __all__ = [
     "FEMNISTCNN",

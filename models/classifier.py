@@ -1,4 +1,4 @@
-"""Classification: a network that makes logits."""
+"""Classification: a network that returns logits."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from pflight.task import Batch, OptimizerOf, Task, plain_sgd
 
 
 def as_classifier(module: LightningModule, what: str) -> Classifier:
-    """Return a client module that is a classifier, as some methods need it.
+    """Return a client module as a :class:`Classifier`, which some methods need.
 
     Args:
         module: The client module.
         what: What needs logits and classes, for the message.
 
     Raises:
-        ConfigurationError: If it is another LightningModule.
+        ConfigurationError: If it is not a Classifier.
     """
     if not isinstance(module, Classifier):
         raise ConfigurationError(
-            f"{what} needs logits and classes, which a Classifier has and {type(module).__name__} "
-            "has not"
+            f"{what} needs logits and classes: use a Classifier as the client, not "
+            f"{type(module).__name__}"
         )
     return module
 
 
 @checked
 class Classifier(Task):
-    """A network that classifies, trained on cross-entropy; trains alone under a stock Trainer too.
+    """A network that classifies, trained on cross-entropy.
 
-    Clients are judged by accuracy, F1 and loss (:class:`~pflight.metrics.ClientMetrics`).
+    In a federation, clients are judged by accuracy, F1 and loss (see
+    :class:`~pflight.metrics.ClientMetrics`). It also trains by itself under a plain Trainer.
 
     Args:
         network: Maps a batch of inputs ``[batch, ...]`` to logits ``[batch, num_classes]``.
@@ -76,7 +77,7 @@ class Classifier(Task):
         return F.cross_entropy(outputs, targets, reduction="none")
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the mean of the losses of a batch: the cross-entropy, unless they are others."""
+        """Return the mean loss of a batch: cross-entropy, unless :meth:`losses` is overridden."""
         if type(self).losses is not Classifier.losses:
             return super().loss(batch)
         x, y = batch
@@ -88,7 +89,7 @@ class Classifier(Task):
         return {"acc": accuracy}
 
     def check_targets(self, targets: Tensor) -> None:
-        """Raise if labels ``[n]`` are no classes; they may also be probabilities."""
+        """Raise unless labels ``[n]`` are classes in range; probabilities are allowed too."""
         if targets.dim() != 1 or targets.is_floating_point() or not len(targets):
             return
         smallest, largest = (int(bound) for bound in targets.aminmax())
@@ -107,10 +108,10 @@ class Classifier(Task):
         self.check_targets(targets)
         if outputs.shape != (len(targets), self.num_classes):
             raise ValueError(
-                f"its model gives outputs of shape {list(outputs.shape)} for {len(targets)} "
+                f"its model returns outputs of shape {list(outputs.shape)} for {len(targets)} "
                 f"samples of {self.num_classes} classes"
             )
 
     def client_metrics(self, num_clients: int, f1_average: F1Average) -> ClientMetrics:
-        """Return accuracy and F1 of all clients."""
+        """Return the accuracy and F1 metrics of all clients."""
         return ClientMetrics(num_clients, self.num_classes, f1_average=f1_average)

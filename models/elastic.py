@@ -13,10 +13,10 @@ from .halves.elastic import Elastic
 
 @checked
 class ElasticClient(Classifier):
-    """A classifier that is held to the model it had after its last participation.
+    """A classifier that is constrained to stay near its model after its last participation.
 
-    It names :class:`~pflight.models.halves.Elastic` as its half, for server callbacks that bring
-    none of their own; by itself it trains as a :class:`Classifier` does.
+    It names :class:`~pflight.models.halves.Elastic` as its client half, for server callbacks
+    without a half of their own. By itself it trains like a :class:`Classifier`.
 
     Args:
         *args: As in :class:`Classifier`.

@@ -13,10 +13,10 @@ from .halves.proximal import Proximal
 
 @checked
 class ProximalClient(Classifier):
-    """A classifier whose parameters are pulled towards what the server sent.
+    """A classifier with a penalty on the distance of its parameters to what the server sent.
 
-    It names :class:`~pflight.models.halves.Proximal` as its half, for server callbacks that bring
-    none of their own; by itself it trains as a :class:`Classifier` does.
+    It names :class:`~pflight.models.halves.Proximal` as its client half, for server callbacks
+    without a half of their own. By itself it trains like a :class:`Classifier`.
 
     Args:
         *args: As in :class:`Classifier`.

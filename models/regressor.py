@@ -1,4 +1,4 @@
-"""Regression: a network whose outputs are the numbers that are asked for."""
+"""Regression: a network that returns numbers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from pflight.task import Batch, OptimizerOf, Task, plain_sgd
 
 @checked
 class Regressor(Task):
-    """A network that regresses, trained on squared errors; trains alone under a stock Trainer too.
+    """A network for regression, trained on the mean squared error.
 
-    Clients are judged by their mean absolute error ``mae``, root mean squared error ``rmse`` and
-    coefficient of determination ``r2``, as torchmetrics has them, and by the loss.
+    In a federation, clients are judged by their mean absolute error ``mae``, root mean squared
+    error ``rmse`` and coefficient of determination ``r2``, as in torchmetrics, and by the loss. It
+    also trains by itself under a plain Trainer.
 
     Args:
         network: Maps inputs ``[batch, ...]`` to outputs of the targets' shape, ``[batch]`` or
@@ -56,7 +57,7 @@ class Regressor(Task):
         self.metrics = MetricCollection(metrics)
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return each sample's squared error ``[n]``, a mean over its numbers."""
+        """Return each sample's squared error ``[n]``, the mean over its numbers."""
         errors = F.mse_loss(outputs.view_as(targets), targets, reduction="none")
         return errors.flatten(1).mean(1) if errors.dim() > 1 else errors
 
@@ -77,17 +78,17 @@ class Regressor(Task):
             raise ValueError(f"its targets must be floating-point numbers, not {dtype}")
 
     def check_outputs(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise unless targets are numbers ``[n, ...]``, and outputs as many of them."""
+        """Raise unless outputs have the shape of the targets ``[n, ...]``."""
         self.check_targets(targets)
         same = outputs.shape == targets.shape
         if not same and outputs.shape != (*targets.shape, 1):
             raise ValueError(
-                f"its model gives outputs of shape {list(outputs.shape)} for targets of shape "
+                f"its model returns outputs of shape {list(outputs.shape)} for targets of shape "
                 f"{list(targets.shape)}"
             )
 
     def log_quality(self, batch: Batch, stage: str) -> None:
-        """Log loss and errors when this module is judged by itself, these over all batches."""
+        """Log the loss, and the errors over all batches, when the module is judged by itself."""
         x, y = batch
         outputs = self(x)
         self.metrics.update(outputs.view_as(y), y)

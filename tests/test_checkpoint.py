@@ -225,7 +225,7 @@ def one_line(error: pytest.ExceptionInfo[ConfigurationError]) -> str:
 
 
 def test_another_architecture(saved: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"its network\.\S+ is") as error:
+    with pytest.raises(ConfigurationError, match=r": network\.\S+ is") as error:
         run(dropout_client(), data(), FedAvg(), 2, ckpt_path=saved)
     one_line(error)
 

@@ -870,7 +870,7 @@ class TestBadInput:
             said = error(capsys, *options, root=read_only)
             assert said.startswith(f"the run folder {read_only} can't be written: ")
         said = error(capsys, "predict", root=read_only)
-        assert said.startswith(f"the predictions can't be written to {read_only}/predictions.csv: ")
+        assert said.startswith(f"can't write the predictions to {read_only}/predictions.csv: ")
         pflight("test", "--trainer.logger=false", root=read_only)
         pflight("validate", root=read_only)
 

@@ -1,1 +1,1 @@
-"""What shows how a run is going: progress, tables, TensorBoard and pictures."""
+"""Monitors of a run: progress, tables, TensorBoard and pictures."""

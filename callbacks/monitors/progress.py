@@ -1,4 +1,4 @@
-"""A progress bar over rounds, with the clients of the round inside it."""
+"""A progress bar for rounds, with a second one for the clients of the current round."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _PLAIN_LINES = 10  # lines in all where there is no terminal
 class FederationProgressBar(ProgressBar):
     """Shows rounds, the clients of the current round, and the micro and macro accuracy so far.
 
-    The bar has the number of the round that runs, counted from 0, until it is done. Where the
-    output is not a terminal it prints about ten plain lines instead.
+    The bar shows the number of the running round, counted from 0. If the output is not a terminal,
+    it prints about ten plain lines instead.
 
     Args:
         console: Where to draw; standard output by default.
@@ -67,7 +67,7 @@ class FederationProgressBar(ProgressBar):
         return self._console
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin to draw, and to be told of every client that has trained."""
+        """Begin to draw, and subscribe to the end of each client's training."""
         if not self._enabled:
             return
         if isinstance(pl_module, Federation):
@@ -81,7 +81,7 @@ class FederationProgressBar(ProgressBar):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Start to count the clients of a cohort, under several ranks those of the first."""
+        """Start to count the clients of a cohort; with several ranks, those of rank 0."""
         if isinstance(pl_module, Federation):
             mine = batch % trainer.world_size == trainer.global_rank
             self._start_inner("clients", int(mine.sum()))
@@ -96,7 +96,7 @@ class FederationProgressBar(ProgressBar):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Count a batch where a module trains alone."""
+        """Count a batch, if a module trains by itself."""
         if not isinstance(pl_module, Federation):
             self._on_client_end(batch_idx)
 
@@ -113,7 +113,7 @@ class FederationProgressBar(ProgressBar):
             self._plain(trainer, f"{done}/{rounds} done  {_accuracy(trainer)}".rstrip())
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave the bar of the rounds as it stands."""
+        """Leave the bar of the rounds in place."""
         if isinstance(pl_module, Federation):
             pl_module.clients.on_client_end = None
         self._close()
@@ -121,13 +121,13 @@ class FederationProgressBar(ProgressBar):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Give the terminal back."""
+        """Release the terminal."""
         if isinstance(pl_module, Federation):
             pl_module.clients.on_client_end = None
         self._close()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Count what is evaluated: inside the round, or by itself."""
+        """Start to count an evaluation, inside a round or by itself."""
         total = int(sum(trainer.num_val_batches))
         if self._progress is None:
             self._open("Validate", total)
@@ -139,7 +139,7 @@ class FederationProgressBar(ProgressBar):
         self._on_evaluated()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Close the bar if it was that of a validation alone."""
+        """Close the bar, if the validation ran by itself."""
         if trainer.state.fn != "fit":
             self._close()
 
@@ -168,7 +168,7 @@ class FederationProgressBar(ProgressBar):
         self._close()
 
     def _on_client_end(self, client: int) -> None:
-        # Called for every client: nothing but a count, unless it is time to draw.
+        # Called for every client: it only counts, unless it is time to draw.
         self._done += 1
         if self._progress is not None and time.monotonic() - self._drawn > _MIN_INTERVAL:
             self._progress.update(self._progress.task_ids[-1], completed=self._done)

@@ -1,4 +1,4 @@
-"""Which of the metrics of an evaluation a person is shown first."""
+"""Which metrics of an evaluation are shown first."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def columns(metrics: Mapping[str, Any], stage: str) -> dict[str, str]:
 def judged_by(trainer: L.Trainer) -> tuple[str, bool]:
     """Return the metric by which rounds are compared, and whether higher is better.
 
-    It is what the first ``ModelCheckpoint`` monitors, or else the macro accuracy.
+    It is the metric of the first ``ModelCheckpoint``, by default the macro accuracy.
     """
     for callback in getattr(trainer, "checkpoint_callbacks", ()):
         if isinstance(callback, ModelCheckpoint) and callback.monitor is not None:

@@ -1,4 +1,4 @@
-"""What is left when a run ends: a table of the results, and each client's predictions."""
+"""The output at the end of a run: a table of the results, and each client's predictions."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ _ROWS = {
 class ResultTable(L.Callback):
     """Prints a small table when ``fit``, ``validate`` or ``test`` ends.
 
-    A row for each model that was judged, with accuracies or a module's own metrics as means over
-    clients; below it the rounds, the traffic, and the best round by what checkpoints monitor.
+    It has a row for each model that was judged, with accuracies or a module's own metrics as means
+    over clients. Below it are the number of rounds, the traffic, and the best round by the metric
+    of the checkpoints.
 
     Args:
         console: Where to print; standard output by default.
@@ -105,22 +106,22 @@ class PredictionWriter(L.Callback):
         self._outputs: list[Evaluation] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Make sure that a file can be written in the end."""
+        """Check that the file can be written at the end."""
         if stage != "predict" or not trainer.is_global_zero:
             return
         path = self._file(trainer)
         if path.is_dir():
-            raise ConfigurationError(f"the predictions can't be written to {path}: it is a folder")
+            raise ConfigurationError(f"can't write the predictions to {path}: it is a folder")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=path.parent).close()
         except OSError as error:
             raise ConfigurationError(
-                f"the predictions can't be written to {path}: {error.strerror}"
+                f"can't write the predictions to {path}: {error.strerror}"
             ) from error
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start with nothing."""
+        """Start without predictions."""
         self._outputs = []
 
     def on_predict_batch_end(

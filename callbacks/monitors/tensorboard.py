@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a federation besides its scalars."""
+"""What TensorBoard shows of a federation in addition to its scalars."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _HPARAMS = ".hparams"
 
 @checked
 class TensorBoardReport(L.Callback):
-    """Adds to TensorBoard what a run was: config, partition, and hyper-parameters with results.
+    """Adds config, partition, and hyper-parameters with results to TensorBoard.
 
-    The HParams page compares runs by the final value of their metrics and, under ``best/``, by the
-    best of any round. Scalars are flushed before every checkpoint is written, so that a run that is
-    killed and resumed has each point once.
+    The HParams page compares runs by the final values of their metrics and, under ``best/``, by the
+    best values of any round. Scalars are flushed before every checkpoint is written, so that a run
+    that is killed and resumed has each point once.
 
     Args:
         config: The resolved configuration as text; the command line fills it in.
         hparams: Hyper-parameters for the HParams page and ``hparams.yaml``; by default the
-            federation's options, the client module and the data by name. The algorithm, as
-            ``federation.algorithm`` calls it, is added.
+            federation's options and the class names of client module and data. The algorithm's
+            name, ``federation.algorithm``, is added.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class TensorBoardReport(L.Callback):
         self.hparams = hparams
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Have the logger write the hyper-parameters that were given to ``hparams.yaml``."""
+        """Let the logger write the given hyper-parameters to ``hparams.yaml``."""
         logger = _tensorboard(trainer)
         if logger is not None and self.hparams is not None:
             logger.hparams.update(self.hparams)
@@ -82,7 +82,7 @@ class TensorBoardReport(L.Callback):
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Flush what has been logged so far: a checkpoint never runs ahead of it."""
+        """Flush what has been logged so far, so that no checkpoint is ahead of it."""
         logger = _tensorboard(trainer)
         if logger is not None:
             logger.experiment.flush()
@@ -134,7 +134,7 @@ def _best(history: Sequence[Round]) -> dict[str, float]:
 
 
 def describe(trainer: L.Trainer) -> dict[str, Primitive]:
-    """Return what the objects of a run tell: their names, and the federation's options."""
+    """Return the hyper-parameters known from the objects of a run: class names and options."""
     module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
     described: dict[str, Primitive] = {"rounds": trainer.max_epochs or 0}
     if isinstance(module, Federation):

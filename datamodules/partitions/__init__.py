@@ -1,1 +1,1 @@
-"""How samples are dealt to clients, and clients to groups."""
+"""Partitions: how samples are dealt to clients, and clients to clusters."""

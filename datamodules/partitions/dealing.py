@@ -1,4 +1,4 @@
-"""The arithmetic of dealing samples: whole numbers from shares, and positions from numbers."""
+"""The arithmetic of dealing samples to clients: counts from shares, and positions from counts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def deal(kinds: Ints, counts: Ints, random: np.random.Generator) -> list[Ints]:
     Args:
         kinds: The class of each sample as a row of ``counts``, ``[n]``.
         counts: How many samples of each class each client gets, ``[classes, clients]``.
-        random: Decides which samples these are.
+        random: Generator that decides which samples these are.
 
     Returns:
         For each client the sorted positions of its samples.
@@ -43,9 +43,9 @@ def deal_alike(
 
     Args:
         labels: The class of each sample, ``[n]``.
-        test: Which samples are dealt here, ``[n]``.
+        test: Mask of the samples to deal, ``[n]``.
         parts: Positions of each client's training samples.
-        random: Decides ties, and which samples go where.
+        random: Generator that breaks ties and decides which samples go where.
 
     Returns:
         For each client the sorted positions of its test samples.
@@ -69,20 +69,20 @@ def stratified_splits(
 ) -> tuple[list[Ints], list[Ints], list[Ints]]:
     """Split each client's samples into three parts with the same class proportions.
 
-    The test part is set aside first, validation then comes out of the training data. Of each class
-    the kept part gets the floor of its share, and what is missing to the client's rounded total
-    goes to the classes with the largest fractions, ties at random. A client keeps at least one
-    training sample.
+    The test part is taken first, then the validation part out of the rest. In each step, the part
+    that stays gets the floor of its share of each class; what is missing to the client's rounded
+    total goes to the classes with the largest fractions, with ties broken at random. A client keeps
+    at least one training sample.
 
     Args:
         labels: The class of each sample of the data set, ``[n]``.
         parts: Positions of each client's samples.
         val_fraction: Share of a client's samples for validation.
         test_fraction: Share of a client's samples for testing.
-        random: Decides which samples go where.
+        random: Generator that decides which samples go where.
 
     Returns:
-        For each client the positions of its training, of its validation and of its test samples.
+        For each client, the positions of its training, validation and test samples.
 
     Example:
         >>> labels = np.repeat([0, 1], [10, 20])
@@ -112,12 +112,13 @@ def stratified_splits(
 def largest_remainder(ideal: Floats, random: np.random.Generator, least: int = 0) -> Ints:
     """Round each row to whole numbers that sum to the row's rounded sum.
 
-    Every number gets its floor, and one more where the fractions are largest, ties at random.
+    Every number gets its floor, and those with the largest fractions get one more; ties are broken
+    at random.
 
     Args:
         ideal: Numbers of at least 0, ``[rows, columns]``.
-        random: Breaks ties.
-        least: Sum that each row reaches even if it rounds to less.
+        random: Generator that breaks ties.
+        least: Minimum of each row's sum, even if it rounds to less.
 
     Returns:
         Whole numbers ``[rows, columns]``, each less than one from its ideal.
@@ -137,7 +138,7 @@ def largest_remainder(ideal: Floats, random: np.random.Generator, least: int = 0
 def choose_classes(
     k: int, num_classes: int, num_clients: int, random: np.random.Generator
 ) -> Bools:
-    """Choose ``k`` distinct classes for each client, those used least so far, ties at random.
+    """Choose ``k`` distinct classes for each client, the least used first, with random ties.
 
     Returns:
         A mask ``[classes, clients]`` whose rows have equal sums to within one.
@@ -152,14 +153,14 @@ def choose_classes(
 
 
 def cut_evenly(slots: Ints | Bools, supply: Ints) -> Ints:
-    """Cut each class into equal pieces, the first of them one larger where samples are left over.
+    """Cut each class into equal pieces; the first pieces get one more if samples are left over.
 
     Args:
-        slots: How many pieces of each class each client gets, ``[classes, clients]``.
-        supply: Samples of each class, ``[classes]``.
+        slots: Number of pieces of each class for each client, ``[classes, clients]``.
+        supply: Number of samples of each class, ``[classes]``.
 
     Returns:
-        How many samples that makes, ``[classes, clients]``.
+        Number of samples of each class for each client, ``[classes, clients]``.
     """
     piece, rest = np.divmod(supply, np.maximum(slots.sum(axis=1), 1))
     dealt = slots.cumsum(axis=1)
@@ -171,16 +172,16 @@ def equal_sizes(
 ) -> Ints | None:
     """Give each client ``size`` samples, ``share`` of them from its chosen classes.
 
-    Amounts are equal within the chosen and within the other classes, to within one sample. What
-    rounding leaves over is spread evenly over the classes or, if the supply does not allow that,
-    goes where the classes still have some.
+    Amounts are equal among the chosen and among the other classes, to within one sample. The
+    remainder of rounding is spread evenly over the classes or, if the supply does not allow that,
+    over the classes that have samples left.
 
     Args:
-        chosen: The chosen classes of each client, equally many, ``[classes, clients]``.
+        chosen: Mask of the chosen classes, equally many for each client, ``[classes, clients]``.
         share: Part of a client's samples that come from its chosen classes.
-        size: Samples of each client.
-        supply: Samples of each class, ``[classes]``.
-        random: Breaks ties.
+        size: Number of samples of each client.
+        supply: Number of samples of each class, ``[classes]``.
+        random: Generator that breaks ties.
 
     Returns:
         Counts ``[classes, clients]``, or ``None`` if the supply does not allow them.
@@ -203,9 +204,9 @@ def equal_sizes(
 
 
 def _spread(chosen: Bools, rest: Ints, most: Ints) -> Bools | None:
-    """Place ones so that clients get ``rest`` and classes at most ``most``.
+    """Place ones so that each client gets ``rest`` and each class at most ``most`` of them.
 
-    A flow from the two parts of each client to the classes decides where.
+    They are found by a flow from the two parts of each client to the classes.
 
     Args:
         chosen: The chosen classes of each client, ``[classes, clients]``.
@@ -235,7 +236,7 @@ def _spread(chosen: Bools, rest: Ints, most: Ints) -> Bools | None:
 
 
 def by_owner(owner: Ints, num_clients: int) -> list[Ints]:
-    """List each client's positions; samples of no client have an owner past the last."""
+    """Return each client's positions; samples of no client have an owner past the last."""
     order = np.argsort(owner, kind="stable")
     ends = np.searchsorted(owner[order], np.arange(num_clients), side="right").tolist()
     return [order[first:last] for first, last in pairwise([0, *ends])]

@@ -20,11 +20,10 @@ from pflight.randomness import Purpose, generator
 
 @checked
 class HeldOut(FederatedDataModule):
-    """Other data of which each client holds out some of its training samples.
+    """Other data of which each client holds out some training samples, as the split ``held_out``.
 
-    They are a seeded draw, the split ``held_out``. Validation and test samples stay what they are.
-    At least one sample is held out and one is trained on; a client with a single sample uses it for
-    both.
+    They are drawn by the seed. Validation and test samples are not changed. At least one sample is
+    held out and at least one is trained on; a client with a single sample uses it for both.
 
     Args:
         data: The data of all clients.
@@ -89,7 +88,7 @@ class HeldOut(FederatedDataModule):
         return self.data.batches("train", moved)
 
     def fingerprint(self) -> Tensor:
-        """Return checksums of the wrapped data's fingerprints and of the labels that are left."""
+        """Return checksums of the wrapped data's fingerprints and of the remaining labels."""
         return joined(self.data.fingerprint(), super().fingerprint())
 
     def _part(self, client: int, count: int, split: Split) -> Tensor:

@@ -1,4 +1,4 @@
-"""Known groups of clients, to test what finds groups."""
+"""Data whose clients belong to known clusters, to test methods that find clusters."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ Difference = Literal["labels", "rotation", "features"]
 
 @checked
 class KnownClusters(FederatedDataModule):
-    """Other data whose clients fall into clusters that see them differently.
+    """Other data, changed so that clients fall into known clusters.
 
     Each client belongs to one cluster, drawn at random; the clusters' sizes differ by at most one.
-    Cluster 0 keeps the data as they are, cluster ``k`` has its own
+    Cluster 0 has the data unchanged; cluster ``k`` has different
 
-    * ``labels``: class ``y`` is called ``(y + k) mod num_classes``, so that no two clusters agree
-      on any class and a model that is right for one is wrong for all others. Permuted labels are
-      the test of Sattler et al. (2021).
+    * ``labels``: class ``y`` becomes ``(y + k) mod num_classes``, so that no two clusters agree on
+      any class, and a model that is right for one is wrong for all others. Permuted labels are the
+      test of Sattler et al. (2021).
     * ``rotation``: images ``[n, C, H, W]`` are turned anticlockwise by ``k`` times 90 degrees, as
-      in IFCA (Ghosh et al., 2020); they must be square, and clusters at most four. Vectors
+      in IFCA (Ghosh et al., 2020); they must be square, with at most four clusters. Vectors
       ``[n, d]`` are multiplied by a random orthogonal matrix.
     * ``features``: one offset is added to all samples, an independent normal number of standard
       deviation ``shift`` for each feature, like the fixed pattern of a sensor.
 
-    What clients hold is up to the wrapped data, with its partition and its seed. Cohorts, batches,
-    newcomers and augmentation follow the options given here, not those of the wrapped data.
+    The wrapped data, with their partition and seed, decide what each client holds. Cohorts,
+    batches, newcomers and augmentation follow the options given here, not those of the wrapped
+    data.
 
     Args:
         data: The data of the clients.
@@ -46,7 +47,7 @@ class KnownClusters(FederatedDataModule):
             clusters and their differences.
 
     Raises:
-        ConfigurationError: An option is out of its range, or the data do not allow the difference.
+        ConfigurationError: An option is out of its range, or does not fit the data.
 
     Example:
         >>> from pflight.datamodules import TensorClients
@@ -91,7 +92,7 @@ class KnownClusters(FederatedDataModule):
 
     @property
     def fill(self) -> Tensor:  # type: ignore[override]
-        """What lies outside of an image of the wrapped data."""
+        """Pixel values outside an image of the wrapped data."""
         return self.data.fill
 
     @cached_property
@@ -132,7 +133,7 @@ class KnownClusters(FederatedDataModule):
         return self._relabelled(y, int(self.clusters[client])) if self.difference == "labels" else y
 
     def fingerprint(self) -> Tensor:
-        """Return checksums of the wrapped data's, the clusters, how they differ and the labels."""
+        """Return checksums of the wrapped data's fingerprints, the clusters and the labels."""
         kind = get_args(Difference).index(self.difference)
         drawn = checksum_of(torch.tensor([kind, self.shift, self.seed], dtype=torch.double))
         differences = torch.full_like(self.clusters, drawn)
@@ -144,7 +145,7 @@ class KnownClusters(FederatedDataModule):
 
     @cached_property
     def _sample(self) -> Tensor:
-        """The features of no sample, ``[0, ...]``: their shape and type."""
+        """An empty batch of features, ``[0, ...]``, for their shape and type."""
         return self.data.samples(0, "train")[0][:0]
 
     @cached_property
@@ -167,7 +168,7 @@ class KnownClusters(FederatedDataModule):
         return torch.randn(self.num_clusters, *shape, generator=random, dtype=torch.float64)
 
     def _check(self) -> None:
-        """Raise unless each cluster can have clients and a difference of its own."""
+        """Raise unless there are enough clients, and the difference fits the data."""
         if self.num_clusters > self.num_clients:
             raise ConfigurationError(
                 f"num_clusters is {self.num_clusters}, but there are only {self.num_clients} "
@@ -176,25 +177,25 @@ class KnownClusters(FederatedDataModule):
         if self.difference == "labels":
             if self.num_clusters > self.num_classes:
                 raise ConfigurationError(
-                    f"difference 'labels' makes at most num_classes = {self.num_classes} clusters, "
-                    f"got num_clusters {self.num_clusters}"
+                    f"difference='labels' allows at most num_classes={self.num_classes} clusters, "
+                    f"got num_clusters={self.num_clusters}"
                 )
             return
         shape = list(self._sample.shape[1:])
         if not self._sample.is_floating_point():
             raise ConfigurationError(
-                f"difference {self.difference!r} needs floating-point features, but those of "
+                f"difference={self.difference!r} needs floating-point features, but those of "
                 f"{self.data} are {self._sample.dtype}"
             )
         if self.difference == "features":
             return
         if len(shape) not in (1, 3) or (len(shape) == 3 and shape[1] != shape[2]):
             raise ConfigurationError(
-                f"difference 'rotation' needs vectors or square images, but the features of "
+                f"difference='rotation' needs vectors or square images, but the features of "
                 f"{self.data} have the shape {shape}"
             )
         if len(shape) == 3 and self.num_clusters > 4:
             raise ConfigurationError(
-                "difference 'rotation' makes at most 4 clusters of images, got num_clusters "
-                f"{self.num_clusters}"
+                "difference='rotation' allows at most 4 clusters of images, got "
+                f"num_clusters={self.num_clusters}"
             )

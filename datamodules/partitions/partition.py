@@ -1,4 +1,4 @@
-"""How the samples of one data set are dealt to clients."""
+"""Partitions of the samples of one data set among clients."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .dealing import (
 
 
 class Partition(ABC):
-    """A rule that deals the samples of a data set to clients, each sample at most once.
+    """Deals the samples of a data set to clients, each sample at most once.
 
-    Partitions are value objects: two with equal arguments are equal, and a config names one by
+    Partitions are value objects: two with equal arguments are equal. A config gives one by
     ``class_path`` and ``init_args``.
     """
 
@@ -40,15 +40,15 @@ class Partition(ABC):
 
         Args:
             labels: The class of each sample, ``[n]``.
-            num_clients: How many clients to make; ``None`` only where the data decide.
+            num_clients: Number of clients; ``None`` only if the data determine it.
             seed: Seed of all draws.
-            groups: Who made each sample, ``[n]``, where the data say so.
+            groups: The person who made each sample, ``[n]``, if the data say so.
 
         Returns:
             For each client the sorted positions of its samples.
 
         Raises:
-            ConfigurationError: The data can't be dealt so; the message states the counts.
+            ConfigurationError: The data can't be dealt in this way; the message has the counts.
         """
 
     def deal(
@@ -62,21 +62,21 @@ class Partition(ABC):
         """Deal the training samples by :meth:`split` and the test samples in the same proportions.
 
         A client that holds a tenth of the training samples of a class gets a tenth of that class's
-        test samples, by largest remainder with ties at random. Test samples of a class that nobody
-        trains on stay out.
+        test samples, by largest remainders with ties broken at random. Test samples of a class that
+        no client trains on are not used.
 
         Args:
             labels: The class of each sample, ``[n]``.
             test: Which samples belong to the data set's own test set, ``[n]``.
-            num_clients: How many clients to make; ``None`` only where the data decide.
+            num_clients: Number of clients; ``None`` only if the data determine it.
             seed: Seed of all draws.
-            groups: Who made each sample, ``[n]``, where the data say so.
+            groups: The person who made each sample, ``[n]``, if the data say so.
 
         Returns:
             For each client the sorted positions of its samples of both kinds.
 
         Raises:
-            ConfigurationError: The data can't be dealt so; the message states the counts.
+            ConfigurationError: The data can't be dealt in this way; the message has the counts.
         """
         train = np.flatnonzero(~test)
         made_by = None if groups is None else groups[train]
@@ -106,19 +106,19 @@ class IID(Partition):
 @checked
 @dataclass(frozen=True)
 class Dirichlet(Partition):
-    """Label skew: each class is cut at shares drawn from a symmetric Dirichlet distribution.
+    """Label skew: each class is divided by shares from a symmetric Dirichlet distribution.
 
-    A client that already holds its even part ``n / num_clients`` gets nothing of the classes that
-    follow, as in FedMA (Wang et al., 2020). The whole deal is redrawn, at most ``max_draws`` times,
-    until each client has ``min_samples``.
+    A client that already holds an even share ``n / num_clients`` gets nothing of the following
+    classes, as in FedMA (Wang et al., 2020). The whole partition is redrawn, at most ``max_draws``
+    times, until each client has ``min_samples``.
 
     Args:
-        alpha: Concentration; small means few classes per client, large means IID.
-        min_samples: Samples that each client must get.
-        too_few: If no draw gives them: ``"error"``, or ``"move"`` random samples from the largest
-            clients of the best draw to those that lack some.
-        max_draws: How often to draw before that.
-        samples_per_client: Samples for each client on average, a random draw of all there are;
+        alpha: Concentration: the smaller, the fewer classes per client; large values are IID.
+        min_samples: Minimum number of samples of each client.
+        too_few: If no draw reaches the minimum: ``"error"``, or ``"move"`` random samples from the
+            largest clients of the best draw to those with too few.
+        max_draws: Maximum number of draws.
+        samples_per_client: Mean number of samples per client, drawn at random from the data set;
             ``None`` deals all samples.
 
     Example:
@@ -161,8 +161,8 @@ class Dirichlet(Partition):
         if _smallest(best) < self.min_samples:
             if self.too_few == "error":
                 raise ConfigurationError(
-                    f"{self} left a client with {_smallest(best)} of {len(dealt)} samples for "
-                    f"{num_clients} clients in the best of {self.max_draws} draws; lower "
+                    f"{self}: in the best of {self.max_draws} draws of {len(dealt)} samples for "
+                    f"{num_clients} clients, a client has only {_smallest(best)}; lower "
                     "min_samples, raise alpha or choose too_few='move'"
                 )
             self._mend(best, random)
@@ -200,14 +200,13 @@ class ClassesPerClient(Partition):
     """Each client has samples of ``k`` distinct classes.
 
     The numbers of clients that share a class differ by at most one. Each class is dealt equally to
-    its clients, all of it unless ``samples_per_client`` says less; a class that no client drew
-    (fewer than ``classes / k`` clients) stays out. With ``samples_per_client`` this is pFedLA's
-    "non-IID.1" (Ma et al., 2022).
+    its clients. A class that no client has, with fewer than ``classes / k`` clients, is not used.
+    With ``samples_per_client`` this is pFedLA's "non-IID.1" (Ma et al., 2022).
 
     Args:
-        k: Classes per client.
-        samples_per_client: Size of every client, in equal amounts of its classes; ``None`` deals
-            all samples.
+        k: Number of classes per client.
+        samples_per_client: Number of samples of every client, in equal amounts of its classes;
+            ``None`` deals all samples.
 
     Example:
         >>> labels = np.arange(100) % 10
@@ -245,14 +244,15 @@ class ClassesPerClient(Partition):
 class DominantClasses(Partition):
     """Each client has all classes, of which ``k`` dominant ones hold ``share`` of its samples.
 
-    All clients have the same size. The numbers of clients in which a class dominates differ by at
-    most one; amounts are equal within the dominant classes and within the others, to within one
-    sample. This is pFedLA's "non-IID.2" (Ma et al., 2022).
+    All clients have the same number of samples. The numbers of clients in which a class dominates
+    differ by at most one. Amounts are equal among the dominant classes and among the others, to
+    within one sample. This is pFedLA's "non-IID.2" (Ma et al., 2022).
 
     Args:
-        k: Dominant classes per client.
-        share: Their part of the client's samples.
-        samples_per_client: Size of every client; ``None`` means the largest that the data allow.
+        k: Number of dominant classes per client.
+        share: Their share of the client's samples.
+        samples_per_client: Number of samples of every client; ``None`` means the largest number
+            that the data allow.
 
     Example:
         >>> labels = np.arange(1000) % 10
@@ -304,19 +304,19 @@ class DominantClasses(Partition):
 @checked
 @dataclass(frozen=True)
 class ClassShards(Partition):
-    """Each class is cut into equal shards, and each client gets ``k`` shards, dealt as cards.
+    """Each class is cut into equal shards, and each client gets ``k`` shards at random.
 
-    Each class has ``k * num_clients / classes`` shards; where that is not whole, some classes drawn
-    at random have one more than the others. The first shards of a class are larger by one sample
-    if it does not divide evenly. A client may get two shards of one class. This is the partition of
-    Collins et al. (2021), "Exploiting Shared Representations for Personalized Federated Learning",
-    without its repetition of samples, and of FedEC (Lan et al.).
+    Each class has ``k * num_clients / classes`` shards; if that is not a whole number, some random
+    classes have one more than the others. If a class does not divide evenly, its first shards have
+    one sample more. A client may get two shards of one class. This is the partition of Collins et
+    al. (2021), "Exploiting Shared Representations for Personalized Federated Learning", without its
+    repetition of samples, and of FedEC (Lan et al.).
 
     Args:
-        k: Shards per client.
-        max_samples: A client with more keeps so many, in the same class proportions; ``None`` keeps
-            all. With :meth:`Partition.deal` it limits the training samples, and the client's
-            share of the test set shrinks as they do.
+        k: Number of shards per client.
+        max_samples: Maximum number of samples of a client, in the same class proportions; ``None``
+            keeps all. With :meth:`Partition.deal` it limits the training samples, and the client's
+            share of the test set shrinks in proportion.
 
     Example:
         >>> labels = np.arange(6000) % 10
@@ -356,20 +356,20 @@ class ClassShards(Partition):
 class ConsecutiveClasses(Partition):
     """Client ``u`` has the classes ``u, u + 1, ..., u + k - 1``, and sizes have a long tail.
 
-    Classes count from 0 in ascending order, and after the last comes the first. A client asks for
-    ``minimum`` samples and the floor of a log-normal number, spread over its classes equally to
-    within one. Samples are dealt disjointly: where a class has fewer than its clients ask for, all
-    of them get the same part of what they asked for.
+    Classes are numbered from 0 in ascending order, and the last is followed by the first. A client
+    demands ``minimum`` samples plus the floor of a log-normal number, spread over its classes
+    equally to within one. Samples are dealt disjointly: if a class has fewer than its clients
+    demand, all of them get the same share of their demand.
 
     With the defaults and 150 clients this is FedEC's partition of ten letters of FEMNIST (Lan et
-    al.). There 200 clients are generated and 150 used. Here the other 50 would only take samples
-    away from them, and are left out. The sizes make about 28,000 samples in all; the paper prints
-    34,674, which they can't reach.
+    al.). The paper generates 200 clients and uses 150; the other 50 are left out here, since they
+    would only take samples away. The sizes add up to about 28,000 samples; the paper states 34,674,
+    which they can't reach.
 
     Args:
-        k: Classes per client.
-        minimum: Samples that each client asks for at least.
-        log_mean: Mean of the logarithm of the further samples.
+        k: Number of classes per client.
+        minimum: Minimum number of samples that a client demands.
+        log_mean: Mean of the logarithm of the number of further samples.
         log_std: Standard deviation of that logarithm.
 
     Example:
@@ -418,7 +418,7 @@ class ConsecutiveClasses(Partition):
 class ByUser(Partition):
     """One client for each person who made samples: a writer, a drawer, a user.
 
-    With ``num_clients`` fewer than there are people, so many are drawn at random.
+    If ``num_clients`` is less than the number of people, a random selection of them is used.
 
     Example:
         >>> ByUser().split(np.zeros(4, int), None, seed=0, groups=np.array([7, 3, 7, 3]))
@@ -431,7 +431,7 @@ class ByUser(Partition):
         """See :meth:`Partition.split`."""
         if groups is None:
             raise ConfigurationError(
-                "partition ByUser() needs to know who made each sample, and these data don't say"
+                "partition ByUser() needs data that say who made each sample, which these don't"
             )
         people, owner = np.unique(groups, return_inverse=True)
         num_clients = len(people) if num_clients is None else num_clients
@@ -452,7 +452,7 @@ class ByUser(Partition):
         seed: int,
         groups: Ints | None = None,
     ) -> list[Ints]:
-        """Give everybody their own samples, of both kinds."""
+        """Give everyone their own training and test samples."""
         return self.split(labels, num_clients, seed, groups)
 
 

@@ -1,4 +1,4 @@
-"""Data sets that are held once and dealt to clients by a partition."""
+"""The base class of data sets that are dealt to clients by a partition."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from .samples import Samples
 class PartitionedDataModule(FederatedDataModule):
     """One data set in memory, dealt to clients as lists of positions in it.
 
-    A data set of one's own defines :meth:`load`, and :meth:`transform` if its features are kept in
-    a compact form. Each client's samples are split into training, validation and test parts with
-    the same label distribution.
+    A subclass for your own data set defines :meth:`load`, and :meth:`transform` if its features are
+    kept in a compact form. Each client's samples are split into training, validation and test parts
+    with the same label distribution.
 
     Args:
         partition: How samples are dealt to clients.
-        num_clients: Number of clients; ``null`` where the partition finds them in the data.
+        num_clients: Number of clients; ``null`` if the partition finds them in the data.
         val_fraction: Share of each client's samples for validation; with ``official_test``, share
-            of those it could train on.
+            of its training samples.
         test_fraction: Share of each client's samples for testing.
-        official_test: Whether the data set's own test samples stay test samples, of which each
-            client gets the share that it has of the training samples of a class. Otherwise both
-            are pooled.
+        official_test: Whether the data set's own test samples stay test samples; each client gets
+            the same share of a class's test samples as of its training samples. Otherwise both are
+            pooled.
         **kwargs: Further arguments of :class:`FederatedDataModule`.
 
     Raises:
@@ -74,11 +74,11 @@ class PartitionedDataModule(FederatedDataModule):
         raise NotImplementedError(f"{type(self).__name__} must define load()")
 
     def transform(self, x: Tensor) -> Tensor:
-        """Turn gathered features into what a network gets; by default, leave them as they are."""
+        """Turn gathered features into a network's inputs; by default, return them unchanged."""
         return x
 
     def setup(self, stage: str | None = None) -> None:
-        """Load and deal the data; doing it again changes nothing."""
+        """Load and deal the data; calling it again changes nothing."""
         if self._samples is None:
             try:
                 samples = self.load()

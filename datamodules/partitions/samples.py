@@ -1,4 +1,4 @@
-"""One data set as columns: the features, and what is known of each sample."""
+"""One data set as columns: features, labels, and further facts about each sample."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .dealing import Bools, Ints
 
 @dataclass(frozen=True)
 class Samples:
-    """A data set: features, which may be read from a file, and facts on each of its ``n`` samples.
+    """A data set: features, which may be read from a file, and facts about its ``n`` samples.
 
     Attributes:
         x: Features ``[N, ...]``.
         y: Labels ``[n]``, int64.
-        groups: Who made each sample ``[n]``, where the data say so.
-        test: Which samples belong to the data set's own test set ``[n]``, where it has one.
-        rows: Where in ``x`` each sample lies ``[n]``; ``None`` means that sample ``i`` is ``x[i]``.
+        groups: The person who made each sample ``[n]``, if the data say so.
+        test: Which samples belong to the data set's own test set ``[n]``, if it has one.
+        rows: The row of ``x`` of each sample ``[n]``; ``None`` means that sample ``i`` is ``x[i]``.
 
     Example:
         >>> samples = Samples(torch.zeros(4, 1, 28, 28), torch.tensor([0, 1, 2, 1]))
@@ -38,11 +38,11 @@ class Samples:
     rows: Ints | None = None
 
     def rows_of(self, indices: Tensor) -> Tensor:
-        """Return where in ``x`` the samples of some positions ``[m]`` lie, ``[m]``."""
+        """Return the rows of ``x`` of the samples at some positions ``[m]``."""
         return indices if self.rows is None else torch.from_numpy(self.rows)[indices]
 
     def where(self, keep: Bools) -> Samples:
-        """Return the samples of a mask ``[n]``; their features stay where they are."""
+        """Return the samples of a mask ``[n]``; their features are not copied."""
         rows = np.arange(len(self.y)) if self.rows is None else self.rows
         return Samples(
             self.x,

@@ -1,1 +1,1 @@
-"""Data sets, and how their files are read."""
+"""Data sets, and the readers of their files."""

@@ -1,4 +1,4 @@
-"""Samples that are parsed once and kept on disk, memory-mapped."""
+"""A cache of samples that are parsed once, kept on disk and memory-mapped."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _Read = TypeVar("_Read")
 
 @dataclass(frozen=True)
 class CachedSamples(Samples):
-    """Samples whose features are read from a file; only those in use take memory.
+    """Samples whose features are read from a file, so that only those in use take memory.
 
     Attributes:
         names: The sorted names of the groups; a sample's group is a position in this list.
@@ -93,7 +93,7 @@ class SampleWriter:
         self._test.append(test)
 
     def finish(self, cache: str) -> dict[str, bytes]:
-        """Complete the features' file and return the content of the others, by name.
+        """Complete the file of features and return the content of the other files, by name.
 
         Args:
             cache: The name of the cache, which is written with the checksums.
@@ -116,7 +116,7 @@ class SampleWriter:
         return contents | {_CHECKSUMS: json.dumps(checksums).encode()}
 
     def _features(self) -> dict[str, Any]:
-        """Return the size of the features' file and the checksums of its header and its blocks."""
+        """Return the size of the file of features and the checksums of its header and blocks."""
         row = self._dtype.itemsize * prod(self._shape)
         rows = max(1, _BLOCK // max(1, row))
         self._file.seek(0)
@@ -130,7 +130,7 @@ class SampleWriter:
         }
 
     def _write_header(self, length: int) -> None:
-        """Write numpy's header, in which there is room for any ``length``."""
+        """Write numpy's header, with room for any ``length``."""
         descr = np.lib.format.dtype_to_descr(self._dtype)
         header = {"shape": (length, *self._shape), "fortran_order": False, "descr": descr}
         np.lib.format.write_array_header_1_0(self._file, header)
@@ -139,10 +139,10 @@ class SampleWriter:
 class CachedRows:
     """The features of a cache, mapped from its file; each block is verified when it is first read.
 
-    If one is damaged, the cache is built anew.
+    If a block is damaged, the cache is built again.
 
     Args:
-        cache: Whose features these are.
+        cache: The cache.
     """
 
     def __init__(self, cache: _Cache) -> None:
@@ -156,7 +156,7 @@ class CachedRows:
         """Return the features ``[m, ...]`` of some rows ``[m]``.
 
         Raises:
-            ConfigurationError: They are damaged, and the cache can't be built anew.
+            ConfigurationError: They are damaged, and the cache can't be built again.
         """
         try:
             return self._read(rows)
@@ -214,18 +214,18 @@ def cached_samples(
 ) -> CachedSamples:
     """Open the cache of some files; if there is none, build it first.
 
-    A cache belongs to its sources' names, sizes and times of change, and to the options. When the
-    sources change, it is replaced; other options have another cache. It is written beside its place
-    and renamed when it is complete. Of several processes that start at once, one builds and the
-    others wait. All that is in it has checksums; those of the features are verified when a block
-    of them is first read, all others when the cache is opened. A damaged cache is built anew, with
-    a warning.
+    A cache is identified by the names, sizes and modification times of its sources, and by the
+    options. When the sources change, it is replaced; other options have another cache. It is
+    written to a temporary folder and renamed when it is complete. Of several processes that start
+    at once, one builds and the others wait. Everything in it has checksums: those of the features
+    are verified when a block is first read, all others when the cache is opened. A damaged cache is
+    built again, with a warning.
 
     Args:
-        folder: Where caches are kept; it is made if it is missing.
-        name: What a cache's name starts with.
+        folder: The folder of all caches, which is created if it is missing.
+        name: First part of the cache's name.
         sources: Files that the samples come from; a folder stands for the files in it.
-        options: What else the samples depend on, in values that JSON has.
+        options: What else the samples depend on, as JSON values.
         build: Adds all samples to a writer, the same ones each time.
         num_labels: Labels are ``0 .. num_labels - 1``.
 
@@ -234,8 +234,8 @@ def cached_samples(
         a test sample.
 
     Raises:
-        ConfigurationError: The cache can't be written, or is damaged and can't be built anew. Other
-            errors are those of ``build``.
+        ConfigurationError: The cache can't be written, or is damaged and can't be built again.
+            Other errors are those of ``build``.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -254,11 +254,11 @@ def cached_samples(
 
 
 class _DamagedError(Exception):
-    """A cache is not there, or not what was written."""
+    """A cache is missing or damaged."""
 
 
 class _Cache:
-    """Where a cache is, and how it is built; arguments as of :func:`cached_samples`."""
+    """The place of a cache and how to build it; arguments as in :func:`cached_samples`."""
 
     def __init__(
         self,
@@ -308,20 +308,20 @@ class _Cache:
         checksums = json.loads(path.read_bytes())
         written: dict[str, Any] = checksums["written"]
         if checksums["checksum"] != _checksum(written):
-            raise ValueError(f"{_CHECKSUMS} is not what was written")
+            raise ValueError(f"{_CHECKSUMS} does not match its checksum")
         if written["cache"] != self.path.name:
             raise ValueError(f"it holds the files of {written['cache']}")
         return written
 
     def mended(self, read: Callable[[], _Read], damage: _DamagedError) -> _Read:
-        """Read what is damaged or missing once more, after building it unless another has done so.
+        """Read what was damaged or missing again, after this or another process has rebuilt it.
 
         Args:
-            read: Raises a ``_DamagedError`` if it is damaged still.
-            damage: What was found.
+            read: Reads it; raises a ``_DamagedError`` if it is still damaged.
+            damage: What was found to be damaged.
 
         Returns:
-            What was read.
+            The result of ``read``.
 
         Raises:
             ConfigurationError: The cache can't be built.
@@ -336,17 +336,17 @@ class _Cache:
                 with suppress(_DamagedError):
                     return read()
                 if os.path.lexists(self.path):
-                    warnings.warn(f"{trouble}; it is built anew", stacklevel=4)
+                    warnings.warn(f"{trouble}; building it again", stacklevel=4)
                 self._write()
                 return read()
         except _DamagedError as error:
             raise ConfigurationError(
-                f"{self.path} was built, and is damaged already ({error})"
+                f"{self.path} is damaged right after it was built ({error})"
             ) from error
         except ConfigurationError as error:
             if not was_there:
                 raise
-            raise ConfigurationError(f"{trouble} and can't be built anew: {error}") from error
+            raise ConfigurationError(f"{trouble} and can't be built again: {error}") from error
         except OSError as error:
             raise ConfigurationError(
                 f"{f'{trouble}, and ' if was_there else ''}can't write the cache "
@@ -355,7 +355,7 @@ class _Cache:
             ) from error
 
     def _write(self) -> None:
-        """Build the cache beside its place, and put it there."""
+        """Build the cache in a temporary folder, and move it to its place."""
         if self._place() != self.path:
             raise ConfigurationError("the files that it is made of have changed; start again")
         for leftover in self._folder.glob(f"{self._name}-*.partial"):
@@ -385,7 +385,7 @@ class _Cache:
                 _remove(outdated)
 
     def _place(self) -> Path:
-        """Return where the cache of the sources is, as they are now."""
+        """Return the path of the cache for the sources as they are now."""
         names = [(path.parent.name, path.name) for path in self._sources]
         which = _digest([_FORMAT, names, dict(self._options)])
         version = _digest([facts for path in self._sources for facts in _facts(path)])
@@ -393,7 +393,7 @@ class _Cache:
 
 
 def _facts(path: Path) -> list[tuple[str, int, int]]:
-    """Return name, size and time of change of a file, or of all files in a folder."""
+    """Return name, size and modification time of a file, or of all files in a folder."""
     try:
         entries = list(os.scandir(path)) if path.is_dir() else [path]
         found = [(entry.name, entry.stat()) for entry in entries]
@@ -409,7 +409,7 @@ def _digest(content: Any) -> str:
 
 
 def _content(path: Path, size: int, checksum: int) -> bytes:
-    """Return what is in a file, if that is what was written."""
+    """Return the content of a file after verifying its checksum."""
     _check_size(path, size)
     content = path.read_bytes()
     _check(content, checksum, path.name)
@@ -417,7 +417,7 @@ def _content(path: Path, size: int, checksum: int) -> bytes:
 
 
 def _check_size(path: Path, size: int | None = None) -> None:
-    """Raise unless a file is one, of the size given; others may have no end."""
+    """Raise unless this is a regular file of the size given; other kinds may have no end."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path.name} is not a file")
@@ -427,7 +427,7 @@ def _check_size(path: Path, size: int | None = None) -> None:
 
 def _check(content: bytes | memoryview, checksum: int, name: str) -> None:
     if crc32(content) != checksum:
-        raise _DamagedError(f"{name} is not what was written")
+        raise _DamagedError(f"{name} does not match its checksum")
 
 
 def _checksum(written: dict[str, Any]) -> int:

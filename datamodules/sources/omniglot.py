@@ -49,7 +49,7 @@ class Omniglot(PartitionedDataModule):
         download: Whether to fetch archives that are missing into ``root/omniglot-py``.
         archives: Names of the archives to read, without ``.zip``; ``null`` means all that are
             there, and the two complete ones if they have to be fetched.
-        target: What a label is: the ``character``, or its ``alphabet``.
+        target: The label: the ``character``, or its ``alphabet``.
         image_size: Width and height that the 105 x 105 pixels are scaled to.
         partition: How samples are dealt to clients.
         num_clients: Number of clients; ``null`` means all drawers.

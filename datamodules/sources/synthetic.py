@@ -26,7 +26,7 @@ _ENDLESS = 2.0**60  # samples, where a log-normal number overflows
 
 
 class _Generated(PartitionedDataModule):
-    """Clients who draw their own samples, whoever else there is."""
+    """Clients that draw their own samples, independently of the other clients."""
 
     num_features: int
     least: int
@@ -72,11 +72,11 @@ class Synthetic(_Generated):
     Client ``k`` draws ``u_k ~ N(0, α)`` and a linear model ``W_k, b_k ~ N(u_k, 1)``, then
     ``B_k ~ N(0, β)``, the mean ``v_k ~ N(B_k, 1)`` of its features ``x ~ N(v_k, Σ)``, where ``Σ``
     is diagonal with ``Σ_jj = j^-1.2``, and labels them with ``y = argmax softmax(W_k x + b_k)``. It
-    has ``floor(s) + min_samples`` samples, ``ln s ~ N(log_mean, log_std²)``. So ``alpha`` says how
-    much the models differ and ``beta`` how much the features do; with ``iid``, all clients have one
-    model with ``u = 0``, and ``v = 0``.
+    has ``floor(s) + min_samples`` samples, ``ln s ~ N(log_mean, log_std²)``. So ``alpha`` controls
+    how much the models differ and ``beta`` how much the features do; with ``iid``, all clients have
+    the same model with ``u = 0``, and ``v = 0``.
 
-    The paper writes α and β as variances, its released code takes them for standard deviations.
+    The paper defines α and β as variances, but its released code uses them as standard deviations.
     The two agree at 0 and 1; at 0.5 these data are those of the code, which everyone uses.
 
     Args:
@@ -87,9 +87,9 @@ class Synthetic(_Generated):
         num_features: Length of a sample's vector of features.
         num_classes: Number of classes.
         min_samples: Samples that every client has, whatever is drawn.
-        max_samples: Where larger clients are cut off; ``null``: nowhere.
-        log_mean: Mean of the logarithm of the further samples.
-        log_std: Its standard deviation.
+        max_samples: Maximum number of samples of a client; ``null`` for no maximum.
+        log_mean: Mean of the logarithm of the number of further samples.
+        log_std: Standard deviation of that logarithm.
         val_fraction: Share of each client's samples for validation.
         test_fraction: Share of each client's samples for testing.
         **kwargs: Further arguments of :class:`FederatedDataModule`. ``seed`` also draws the data.
@@ -208,13 +208,13 @@ class _Blobs(_Generated):
 
 @checked
 class ClusteredSynthetic(KnownClusters):
-    """Clients of known clusters, whose data differ in one chosen way.
+    """Generated clients of known clusters, whose data differ in one chosen way.
 
     Class ``c`` is a normal cloud ``N(m_c, spread² I)`` around a point ``m_c ~ N(0, I)``. Each
-    client has all classes in equal amounts, to within one sample, and sees them as its cluster
-    does: :class:`KnownClusters` says how clusters differ. The fewer features there are, the less
-    can one model be right for all clusters: with ``num_classes + num_clusters - 2`` of them, a
-    linear one can leave the offsets of ``features`` out.
+    client has all classes in equal amounts, to within one sample, changed as in its cluster (see
+    :class:`KnownClusters`). The fewer features there are, the less a single model can be right for
+    all clusters; with ``num_classes + num_clusters - 2`` features or more, a linear model can
+    ignore the offsets of ``difference="features"``.
 
     Args:
         num_clusters: Number of clusters.

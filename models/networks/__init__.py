@@ -1,1 +1,1 @@
-"""The networks of the papers, and small ones."""
+"""Networks: those of the papers, and small ones."""

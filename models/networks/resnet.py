@@ -18,8 +18,8 @@ class ResNet18(ResNet):
 
     For small images the first convolution is 3x3 with stride 1 and no max pooling follows it, so
     that a 32x32 image keeps its size up to the second stage. Layers have torchvision's names; the
-    last is ``fc``. Any image size will do. Parameters, which the kind of normalisation doesn't
-    change:
+    last is ``fc``. Images can have any size. The number of parameters is the same with either
+    normalisation:
 
     | | 10 classes | 100 classes | 1000 classes |
     |---|---|---|---|
@@ -29,10 +29,10 @@ class ResNet18(ResNet):
     Args:
         num_classes: Number of logits.
         in_channels: Channels of an image.
-        norm: ``"group"``, which knows nothing of other samples, or ``"batch"``.
+        norm: ``"group"``, which does not depend on other samples, or ``"batch"``.
         num_groups: Groups of channels that GroupNorm normalises together; a divisor of 64.
-        small_images: Whether the network begins as for small images. With ``False``, ``"batch"``
-            and 3 channels, torchvision's weights fit.
+        small_images: Whether the network begins as described for small images. With ``False``,
+            ``norm="batch"`` and 3 channels, torchvision's weights can be loaded.
 
     Raises:
         ConfigurationError: If an option is out of range.

@@ -361,7 +361,7 @@ class TestClusterExamples:
     def test_data_that_are_no_images(self, tmp_path):
         picture = ClusterExamples(every=1)
         options = {"default_root_dir": tmp_path}
-        with pytest.warns(UserWarning, match=r"sample of shape \[4\] is no image") as caught:
+        with pytest.warns(UserWarning, match=r"sample of shape \[4\] is not an image") as caught:
             run(linear_client(), small_data(), FeSEM(2), 3, picture, trainer=options)
         assert sum("ClusterExamples" in str(warning.message) for warning in caught) == 1
         assert not (tmp_path / "pictures").exists()
@@ -460,7 +460,7 @@ class TestConvergence:
     def test_metrics_that_were_never_logged(self, tmp_path):
         picture = ConvergencePlot(["val/macro_acc", "val/mcaro_acc"])
         options = {"default_root_dir": tmp_path}
-        with pytest.warns(UserWarning, match="no round has val/mcaro_acc"):
+        with pytest.warns(UserWarning, match="leaves out val/mcaro_acc, which no round has"):
             run(linear_client(), small_data(), FedAvg(), 1, picture, trainer=options)
         assert drawn(tmp_path) == ["convergence-0000.png"]
         with pytest.raises(ConfigurationError, match="no round of 'a' has val/loss"):
@@ -548,7 +548,7 @@ class TestEmbedding:
             def forward(self, x: Tensor) -> Tensor:
                 return self.network(x.unsqueeze(1))
 
-        with pytest.raises(ConfigurationError, match="last linear layer, and Sequential has none"):
+        with pytest.raises(ConfigurationError, match="last linear layer, but Sequential has none"):
             run(network_client(network, Reshaped), small_data(), FedAvg(), 1, EmbeddingTrajectory())
 
     def test_options_are_checked(self):

@@ -263,7 +263,7 @@ def test_a_damaged_cache_is_named_and_built_anew(tmp_path, name, damage):
     opened(tmp_path, write)
     (path,) = caches(tmp_path)
     DAMAGES[damage](path / name)
-    with pytest.warns(UserWarning, match=f"{path} is damaged .*built anew"):
+    with pytest.warns(UserWarning, match=f"{path} is damaged .*building it again"):
         check(opened(tmp_path, write))
     check(opened(tmp_path))
 
@@ -274,7 +274,7 @@ def test_a_damaged_cache_is_named_and_built_anew(tmp_path, name, damage):
 def test_swapped_blocks_and_words_are_damage(tmp_path, first, second, length):
     opened(tmp_path, write_large)
     swap(caches(tmp_path)[0] / "x.npy", first, second, length)
-    with pytest.warns(UserWarning, match=r"block \d of x.npy is not what was written.*anew"):
+    with pytest.warns(UserWarning, match=r"block \d of x.npy does not match its checksum.*again"):
         check_large(opened(tmp_path, write_large))
     check_large(opened(tmp_path))
 
@@ -285,7 +285,7 @@ def test_damage_done_to_an_open_cache_is_seen(tmp_path, damage, seen):
     samples = opened(tmp_path, write_large)
     assert len(samples.x[torch.arange(seen)]) == seen
     DAMAGES[damage](caches(tmp_path)[0] / "x.npy")
-    with pytest.warns(UserWarning, match=r"x.npy.*it is built anew"):
+    with pytest.warns(UserWarning, match=r"x.npy.*building it again"):
         assert np.array_equal(samples.x[torch.tensor([999, 500])].numpy(), LARGE[[999, 500]])
     check_large(samples)
     check_large(opened(tmp_path))
@@ -295,7 +295,7 @@ def test_a_cut_ends_no_process_that_has_verified_all(tmp_path):
     samples = opened(tmp_path, write_large)
     check_large(samples)
     os.truncate(caches(tmp_path)[0] / "x.npy", 4096)
-    with pytest.warns(UserWarning, match="x.npy is cut off.*built anew"):
+    with pytest.warns(UserWarning, match="x.npy is cut off.*building it again"):
         check_large(samples)
 
 
@@ -317,7 +317,7 @@ def test_each_number_of_the_checksums_is_verified_too(tmp_path):
     content = path.read_text()
     for number in re.finditer(r"\d+", content):
         path.write_text(content[: number.end() - 1] + content[number.end() :])
-        with pytest.warns(UserWarning, match="is damaged .*built anew"):
+        with pytest.warns(UserWarning, match="is damaged .*building it again"):
             opened(tmp_path, write_large)
         assert path.read_text() == content
 
@@ -330,7 +330,7 @@ def test_files_of_another_cache_are_damage(tmp_path, whole):
     opened(other, lambda writer: writer.add(X[::-1], Y[::-1], "eve"))
     for name in FILES if whole else ["x.npy"]:
         (caches(tmp_path)[0] / name).write_bytes((caches(other)[0] / name).read_bytes())
-    with pytest.warns(UserWarning, match="damaged .*(files of data-|not what was written).*anew"):
+    with pytest.warns(UserWarning, match="damaged .*(files of data-|its checksum).*again"):
         check(opened(tmp_path, write))
 
 
@@ -386,7 +386,7 @@ def test_whatever_is_in_the_place_of_a_cache_is_replaced(tmp_path):
     for make in (Path.touch, os.mkfifo, lambda path: path.symlink_to(path.name)):
         shutil.rmtree(path)
         make(path)
-        with pytest.warns(UserWarning, match=f"{path} is damaged .*built anew"):
+        with pytest.warns(UserWarning, match=f"{path} is damaged .*building it again"):
             check(opened(tmp_path, write))
 
 
@@ -399,17 +399,17 @@ def test_a_damaged_cache_whose_source_is_gone_or_damaged_is_an_error(tmp_path):
         raise ConfigurationError("source.json is damaged")
 
     with (
-        pytest.warns(UserWarning, match="built anew"),
+        pytest.warns(UserWarning, match="building it again"),
         pytest.raises(
             ConfigurationError,
-            match=rf"^{path} is damaged \(block 1 of x.npy.*\) and can't be built anew: source",
+            match=rf"^{path} is damaged \(block 1 of x.npy.*\) and can't be built again: source",
         ),
     ):
         check_large(opened(tmp_path, fail))
     assert caches(tmp_path) == [path]
     (tmp_path / "source.json").unlink()
     with (
-        pytest.warns(UserWarning, match="built anew"),
+        pytest.warns(UserWarning, match="building it again"),
         pytest.raises(
             ConfigurationError, match=rf"^{path} is damaged .* anew: can't read .*source.json: No"
         ),
@@ -422,7 +422,7 @@ def test_a_damaged_cache_whose_source_has_changed_asks_for_another_start(tmp_pat
     flip(caches(tmp_path)[0] / "x.npy")
     (tmp_path / "source.json").write_text("more")
     with (
-        pytest.warns(UserWarning, match="built anew"),
+        pytest.warns(UserWarning, match="building it again"),
         pytest.raises(ConfigurationError, match="have changed; start again"),
     ):
         check_large(samples)
@@ -434,7 +434,7 @@ def test_samples_that_come_out_otherwise_ask_for_another_start(tmp_path):
     flip(caches(tmp_path)[0] / "x.npy")
     content[0] += 1
     with (
-        pytest.warns(UserWarning, match="built anew"),
+        pytest.warns(UserWarning, match="building it again"),
         pytest.raises(ConfigurationError, match="not what was opened; start again"),
     ):
         check_large(samples)
@@ -450,7 +450,7 @@ def test_samples_can_be_pickled_and_copied(tmp_path):
     for twin in (pickle.loads(pickle.dumps(samples)), copy.deepcopy(samples)):
         check(twin)
         flip(next(tmp_path.glob("data-*/x.npy")), 0.9)
-        with pytest.warns(UserWarning, match="built anew"):
+        with pytest.warns(UserWarning, match="building it again"):
             check(cached_samples(tmp_path, "data", [], {}, write, num_labels=10))
 
 

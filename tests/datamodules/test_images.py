@@ -116,7 +116,7 @@ def test_a_damaged_cache_is_decoded_anew(rows, name):
     first = held(CIFAR10(str(rows), cache_dir=str(rows / "cache"), **ALL))
     (path,) = (rows / "cache").glob(f"cifar10-*/{name}")
     path.write_bytes(path.read_bytes()[:-1] + b"\x63")
-    with pytest.warns(UserWarning, match=f"{path.parent} is damaged .*built anew"):
+    with pytest.warns(UserWarning, match=f"{path.parent} is damaged .*building it again"):
         again = held(CIFAR10(str(rows), cache_dir=str(rows / "cache"), **ALL))
     assert torch.equal(first[0], again[0])
     assert torch.equal(first[1], again[1])

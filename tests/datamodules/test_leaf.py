@@ -141,7 +141,7 @@ def test_a_damaged_cache_is_built_anew_when_a_client_reads_it(femnist):
     (x,) = (femnist / "cache").glob("femnist-*/x.npy")
     x.write_bytes(x.read_bytes()[:-4] + np.float32(7).tobytes())
     data = opened(femnist, val_fraction=0)
-    with pytest.warns(UserWarning, match=f"{x.parent} is damaged .*built anew"):
+    with pytest.warns(UserWarning, match=f"{x.parent} is damaged .*building it again"):
         same(data, 1, TEST["f0001"], "test")
     for client, user in enumerate(data.users):
         same(data, client, TRAIN[user], "train")

@@ -1,4 +1,4 @@
-"""Monitors that draw, into TensorBoard and as PNG files into the run folder."""
+"""Monitors that draw pictures, for TensorBoard and as PNG files in the run folder."""
 
 from .clusters import ClusterPlot, cluster_figure
 from .convergence import ConvergencePlot, convergence_figure

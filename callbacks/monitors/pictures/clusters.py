@@ -36,17 +36,18 @@ _CROSSES: dict[str, Any] = {"s": 200, "color": "black", "marker": "+", "linewidt
 class ClusterPlot(RepeatedPicture):
     """Draws the models that clients returned in the plane of their first two principal components.
 
-    A point is the parameters that a client returned when it last took part. Points are coloured by
-    cluster, and crosses are the clusters' models, where the server callback has ``assignments``, a
-    LongTensor ``[num_clients]`` with -1 for none, as FeSEM does. With many clients a seeded sample
-    is drawn. The picture is called ``clusters``; it needs two clients that have answered.
+    A point stands for the parameters that a client returned at its last participation. If the
+    server callback has ``assignments``, a LongTensor ``[num_clients]`` with -1 for none, as FeSEM
+    does, points are coloured by cluster, and crosses are the clusters' models. With many clients,
+    only a random sample is drawn. The picture is called ``clusters``; it needs at least two clients
+    that have answered.
 
     Models of more than 2,048 parameters are folded to 2,048 numbers with random signs (see
     :func:`fold`), which keeps distances to about 3 %. So the sample takes at most 8 kB per client,
     in memory and in each checkpoint: 3.3 MB for 400 clients.
 
     Args:
-        max_clients: Clients in the sample; FeSEM's authors draw 400.
+        max_clients: Number of clients in the sample; FeSEM's authors draw 400.
         every: As in :class:`RepeatedPicture`.
 
     Raises:
@@ -67,7 +68,7 @@ class ClusterPlot(RepeatedPicture):
         self._arrived: dict[int, Tensor] = {}
 
     def start(self, federation: Federation) -> None:
-        """Listen to the clients' updates."""
+        """Subscribe to the clients' updates."""
         self._sample = sample_clients(
             federation.clients.trainable, self.max_clients, federation.clients.seed
         )
@@ -78,25 +79,25 @@ class ClusterPlot(RepeatedPicture):
             federation.clients.on_updates.append(self._collect)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Bring together what arrived on all ranks, and draw if it is time."""
+        """Gather the models of all ranks, and draw if it is time."""
         for arrived in gather(self._arrived):
             self._models |= arrived
         self._arrived = {}
         super().on_train_epoch_end(trainer, pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw the last round and stop listening."""
+        """Draw the last round and unsubscribe."""
         super().on_train_end(trainer, pl_module)
         self._stop(pl_module)
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Stop listening."""
+        """Unsubscribe."""
         self._stop(pl_module)
 
     def figures(self, federation: Federation) -> Mapping[str, Figure]:
-        """Return the plane of the models as they are now."""
+        """Return the picture of the current models."""
         if len(self._models) < 2:
             return {}
         clients = torch.tensor(sorted(self._models))
@@ -117,7 +118,7 @@ class ClusterPlot(RepeatedPicture):
         return {"clients": clients, "models": torch.stack(list(self._models.values()))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
+        """Load what :meth:`state_dict` returned."""
         if state_dict:
             clients = state_dict["clients"].tolist()
             self._models = dict(zip(clients, state_dict["models"], strict=True))
@@ -141,13 +142,13 @@ def cluster_figure(
     """Draw models in the plane of their first two principal components.
 
     Args:
-        models: One model a row ``[M, d]``, ``M`` at least 2.
-        clusters: The cluster of each ``[M]``, -1 for none; no colours without.
+        models: One model per row ``[M, d]``, ``M`` at least 2.
+        clusters: The cluster of each ``[M]``, -1 for none; ``None`` draws no colours.
         centers: The clusters' models ``[K, d]``, projected onto the same plane.
 
     Returns:
-        A figure without a window, ready for a logger or ``savefig``. Clusters have different
-        colours and markers, up to 70 of them.
+        A figure without a window, ready for a logger or ``savefig``. Up to 70 clusters have
+        different colours and markers.
     """
     from matplotlib.ticker import MaxNLocator
     from sklearn.decomposition import PCA
@@ -192,11 +193,11 @@ def cluster_figure(
 
 
 def fold(vectors: Tensor, width: int = _WIDTH) -> Tensor:
-    """Shorten vectors ``[M, d]`` to at most ``width`` numbers and keep their distances roughly.
+    """Shorten vectors ``[M, d]`` to at most ``width`` numbers, roughly keeping their distances.
 
-    Numbers get random signs, the same for all vectors, and every ``width``-th are added up. The
-    expected squared distance of two results is that of the vectors; its relative standard deviation
-    is about ``sqrt(2 / width)``. Vectors that are short enough are returned as they are.
+    Numbers get random signs, the same for all vectors, and every ``width``-th ones are added up.
+    The expected squared distance of two results is that of the vectors; its relative standard
+    deviation is about ``sqrt(2 / width)``. Vectors that are short enough are not changed.
 
     Example:
         >>> fold(torch.ones(3, 10)).shape, fold(torch.ones(3, 10), width=4).shape

@@ -1,4 +1,4 @@
-"""How the quality of one or several runs develops over rounds."""
+"""A picture of the metrics of one or several runs over rounds."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _WORDS = {"val": "validation", "acc": "accuracy", "f1": "F1"}
 class ConvergencePlot(Picture):
     """Draws metrics over rounds when a fit ends, together with those of earlier runs.
 
-    There is a panel for each metric and a curve for each run: FeSEM with several numbers of
-    clusters, say, or one algorithm beside another. The picture is called ``convergence``.
+    There is a panel for each metric and a curve for each run, such as FeSEM with several numbers of
+    clusters, or several algorithms. The picture is called ``convergence``.
 
     Args:
         metrics: Tags of the metrics, as TensorBoard has them.
@@ -52,7 +52,7 @@ class ConvergencePlot(Picture):
     ) -> None:
         super().__init__()
         if not metrics:
-            raise ConfigurationError("ConvergencePlot: metrics must name at least one")
+            raise ConfigurationError("ConvergencePlot: metrics must have at least one tag")
         self.metrics = list(metrics)
         self.runs = runs if isinstance(runs, dict) else {Path(run).name: run for run in runs or ()}
         self.label = label
@@ -71,7 +71,10 @@ class ConvergencePlot(Picture):
         curves = {**self._curves, self.label: _of_history(federation.history, self.metrics)}
         known = [m for m in self.metrics if any(m in run for run in curves.values())]
         if missing := [metric for metric in self.metrics if metric not in known]:
-            warnings.warn(f"ConvergencePlot: no round has {' or '.join(missing)}", stacklevel=2)
+            warnings.warn(
+                f"ConvergencePlot leaves out {' and '.join(missing)}, which no round has",
+                stacklevel=2,
+            )
         return {"convergence": _draw(curves, known)} if known else {}
 
 
@@ -124,7 +127,7 @@ def _read(folder: str | os.PathLike[str], metrics: Sequence[str]) -> dict[str, C
     )
 
     if not Path(folder).is_dir():
-        raise ConfigurationError(f"there is no run folder {folder} to draw the convergence of")
+        raise ConfigurationError(f"there is no run folder {folder}")
     found = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     found.Reload()
     scalars = {m: found.Scalars(m) for m in metrics if m in found.Tags()["scalars"]}
@@ -173,6 +176,6 @@ def _draw(curves: Mapping[str, Mapping[str, Curve]], metrics: Sequence[str]) -> 
 
 
 def _in_words(tag: str) -> str:
-    """Return a tag as a label: ``val/macro_acc`` is the validation macro accuracy."""
+    """Return a tag as a label: ``val/macro_acc`` becomes "validation macro accuracy"."""
     words = tag.replace("/", " ").replace("_", " ").split()
     return " ".join(_WORDS.get(word, word) for word in words)

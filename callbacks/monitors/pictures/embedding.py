@@ -1,4 +1,4 @@
-"""How the clients' average features move from round to round."""
+"""A picture of how the clients' average features move from round to round."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ _PATHS: dict[str, Any] = {"linewidth": 0.6, "zorder": 1}
 
 @checked
 class EmbeddingTrajectory(Picture):
-    """Draws the clients' average features, round by round, in two dimensions by t-SNE.
+    """Draws the clients' average features of every round in two dimensions, by t-SNE.
 
-    After each round, every client of a seeded sample runs the model that it is judged by on its own
+    After each round, every client of a random sample runs the model that it is judged by on its own
     samples, and the inputs of the network's last linear layer are averaged: one point for each
-    client and round. t-SNE needs all points at once, so the picture is drawn when the fit ends; it
-    takes about a second for each thousand points. It is called ``embedding``, or
-    ``embedding/first-<n>-rounds``. In fine-tuned evaluation the clients are fine-tuned once more.
+    client and round. With ``finetune_epochs``, the clients are fine-tuned for this. t-SNE needs all
+    points at once, so the picture is drawn when the fit ends; it takes about a second per thousand
+    points. It is called ``embedding``, or ``embedding/first-<n>-rounds``.
 
-    The averages are part of each checkpoint, which grows with the rounds that are drawn.
+    The averages are part of each checkpoint, which grows with the number of rounds drawn.
 
     Args:
-        rounds: Draw the first so many rounds, a picture for each number, as FedEC does for 30 and
-            100; by default one picture of all. A shorter run is drawn as far as it went.
-        max_clients: Clients in the sample.
-        every: Rounds from one average to the next.
+        rounds: Numbers of first rounds to draw, with a picture for each number, as FedEC does for
+            30 and 100; by default one picture of all rounds. A shorter run is drawn as far as it
+            went.
+        max_clients: Number of clients in the sample.
+        every: Number of rounds between two averages.
         split: The samples to average over: ``train``, ``val`` or ``test``.
-        color: What points are coloured by: ``client``, where later rounds are darker, or
-            ``round``.
+        color: What colours show: ``client``, with later rounds darker, or ``round``.
 
     Raises:
         ConfigurationError: If an option is out of range or, before training starts, if the network
@@ -91,7 +91,7 @@ class EmbeddingTrajectory(Picture):
         client = as_classifier(federation.client, type(self).__name__)
         if not any(isinstance(module, nn.Linear) for module in client.modules()):
             raise ConfigurationError(
-                "EmbeddingTrajectory draws the inputs of the last linear layer, and "
+                "EmbeddingTrajectory draws the inputs of the network's last linear layer, but "
                 f"{type(client.network).__name__} has none"
             )
         clients = federation.clients.trainable
@@ -104,7 +104,7 @@ class EmbeddingTrajectory(Picture):
             self._clients = sample_clients(clients, self.max_clients, federation.clients.seed)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note the average features after this round."""
+        """Record the average features after this round."""
         super().on_train_epoch_end(trainer, pl_module)
         index, last = trainer.current_epoch, max(self.rounds or (math.inf,))
         if isinstance(pl_module, Federation) and (index + 1) % self.every == 0 and index < last:
@@ -138,7 +138,7 @@ class EmbeddingTrajectory(Picture):
         return {"clients": self._clients, "features": stacked(self._features)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
+        """Load what :meth:`state_dict` returned."""
         self._clients = state_dict["clients"]
         self._features = unstacked(state_dict["features"])
 
@@ -152,8 +152,8 @@ def mean_features(client: L.LightningModule, x: Tensor, batch_size: int = 1024) 
         batch_size: Samples in one pass.
 
     Returns:
-        The mean ``[features]``, float32 on the CPU; where the layer works on a sequence, over its
-        positions too.
+        The mean ``[features]``, float32 on the CPU; if the layer is applied to a sequence, also
+        over its positions.
 
     Example:
         >>> from pflight.models import ClientModule
@@ -194,12 +194,13 @@ def embedding_figure(
         features: Averages ``[R, C, features]``; those that are not finite are left out.
         rounds: The rounds' numbers, ``R`` of them.
         clients: The clients' ids ``[C]``.
-        color: ``client``, where later rounds are darker, or ``round``.
+        color: ``client``, with later rounds darker, or ``round``.
         seed: Seed of t-SNE.
 
     Returns:
         A figure without a window, ready for a logger or ``savefig``. A thin line follows each
-        client from round to round; the ids of more than 40 clients are at their last points.
+        client from round to round. More than 40 clients are labelled by their ids at their last
+        points instead of in a legend.
     """
     from matplotlib.ticker import MaxNLocator
 

@@ -1,4 +1,4 @@
-"""Example images of the clients of each cluster."""
+"""A picture of example images of the clients of each cluster."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _MOST_CLUSTERS = 12
 class ClusterExamples(RepeatedPicture):
     """Shows training images of some clients of each cluster side by side.
 
-    A block is a cluster, a row in it a client, by its id. A client's images are evenly spaced in
-    the order of their labels, so a row shows the mixture of its classes. The members that are shown
-    are a seeded sample. The up to 12 largest clusters are shown; without ``assignments`` of the
-    server callback all clients are one block. The picture is called ``examples``. Data that are no
-    images of 1 or 3 channels are passed over with a warning.
+    A block is a cluster, and a row in it is a client with its id. A client's images are evenly
+    spaced in the order of their labels, so that a row shows the mixture of its classes. Up to 12
+    clusters are shown, the largest ones, with a random sample of their members. If the server
+    callback has no ``assignments``, all clients are one block. The picture is called ``examples``.
+    If the data are not images of 1 or 3 channels, there is a warning and no picture.
 
     Args:
-        per_cluster: Clients of each cluster.
-        images: Images of each client.
+        per_cluster: Number of clients of each cluster.
+        images: Number of images of each client.
         every: As in :class:`RepeatedPicture`.
 
     Raises:
@@ -52,18 +52,19 @@ class ClusterExamples(RepeatedPicture):
         self._has_images = False
 
     def start(self, federation: Federation) -> None:
-        """See whether the data are images."""
+        """Check whether the data are images."""
         first = int(federation.clients.trainable[0])
         x, _ = federation.clients.attached_data.samples(first, "train")
         self._has_images = is_image(x[0])
         if not self._has_images:
             warnings.warn(
-                f"ClusterExamples shows nothing: a sample of shape {list(x.shape[1:])} is no image",
+                f"ClusterExamples draws no picture: a sample of shape {list(x.shape[1:])} is not "
+                "an image",
                 stacklevel=2,
             )
 
     def figures(self, federation: Federation) -> Mapping[str, Figure]:
-        """Return the clusters' images."""
+        """Return the picture of the clusters' images."""
         if not self._has_images:
             return {}
         assignments = getattr(federation.attached_callback, "assignments", None)
@@ -102,13 +103,13 @@ def examples_figure(
 ) -> Figure:
     """Show images by cluster and client.
 
-    Each channel is scaled so that the values shown, of all clusters together, span it from black to
-    full: whatever the data were normalised with, their look comes back.
+    Each channel is scaled so that its values, over all images shown, span the range from black to
+    full colour, which undoes a normalisation of the data.
 
     Args:
         blocks: For each cluster, for each client, images ``[n, H, W]``, ``[n, 1, H, W]`` or
             ``[n, 3, H, W]``; at least one image in all.
-        sizes: The number of clients in each cluster, for the titles; no titles without.
+        sizes: The number of clients in each cluster, for the titles; ``None`` for no titles.
 
     Returns:
         A figure without a window, ready for a logger or ``savefig``.
@@ -150,14 +151,14 @@ def _range(images: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _display(images: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Return images ``[n, H, W, 3]`` of colours from 0 to 1."""
+    """Return images ``[n, H, W, 3]`` with colours from 0 to 1."""
     images = images.unsqueeze(1) if images.dim() == 3 else images
     spread = torch.where(high > low, high - low, 1.0)
     return ((images - low) / spread).expand(-1, 3, -1, -1).movedim(1, 3)
 
 
 def _mosaic(tiles: list[Tensor], down: int, across: int) -> np.ndarray[Any, Any]:
-    """Lay images out on white, a row for each client, with gaps between them."""
+    """Arrange images on white, a row for each client, with gaps between them."""
     _, height, width, _ = tiles[0].shape
     gap = max(1, width // 14)
     mosaic = torch.ones(down, height + gap, across, width + gap, 3, dtype=torch.double)

@@ -1,4 +1,4 @@
-"""What all pictures share: when they are drawn, and where they go."""
+"""The base classes of pictures: when they are drawn, and where they are saved."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ _DPI = 150
 
 
 class Picture(L.Callback):
-    """Draws when a fit ends, if it came to any round.
+    """Draws when a fit ends, if it has completed a round.
 
     Figures go to TensorBoard as images ``pictures/<name>``, at the step of the last round, and to
-    ``<default_root_dir>/pictures/<name>-<round>.png``. A file appears when it is complete. Runs of
-    something other than a federation have no such pictures.
+    ``<default_root_dir>/pictures/<name>-<round>.png``. A file appears when it is complete. Only
+    runs of a federation have pictures.
 
-    A picture of one's own defines :meth:`figures`.
+    A subclass for your own picture defines :meth:`figures`.
     """
 
     def __init__(self) -> None:
         self._undrawn = False
 
     def start(self, federation: Federation) -> None:
-        """Check what is needed and make ready; raise a ConfigurationError if it can't be drawn."""
+        """Prepare, before the first round; raise a ConfigurationError if it can't be drawn."""
 
     def observe(self, federation: Federation) -> None:
-        """Note what is to be drawn; all ranks call it before each drawing."""
+        """Record what will be drawn; all ranks call it before each drawing."""
 
     def figures(self, federation: Federation) -> Mapping[str, Figure]:
-        """Return the figures by name, none if there is nothing to see; called on rank 0 only."""
+        """Return the figures by name, or none; called on rank 0 only."""
         raise NotImplementedError(f"{type(self).__name__} must define figures(federation)")
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Make ready, before the first round."""
+        """Prepare, before the first round."""
         if isinstance(pl_module, Federation):
             self.start(pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note that there is a round that has not been drawn."""
+        """Record that a round has not been drawn yet."""
         self._undrawn = isinstance(pl_module, Federation)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -71,11 +71,11 @@ class Picture(L.Callback):
 
 @checked
 class RepeatedPicture(Picture):
-    """Draws again and again while a federation is trained, and after its last round.
+    """Draws regularly while a federation is trained, and after its last round.
 
     Args:
-        every: Rounds from one picture to the next; by default those from one evaluation to the
-            next, the Trainer's ``check_val_every_n_epoch``.
+        every: Number of rounds between two pictures; by default the Trainer's
+            ``check_val_every_n_epoch``, so that there is one with each evaluation.
 
     Raises:
         ConfigurationError: If ``every`` is below 1.
@@ -95,19 +95,19 @@ class RepeatedPicture(Picture):
 
 
 def stacked(by_round: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of many rounds as two, which a checkpoint saves faster."""
+    """Return the tensors of many rounds as two tensors, which a checkpoint saves faster."""
     if not by_round:
         return {}
     return {"rounds": torch.tensor([*by_round]), "values": torch.stack([*by_round.values()])}
 
 
 def unstacked(state: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """Return the tensors by round of which :func:`stacked` made two."""
+    """Return the tensors by round that :func:`stacked` joined."""
     return dict(zip(state["rounds"].tolist(), state["values"], strict=True)) if state else {}
 
 
 def new_figure(width: float = 7.0, height: float = 4.5) -> Figure:
-    """Return a figure without a window, of a size in inches, in which nothing is cut off."""
+    """Return a figure without a window; its size is in inches, and nothing is cut off."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=_DPI, layout="constrained")

@@ -1,4 +1,4 @@
-"""How much each client takes from each other client, layer by layer."""
+"""Pictures of how much each client takes from each other client, layer by layer."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ _PREFIX = "network."  # of the layers of a client's network, which pictures leav
 class AggregationWeights(RepeatedPicture):
     """Draws the weights with which a server mixes clients' layers, as pFedLA does.
 
-    The pictures are ``weights/heatmap``, client by client for each layer;
+    The pictures are ``weights/heatmap``, a matrix of clients by clients for each layer;
     ``weights/client-<i>-evolution``, one client's weights over rounds for each layer; and
-    ``weights/client-<i>-layers``, bars of that client's weights, a bar for each layer. The server
+    ``weights/client-<i>-layers``, that client's weights as a bar for each layer. The server
     callback needs a method ``layer_weights(clients)`` that returns ``{layer name: Tensor [C,
     num_clients]}`` with rows that sum to 1.
 
     Args:
-        layers: Names of the layers, as the pictures have them or, with ``network.`` before them,
-            as in ``federation.layout.layers``; by default up to 6, evenly spaced from the first to
-            the last.
+        layers: Names of the layers as in ``federation.layout.layers``, with or without the prefix
+            ``network.``; by default up to 6, evenly spaced from the first to the last.
         client: The client whose weights are drawn over rounds and as bars.
         clients: The clients in the heatmap; by default all, or 50 evenly spaced ones.
         every: As in :class:`RepeatedPicture`.
@@ -76,7 +75,7 @@ class AggregationWeights(RepeatedPicture):
 
     @property
     def state_key(self) -> str:
-        """Tell the callbacks of several clients apart in a checkpoint."""
+        """A key by client, so that a checkpoint can hold several of these callbacks."""
         return self._generate_state_key(client=self.client, layers=self.layers)
 
     def start(self, federation: Federation) -> None:
@@ -84,8 +83,8 @@ class AggregationWeights(RepeatedPicture):
         callback = federation.attached_callback
         if not hasattr(callback, "layer_weights"):
             raise ConfigurationError(
-                "AggregationWeights needs a server callback with layer_weights(clients), such as "
-                f"PFedLA; {type(callback).__name__} has none"
+                "AggregationWeights needs a server callback with a method layer_weights(clients), "
+                f"such as PFedLA; {type(callback).__name__} has none"
             )
         for client in (self.client, *(self.clients or ())):
             federation.clients.attached_data.check_client(client)
@@ -109,7 +108,7 @@ class AggregationWeights(RepeatedPicture):
             self._past = {}
 
     def observe(self, federation: Federation) -> None:
-        """Ask for the weights."""
+        """Record the client's weights of this round."""
         clients = torch.cat([self._shown, torch.tensor([self.client])])
         weights: dict[str, Tensor] = federation.attached_callback.layer_weights(clients)  # type: ignore[attr-defined]
         rows = {name: weights[key].detach().float().cpu() for name, key in self._layers.items()}
@@ -118,7 +117,7 @@ class AggregationWeights(RepeatedPicture):
         self._past[federation.history[-1].index] = now
 
     def figures(self, federation: Federation) -> Mapping[str, Figure]:
-        """Return the heatmap, the evolution and the bars."""
+        """Return the heatmap, the weights over rounds and the bars."""
         past = torch.stack(list(self._past.values()))
         rounds, names = list(self._past), list(self._matrices)
         return {
@@ -134,7 +133,7 @@ class AggregationWeights(RepeatedPicture):
         return {"past": stacked(self._past)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave."""
+        """Load what :meth:`state_dict` returned."""
         self._past = unstacked(state_dict["past"])
 
 
@@ -147,8 +146,8 @@ def heatmap_figure(matrices: Mapping[str, Tensor], clients: Sequence[int]) -> Fi
         clients: Their ids, ``C`` of them.
 
     Returns:
-        A figure without a window, ready for a logger or ``savefig``. All panels have one scale,
-        in which colours go with the square root of a weight, so that small ones differ too.
+        A figure without a window, ready for a logger or ``savefig``. All panels have the same
+        colour scale, by the square root of a weight, so that small weights differ visibly too.
     """
     from matplotlib.colors import PowerNorm
 
@@ -182,8 +181,9 @@ def evolution_figure(
 
     Returns:
         A figure without a window, ready for a logger or ``savefig``. The client itself, in front,
-        and the clients that weigh most in the last round have colours and markers, all others are
-        grey. The axis goes with the square root of a weight, so that small ones differ too.
+        and the clients with the largest weights in the last round have colours and markers; all
+        others are grey. The axis shows the square root of a weight, so that small weights differ
+        visibly too.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -221,7 +221,7 @@ def evolution_figure(
 
 
 def bars_figure(weights: Tensor, layers: Sequence[str], client: int) -> Figure:
-    """Draw whom one client takes each layer from, as stacked bars.
+    """Draw one client's weights of all clients' layers as stacked bars, one bar per layer.
 
     Args:
         weights: Weights ``[L, num_clients]``.
@@ -229,8 +229,8 @@ def bars_figure(weights: Tensor, layers: Sequence[str], client: int) -> Figure:
         client: The client; its own weight is at the bottom.
 
     Returns:
-        A figure without a window, ready for a logger or ``savefig``. Clients that weigh less than
-        the five heaviest are added up.
+        A figure without a window, ready for a logger or ``savefig``. All but the five clients with
+        the largest weights are added up.
     """
     named = _heaviest(weights, client)
     values = weights.numpy()
@@ -284,7 +284,7 @@ def _legend(figure: Figure, axes: Axes, reverse: bool) -> None:
 
 
 def _heaviest(weights: Tensor, client: int) -> list[int]:
-    """Return the client, and the others that weigh most on average over layers, by weight."""
+    """Return the client, then the others with the largest mean weights over layers."""
     order = weights.mean(0).argsort(descending=True, stable=True).tolist()
     return [client, *[other for other in order if other != client][:_NAMED]]
 
