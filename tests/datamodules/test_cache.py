@@ -411,7 +411,7 @@ def test_a_damaged_cache_whose_source_is_gone_or_damaged_is_an_error(tmp_path):
     with (
         pytest.warns(UserWarning, match="building it again"),
         pytest.raises(
-            ConfigurationError, match=rf"^{path} is damaged .* anew: can't read .*source.json: No"
+            ConfigurationError, match=rf"^{path} is damaged .* again: can't read .*source.json: No"
         ),
     ):
         check_large(samples)
