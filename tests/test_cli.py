@@ -567,7 +567,7 @@ class TestResume:
         while process.poll() is None and not last.is_file():
             time.sleep(0.01)
         with (
-            pytest.raises(ConfigurationError, match=f"way, by process {process.pid} on .* since"),
+            pytest.raises(ConfigurationError, match=f"run, in process {process.pid} on .* since"),
             RunFolder("run").claimed("fit"),
         ):
             pytest.fail("it is the other's")
