@@ -14,9 +14,9 @@ from .allocator import keep_freed_memory
 def main() -> None:
     """Import what the command line needs, and run it.
 
-    The process is the command's own, so its memory is set up for training: the allocator keeps freed
-    memory. The garbage collector is off during the imports, which saves a fifth of their time, and
-    never scans the imported objects afterwards.
+    The process is the command's own, so that its memory can be set up for training: the allocator
+    keeps freed memory, and the garbage collector is off during the imports, which saves a fifth of
+    their time, and never scans the imported objects afterwards.
     """
     for signum in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(signum) != signal.SIG_IGN:
