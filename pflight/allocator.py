@@ -1,4 +1,4 @@
-"""Memory that is freed after each step, and needed again in the next, stays with the process."""
+"""An allocator setting that keeps freed memory in the process, for the next step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def keep_freed_memory() -> bool:
     changed where there is no glibc, or where the environment has options for its allocator.
 
     Returns:
-        Whether the allocator was told so.
+        Whether the setting was changed.
 
     References:
         ``man 3 mallopt``.

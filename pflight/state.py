@@ -309,17 +309,17 @@ def call_with(
     places: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> ValueT:
-    """Call a function of a module while other tensors stand in place of the module's own.
+    """Call a function of a module with other tensors in place of the module's own.
 
-    PyTorch's ``functional_call`` ties tensors too, but would leave some of them behind in a module
-    that has two names.
+    PyTorch's ``functional_call`` also ties tensors, but leaves some of them behind in a module that
+    has two names.
 
     Args:
         module: The module.
-        tensors: By name; tied ones by their first name.
-        function: Gets the module and what follows.
+        tensors: Tensors by name; tied ones by their first name.
+        function: A function of the module and the further arguments.
         *args: Further arguments of the function.
-        places: What :func:`other_places` returns, where it is known already.
+        places: The result of :func:`other_places`, if it is known already.
         **kwargs: Further arguments of the function.
     """
     places = other_places(module) if places is None else places

@@ -215,8 +215,8 @@ WORDS = TensorClients(
     ("data", "num_clusters", "difference", "message"),
     [
         (vectors(2), 3, "labels", "num_clusters is 3, but there are only 2 clients"),
-        (vectors(), 4, "labels", "at most num_classes = 3 clusters, got num_clusters 4"),
-        (images(), 5, "rotation", "at most 4 clusters of images, got num_clusters 5"),
+        (vectors(), 4, "labels", "at most num_classes=3 clusters, got num_clusters=4"),
+        (images(), 5, "rotation", "at most 4 clusters of images, got num_clusters=5"),
         (images(4, 5), 2, "rotation", r"features of TensorClients have the shape \[3, 4, 5\]"),
         (WORDS, 2, "features", "those of TensorClients are torch.int64"),
         (WORDS, 2, "rotation", "those of TensorClients are torch.int64"),
