@@ -278,6 +278,20 @@ class LoggedMetrics:
         self._values.update(values)
         self._all = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether clients were judged, and none logged a thing."""
+        gathered = self._gathered()
+        return bool(gathered.clients) and not gathered.values
+
+    def not_finite(self) -> dict[str, list[int]]:
+        """Return the clients whose values are not numbers to take a mean of, by name."""
+        odd = {
+            name: sorted(client for client, value in values.items() if not math.isfinite(value))
+            for name, values in self._gathered().values.items()
+        }
+        return {name: clients for name, clients in odd.items() if clients}
+
     def per_client(self) -> dict[str, Tensor]:
         """Return every client's values and ``num_samples`` ``[N]``; NaN where there is none."""
         gathered, judged = self._gathered(), torch.zeros_like(self.num_samples)

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pflight.errors import ConfigurationError
+from pflight.errors import ConfigurationError, said_by
 from pflight.half import OWN, PERSONAL, Half, Phase
 from pflight.history import Logs, add_logs, merge_logs
 from pflight.loaders import Split, Visit
@@ -135,7 +135,7 @@ class SequentialEngine:
             except STOPS:
                 raise
             except BaseException as error:
-                reason = str(error).strip().split("\n")[0] or type(error).__name__
+                reason = said_by(error).split("\n")[0] or type(error).__name__
                 raise ConfigurationError(
                     f"the network can't take the data's samples of shape {tuple(x.shape[1:])} "
                     f"({str(x.dtype).removeprefix('torch.')}): {reason}"
@@ -152,7 +152,7 @@ class SequentialEngine:
         except (KeyboardInterrupt, SIGTERMException):
             raise
         except BaseException as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = " ".join(said_by(error).split()) or type(error).__name__
             raise ConfigurationError(f"the client's optimizer can't be built: {reason}") from error
 
     def _check_outputs(self, task: Task, outputs: Tensor, targets: Tensor) -> None:
@@ -589,11 +589,7 @@ class SequentialEngine:
 
         def judge(_: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
             logged, directions = self.client.trainer.evaluate(split, visit.parts, batches)
-            if not logged:
-                raise ConfigurationError(
-                    f"{type(module).__name__}.{step} logs nothing to judge clients by: "
-                    f"call self.log('{split}/...', value) in it"
-                )
+            self._copies.tensors()  # raises unless they are as they were, for the next client
             values.add(client, split, logged, directions)
 
         return values, self._visit_each(clients, states, split, judge)
