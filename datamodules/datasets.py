@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import random
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from itertools import chain
+from multiprocessing.connection import wait
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data._utils import signal_handling
 
 from pflight.data_module import FederatedDataModule
-from pflight.errors import ConfigurationError
+from pflight.errors import ConfigurationError, described, said_by
 from pflight.loaders import SPLITS, Split, Visit, as_gathered
-from pflight.options import check_range, checked
+from pflight.options import check_range, checked, whole
 from pflight.randomness import Purpose, derive_seed, seed_everything
 
 _ASIDE = np.random.MT19937(0)
 _CPU = torch.device("cpu")
 _END = object()
+_LOOK = 0.2  # seconds from one look at the workers to the next
 _MASK = (1 << 63) - 1
+_MOMENT = 1.0  # seconds in which a worker that dies is gone
 _STRIDE = 0x9E3779B97F4A7C15  # between the seeds of neighbouring samples
 Datasets = Sequence[Dataset[Any]]
 Key = tuple[int, int, int]
 """A sample's position among the datasets, its index, and its seed."""
+T = TypeVar("T")
 
 
 @checked
@@ -82,6 +90,7 @@ class DatasetClients(FederatedDataModule):
                 f"{type(self).__name__}: train is empty: a federation needs at least one client"
             )
         self.datasets: dict[Split, list[Dataset[Any]]] = {}
+        self._sizes: dict[Split, Tensor] = {}
         for split, given in zip(SPLITS, (train, val, test), strict=True):
             nothing: list[Dataset[Any]] = [_NoSamples()] * self.num_clients
             datasets = nothing if given is None else list(given)
@@ -97,14 +106,11 @@ class DatasetClients(FederatedDataModule):
                         "Dataset, which has __len__ and __getitem__"
                     )
             self.datasets[split] = datasets
+            self._sizes[split] = torch.tensor([_size(*one, split) for one in enumerate(datasets)])
         check_range(self, "[0, inf)", num_workers=num_workers)
         self.num_workers = num_workers
         self.collate_fn = collate_fn
         self.pin_memory = pin_memory
-        self._sizes = {
-            split: torch.tensor([len(dataset) for dataset in datasets])  # type: ignore[arg-type]
-            for split, datasets in self.datasets.items()
-        }
         self._loaders: dict[Split, _Loader] = {}
         self.setup()
 
@@ -138,6 +144,18 @@ class DatasetClients(FederatedDataModule):
         """Return the samples of some clients, one client after the other, as one torch Dataset."""
         chosen = [self.datasets[split][client] for client in clients.tolist()]
         return _Collated(chosen, self.collate_fn or default_collate)
+
+
+def _size(client: int, dataset: Dataset[Any], split: Split) -> int:
+    """Return how many samples a client's dataset says that it has."""
+    who = f"client {client}, {split}: the length of {type(dataset).__name__}"
+    try:
+        size = len(dataset)  # type: ignore[arg-type]
+    except Exception as error:
+        raise ConfigurationError(f"{who} can't be told: {described(error)}") from error
+    if not whole(size) >= 0:
+        raise ConfigurationError(f"{who} must be below 2**32, got {size}")
+    return size
 
 
 def _keys(visits: Sequence[Visit], seed: int) -> Iterator[list[Key]]:
@@ -198,12 +216,20 @@ class _Schedule(Sampler[list[Key]]):
         return iter(self.batches)
 
 
+class WorkerEndedError(RuntimeError):
+    """A worker of a DataLoader has died."""
+
+
 class _Loader:
-    """A DataLoader with persistent workers, which read whatever batches are needed next."""
+    """A DataLoader with persistent workers, which read whatever batches are needed next.
+
+    If a worker dies, or is still busy when a client's time is up, new workers take over.
+    """
 
     def __init__(self, samples: _Samples, num_workers: int, pin_memory: bool) -> None:
         self._schedule = _Schedule()
-        self._loader = DataLoader(
+        self._new = partial(
+            DataLoader,
             samples,
             batch_sampler=self._schedule,
             num_workers=num_workers,
@@ -212,6 +238,7 @@ class _Loader:
             persistent_workers=num_workers > 0,
             generator=torch.Generator(),  # or it would draw a seed out of a client's numbers
         )
+        self._loader: DataLoader[Any] = self._new()
         self._end: weakref.finalize[..., Any] | None = None
 
     def close(self) -> None:
@@ -220,19 +247,83 @@ class _Loader:
             self._end()
 
     def batches(self, batches: Iterable[list[Key]]) -> Iterator[Any]:
-        """Yield batches of these samples."""
-        self._schedule.batches = batches
-        with _drawing_aside():
-            iterator = iter(self._loader)
-        if self._loader.num_workers and self._end is None:
-            # The garbage collector would close the queues first, and then wait for the workers.
-            self._end = weakref.finalize(self, iterator._shutdown_workers)  # type: ignore[attr-defined]
+        """Yield batches of these samples.
+
+        Raises:
+            WorkerEndedError: If it is the next batch that a worker dies of.
+        """
+        rest = iter(batches)
         while True:
-            with _drawing_aside():
-                batch = next(iterator, _END)
-            if batch is _END:
+            ahead: deque[list[Key]] = deque()
+            try:
+                for batch in self._read(_noted(rest, ahead)):
+                    ahead.popleft()
+                    yield batch
                 return
+            except WorkerEndedError:  # of any of the batches that it read ahead
+                first, *others = ahead
+            yield from self._read([first])
+            rest = chain(others, rest)
+
+    def _read(self, batches: Iterable[list[Key]]) -> Iterator[Any]:
+        self._schedule.batches = batches
+        try:
+            iterator = self._watched(self._begin)
+        except WorkerEndedError:  # of what was read ahead, and is not wanted any more
+            iterator = self._watched(self._begin)
+        while (batch := self._watched(partial(next, iterator, _END))) is not _END:
             yield batch
+
+    def _begin(self) -> Iterator[Any]:
+        iterator: Any = iter(self._loader)
+        if self._loader.num_workers and self._end is None:
+            # PyTorch would raise that a worker died wherever this process is at that time, or,
+            # after the first Trainer, which takes its signals back, only after some seconds.
+            signal_handling._remove_worker_pids(id(iterator))
+            iterator._worker_pids_set = False
+            iterator._try_get_data = partial(iterator._try_get_data, timeout=_LOOK)
+            # The collector of cycles would close the queues first, and then wait for the workers.
+            self._end = weakref.finalize(self, _end, iterator)
+        return iterator
+
+    def _watched(self, work: Callable[[], T]) -> T:
+        """Return what some work with the workers gives, and replace them if it breaks off."""
+        iterator = self._loader._iterator
+        try:
+            with _drawing_aside():
+                return work()
+        except BaseException as error:
+            own = "DataLoader worker process" in said_by(error)  # which has raised it
+            torn = isinstance(error, Exception) and not own
+            workers = getattr(iterator, "_workers", [])
+            ends = (
+                wait([worker.sentinel for worker in workers], _MOMENT) if torn and workers else ()
+            )
+            dead = [worker for worker in workers if worker.sentinel in ends]
+            if not dead and isinstance(error, Exception):
+                raise
+            for worker in workers:
+                worker.kill()
+            self.close()
+            self._end, self._loader = None, self._new()
+            if not isinstance(error, Exception):
+                raise
+            raise WorkerEndedError(
+                f"the worker that read its samples ended with status {dead[0].exitcode}"
+            ) from error
+
+
+def _end(iterator: Any) -> None:
+    """End the workers of a DataLoader's iterator, also those that ignore SIGTERM."""
+    iterator._shutdown_workers()
+    for worker in iterator._workers:
+        worker.kill()
+
+
+def _noted(batches: Iterable[T], notes: deque[T]) -> Iterator[T]:
+    for batch in batches:
+        notes.append(batch)
+        yield batch
 
 
 @contextmanager

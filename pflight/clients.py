@@ -121,6 +121,7 @@ class Clients:
         traffic: The bytes of all rounds so far.
         on_updates: Functions that are called with each chunk of updates, full states, as it comes.
         on_client_end: Called with the id of each client that has trained.
+        said_not_finite: Tags of the metrics of which some client's was said to be NaN.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class Clients:
         self.on_updates: list[Callable[[ClientUpdates], None]] = []
         self.on_client_end: Callable[[int], None] | None = None
         self._failures = self.failures_of(0, "it is left out")
+        self.said_not_finite: set[str] = set()
         self._warned: set[str] = set()  # of clients that are not stacked
         self._learner: Engine | None = None  # of another module than the clients' own
 

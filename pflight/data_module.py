@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from .augmentation import Augmentation
 from .cohort import CohortLoader, CohortSampler, check_cohort_options
-from .errors import ConfigurationError
+from .errors import ConfigurationError, described
 from .fingerprint import checksum_of
 from .loaders import (
     SPLITS,
@@ -212,9 +212,9 @@ class FederatedDataModule(L.LightningDataModule):
                 except (KeyboardInterrupt, NotImplementedError, MisconfigurationException):
                     raise
                 except BaseException as error:  # samples() is the user's code
-                    reason = " ".join(f"{type(error).__name__}: {error}".split())
                     raise ConfigurationError(
-                        f"the {split} samples of client {client} can't be counted: {reason}"
+                        f"the {split} samples of client {client} can't be counted: "
+                        f"{described(error)}"
                     ) from error
             counts[split] = torch.tensor(sizes)
         return counts, torch.tensor(checksums)

@@ -13,3 +13,27 @@ class ConfigurationError(MisconfigurationException, ValueError):
 
 class ClientError(RuntimeError):
     """A client failed, and the federation's ``on_client_error`` is ``"raise"``."""
+
+
+def said_by(error: BaseException) -> str:
+    """Return what an exception says, if it can: one of a user's own may raise another.
+
+    Example:
+        >>> said_by(ValueError("no such image"))
+        'no such image'
+    """
+    try:
+        return str(error).strip()
+    except Exception:
+        return ""
+
+
+def described(error: BaseException) -> str:
+    """Return what an exception is and says, in one line.
+
+    Example:
+        >>> described(ValueError("no  such image")), described(MemoryError())
+        ('ValueError: no such image', 'MemoryError')
+    """
+    said = " ".join(said_by(error).split())
+    return f"{type(error).__name__}: {said}".removesuffix(": ")

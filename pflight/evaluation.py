@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -89,8 +90,12 @@ class Evaluator:
         Raises:
             ClientError: On all ranks, if a client of any rank failed and ``on_client_error`` is
                 ``"raise"``.
+            ConfigurationError: If no client's module logged anything.
         """
         self.failures.raise_together()
+        for model, logged in self._metrics.items():
+            if isinstance(logged, LoggedMetrics):
+                self._check_logged(model, logged)
         newcomers = self.clients.newcomers
         everyone = torch.arange(self.clients.num_clients)
         groups = {"": everyone[~torch.isin(everyone, newcomers)]}
@@ -102,6 +107,24 @@ class Evaluator:
             for model, metrics in self._metrics.items()
             for name, value in metrics.compute(clients).items()
         }
+
+    def _check_logged(self, model: WhichModel, metrics: LoggedMetrics) -> None:
+        """Raise if nothing was logged, and say once which clients a metric leaves out."""
+        if metrics.is_empty:
+            step = "test_step" if self.split == "test" else "validation_step"
+            raise ConfigurationError(
+                f"{type(self.clients.module).__name__}.{step} logs nothing to judge clients by: "
+                f"call self.log('{self.split}/...', value) in it"
+            )
+        for name, clients in metrics.not_finite().items():
+            tag = f"{self.split}/{model}{name}"
+            if tag not in self.clients.said_not_finite:
+                self.clients.said_not_finite.add(tag)
+                more = f" and {len(clients) - 1:,} others" if len(clients) > 1 else ""
+                rank_zero_warn(
+                    f"round {self.clients.last_round}: {tag} of client {clients[0]}{more} is NaN "
+                    "or infinite, and left out of that metric; this is said once"
+                )
 
     def per_client(self, model: WhichModel = "") -> dict[str, Tensor]:
         """Return every client's ``acc``, ``f1``, ``loss`` and ``num_samples`` ``[num_clients]``."""

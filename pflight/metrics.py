@@ -296,6 +296,20 @@ class LoggedMetrics:
         self._values.update(values)
         self._all = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether clients were judged, and none logged a thing."""
+        gathered = self._gathered()
+        return bool(gathered.clients) and not gathered.values
+
+    def not_finite(self) -> dict[str, list[int]]:
+        """Return the clients whose values are not numbers to take a mean of, by name."""
+        odd = {
+            name: sorted(client for client, value in values.items() if not math.isfinite(value))
+            for name, values in self._gathered().values.items()
+        }
+        return {name: clients for name, clients in odd.items() if clients}
+
     def per_client(self) -> dict[str, Tensor]:
         """Return every client's values and ``num_samples`` ``[N]``; NaN where there is none."""
         gathered, judged = self._gathered(), torch.zeros_like(self.num_samples)
@@ -315,11 +329,6 @@ class LoggedMetrics:
         micro: dict[str, Tensor] = {}
         for name in sorted(gathered.values):
             known = chosen & columns[name].isfinite()
-            if any(not math.isfinite(value) for value in gathered.values[name].values()):
-                rank_zero_warn(
-                    f"{self.split}/{name} is NaN or infinite for some clients, which are left out "
-                    f"of its means; client_metrics({self.split!r}) says for which"
-                )
             values, counts = columns[name][known], columns["num_samples"][known].double()
             if not len(values):
                 continue

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from tensordict import TensorDict
 from torch import Tensor
 
+from .errors import described, said_by
 from .history import Logs
 
 STOPS = (KeyboardInterrupt, SIGTERMException, MisconfigurationException)
@@ -29,9 +30,9 @@ class ClientFailure:
     @classmethod
     def of(cls, client: int, error: BaseException) -> ClientFailure:
         """Return the failure of a client that raised."""
-        said = f"{type(error).__name__}: {error}".removesuffix(": ")
+        said, lines = described(error), said_by(error).splitlines()
         if "DataLoader worker process" in said:  # whose traceback ends with what was raised there
-            said = said.rstrip().splitlines()[-1]
+            said = lines[-1]
         return cls(client, shorten(said, _REASON, placeholder=" ..."), error)
 
 

@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from pflight.errors import ConfigurationError
 from pflight.half import Half
 from pflight.history import Logs, merge_logs
 from pflight.loaders import Split, Visit
@@ -253,11 +252,7 @@ class SequentialEngine:
 
         def judge(_: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
             logged, directions = self.models.client.trainer.evaluate(split, visit.parts, batches)
-            if not logged:
-                raise ConfigurationError(
-                    f"{type(module).__name__}.{step} logs nothing to judge clients by: "
-                    f"call self.log('{split}/...', value) in it"
-                )
+            self.models.state()  # raises unless the tensors are as they were, for the next client
             values.add(client, split, logged, directions)
 
         return values, self._visit_each(clients, states, split, judge)

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from pflight.errors import ConfigurationError
+from pflight.errors import ConfigurationError, said_by
 from pflight.options import check_optimizer
 from pflight.task import Task, trains_as_a_task
 from pflight.updates import STOPS
@@ -74,7 +74,7 @@ def check_client(setting: Setting, copy: LightningModule) -> Findings:
     except (KeyboardInterrupt, SIGTERMException):
         raise
     except BaseException as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(said_by(error).split()) or type(error).__name__
         raise ConfigurationError(f"the client's optimizer can't be built: {reason}") from error
     return findings
 
@@ -95,7 +95,7 @@ def _run(setting: Setting, task: Task, copy: LightningModule) -> Findings:
     except STOPS:
         raise
     except BaseException as error:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        reason = said_by(error).split("\n")[0] or type(error).__name__
         raise ConfigurationError(
             f"the network can't take the data's samples of shape {tuple(x.shape[1:])} "
             f"({str(x.dtype).removeprefix('torch.')}): {reason}"

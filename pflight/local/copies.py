@@ -103,7 +103,7 @@ class Copies:
         held = [register for part in self.module.modules() for register in vars(part).values()]
         self._registers = [register for register in held if isinstance(register, dict)]
         self._held = self._registered()
-        self._kinds = [(t.shape, t.dtype, t.device) for t in self.live.values()]
+        self._kinds = list(map(_kind, self.live.values()))
         self._modes = [(part, part.training) for part in self.module.modules()]
         buffers = zip(self.module.buffers(), self._pristine.buffers(), strict=True)
         self._unsaved = [(own, given) for own, given in buffers if id(own) not in self._shared]
@@ -138,10 +138,10 @@ class Copies:
         if self._is_as_it_was():
             return {**self.live, **self._frozen}
         held = state_tensors(self.module)
-        for name, (shape, dtype, device) in zip(self.live, self._kinds, strict=True):
+        for name, kind in zip(self.live, self._kinds, strict=True):
             if (now := held.get(name)) is None:
                 raise RuntimeError(f"it replaced or deleted its {name}")
-            if (now.shape, now.dtype, now.device) != (shape, dtype, device):
+            if _kind(now) != kind:
                 raise RuntimeError(f"it changed the shape, type or device of its {name}")
         return {name: held[name] for name in (*self.live, *self._frozen)}
 
@@ -159,7 +159,7 @@ class Copies:
         return (
             same
             and self._registered() == self._held
-            and [(t.shape, t.dtype, t.device) for t in self.live.values()] == self._kinds
+            and list(map(_kind, self.live.values())) == self._kinds
             and all(torch.equal(own, given) for own, given in self._unsaved)
         )
 
@@ -173,6 +173,10 @@ def ready(template: L.LightningModule) -> L.LightningModule:
     """Return a copy of a client module in the modes in which it trains."""
     module = copy.deepcopy(template)
     return rest_frozen(module.train() if isinstance(module, Task) else module)
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, bool]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.is_inference()
 
 
 def _is_plain(part: nn.Module) -> bool:

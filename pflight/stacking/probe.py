@@ -17,6 +17,7 @@ from lightning import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
+from pflight.errors import said_by
 from pflight.half import PERSONAL, Half, Phase
 from pflight.local.client import AloneClient
 from pflight.local.descent import steps_only
@@ -607,7 +608,7 @@ def _failed(what: str, error: Exception) -> str:
 
 def reason_of(error: BaseException) -> str:
     """Return an error's first sentence, for users who don't know how clients are stacked."""
-    line = str(error).strip().split("\n")[0].split(". ")[0] or type(error).__name__
+    line = said_by(error).split("\n")[0].split(". ")[0] or type(error).__name__
     if "meta tensors" in line:  # as which a client's scalars are handed to what all clients share
         return "it asks for the value of num_samples or another number that clients differ in"
     if "calling .item()" in line or "data-dependent" in line:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import random
+import signal
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from torchvision.transforms import v2
 from pflight import ClientError, Federation
 from pflight.callbacks import FedAvg
 from pflight.datamodules import DatasetClients
+from pflight.errors import ConfigurationError
 from pflight.loaders import Visit
 from tests.runs import assert_same, quiet_trainer, run
 
@@ -228,3 +232,77 @@ def test_readers_go_on_after_an_image_that_cannot_be_read(root: Path, workers: i
     sound.datasets["train"][0].samples[1] = (str(root / "lost.jpeg"), 0)
     again = run(network(), sound, FedAvg(), 2)
     assert_same(federation.server_states()[0], again.server_states()[0])
+
+
+class Breaks(Dataset[Any]):
+    """Samples, of which one is the end of a worker, or keeps it for ever."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        if self.how == "raises":
+            raise ValueError
+        if index == 1 and torch.utils.data.get_worker_info():
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "hangs":
+                time.sleep(600)
+            if self.how == "exits":
+                raise SystemExit(3)
+        return torch.full((3, 4, 4), 1.0 * index), index % 2
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("how", "workers", "said"),
+    [
+        ("killed", 2, "the worker that read its samples ended with status -9"),
+        ("exits", 1, "the worker that read its samples ended with status 3"),
+        ("hangs", 1, "took longer than client_timeout, 0.5 s"),
+    ],
+)
+def test_a_worker_that_is_lost_is_replaced_and_costs_one_client(how, workers, said) -> None:
+    """Whatever the workers had read ahead for others."""
+
+    def trained(bad: Dataset[Any], workers: int) -> Federation:
+        sound = Breaks("not at all")
+        data = DatasetClients([sound, bad, sound, sound], batch_size=2, num_workers=workers)
+        limit = 0.5 if workers and how == "hangs" else None
+        return run(network(), data, FedAvg(), 1, client_timeout=limit)
+
+    with pytest.warns(UserWarning, match=f"round 0: client 1 failed: .*{said}"):
+        federation = trained(Breaks(how), workers)
+    assert [entry.failed for entry in federation.history] == [[1]]
+    with pytest.warns(UserWarning, match="round 0: client 1 failed: ValueError"):
+        expected = trained(Breaks("raises"), workers=0)
+    assert_same(federation.server_states()[0], expected.server_states()[0])
+    gc.collect()
+    assert multiprocessing.active_children() == []
+
+
+class Uncountable(TensorDataset):
+    def __init__(self, length: Any) -> None:
+        super().__init__(torch.zeros(2, 1))
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length() if callable(self.length) else self.length
+
+
+@pytest.mark.parametrize(
+    ("length", "said"),
+    [
+        (-1, r"can't be told: ValueError: __len__\(\) should return >= 0"),
+        (None, "can't be told: TypeError: 'NoneType'"),
+        (dict, "can't be told: TypeError: 'dict'"),
+        (2**40, r"must be below 2\*\*32, got 1099511627776"),
+    ],
+)
+def test_a_length_that_is_none_is_an_error(length: Any, said: str) -> None:
+    sound = Uncountable(2)
+    with pytest.raises(ConfigurationError, match=f"client 1, val: the length of Unc.* {said}"):
+        DatasetClients([sound, sound], [sound, Uncountable(length)])

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -124,7 +125,13 @@ def without() -> dict[str, Tensor]:
         return fitted(OwnData(raising(OSError())), "sequential").server_states()[0]
 
 
+class SpeechlessError(Exception):
+    def __str__(self) -> str:
+        raise OSError("there is nothing to say")
+
+
 SAMPLES = {
+    "speechless": (raising(SpeechlessError()), "SpeechlessError"),
     "raises": (raising(OSError("its disk is gone")), "OSError: its disk is gone"),
     "exits": (raising(SystemExit(0)), "SystemExit: 0"),
     "fewer columns": (lambda x, y: (x[:, :1], y), r"features are float32 of shape \[1\]"),
@@ -654,3 +661,72 @@ def test_a_time_limit_is_for_clients_one_by_one_in_the_main_thread() -> None:
 def test_a_time_limit_that_is_no_time(seconds: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"client_timeout must be (over 0|a finite)"):
         Federation(linear_client(), client_timeout=seconds)
+
+
+class Judge(L.LightningModule):
+    """Is judged as it likes on the samples of client ``BAD``, whose first feature is 9."""
+
+    def __init__(self, does: Callable[[Judge], Any]) -> None:
+        super().__init__()
+        self.net, self.does = nn.Linear(FEATURES, CLASSES), does
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        x, y = batch
+        value = self.does(self) if (x[:, 0] == 9).all() else F.cross_entropy(self.net(x), y)
+        if value is not None:
+            self.log("val/loss", value)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def judged(does: Callable[[Judge], Any], client: int = BAD, rounds: int = 1) -> Federation:
+    data = OwnData(lambda x, y: (torch.full_like(x, 9.0), y), "val", client)
+    torch.manual_seed(0)
+    return run(Judge(does), data, FedAvg(), rounds)  # type: ignore[arg-type]
+
+
+def nothing(module: Judge) -> None:
+    """Log nothing."""
+
+
+def test_a_client_that_logs_nothing_is_not_judged() -> None:
+    federation = judged(nothing)
+    known = federation.client_metrics("val")["loss"].isfinite()
+    assert known.nonzero().flatten().tolist() == [0, 1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_metric_that_is_no_number_is_said_once(
+    value: float, recwarn: pytest.WarningsRecorder
+) -> None:
+    federation = judged(lambda module: torch.tensor(value), rounds=3)
+    expected = judged(nothing, rounds=3)
+    metrics = "val/macro_loss", "val/loss", "val/server/loss"
+    for name in metrics:
+        (own,), (other,) = (
+            {x.metrics[name] for x in f.history[-1:]} for f in (federation, expected)
+        )
+        assert own == other
+    told = said("round 0: val/", recwarn)
+    rest = f" of client {BAD} is NaN or infinite, and left out of that metric; this is said once"
+    assert told == [f"loss{rest}", f"server/loss{rest}"]
+    assert not said("round 1: val/", recwarn)
+
+
+@pytest.mark.parametrize("does", [lambda module: module.double(), lambda module: module.half()])
+def test_a_client_that_changes_its_module_in_evaluation_is_named_itself(
+    does: Callable[[Judge], Any], recwarn: pytest.WarningsRecorder
+) -> None:
+    def evaluated(module: Judge) -> Tensor:
+        does(module)
+        return torch.zeros(())
+
+    federation = judged(evaluated)
+    (told,) = set(said("round 0: client ", recwarn))
+    assert told.startswith(f"{BAD} failed on its val samples: RuntimeError: it changed the shape")
+    known = federation.client_metrics("val")["loss"].isfinite()
+    assert known.nonzero().flatten().tolist() == [0, 1, 2, 4, 5]
