@@ -121,7 +121,7 @@ class Clients:
         traffic: The bytes of all rounds so far.
         on_updates: Functions that are called with each chunk of updates, full states, as it comes.
         on_client_end: Called with the id of each client that has trained.
-        said_not_finite: Tags of the metrics of which some client's was said to be NaN.
+        said_not_finite: Metrics, as ``val/mae``, of which a client's was said not to be finite.
     """
 
     def __init__(

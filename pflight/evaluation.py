@@ -117,13 +117,14 @@ class Evaluator:
                 f"call self.log('{self.split}/...', value) in it"
             )
         for name, clients in metrics.not_finite().items():
-            tag = f"{self.split}/{model}{name}"
+            tag = f"{self.split}/{name}"
             if tag not in self.clients.said_not_finite:
                 self.clients.said_not_finite.add(tag)
                 more = f" and {len(clients) - 1:,} others" if len(clients) > 1 else ""
                 rank_zero_warn(
-                    f"round {self.clients.last_round}: {tag} of client {clients[0]}{more} is NaN "
-                    "or infinite, and left out of that metric; this is said once"
+                    f"round {self.clients.last_round}: {self.split}/{model}{name} of client "
+                    f"{clients[0]}{more} is NaN or infinite, and left out of that metric; this is "
+                    "said once"
                 )
 
     def per_client(self, model: WhichModel = "") -> dict[str, Tensor]:
