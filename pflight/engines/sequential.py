@@ -19,7 +19,7 @@ from pflight.local.check import check_client
 from pflight.local.models import LocalModels
 from pflight.local.setting import Setting
 from pflight.local.time_limit import time_limit
-from pflight.local.training import LocalTraining
+from pflight.local.training import ClientTraining
 from pflight.local.visits import evaluation_visits, gradient_visits, training_visits, visits_to
 from pflight.metrics import ClientValues
 from pflight.randomness import Purpose, derive_seed, seed_everything
@@ -53,7 +53,7 @@ class SequentialEngine:
         self.operations = math.inf  # of a sample's forward pass
         self._changes_input = False
         self._threads = torch.get_num_threads()
-        self._training = LocalTraining(self.models)
+        self._training = ClientTraining(self.models)
 
     def check_input(self) -> None:
         """See :class:`~pflight.engines.base.Engine`."""

@@ -25,7 +25,7 @@ Batches = Iterator[tuple[Visit, Iterator[Any]]]
 """The visits to a client, each with its batches."""
 
 
-class LocalTraining:
+class ClientTraining:
     """Trains the client at hand by its own steps and hooks, with what its half makes of its loss.
 
     Lightning's loops take the steps. A ready-made task that has no hooks of its own and is stepped
