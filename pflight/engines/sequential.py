@@ -217,10 +217,10 @@ class SequentialEngine:
 
     def outputs(self, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return what a client's model gives for its inputs, in evaluation mode."""
-        self.models.load(state, anchored=False)
-        module = self.models.module.eval()
+        module = self.models.evaluated(state)
         with self.setting.forward_context():
-            parts = x.split(self.setting.data.eval_batch_size or len(x) or 1)
+            size = self.setting.data.eval_batch_size
+            parts = [x] if size is None else x.split(size)
             given = (part.clone() if self._changes_input else part for part in parts)
             return torch.cat([module(part) for part in given])
 

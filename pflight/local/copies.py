@@ -151,7 +151,7 @@ class Copies:
             return False
         for part, mode in self._modes:
             if part.training is not mode:
-                part.training = mode
+                vars(part)["training"] = mode  # without what a module does for any attribute
         try:
             same = all(now == before for now, before in self._attributes)
         except Exception:  # what has been put there can't be compared

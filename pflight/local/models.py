@@ -117,6 +117,11 @@ class LocalModels:
         elif self._personal_copies is not None:
             self._personal_copies.load(start, PERSONAL, reuse=self.plain)
 
+    def evaluated(self, state: Mapping[str, Tensor]) -> LightningModule:
+        """Return the copy of the module with a client's tensors, in evaluation mode."""
+        self._copies.load(state, "", reuse=self.plain)
+        return self.module.eval()
+
     def mend_frozen(self) -> None:
         """Name what was frozen and has changed, once, and put it back."""
         for copies in filter(None, (self._copies, self._personal_copies)):

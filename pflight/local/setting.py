@@ -120,7 +120,7 @@ class Setting:
         if not self._as_they_are or not self.form.fits_pair(samples):
             samples = self.precision.convert_input(checked(samples, self._of_pairs))
             samples = self.form.fitted(samples)
-        if len(samples[0]) != (count := int(self.data.num_samples(split)[client])):
+        if samples[0].shape[0] != (count := int(self.data.num_samples(split)[client])):
             called = {"train": "training", "val": "validation"}.get(split, split.replace("_", " "))
             raise ValueError(
                 f"it has {len(samples[0])} {called} samples, but num_samples() says {count}"
