@@ -179,7 +179,7 @@ class FeSEM(ClusteredMethod):
     def _initialize(self) -> None:
         """Train a sample of clients once and cluster their models by k-means."""
         index = self.clients.current.entry.index
-        seed = self.clients.seed + index  # others, where too few have answered
+        seed = self.clients.seed + index  # another sample after a round with too few answers
         sample = sample_clients(self.clients.trainable, self.init_clients, seed)
         send = partial(ServerCallback.broadcast, self)
         updates = list(self.clients.train(sample, send))
