@@ -193,7 +193,7 @@ class FeSEM(ClusteredMethod):
         )
         if clusters is None:
             rank_zero_warn(
-                f"round {index}: FeSEM found no {self.num_clusters} initial centers, since too few "
+                f"round {index}: FeSEM failed to find {self.num_clusters} centers, since too few "
                 f"of {len(sample)} clients answered; the next round tries other clients"
             )
             return
