@@ -236,7 +236,7 @@ class _Loader:
             collate_fn=as_gathered,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
-            generator=torch.Generator(),  # or it would draw a seed out of a client's numbers
+            generator=torch.Generator(),  # or it would draw from a client's numbers
         )
         self._loader: DataLoader[Any] = self._new()
         self._end: weakref.finalize[..., Any] | None = None

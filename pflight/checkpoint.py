@@ -44,7 +44,7 @@ def is_whole(path: str | os.PathLike[str]) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
-    except Exception:  # zipfile raises many kinds on damaged files
+    except Exception:  # zipfile raises many kinds of errors on damaged files
         return False
 
 

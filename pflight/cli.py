@@ -33,7 +33,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 
-# The packages of what is imported here import their classes, which are then known by short names.
+# These imports also import their packages, whose classes are then known by their short names.
 from .callbacks.monitors.progress import FederationProgressBar
 from .callbacks.monitors.report import PredictionWriter, ResultTable
 from .callbacks.monitors.tensorboard import Primitive, TensorBoardReport
@@ -385,7 +385,7 @@ class FederationCLI(LightningCLI):
         always: dict[str, Any] = {
             "dirpath": self.folder.checkpoints,
             "save_on_train_epoch_end": True,
-            "enable_version_counter": False,  # the file of the round before is replaced
+            "enable_version_counter": False,  # replace the previous round's file
         }
         last = RunCheckpoint(filename="last", **always)
         monitor, mode = self._get(self.config, "monitor"), self._get(self.config, "mode")
@@ -481,7 +481,7 @@ def main(args: Sequence[str] | None = None) -> None:
         _fail(str(cause))
     finally:
         if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()  # Lightning leaves gloo's threads to the interpreter's end
+            dist.destroy_process_group()  # Lightning leaves gloo's threads running
 
 
 @contextmanager

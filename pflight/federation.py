@@ -113,7 +113,7 @@ class Federation(L.LightningModule):
         seed: int = 0,
         f1_average: F1Average = "union",
     ) -> None:
-        # Not by a decorator: save_hyperparameters() looks for a subclass's in the frame that calls.
+        # Not by @checked: save_hyperparameters() reads the arguments in the calling frame.
         check_types(Federation.__init__, self, locals())
         super().__init__()
         counts = {"local_steps": local_steps, "clients_at_once": clients_at_once}

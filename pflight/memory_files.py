@@ -31,10 +31,10 @@ Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 MEMORY = "memory"  # the folder
 _ROWS = ".rows"  # the suffix of a file of states
-TABLES = "tables"  # the folder in it: which rows each checkpoint names
-_NEXT = ".next"  # of a checkpoint that is being written
-_WRITTEN = ".json"  # of one that is written
-_ALIGNMENT = 16  # bytes, of the largest number
+TABLES = "tables"  # the folder in it with lists of each checkpoint's rows
+_NEXT = ".next"  # suffix while the checkpoint is being written
+_WRITTEN = ".json"  # suffix once it is written
+_ALIGNMENT = 16  # alignment: bytes of the largest number
 _HEADER = 16  # bytes: the client and the checksum
 
 
@@ -94,7 +94,7 @@ class RowFile:
                 row = Row(self, next(indices), client, _checksum(data))
                 data[:_HEADER].view(np.int64)[:] = client, row.checksum
                 rest, offset = data.data, row.index * self.row_bytes
-                while rest:  # a system call may write a part
+                while rest:  # a system call may write only a part
                     written = os.pwrite(descriptor, rest, offset)
                     rest, offset = rest[written:], offset + written
                 yield row
@@ -384,7 +384,7 @@ def kept_tables(folder: Path) -> Iterator[dict[str, list[int]]]:
 def _tables(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     for path in (folder / TABLES).glob("*"):
         if path.suffix in (_NEXT, _WRITTEN):
-            with suppress(FileNotFoundError):  # it was removed just now
+            with suppress(FileNotFoundError):  # it was just removed
                 yield path, _read_table(path)
 
 

@@ -30,7 +30,7 @@ _OF_ROUNDS = ("train/loss", "clients/sampled", "clients/failed")
 _TRAFFIC = tuple(
     f"communication/{total}bytes_{way}" for total in ("", "total_") for way in ("down", "up")
 )
-_OF_LIGHTNING = ("epoch", "step")  # which a ModelCheckpoint takes as well
+_OF_LIGHTNING = ("epoch", "step")  # ModelCheckpoint accepts them too
 
 
 def check_monitors(federation: L.LightningModule, clients: Clients) -> None:

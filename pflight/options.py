@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from .errors import ConfigurationError
 
-_MOST = 2**32  # no whole number reaches it, so that sums and products of some stay in 64 bits
-_LARGEST = 2.0**128  # nor does a number this, which is infinite in 32 bits
+_MOST = 2**32  # limit of whole numbers, so that their sums and products fit into 64 bits
+_LARGEST = 2.0**128  # limit of numbers, which is infinite in 32 bits
 _SCALARS = (bool, int, float, str)
 _NAMED = {
     NoneType: "null",
@@ -31,7 +31,7 @@ _NAMED = {
     float: "a finite number",
     str: "text",
 }
-_RANGES = {  # of what optimizers call their options
+_RANGES = {  # ranges of optimizers' options
     "lr": "[0, inf)",
     "momentum": "[0, 1)",
     "dampening": "[0, 1]",
@@ -151,7 +151,7 @@ def why_not_built(kind: type[Optimizer], options: Mapping[str, Any]) -> str | No
     parameters = inspect.signature(kind).parameters
     try:
         check_optimizer(kind([torch.nn.Parameter(torch.zeros(2, 2))], **options))
-    except Exception as error:  # whatever an optimizer makes of an option
+    except Exception as error:  # an optimizer may raise anything
         for name, value in options.items():
             if value is None and name in parameters and parameters[name].default is not None:
                 return f"{kind.__name__}: {name} can't be null"
@@ -197,7 +197,7 @@ def arguments(function: Callable[..., Any], *args: Any, **options: Any) -> dict[
     signature = inspect.signature(function)
     try:
         bound = signature.bind(*args, **options)
-    except TypeError:  # which the call itself will say, or a copy is being made
+    except TypeError:  # the call itself will raise, or this is a copy
         return {}
     bound.apply_defaults()
     _, *named = bound.arguments.items()

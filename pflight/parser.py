@@ -29,7 +29,7 @@ from .errors import ConfigurationError
 
 __all__ = ["FederationParser", "refusal"]
 
-_KINDS = (  # of which a configuration names classes
+_KINDS = (  # classes that a configuration may name
     L.Callback,
     L.LightningDataModule,
     nn.Module,
@@ -193,7 +193,7 @@ def refusal(error: BaseException) -> str | None:
         made = re.search(r"Given value: Namespace\(class_path='([^']+)'", str(root))
         root, name = root.__cause__, made[1] if made else name
     if isinstance(root, MisconfigurationException):
-        return None  # which says what is wrong by itself
+        return None  # its message is clear by itself
     if name and not isinstance(root, ImportError | OSError | RuntimeError | ValueError):
         return None
     return f"{name or 'trainer'}: {' '.join(str(root).split())}"

@@ -84,7 +84,7 @@ class RunRecord:
         clients.history[:] = load_history(record["history"])
         clients.traffic = Traffic(clients.history)
         if clients.history:
-            clients.current.entry = clients.history[-1]  # what messages name
+            clients.current.entry = clients.history[-1]  # named in messages
         mine = owned(torch.arange(clients.num_clients)).tolist()
         clients.memory.load(record["memory"], clients=set(mine))
 

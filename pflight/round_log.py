@@ -51,17 +51,17 @@ def log_values(federation: L.LightningModule, values: Mapping[str, float], step:
         return
     fitting = trainer.state.fn == "fit"
     floats = {name: float(value) for name, value in values.items()}
-    if fitting:  # at once, so that no checkpoint runs ahead of what was logged
+    if fitting:  # immediately, so that no checkpoint is ahead of the log
         numbers = torch.tensor(list(floats.values()), device=federation.device).unbind()
         trainer.callback_metrics.update(zip(floats, numbers, strict=True))
         for logger in federation.loggers:
             logger.log_metrics(floats, step)
-    else:  # Lightning takes a value of this name for the step
+    else:  # Lightning uses a value of this name as the step
         floats["step"] = float(step)
     for name, value in floats.items():
         shown = name in _SHOWN
-        if shown or not fitting:  # a call takes longer than all else in a small round
-            through = False if fitting else None  # the loggers that there are
+        if shown or not fitting:  # a call takes longer than the rest of a small round
+            through = False if fitting else None  # the loggers in use
             federation.log(name, value, prog_bar=shown, logger=through, **_PER_ROUND)
 
 

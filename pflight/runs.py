@@ -68,7 +68,7 @@ class RunFolder:
                 )
         if os.path.exists(self.path) and not os.path.isdir(self.path):
             raise ConfigurationError(f"the run folder {self.path} is a file: {_ANOTHER}")
-        self._found: list[Path] | None = None  # what was here when it was claimed
+        self._found: list[Path] | None = None  # files that were here when it was locked
         self._aside: Path | None = None
 
     @property
@@ -159,7 +159,7 @@ class RunFolder:
             ) from error
         file = self.path / f".{work}{_LOCK}"
         lock = FileLock(file, thread_local=False)
-        before = _line(file)  # older releases of filelock empty it
+        before = _line(file)  # older releases of filelock empty the file
         try:
             lock.acquire(blocking=False)
         except Timeout as error:
@@ -186,7 +186,7 @@ class RunFolder:
                 file.unlink(missing_ok=True)
                 lock.release()
             for path in made:
-                with suppress(OSError):  # since something is in it
+                with suppress(OSError):  # it is not empty
                     path.rmdir()
 
     def check_kinds(self, work: str) -> None:
@@ -195,7 +195,7 @@ class RunFolder:
         Args:
             work: The command, such as ``"fit"``.
         """
-        if not os.path.isdir(self.path):  # pathlib's raises on a name that is too long
+        if not os.path.isdir(self.path):  # pathlib raises if a name is too long
             return
         files, folders = [self.path / f".{work}{_LOCK}", *self.events()], []
         if work == "fit":

@@ -25,11 +25,11 @@ from .distributed import all_max, lost_rank
 from .files import causes
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_LAUNCHER = "PFLIGHT_LAUNCHER"  # whose processes end with it, however it ends
+_LAUNCHER = "PFLIGHT_LAUNCHER"  # set in processes that end with this one
 _END = 0  # the byte that ends the thread; the others are numbers of signals
-_SAME = 0.2  # seconds; who starts a process may pass on what the terminal has sent to it already
-_LOOK = 1.0  # seconds from one look at the other ranks to the next
-_GRACE = 5.0  # seconds that a rank has to end by itself when another one has
+_SAME = 0.2  # seconds in which the same signal may come twice, from the terminal and a parent
+_LOOK = 1.0  # seconds between two checks of the other ranks
+_GRACE = 5.0  # seconds for a rank to end by itself after another one has ended
 
 
 class Stopped(BaseException):
@@ -67,7 +67,7 @@ class StopBetweenRounds(L.Callback):
     def __init__(self, advice: Callable[[], str] = str) -> None:
         self.advice = advice
         self.signum = 0
-        self.saved_apart = False  # by SaveWhenStopped, which alone decides then
+        self.saved_apart = False  # set by SaveWhenStopped, which then decides alone
         self._in_rounds = False
         self._agreed = False
         self._trainer: L.Trainer | None = None
@@ -78,7 +78,7 @@ class StopBetweenRounds(L.Callback):
         self._ear: tuple[int, int] | None = None
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
 
-    def __getstate__(self) -> dict[str, Any]:  # nothing that a process of its own could use
+    def __getstate__(self) -> dict[str, Any]:  # another process can use none of it
         return {
             "advice": str,
             "checkpoint": None,
@@ -131,7 +131,7 @@ class StopBetweenRounds(L.Callback):
         """Watch a Trainer's ranks, also while they are set up."""
         self._trainer = trainer
         if signal.SIGTERM in self._before:
-            # Lightning's own would broadcast from wherever a rank is at the time.
+            # Lightning's own handler would broadcast from wherever a rank is at that moment.
             connector = trainer._signal_connector
             connector._sigterm_notifier_fn = lambda *_: None  # type: ignore[method-assign]
 
@@ -162,7 +162,7 @@ class StopBetweenRounds(L.Callback):
     def is_over(self) -> bool:
         """Return whether a signal came to any rank; all ranks have to call it."""
         signum = int(all_max(torch.tensor(self.signum)))
-        if signum:  # one that comes meanwhile is not overwritten
+        if signum:  # don't overwrite a signal that comes meanwhile
             self.signum, self._agreed = signum, True
         return self._agreed
 

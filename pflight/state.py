@@ -252,7 +252,7 @@ def with_state(module: ModuleT, state: Mapping[str, Tensor]) -> ModuleT:
     """Return a copy of a module with the tensors of a state, in their dtypes."""
     module = copy.deepcopy(module)
     for name, tensor in state_tensors(module).items():
-        tensor.data = tensor.data.to(state[name].dtype)  # a model trained in float64 stays one
+        tensor.data = tensor.data.to(state[name].dtype)  # float64 stays float64
     module.load_state_dict({**module.state_dict(), **state})
     return module
 

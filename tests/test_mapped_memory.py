@@ -523,7 +523,7 @@ def test_a_folder_that_is_no_folder(tmp_path: Path) -> None:
     ):
         MappedMemory().open("s3://bucket")
     (tmp_path / "memory").write_text("mine")
-    with pytest.raises(ConfigurationError, match="can't be written"):
+    with pytest.raises(ConfigurationError, match="can't write the client memory"):
         keep(memory_in(tmp_path), c0=1)
 
 

@@ -110,7 +110,7 @@ class CFL(MultiCenter):
         self.eps1, self.eps2, self.gamma = eps1, eps2, gamma
         self.linkage, self.min_size, self.warmup = linkage, min_size, warmup
         self.splits: list[Split] = []
-        self._changes: dict[int, Tensor] = {}  # of parameters, by client, since the last test
+        self._changes: dict[int, Tensor] = {}  # updates since the last test, by client
 
     def setup_server(self) -> None:
         """Make one model, for all clients that can train."""

@@ -141,7 +141,7 @@ def bipartition(similarities: Tensor, linkage: Linkage = "single", seed: int = 0
         >>> bipartition(torch.tensor([[1.0, 0.2, 0.9], [0.2, 1.0, -0.5], [0.9, -0.5, 1.0]]))
         tensor([False,  True, False])
     """
-    similarities = torch.maximum(similarities, similarities.T)  # rounding may differ
+    similarities = torch.maximum(similarities, similarities.T)  # rounding may make them differ
     if linkage == "spectral":
         groups = _spectral(similarities, seed)
     else:
@@ -176,7 +176,7 @@ def _spectral(cosines: Tensor, seed: int) -> NDArray[np.int64]:
     affinity = ((1 + cosines.double()) / 2).clamp(min=0).numpy(force=True)
     estimator = SpectralClustering(2, affinity="precomputed", random_state=seed % 2**32)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # few points, equal points, points without any affinity
+        warnings.simplefilter("ignore")  # for few points, equal points and points without affinity
         return estimator.fit_predict(affinity)
 
 
@@ -262,7 +262,7 @@ def trimmed_kmeans(
     """
     random = torch.Generator().manual_seed(seed)
 
-    @lru_cache(maxsize=4 * num_clusters)  # starts meet the same clusters again and again
+    @lru_cache(maxsize=4 * num_clusters)  # since starts reach the same clusters repeatedly
     def center_of(*members: int) -> tuple[Tensor, float]:
         chosen = points[list(members)]
         chosen = chosen[mean.near(chosen)]

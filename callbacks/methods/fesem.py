@@ -179,7 +179,7 @@ class FeSEM(ClusteredMethod):
     def _initialize(self) -> None:
         """Train a sample of clients once and cluster their models by k-means."""
         index = self.clients.current.entry.index
-        seed = self.clients.seed + index  # others, where too few have answered
+        seed = self.clients.seed + index  # another sample after a round with too few answers
         sample = sample_clients(self.clients.trainable, self.init_clients, seed)
         send = partial(ServerCallback.broadcast, self)
         updates = list(self.clients.train(sample, send))
@@ -193,7 +193,7 @@ class FeSEM(ClusteredMethod):
         )
         if clusters is None:
             rank_zero_warn(
-                f"round {index}: FeSEM found no {self.num_clusters} initial centers, since too few "
+                f"round {index}: FeSEM failed to find {self.num_clusters} centers, since too few "
                 f"of {len(sample)} clients answered; the next round tries other clients"
             )
             return

@@ -207,7 +207,7 @@ def match_rows(
         scores = matching_scores(matrix, sums, counts, len(rows), options, biased)
         place = torch.from_numpy(linear_sum_assignment(scores.numpy(), maximize=True)[1])
         new = place >= len(sums)
-        place[new] = place[new].sort().values  # which of the new ones is which does not matter
+        place[new] = place[new].sort().values  # the order of new neurons does not matter
         blank = int(new.sum())
         sums = torch.cat([sums, sums.new_zeros(blank, sums.shape[1])]).index_add(0, place, matrix)
         counts = torch.cat([counts, counts.new_zeros(blank)])
@@ -254,7 +254,7 @@ def matching_scores(
     if biased and options.bias_mu0 is not None:
         prior[:, -1] = options.bias_mu0 / options.sigma0
     old = gain(prior + sums / options.sigma, 1 / options.sigma0 + counts / options.sigma)
-    if not options.grow:  # then all neurons are equally popular
+    if not options.grow:  # all neurons are equally popular then
         return old
     popularity = 2 * (counts / (networks - counts)).log()
     if options.compat_ibm:
@@ -316,7 +316,7 @@ def matched_mean(
     """
     places = match(states, chain, options, random)
     networks, widths = len(states), []
-    weights: dict[str, Tensor] = {}  # how much of each neuron is each network's, [J, width]
+    weights: dict[str, Tensor] = {}  # the share of each network in each neuron, [J, width]
     for layer, found in zip(chain, zip(*places, strict=True), strict=False):
         widths.append(1 + max(int(place.max()) for place in found))
         members = torch.zeros(networks, widths[-1], dtype=torch.double)

@@ -35,7 +35,7 @@ from .multi_center import MultiCenter
 Criterion = Literal["accuracy", "distance"]
 CANDIDATES = (2, 3, 4, 5, 6)
 
-_log = logging.getLogger("lightning.pytorch.pflight")  # which Lightning's handler shows
+_log = logging.getLogger("lightning.pytorch.pflight")  # Lightning's handler shows it
 
 
 @dataclass(frozen=True)

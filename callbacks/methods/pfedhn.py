@@ -102,7 +102,7 @@ class PFedHN(ServerCallback):
         self.hypernetwork: Callable[[int, int], nn.Module] = partial(
             fully_connected, hidden_dim=hidden_dim, hidden_layers=hidden_layers
         )
-        self._found: dict[int, TensorDict] = {}  # models of newcomers, since the last round
+        self._found: dict[int, TensorDict] = {}  # models of newcomers found since the last round
 
     @property
     def algorithm_name(self) -> str:
@@ -138,14 +138,14 @@ class PFedHN(ServerCallback):
         try:
             with isolated(self.clients.device), torch.device("meta"):
                 network = self.hypernetwork(dim, size)
-        except Exception:  # a user's own, which can't be had without its numbers
+        except Exception:  # the size of a user's own network is not known before
             return
         count = self.clients.num_clients
         parts = {
             "embeddings": 4 * dim * count,
             "the hypernetwork": sum(p.nbytes for p in network.parameters()),
         }
-        if self.server.build_optimizer is None:  # SGD with momentum, which steps all of these
+        if self.server.build_optimizer is None:  # SGD with momentum steps all of these
             parts["gradients and momentum"] = 2 * sum(parts.values())
         self.clients.check_memory(type(self).__name__, parts)
 

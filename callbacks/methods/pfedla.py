@@ -143,7 +143,7 @@ class PFedLA(StoredModels):
         try:
             with isolated(self.clients.device), torch.device("meta"):
                 network = self.hypernetwork(layers, count)
-        except Exception:  # a user's own, which can't be had without its numbers
+        except Exception:  # the size of a user's own network is not known before
             return {}
         one, cohort = sum(p.nbytes for p in network.parameters()), self.clients.cohort_size
         return {"hypernetworks": count * one, "gradients of a round's hypernetworks": cohort * one}
@@ -213,7 +213,7 @@ class PFedLA(StoredModels):
             return
         clients = answered.nonzero().flatten().to(self._products.device)
         products = all_sum(self._products)
-        for part in clients.split(BLOCK):  # all at once would take the memory of their networks
+        for part in clients.split(BLOCK):  # in blocks, to save memory
             with torch.enable_grad():
                 weights = self.hypernetworks(part)
             retained = self._retained(part, weights).unsqueeze(2)

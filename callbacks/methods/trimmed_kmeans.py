@@ -95,7 +95,7 @@ class TrimmedKMeans(MultiCenter):
         self._cluster_mean = TrimmedMean(cluster_beta, trim, estimate)
         self._round_mean = TrimmedMean(beta, trim, estimate)
         self._start: dict[str, Tensor] = {}
-        self._centers: Tensor | None = None  # of stage 2 [K, d]
+        self._centers: Tensor | None = None  # centers of stage 2 [K, d]
 
     def round(self, cohort: Tensor) -> None:
         """Run one round; the first is stages 1 and 2, with all clients."""

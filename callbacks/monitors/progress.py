@@ -25,7 +25,7 @@ from .quality import columns
 
 _SHOWN = {"val/micro_acc": "micro acc", "val/macro_acc": "macro acc", "val/acc": "acc"}
 _MIN_INTERVAL = 0.1  # seconds between two drawings
-_PLAIN_LINES = 10  # lines in all where there is no terminal
+_PLAIN_LINES = 10  # lines in all without a terminal
 
 
 @checked

@@ -64,7 +64,7 @@ class TensorBoardReport(L.Callback):
         logger = _tensorboard(trainer)
         if logger is None:
             return
-        if trainer.current_epoch > 0:  # a run that goes on has all this already
+        if trainer.current_epoch > 0:  # a resumed run has all this already
             return
         writer = logger.experiment
         if self.config is not None:

@@ -127,7 +127,7 @@ def largest_remainder(ideal: Floats, random: np.random.Generator, least: int = 0
         >>> largest_remainder(np.array([[2.5, 1.2, 0.3]]), np.random.default_rng(0))
         array([[3, 1, 0]])
     """
-    ideal = np.round(ideal, 9)  # 0.7 * 10 and the like are meant to be whole
+    ideal = np.round(ideal, 9)  # 0.7 * 10 and the like should be whole numbers
     counts = np.floor(ideal).astype(np.int64)
     totals = np.floor(np.round(ideal.sum(axis=1), 9) + 0.5).astype(np.int64)
     missing = np.maximum(totals, least) - counts.sum(axis=1)

@@ -28,7 +28,7 @@ from pflight.datamodules.partitions.samples import Samples
 from pflight.errors import ConfigurationError
 
 _FORMAT = 2
-_BLOCK = 1 << 18  # bytes of features, or so, that share a checksum
+_BLOCK = 1 << 18  # approximate bytes of features per checksum
 _FEATURES, _CHECKSUMS = "x.npy", "checksums.json"
 _COLUMNS = "y.npy", "groups.npy", "test.npy", "names.json"
 
@@ -181,7 +181,7 @@ class CachedRows:
         self._unverified = set(range(len(self._written["blocks"])))
 
     def _read(self, rows: Tensor) -> Tensor:
-        if self._x.base.size() < self._written["size"]:  # a page that is gone would end the process
+        if self._x.base.size() < self._written["size"]:  # a missing page would crash the process
             raise _DamagedError(f"{_FEATURES} is cut off")
         if self._unverified:
             size = self._written["rows"]
@@ -298,7 +298,7 @@ class _Cache:
                 )
             test = test if test.any() else None
             return CachedSamples(x, torch.from_numpy(y), groups, test, None, names)
-        except Exception as error:  # numpy's reader raises many kinds on damaged files.
+        except Exception as error:  # numpy's reader raises many kinds of errors on damaged files.
             raise _DamagedError(_reason(error)) from error
 
     def checksums(self) -> dict[str, Any]:

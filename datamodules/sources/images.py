@@ -120,7 +120,7 @@ class ImageDataModule(PartitionedDataModule):
         announce_download(self.title, self.root)
         try:
             self.fetch()
-        except Exception as error:  # torchvision also raises what its readers do.
+        except Exception as error:  # torchvision raises many kinds of errors.
             reason = " ".join(str(error).split())
             raise ConfigurationError(
                 f"could not download {self.title} to {self.root}{note}: {reason}"

@@ -188,7 +188,7 @@ class LeafDataModule(PartitionedDataModule):
                         local_dir=root / _UNFINISHED,
                     )
                     (root / _UNFINISHED).rename(root / "hub")
-        except Exception as error:  # The hub's client also raises what its HTTP library does.
+        except Exception as error:  # The hub's client raises many kinds of errors.
             raise ConfigurationError(
                 f"could not download {self._repository} from Hugging Face to {self.root}{note}: "
                 f"{one_line(error)}"

@@ -180,7 +180,7 @@ class Omniglot(PartitionedDataModule):
 def _opened(path: Path) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(path)
-    except Exception as error:  # zipfile raises half a dozen kinds on damaged archives.
+    except Exception as error:  # zipfile raises many kinds of errors on damaged archives.
         raise ConfigurationError(f"{path} is damaged: {error}") from error
 
 

@@ -137,7 +137,7 @@ def decode_image(
             return np.array(image.convert(mode))
     except UnidentifiedImageError as error:
         raise ConfigurationError(f"{name} is not an image that Pillow knows") from error
-    except Exception as error:  # Pillow's decoders raise a dozen kinds on damaged files.
+    except Exception as error:  # Pillow's decoders raise many kinds of errors on damaged files.
         raise ConfigurationError(f"{name} is a damaged image: {error}") from error
     expected = "at most 16 million" if size is None else f"{size[1]} x {size[0]}"
     raise ConfigurationError(

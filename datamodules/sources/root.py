@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pflight.errors import ConfigurationError
 
-_log = logging.getLogger("lightning.pytorch.pflight")  # which Lightning's handler shows
+_log = logging.getLogger("lightning.pytorch.pflight")  # Lightning's handler shows it
 
 
 def check_root(root: str) -> None:

@@ -177,7 +177,7 @@ class TestTrial:
 
     def test_what_can_not_be_done(self) -> None:
         federation = Federation(linear_client())
-        with pytest.raises(ConfigurationError, match=r"from \[7, 8\]: there are only 6 clients"):
+        with pytest.raises(ConfigurationError, match=r"from \[7, 8\]: only 6 clients can train"):
             select_num_clusters(federation, small_data(), (7, 8), **CPU)
         with pytest.raises(ConfigurationError, match="rounds must be at least 2, got 1"):
             select_num_clusters(federation, small_data(), (1, 2), rounds=1, **CPU)

@@ -21,7 +21,7 @@ from .picture import RepeatedPicture, new_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_INCHES = 0.4  # of one image
+_INCHES = 0.4  # size of one image
 _MOST_CLUSTERS = 12
 
 

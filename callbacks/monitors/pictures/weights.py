@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MOST_LAYERS = 6
 _MOST_CLIENTS = 50
-_NAMED = 5  # clients, besides the one that is looked at, that have a colour
+_NAMED = 5  # other clients that have a colour
 _HATCHES = ("", "//", "..", "\\\\", "xx", "--", "")  # of the bars, from below
 _PREFIX = "network."  # of the layers of a client's network, which pictures leave out
 
@@ -68,7 +68,7 @@ class AggregationWeights(RepeatedPicture):
         self.layers = layers
         self.client = client
         self.clients = clients
-        self._layers: dict[str, str] = {}  # from names in pictures to those of the callback
+        self._layers: dict[str, str] = {}  # from names in pictures to names of the callback
         self._shown = torch.empty(0, dtype=torch.long)
         self._matrices: dict[str, Tensor] = {}
         self._past: dict[int, Tensor] = {}
@@ -212,7 +212,7 @@ def evolution_figure(
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yscale("function", functions=(lambda w: np.sqrt(np.maximum(w, 0)), np.square))
     panels[0].set_ylim(0.0, 1.05 * _highest(weights))
-    for axes in panels[-columns:]:  # also above an empty place
+    for axes in panels[-columns:]:  # also above an empty panel
         axes.tick_params(labelbottom=True)
     figure.supxlabel("round", fontsize="medium")
     figure.supylabel(f"weight for client {client}", fontsize="medium")
