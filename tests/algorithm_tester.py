@@ -43,7 +43,7 @@ from pflight.datamodules import TensorClients
 from pflight.layers import Layers
 from pflight.models import ClientModule, ElasticClient, ProximalClient
 from pflight.models.halves import Controlled
-from tests.own_methods import FedBABU, FedDyn
+from tests.own_methods import FedBABU, FedDyn, Halfway
 from tests.remote_clients import ask_remote_clients
 from tests.runs import (
     assert_same,
@@ -115,6 +115,7 @@ ALGORITHMS = {
     "FedDANE": Algorithm(lambda: FedDANE(same_set=True)),
     "FedDyn": Algorithm(FedDyn),
     "FedBABU": Algorithm(lambda: FedBABU(Layers(types=nn.BatchNorm1d))),
+    "Halfway": Algorithm(Halfway),
 }
 
 

@@ -5,3 +5,4 @@ from tests.pages import ROOT, modules
 _shown = modules(ROOT / "docs" / "own-methods.md")
 FedDyn = _shown["feddyn"].FedDyn
 FedBABU = _shown["fedbabu"].FedBABU
+Halfway = _shown["halfway"].Halfway

@@ -13,13 +13,14 @@ from pflight.cli import main
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
 from tests.callbacks.test_shared_part import product_client, product_world
-from tests.own_methods import FedBABU, FedDyn
+from tests.own_methods import FedBABU, FedDyn, Halfway
 from tests.pages import ROOT, files
 from tests.runs import (
     ENGINES,
     assert_same,
     batchnorm_client,
     flat,
+    judged,
     linear_client,
     quadratic_client,
     run,
@@ -69,6 +70,18 @@ class TestFedDyn:
         proximal = FedProx(mu=0.7, weighting="uniform")
         other = run(batchnorm_client(), data, proximal, 3, local_epochs=2)
         torch.testing.assert_close(frozen.server_states()[0], other.server_states()[0])
+
+
+def test_halfway_is_where_clients_are_judged() -> None:
+    federation = run(quadratic_client(), world_q(), Halfway())
+    assert shared(federation) == pytest.approx([0.25, 0.15], abs=1e-12)
+    halves = [
+        (0.175, -0.025),
+        (0.425, 0.125),
+        (0.025, 0.275),
+    ]  # own: (.1, -.2), (.6, .1), (-.2, .4)
+    for i, half in enumerate(halves):
+        assert judged(federation, i) == pytest.approx(half, abs=1e-12)
 
 
 class TestFedBABU:
