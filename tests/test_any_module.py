@@ -29,6 +29,7 @@ from pflight.callbacks import (
     FedAvg,
     FedDANE,
     FedEC,
+    FedFomo,
     FedProx,
     FeSEM,
     Local,
@@ -435,6 +436,14 @@ def test_two_optimizers_by_hand(mu: float) -> None:
         torch.testing.assert_close(inside, alone)
 
 
+@pytest.mark.parametrize(
+    "method", [Ditto(lam=0.1), IFCA(2), FedFomo(), FedALA()], ids=lambda m: type(m).__name__
+)
+def test_what_needs_the_loss_itself_refuses_manual_optimization(method: ServerCallback) -> None:
+    with pytest.raises(ConfigurationError, match="GAN with manual optimization does not hand out"):
+        run(GAN(), hospitals(), copy.deepcopy(method), 2)
+
+
 class Scheduled(Regression):
     """Notes what its trainer says at each step, for all copies."""
 
@@ -629,7 +638,7 @@ class Longhand(Regression):
 
 @pytest.mark.parametrize(
     "method",
-    [APFL(alpha=0.5), PerFedAvg(alpha=0.01), IFCA(2), FedDANE(mu=0.1)],
+    [APFL(alpha=0.5), PerFedAvg(alpha=0.01), IFCA(2), FedFomo(), FedDANE(mu=0.1)],
     ids=lambda m: type(m).__name__,
 )
 def test_what_asks_for_the_loss_takes_that_of_the_training_step(method: ServerCallback) -> None:

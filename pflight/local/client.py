@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
+from pflight.errors import ConfigurationError
 from pflight.half import Half
 from pflight.state import call_with
 from pflight.task import Task, trains_as_a_task
@@ -201,9 +202,17 @@ def task_loss(module: L.LightningModule, batch: Any) -> Tensor:
     """Return a module's loss on a batch: a task's own, or that of the module's training step.
 
     What else is called ``loss`` may be anything, such as ``nn.functional.mse_loss``.
+
+    Raises:
+        ConfigurationError: If the module optimizes by hand, whose training step has none.
     """
     if isinstance(module, Task):
         return module.loss(batch)
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            f"the algorithm asks for the loss of its clients, which {type(module).__name__} with "
+            "manual optimization does not hand out"
+        )
     with muted(module):
         loss = loss_of(training_step(module, batch))
     if loss is None:
