@@ -22,12 +22,14 @@ from torchmetrics.text import Perplexity
 from pflight import ConfigurationError, Federation
 from pflight.callbacks import (
     APFL,
+    IFCA,
     SCAFFOLD,
     Ditto,
     FedALA,
     FedAvg,
     FedDANE,
     FedEC,
+    FedFomo,
     FedProx,
     FeSEM,
     Local,
@@ -434,6 +436,14 @@ def test_two_optimizers_by_hand(mu: float) -> None:
         torch.testing.assert_close(inside, alone)
 
 
+@pytest.mark.parametrize(
+    "method", [Ditto(lam=0.1), IFCA(2), FedFomo(), FedALA()], ids=lambda m: type(m).__name__
+)
+def test_what_needs_the_loss_itself_refuses_manual_optimization(method: ServerCallback) -> None:
+    with pytest.raises(ConfigurationError, match="GAN with manual optimization does not hand out"):
+        run(GAN(), hospitals(), copy.deepcopy(method), 2)
+
+
 class Scheduled(Regression):
     """Notes what its trainer says at each step, for all copies."""
 
@@ -609,6 +619,35 @@ def test_a_loss_of_the_original_module_fails() -> None:
 
     federation = run(Closure(), hospitals(), FedAvg())
     assert federation.history[0].failed == [0, 1, 2, 3]
+
+
+class Shorthand(Regression):
+    """Calls something else its loss, and asks for no index."""
+
+    def loss(self, predicted: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(predicted, y)
+
+    def training_step(self, batch: Any) -> Tensor:
+        return self.loss(self.net(batch[0]), batch[1])
+
+
+class Longhand(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.net(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(
+    "method",
+    [APFL(alpha=0.5), PerFedAvg(alpha=0.01), IFCA(2), FedFomo(), FedDANE(mu=0.1)],
+    ids=lambda m: type(m).__name__,
+)
+def test_what_asks_for_the_loss_takes_that_of_the_training_step(method: ServerCallback) -> None:
+    made = []
+    for kind in (Shorthand, Longhand):
+        torch.manual_seed(3)
+        made.append(run(kind(), hospitals(), copy.deepcopy(method), 2, on_client_error="raise"))
+    for client in range(4):
+        assert_same(made[0].client_state(client), made[1].client_state(client))
 
 
 class Silent(Regression):

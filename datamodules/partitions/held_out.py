@@ -88,8 +88,9 @@ class HeldOut(FederatedDataModule):
         return self.data.batches("train", moved)
 
     def fingerprint(self) -> Tensor:
-        """Return checksums of the wrapped data's fingerprints and of the remaining labels."""
-        return joined(self.data.fingerprint(), super().fingerprint())
+        """Return the wrapped data's fingerprints, with checksums of the remaining labels."""
+        whole = self.data.fingerprint()
+        return joined(whole, super().fingerprint()) if self.holds_tensors else whole
 
     def _part(self, client: int, count: int, split: Split) -> Tensor:
         """Return the positions of a split among a client's ``count`` training samples."""

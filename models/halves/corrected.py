@@ -182,7 +182,15 @@ def _own_control(c: LocalClient) -> dict[str, Tensor]:
 
 def _plain_step(module: LightningModule) -> float:
     """Return the step of plain SGD, or raise if a module trains by anything else."""
-    optimizers, schedulers, _ = _configure_optimizers(module.configure_optimizers())  # type: ignore[arg-type]
+    try:
+        built = module.configure_optimizers()
+    except Exception as error:  # it may ask for a Trainer, which it has where it trains
+        raise ConfigurationError(
+            "SCAFFOLD: option II needs plain SGD with one positive lr, which "
+            f"{type(module).__name__}.configure_optimizers() does not give before the start "
+            f"({error}); use option I"
+        ) from error
+    optimizers, schedulers, _ = _configure_optimizers(built)  # type: ignore[arg-type]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     steps = {float(group["lr"]) for group in groups}
     reason = ""

@@ -88,14 +88,21 @@ class Adapted(Half):
 def parts(batch: Any, count: int) -> list[Any]:
     """Split a batch, any nesting of tensors ``[B, ...]``, into parts: D, D' and so on.
 
+    What is no tensor, such as ``None``, is in all parts.
+
     Example:
         >>> [len(y) for _, y in parts((torch.zeros(8, 4), torch.zeros(8)), 3)]
         [3, 3, 2]
+        >>> parts({"ids": torch.arange(4), "mask": None}, 2)
+        [{'ids': tensor([0, 1]), 'mask': None}, {'ids': tensor([2, 3]), 'mask': None}]
     """
     leaves, form = tree_flatten(batch)
-    if len(leaves[0]) < 2 * count:
+    if next(len(leaf) for leaf in leaves if isinstance(leaf, Tensor)) < 2 * count:
         return [batch] * count
-    split = zip(*(leaf.tensor_split(count) for leaf in leaves), strict=True)
+    pieces = (
+        leaf.tensor_split(count) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves
+    )
+    split = zip(*pieces, strict=True)
     return [tree_unflatten(part, form) for part in split]
 
 

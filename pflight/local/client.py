@@ -8,11 +8,13 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor, nn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
 
+from pflight.errors import ConfigurationError
 from pflight.half import Half
 from pflight.state import call_with
-from pflight.task import trains_as_a_task
+from pflight.task import Task, trains_as_a_task
 
 from .copies import Copies
 from .trainer import loss_of, muted
@@ -178,8 +180,7 @@ class AloneClient(ClientModel):
 
         def step(batch: Any) -> Tensor | None:
             with muted(self.module):
-                own = self.module.training_step
-                return loss_of(self.step(lambda: own(batch, 0), batch))
+                return loss_of(self.step(lambda: training_step(self.module, batch), batch))
 
         return self.trainer.loss(batch, size, step)
 
@@ -191,13 +192,29 @@ class _StepSkippedError(Exception):
     """A training step returned no loss."""
 
 
+def training_step(module: L.LightningModule, batch: Any, index: int = 0) -> Any:
+    """Return what a module's training step gives, which need not take the batch's index."""
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    return module.training_step(*((batch, index) if takes_index else (batch,)))
+
+
 def task_loss(module: L.LightningModule, batch: Any) -> Tensor:
-    """Return a module's loss on a batch: that of its ``loss`` or else of its training step."""
-    own = getattr(module, "loss", None)
-    if callable(own) and not isinstance(own, nn.Module):
-        return own(batch)
+    """Return a module's loss on a batch: a task's own, or that of the module's training step.
+
+    What else is called ``loss`` may be anything, such as ``nn.functional.mse_loss``.
+
+    Raises:
+        ConfigurationError: If the module optimizes by hand, whose training step has none.
+    """
+    if isinstance(module, Task):
+        return module.loss(batch)
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            f"the algorithm asks for the loss of its clients, which {type(module).__name__} with "
+            "manual optimization does not hand out"
+        )
     with muted(module):
-        loss = loss_of(module.training_step(batch, 0))
+        loss = loss_of(training_step(module, batch))
     if loss is None:
         raise RuntimeError("its training_step returned no loss")
     return loss

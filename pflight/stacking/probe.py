@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pflight.errors import said_by
 from pflight.half import PERSONAL, Half, Phase
-from pflight.local.client import AloneClient
+from pflight.local.client import AloneClient, training_step
 from pflight.local.descent import steps_only
 from pflight.local.models import LocalModels
 from pflight.local.phases import resting
@@ -133,7 +133,7 @@ class Probe:
             try:
                 loss = module.loss(self.setting.form.batch([leaf.clone() for leaf in leaves]))
                 batch = self.setting.form.batch([leaf.clone() for leaf in leaves])
-                given = loss_of(module.training_step(batch, index))
+                given = loss_of(training_step(module, batch, index))
             except Exception as error:
                 return _failed("a client alone fails", error), ()
             if drawn != _generators():

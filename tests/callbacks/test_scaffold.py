@@ -293,6 +293,16 @@ def test_option_two_refuses_schedules() -> None:
     run(linear_client(Scheduled), small_data(), SCAFFOLD(option="I"), 2)
 
 
+def test_option_two_refuses_what_asks_for_a_trainer() -> None:
+    class Stretched(ClientModule):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1 / self.trainer.max_epochs)
+
+    with pytest.raises(ConfigurationError, match=r"does not give before the start .* option I"):
+        run(linear_client(Stretched), small_data(), SCAFFOLD())
+    run(linear_client(Stretched), small_data(), SCAFFOLD(option="I"))
+
+
 def test_option_one_corrects_what_momentum_is_fed() -> None:
     client = quadratic_client()
     client.optimizer = sgd(0.1, momentum=0.9)
