@@ -10,6 +10,7 @@ import lightning as L
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
 from .checkpoint import AtomicCheckpointIO
 from .data_module import FederatedDataModule
@@ -62,12 +63,16 @@ def check_strategy(strategy: object) -> None:
 
 
 def check_processes(trainer: L.Trainer, num_clients: int | None) -> None:
-    """Raise if a Trainer asks for more processes than the CPU cores or the clients can use.
+    """Raise on processes that don't start as programs, or so many that it must be a mistake.
 
     Args:
         trainer: The Trainer.
         num_clients: Number of clients, if it is known.
     """
+    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        raise ConfigurationError(
+            "trainer.strategy: the command line starts each rank as a program of its own: take ddp"
+        )
     if not isinstance(trainer.accelerator, CPUAccelerator) or trainer.world_size == 1:
         return
     cores = os.cpu_count() or 1

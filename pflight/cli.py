@@ -429,6 +429,7 @@ class RunCheckpoint(ModelCheckpoint):
         super().load_state_dict(
             {**state_dict, **moved, "best_k_models": best, "dirpath": self.dirpath}
         )
+        self.current_score = state_dict["current_score"]  # which the next checkpoint has, too
 
 
 class SaveRunConfig(SaveConfigCallback):

@@ -276,7 +276,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if kind is str:
         return isinstance(value, str | PathLike)
     if isinstance(kind, type) and issubclass(kind, Sequence) and kind is not str:
-        if isinstance(value, str | Mapping) or not isinstance(value, Collection):
+        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Collection):
+            return False
+        if isinstance(value, Tensor) and not value.dim():
             return False
         if kind is tuple and Ellipsis not in parts and len(value) != len(parts):
             return False

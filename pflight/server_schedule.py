@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .clients import Clients
-from .errors import ConfigurationError
+from .errors import ConfigurationError, described
 from .options import check_optimizer
 
 Schedule = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau | None]
@@ -44,9 +44,18 @@ def monitored(scheduler: object) -> str | None:
 
 
 def step_schedule(scheduler: Any) -> None:
-    """Step a scheduler at the end of a round, unless it watches a metric."""
+    """Step a scheduler at the end of a round, unless it watches a metric.
+
+    Raises:
+        ConfigurationError: If it can't.
+    """
     if isinstance(scheduler, LRScheduler) and monitored(scheduler) is None:
-        scheduler.step()
+        try:
+            scheduler.step()
+        except Exception as error:
+            raise ConfigurationError(
+                f"server_scheduler: {type(scheduler).__name__} can't step: {described(error)}"
+            ) from error
 
 
 class WaitingSchedule(L.Callback):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -319,12 +320,26 @@ class TestFullDisk:
             "model.server_optimizer: the server's optimizer can't be built: Adam: betas can't be",
         ),
         (["--trainer.devices=99999"], "trainer.devices asks for 99,999 processes on"),
+        (["--trainer.strategy=ddp_spawn"], "trainer.strategy: the command line starts each rank"),
         (["--trainer.devices=7"], "ask for 7 processes, but there are only 6 clients"),
     ],
 )
 def test_options(options, said, monkeypatch, capfd):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert said in fit_refused(capfd, "--trainer.accelerator=cpu", *options)
+
+
+def test_a_schedule_that_can_not_step(capfd):
+    schedule = ["--model.server_scheduler=StepLR", "--model.server_scheduler.step_size=0"]
+    said = fit_refused(capfd, *schedule, "--trainer.max_epochs=1")
+    assert said.startswith("server_scheduler: StepLR can't step: ZeroDivisionError")
+
+
+def test_a_checkpoint_knows_its_score_as_before(tmp_path):
+    before, after = (cli.RunCheckpoint(dirpath=tmp_path, monitor="val/loss") for _ in range(2))
+    before.current_score = torch.tensor(0.5)
+    after.load_state_dict(before.state_dict())
+    assert after.state_dict() == before.state_dict()
 
 
 def test_client_memory_that_can_not_be_read(capfd):

@@ -159,6 +159,12 @@ class OwnServer(Server):
         ([1], {"widths": [1, 2.5]}, r"Server: widths must be a list of int, got \[1, 2.5\]"),
         ([1], {"rule": "mode"}, "rule must be 'mean', 'median', a function or null, got 'mode'"),
         ([1], {"names": "ab"}, "Server: names must be a list of str, got 'ab'"),
+        ([1], {"names": b"ab"}, "Server: names must be a list of str, got b'ab'"),
+        (
+            [1],
+            {"widths": torch.tensor(1)},
+            r"Server: widths must be a list of int, got tensor\(1\)",
+        ),
         ([1], {"names": ["a" * 1000] * 1000 + [1]}, "Server: names must be a list of str, got"),
     ],
 )

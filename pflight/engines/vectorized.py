@@ -19,7 +19,7 @@ from pflight.half import PERSONAL, Phase
 from pflight.history import Logs, merge_logs
 from pflight.loaders import Split
 from pflight.local.copies import ready
-from pflight.local.samples import check_order
+from pflight.local.samples import are_finite, check_order
 from pflight.local.setting import Setting
 from pflight.local.visits import GRADIENT_BATCH
 from pflight.metrics import ClientValues
@@ -200,10 +200,12 @@ class VectorizedEngine:
         clients = data.train_clients
         largest = clients[data.num_samples("train")[clients].argmax()]
         try:
-            leaves = self.setting.samples(int(largest), "train")
+            leaves = [leaf[:_TRIAL] for leaf in self.setting.samples(int(largest), "train")]
         except STOPS:
             raise
         except BaseException:  # training will say why
+            leaves = self.setting.example
+        if not are_finite(leaves):
             leaves = self.setting.example
         return [leaf[:_TRIAL].clone() for leaf in leaves]
 

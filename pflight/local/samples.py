@@ -154,8 +154,8 @@ def usual_samples(
 ) -> Any:
     """Return the training samples of a client that has them in the most frequent form.
 
-    Of the first clients; any of these may differ, or fail to hand out its own, or take longer than
-    ``timeout`` seconds.
+    Of the first clients, and finite ones if there are; any of these may differ, or fail to hand
+    out its own, or take longer than ``timeout`` seconds.
 
     Raises:
         ConfigurationError: If all of them fail.
@@ -176,4 +176,14 @@ def usual_samples(
             f"the training samples of client {first.client} can't be used: {first.reason}"
         ) from first.error
     forms = [Form.of(samples)[:2] for samples in found]
-    return found[forms.index(Counter(forms).most_common(1)[0][0])]
+    (form, _), *_ = Counter(forms).most_common(1)
+    usual = [samples for samples, own in zip(found, forms, strict=True) if own == form]
+    return next(filter(are_finite, usual), usual[0])
+
+
+def are_finite(samples: Any) -> bool:
+    """Return whether results on these samples can be compared."""
+    try:
+        return all(bool(leaf.isfinite().all()) for leaf in tree_leaves(samples))
+    except Exception:  # of tensors that hold nothing, or no rows
+        return False
