@@ -17,7 +17,6 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
-from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.plugins import Precision
@@ -178,7 +177,8 @@ class ModuleTrainer:
         loop._data_fetcher = self._feed
         if optimizer is None:
             try:
-                self._strategy.setup_optimizers(trainer)
+                with _needing_optimizers(module):
+                    self._strategy.setup_optimizers(trainer)
             except RuntimeError as error:
                 if "multiple optimizers" not in str(error):
                     raise
@@ -194,11 +194,6 @@ class ModuleTrainer:
             module.configure_gradient_clipping = _no_clipping  # type: ignore[method-assign]
         own = {id(parameter) for parameter in module.parameters()}
         for optimizer in self._strategy.optimizers:
-            if isinstance(optimizer, _MockOptimizer) and module.automatic_optimization:
-                raise ConfigurationError(
-                    f"{type(module).__name__}.configure_optimizers() gives no optimizer, without "
-                    "which a client learns nothing"
-                )
             for group in optimizer.param_groups:
                 if any(id(parameter) not in own for parameter in group["params"]):
                     raise ConfigurationError(
@@ -487,6 +482,29 @@ class _Results(_ResultCollection):
         if self.training and isinstance(value, Tensor) and value.numel() == 1:
             count = kwargs.get("batch_size") or self.batch_size or 1
             add_logs(self.logs, {name: (value.detach() * count, count)})
+
+
+@contextmanager
+def _needing_optimizers(module: L.LightningModule) -> Iterator[None]:
+    """Raise if a copy gives no optimizer, of which Lightning would warn for each client."""
+    given, is_own = module.configure_optimizers, "configure_optimizers" in vars(module)
+
+    def asked() -> Any:
+        optimizers = given()
+        if optimizers is None and module.automatic_optimization:
+            raise ConfigurationError(
+                f"{type(module).__name__}.configure_optimizers() gives no optimizer, without which "
+                "a client learns nothing"
+            )
+        return optimizers
+
+    module.configure_optimizers = asked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.configure_optimizers
+        if is_own:
+            module.configure_optimizers = given  # type: ignore[method-assign]
 
 
 def _no_clipping(*_: Any, **__: Any) -> None:
