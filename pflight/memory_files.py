@@ -138,7 +138,10 @@ class RowFile:
         """
         places = []
         for name, (place, _, _) in self.columns.items():
-            data = states[name].contiguous().flatten().view(torch.uint8)
+            data = states[name].contiguous().flatten()
+            if len(data) == 1:  # whose stride may be anything
+                data = data.as_strided((1,), (1,))
+            data = data.view(torch.uint8)
             width = place.stop - place.start
             places.append((data.view(len(states[name]), width).numpy(), place))
         return places

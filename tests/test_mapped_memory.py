@@ -121,6 +121,14 @@ def test_any_tensor_comes_back(value: Tensor, tmp_path: Path) -> None:
     assert_same(dict(back.items()), dict(states.items()))
 
 
+def test_a_number_of_one_client_comes_back(tmp_path: Path) -> None:
+    memory = memory_in(tmp_path)
+    count = torch.tensor(7).expand(1)  # contiguous, and of stride 0
+    memory.write("a", torch.tensor([5]), TensorDict({"count": count}, [1]))
+    back = memory.read("a", torch.tensor([5]), TensorDict({"count": torch.zeros_like(count)}, [1]))
+    assert back["count"].tolist() == [7]
+
+
 def test_what_is_read_may_be_changed(tmp_path: Path) -> None:
     memory = memory_in(tmp_path)
     keep(memory, c0=1)
