@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pflight.clients import STORED, Clients
 from pflight.engines.base import Setting
-from pflight.engines.updates import ClientUpdates
+from pflight.updates import ClientUpdates
 from pflight.history import merge_logs
 from pflight.loaders import Split
 from pflight.memory import ClientMemory
