@@ -14,11 +14,11 @@ from torch import Tensor
 
 from pflight.clients import STORED, Clients
 from pflight.engines.base import Setting
-from pflight.updates import ClientUpdates
 from pflight.history import merge_logs
 from pflight.loaders import Split
 from pflight.memory import ClientMemory
 from pflight.server import ServerModels
+from pflight.updates import ClientUpdates
 
 HERE: list[int] = []
 """The client on whose machine something is going on, if on any."""
