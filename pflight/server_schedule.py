@@ -61,12 +61,28 @@ def step_schedule(scheduler: Any) -> None:
 class WaitingSchedule(L.Callback):
     """Steps a server's scheduler that watches a metric, once the round has it.
 
+    It also looks at what a checkpoint has made of the server optimizer.
+
     Args:
         clients: The clients, whose history has the metrics.
     """
 
     def __init__(self, clients: Clients) -> None:
         self.clients = clients
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Raise if the checkpoint has the state of an optimizer of another class.
+
+        Raises:
+            ConfigurationError: Naming what that lacks.
+        """
+        for optimizer in trainer.optimizers:
+            restored = optimizer.param_groups[0]
+            if missing := [name for name in optimizer.defaults if name not in restored]:
+                raise ConfigurationError(
+                    f"the checkpoint does not fit this federation: its server optimizer is not a "
+                    f"{type(optimizer).__name__}, which has {', '.join(missing)}"
+                )
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Step it with the round's metric."""

@@ -335,6 +335,13 @@ def test_a_schedule_that_can_not_step(capfd):
     assert said.startswith("server_scheduler: StepLR can't step: ZeroDivisionError")
 
 
+@pytest.mark.parametrize("optimizer", ["Adam", "Adagrad"])
+def test_a_checkpoint_of_another_server_optimizer(optimizer, trained, capfd):
+    other = f"--model.server_optimizer={optimizer}", "--model.server_optimizer.lr=0.1"
+    said = fit_refused(capfd, *other, "--ckpt_path=last", "--trainer.max_epochs=2")
+    assert f"its server optimizer is not a {optimizer}, which has " in said
+
+
 def test_a_checkpoint_knows_its_score_as_before(tmp_path):
     before, after = (cli.RunCheckpoint(dirpath=tmp_path, monitor="val/loss") for _ in range(2))
     before.current_score = torch.tensor(0.5)
