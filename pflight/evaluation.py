@@ -15,7 +15,7 @@ from .errors import ConfigurationError
 from .metrics import ClientMetrics, ClientValues, F1Average, LoggedMetrics
 from .server_callback import ServerCallback
 from .task import Task
-from .updates import Evaluation
+from .updates import Evaluation, Predictions
 
 WhichModel = Literal["", "server/", "finetuned/"]
 """Which model of a client is judged, as a prefix of tags: the client's own model, the model that
@@ -218,9 +218,7 @@ def model_of(
         return ClientModels.of(clients, callback, torch.tensor([client], device=device)).used[0]
 
 
-def predict(
-    clients: Clients, callback: ServerCallback, ids: Tensor
-) -> Evaluation | list[tuple[int, list[Any]]]:
+def predict(clients: Clients, callback: ServerCallback, ids: Tensor) -> Evaluation | Predictions:
     """Return the predictions of the clients' models ``[C]`` on their test samples."""
     states = ClientModels.of(clients, callback, ids).used
     predictions, failures = clients.attached_engine.predict(ids, states, "test")

@@ -33,7 +33,7 @@ from .server import ServerModels, server_work
 from .server_callback import ServerCallback, chosen_half, server_callback_of
 from .server_schedule import WaitingSchedule, build_optimizer, monitored, step_schedule
 from .state import StateLayout, with_state
-from .updates import Evaluation
+from .updates import Evaluation, Predictions
 
 
 class Federation(L.LightningModule):
@@ -49,9 +49,8 @@ class Federation(L.LightningModule):
         client: The client module. Copies of it are trained; it is never changed.
         local_epochs: Epochs of local training in a round.
         local_steps: Batches of local training in a round, in place of ``local_epochs``.
-        finetune_epochs: If positive, clients are judged by a copy of their model that is fine-tuned
-            for this many epochs on their training data, with the task loss alone, and then
-            discarded.
+        finetune_epochs: If positive, clients are judged by copies of their models, fine-tuned for
+            this many epochs on their training data with the task loss alone.
         server_optimizer: Builds the server optimizer; by default the callback's own, SGD with step
             1 for FedAvg.
         server_scheduler: Builds a scheduler of the server's step size, stepped once a round; a
@@ -68,8 +67,7 @@ class Federation(L.LightningModule):
         client_memory: Where the states that clients keep between rounds are stored: in ``"ram"``,
             with a copy in each checkpoint; or on ``"disk"``, in the folder ``memory`` of
             ``trainer.default_root_dir``, which the run's checkpoints then need.
-        allow_other_data: Whether a run may be resumed with other data of as many clients, which is
-            an error otherwise.
+        allow_other_data: Whether a run may be resumed with other data of as many clients.
         seed: Seed of all randomness of local training and of the server.
         f1_average: The classes over which a client's F1 is averaged: those in its labels or
             predictions (``"union"``), in its labels (``"true"``), ``"all"``, or ``"binary"``.
@@ -120,10 +118,8 @@ class Federation(L.LightningModule):
         check_range(self, "[1, inf)", local_epochs=local_epochs, **counts)
         check_range(self, "[0, inf)", finetune_epochs=finetune_epochs, seed=seed)
         check_range(self, "(0, inf)", client_timeout=client_timeout)
-        self.save_hyperparameters(
-            ignore=["client", "server_optimizer", "server_scheduler"],
-            logger=False,  # setup() passes them to the loggers
-        )
+        ignored = ["client", "server_optimizer", "server_scheduler"]
+        self.save_hyperparameters(ignore=ignored, logger=False)  # setup() passes them to loggers
         self.automatic_optimization = False
         self.server_optimizer = server_optimizer
         self.server_scheduler = server_scheduler
@@ -168,11 +164,7 @@ class Federation(L.LightningModule):
 
     @property
     def attached_callback(self) -> ServerCallback:
-        """The server callback that set this federation up.
-
-        Raises:
-            ConfigurationError: If it has not been set up yet.
-        """
+        """The server callback that set this federation up; an error before one has."""
         if self.callback is None:
             raise ConfigurationError(
                 "the federation has no server yet: run it with a Trainer, or load a checkpoint"
@@ -191,9 +183,6 @@ class Federation(L.LightningModule):
 
     def client_state(self, client: int) -> dict[str, Tensor]:
         """Return the model that a client is judged by, in the form of ``client.state_dict()``.
-
-        With ``finetune_epochs`` this needs the client's data: run the federation with a Trainer
-        first.
 
         Raises:
             ConfigurationError: For an unknown client, or before the federation has been set up.
@@ -245,8 +234,7 @@ class Federation(L.LightningModule):
             **options: Arguments of :class:`Federation` to change.
 
         Raises:
-            ConfigurationError: If the file can't be read, or belongs to another network or
-                callback.
+            ConfigurationError: If the file can't be read, or has another network or callback.
         """
         checkpoint = read_checkpoint(checkpoint_path, map_location)
         record, saved = (checkpoint.get(n) or {} for n in ("pflight", "hyper_parameters"))
@@ -276,9 +264,8 @@ class Federation(L.LightningModule):
         trainer, clients = self.trainer, self.clients
         callback = server_callback_of(trainer)
         assert callback is not None
-        clients.take(
-            callback.local_data(check_data(getattr(trainer, "datamodule", None), self.client))
-        )
+        data = check_data(getattr(trainer, "datamodule", None), self.client)
+        clients.take(callback.local_data(data))
         self.record.forget_data()
         if stage == "fit":
             check_monitors(self, clients)
@@ -359,13 +346,10 @@ class Federation(L.LightningModule):
 
     def on_predict_epoch_start(self) -> None:
         """Start a prediction without failed clients."""
-        self._predict_failures = self.clients.failures_of(
-            self.clients.last_round, "it is left out of the predictions"
-        )
+        index, consequence = self.clients.last_round, "it is left out of the predictions"
+        self._predict_failures = self.clients.failures_of(index, consequence)
 
-    def predict_step(
-        self, clients: Tensor, batch_idx: int
-    ) -> Evaluation | list[tuple[int, list[Any]]]:
+    def predict_step(self, clients: Tensor, batch_idx: int) -> Evaluation | Predictions:
         """Return the outputs of a chunk of clients ``[C]`` on their test samples.
 
         For a module that is not a task: pairs of a client's id and the results of ``predict_step``,

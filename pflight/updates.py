@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from textwrap import shorten
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from tensordict import TensorDict
@@ -78,6 +78,10 @@ class ClientUpdates:
             num_samples=self.num_samples[rows.cpu()],
             kept=None if self.kept is None else self.kept[rows],
         )
+
+
+Predictions = list[tuple[int, list[Any]]]
+"""Pairs of a client's id and what its own ``predict_step`` gives for each batch."""
 
 
 class Evaluation(NamedTuple):

@@ -127,6 +127,10 @@ def test_imports_go_one_way() -> None:
     assert sorted(outwards - {*KNOWN}) == []
 
 
+def test_the_federation_is_a_short_file() -> None:
+    assert len(MODULES["pflight.federation"].read_text().splitlines()) <= 400
+
+
 def test_the_rooms_of_the_core_are_entered_from_one_side() -> None:
     """One client's training knows nothing of stacks, and stacks nothing of engines."""
     rooms = ["pflight.local", "pflight.stacking", "pflight.engines"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from tensordict import TensorDict
@@ -15,7 +15,7 @@ from pflight.local.setting import Setting
 from pflight.metrics import ClientValues
 from pflight.randomness import Purpose
 from pflight.state import entries, rows
-from pflight.updates import ClientFailure, ClientUpdates, Evaluation, Kept
+from pflight.updates import ClientFailure, ClientUpdates, Evaluation, Kept, Predictions
 
 GRADIENT_BATCH = 512  # samples in one pass where their number does not matter
 ONE_THREAD = 20e6  # operations of a batch's forward pass from which on threads pay
@@ -89,7 +89,7 @@ class Engine(Protocol):
 
     def predict(
         self, clients: Tensor, states: TensorDict, split: Split
-    ) -> tuple[Evaluation | list[tuple[int, list[Any]]], list[ClientFailure]]:
+    ) -> tuple[Evaluation | Predictions, list[ClientFailure]]:
         """Return a task's outputs, or by client what an own ``predict_step`` gives for batches."""
 
     def losses(

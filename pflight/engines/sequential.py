@@ -24,7 +24,7 @@ from pflight.local.visits import evaluation_visits, gradient_visits, training_vi
 from pflight.metrics import ClientValues
 from pflight.randomness import Purpose, derive_seed, seed_everything
 from pflight.state import entries
-from pflight.updates import STOPS, ClientFailure, ClientUpdates, Evaluation, Kept
+from pflight.updates import STOPS, ClientFailure, ClientUpdates, Evaluation, Kept, Predictions
 
 from .base import ONE_THREAD, are_one, finite_rows, threads
 from .outputs import Samples, evaluate_task
@@ -259,13 +259,13 @@ class SequentialEngine:
 
     def predict(
         self, clients: Tensor, states: TensorDict, split: Split
-    ) -> tuple[Evaluation | list[tuple[int, list[Any]]], list[ClientFailure]]:
+    ) -> tuple[Evaluation | Predictions, list[ClientFailure]]:
         """See :class:`~pflight.engines.base.Engine`."""
         if self.setting.predicts_outputs:
             outputs, failures = self.evaluate(clients, states, split)
             assert isinstance(outputs, Evaluation)
             return outputs, failures
-        predictions: list[tuple[int, list[Any]]] = []
+        predictions: Predictions = []
 
         def predict(_: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
             predictions.append((client, self.models.client.trainer.predict(batches)))

@@ -30,7 +30,7 @@ from pflight.stacking.probe import Dependence, Probe, Witness, reason_of
 from pflight.stacking.steps import Batches, Group, Plan, StackedOptimizer, clip, rows_per_call
 from pflight.state import entries
 from pflight.task import Task
-from pflight.updates import STOPS, ClientFailure, ClientUpdates, Evaluation, Kept
+from pflight.updates import STOPS, ClientFailure, ClientUpdates, Evaluation, Kept, Predictions
 
 from .base import are_one, finite_rows
 from .outputs import Samples, evaluate_task
@@ -681,7 +681,7 @@ class VectorizedEngine:
 
     def predict(
         self, clients: Tensor, states: TensorDict, split: Split
-    ) -> tuple[Evaluation | list[tuple[int, list[Any]]], list[ClientFailure]]:
+    ) -> tuple[Evaluation | Predictions, list[ClientFailure]]:
         """See :class:`~pflight.engines.base.Engine`."""
         if not self.setting.predicts_outputs:
             return self.alone.predict(clients, states, split)
