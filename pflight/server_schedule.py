@@ -77,8 +77,9 @@ class WaitingSchedule(L.Callback):
             ConfigurationError: Naming what that lacks.
         """
         for optimizer in trainer.optimizers:
-            restored = optimizer.param_groups[0]
-            if missing := [name for name in optimizer.defaults if name not in restored]:
+            # PyTorch adds "differentiable" to the defaults alone when it loads a state.
+            expected = optimizer.defaults.keys() - {"differentiable"}
+            if missing := sorted(expected - optimizer.param_groups[0].keys()):
                 raise ConfigurationError(
                     f"the checkpoint does not fit this federation: its server optimizer is not a "
                     f"{type(optimizer).__name__}, which has {', '.join(missing)}"

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import warnings
 from collections.abc import Iterator
 
@@ -13,8 +14,9 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _as_loud_as_before() -> Iterator[None]:
-    """Undo what the command line does in a process that is its own."""
+def _as_before() -> Iterator[None]:
+    """Undo what the command line, and Lightning after a Ctrl-C, do in a process of their own."""
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     names = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.pflight")
     loggers = [logging.getLogger(name) for name in names]
     levels, form = [logger.level for logger in loggers], warnings.formatwarning
@@ -22,3 +24,5 @@ def _as_loud_as_before() -> Iterator[None]:
     warnings.formatwarning = form
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)

@@ -164,7 +164,12 @@ def test_a_client_that_is_no_client_module() -> None:
 def test_a_federation_keeps_its_algorithm_and_its_clients() -> None:
     federation = run(linear_client(), small_data(), Local())
     other = quiet_trainer(1, FedAvg())
-    fails(r"Local, not by FedAvg", other.fit, federation, datamodule=small_data())
+    fails(
+        r"trained with Local, but this Trainer has FedAvg",
+        other.fit,
+        federation,
+        datamodule=small_data(),
+    )
     fewer = small_data(counts=[4] * 5)
     fails("set up for 6 clients", quiet_trainer(1, Local()).fit, federation, datamodule=fewer)
 

@@ -554,11 +554,17 @@ def muted(module: L.LightningModule) -> Iterator[None]:
     """Have a copy log nothing, and its metrics count nothing."""
     metrics = [part for part in module.modules() if isinstance(part, Metric)]
     counted = [(metric, metric._copy_state_dict(), metric._update_count) for metric in metrics]
-    module.log = module.log_dict = _no_log  # type: ignore[method-assign]
+    own = vars(module)
+    before = {name: own.get(name) for name in ("log", "log_dict")}  # it may be muted already
+    own.update(dict.fromkeys(before, _no_log))
     try:
         yield
     finally:
-        del module.log, module.log_dict
+        for name, held in before.items():
+            if held is None:
+                del own[name]
+            else:
+                own[name] = held
         for metric, states, count in counted:
             for name, value in states.items():
                 setattr(metric, name, value)
