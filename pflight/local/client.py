@@ -27,11 +27,26 @@ class ClientModel:
     """A model of a client, as a half sees it: what is the same alone and in a stack."""
 
     module: L.LightningModule
+    buffers: Mapping[str, Tensor]
     _call: tuple[tuple[Any, ...], dict[str, Any]]
 
     def task_loss(self, batch: Any) -> Tensor:
         """See :class:`~pflight.half.LocalClient`."""
         raise NotImplementedError
+
+    def _loss_at(self, tensors: Mapping[str, Tensor], batch: Any) -> Tensor:
+        """Return the module's loss with other tensors in place of its own."""
+        raise NotImplementedError
+
+    def task_loss_at(
+        self,
+        weights: Mapping[str, Tensor],
+        batch: Any,
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        held = self.buffers if buffers is None else buffers
+        return self._loss_at({**weights, **held}, batch)
 
     def task_loss_and_logits(self, batch: Any) -> tuple[Tensor, Tensor]:
         """See :class:`~pflight.half.LocalClient`."""
@@ -115,16 +130,6 @@ class AloneClient(ClientModel):
             return task_loss(self.module, batch)
         return self._own_step()
 
-    def task_loss_at(
-        self,
-        weights: Mapping[str, Tensor],
-        batch: Any,
-        buffers: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
-        """See :class:`~pflight.half.LocalClient`."""
-        held = self.buffers if buffers is None else buffers
-        return call_with(self.module, {**weights, **held}, task_loss, batch)
-
     def mean(self, values: Tensor) -> Tensor:
         """See :class:`~pflight.half.LocalClient`."""
         return values.sum() / len(values)
@@ -133,6 +138,9 @@ class AloneClient(ClientModel):
         """See :class:`~pflight.half.LocalClient`."""
         held = self.copies.tensors()
         return {name: held[name] for name in self.copies.live}
+
+    def _loss_at(self, tensors: Mapping[str, Tensor], batch: Any) -> Tensor:
+        return call_with(self.module, tensors, task_loss, batch)
 
     # What the engine asks for
 

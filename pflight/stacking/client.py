@@ -325,16 +325,6 @@ class StackedRow(ClientModel):
         self.own_loss = loss.detach()
         return loss
 
-    def task_loss_at(
-        self,
-        weights: Mapping[str, Tensor],
-        batch: Any,
-        buffers: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
-        """See :class:`~pflight.half.LocalClient`."""
-        held = self.buffers if buffers is None else buffers
-        return self._loss_at({**weights, **held}, batch)
-
     def mean(self, values: Tensor) -> Tensor:
         """See :class:`~pflight.half.LocalClient`."""
         if self.sample_weights is None:
