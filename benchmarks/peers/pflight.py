@@ -94,4 +94,6 @@ vectorized = partial(train, engine="vectorized")
 def two_ranks(task: Task, rounds: int, record: Record) -> Weights:
     """Train on two processes of one thread each."""
     torch.set_num_threads(1)
-    return train(task, rounds, record, strategy="ddp", devices=2)
+    weights = train(task, rounds, record, strategy="ddp", devices=2)
+    torch.distributed.destroy_process_group()  # Lightning leaves gloo's threads running
+    return weights
