@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
@@ -17,7 +16,7 @@ from pflight.state import call_with
 from pflight.task import Task, trains_as_a_task
 
 from .copies import Copies
-from .trainer import loss_of, muted
+from .trainer import loss_of, muted, step_arguments
 
 SCALARS = ("num_samples", "mean_samples", "seen", "num_steps")
 """Names of the scalars that a half finds at a client."""
@@ -174,7 +173,6 @@ class AloneClient(ClientModel):
         self._own_step, self.skipped = run, False
         try:
             loss = self.half.loss(self, batch)
-            self.has_loss = True
         except _StepSkippedError:
             self.skipped = True
             return output
@@ -202,8 +200,7 @@ class _StepSkippedError(Exception):
 
 def training_step(module: L.LightningModule, batch: Any, index: int = 0) -> Any:
     """Return what a module's training step gives, which need not take the batch's index."""
-    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    return module.training_step(*((batch, index) if takes_index else (batch,)))
+    return module.training_step(*step_arguments(module, batch, index))
 
 
 def task_loss(module: L.LightningModule, batch: Any) -> Tensor:

@@ -109,13 +109,13 @@ class LocalModels:
         if memory is not None:
             self.client.memory = memory
             self.client.seen.fill_(1)
-        if self._personal_copies is not None and anchored:
+        if self._personal_copies is None:
+            return
+        self._personal_copies.load(start, PERSONAL, reuse=self.plain)
+        if anchored:
             assert self.half.personal is not None
-            self._personal_copies.load(start, PERSONAL, reuse=self.plain)
             personal = AloneClient(self._personal_copies, self.half.personal, *known, self.client)
             self.clients = [personal, self.client]
-        elif self._personal_copies is not None:
-            self._personal_copies.load(start, PERSONAL, reuse=self.plain)
 
     def evaluated(self, state: Mapping[str, Tensor]) -> LightningModule:
         """Return the copy of the module with a client's tensors, in evaluation mode."""

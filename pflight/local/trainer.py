@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import lightning as L
@@ -132,10 +133,6 @@ class ModuleTrainer:
         _never_synchronise(module)
         if self._bare is None:
             self._bare = self._is_bare(module)
-            # Lightning inspects this at every step.
-            self._takes_index = is_param_in_hook_signature(
-                module.training_step, "batch_idx", min_args=2
-            )
 
     def _is_bare(self, module: L.LightningModule) -> bool:
         """Whether nothing of the module's own happens around its training steps."""
@@ -284,7 +281,7 @@ class ModuleTrainer:
         progress.increment_ready()
         trainer._logger_connector.on_batch_start(batch)
         progress.increment_started()
-        arguments = (batch, loop.batch_idx) if self._takes_index else (batch,)
+        arguments = step_arguments(module, batch, loop.batch_idx)
 
         def step() -> ClosureResult:
             module._current_fx_name = "training_step"
@@ -380,6 +377,19 @@ class ModuleTrainer:
         for part, batch in zip(parts, batches, strict=True):
             self._strategy.batch_size = len(part)
             yield batch
+
+
+def step_arguments(module: L.LightningModule, batch: Any, index: int) -> tuple[Any, ...]:
+    """Return what a module's training step takes: the batch, and its index if it asks for that."""
+    step = module.training_step
+    takes_index = _takes_index(getattr(step, "__func__", step))
+    return (batch, index) if takes_index else (batch,)
+
+
+@lru_cache(maxsize=64)
+def _takes_index(step: Callable[..., Any]) -> bool:
+    """Return what Lightning finds out at every step."""
+    return is_param_in_hook_signature(step, "batch_idx", min_args=2)
 
 
 def loss_of(output: Any) -> Tensor | None:
