@@ -39,7 +39,7 @@ from .callbacks.monitors.report import PredictionWriter, ResultTable
 from .callbacks.monitors.tensorboard import Primitive, TensorBoardReport
 from .checkpoint import read_checkpoint
 from .checks import check_processes, check_strategy
-from .config_files import MODE, check_config_file
+from .config_files import MODE, check_config_file, current_name
 from .errors import ClientError, ConfigurationError
 from .federation import Federation
 from .files import causes, full_disk
@@ -51,7 +51,7 @@ from .signals import SaveWhenStopped, StopBetweenRounds
 from .task import Task
 from .version import __version__
 
-__all__ = ["FederationCLI", "main"]
+__all__ = ["FederationCLI", "config_file", "main"]
 
 _EPILOG = (
     "Options of the federation: --model.help Federation; of its parts, for example: "
@@ -66,7 +66,6 @@ _TRAINER_DEFAULTS = {
 }
 _RANK_0_FIRST = 5.0  # seconds
 _TEST = ".test"
-_FORMER_CONFIGS = {"fedcluster": "cfl", "hypocluster": "ifca", "robust": "trimmed_kmeans"}
 _FEDERATION = {
     "class_path": "pflight.Federation",
     "init_args": {"client": {"class_path": "pflight.models.Classifier"}},
@@ -146,6 +145,11 @@ class FederationCLI(LightningCLI):
             "--mode",
             type=Literal["min", "max"] | None,
             help="Whether the lowest or the highest --monitor is best.",
+        )
+        parser.add_argument(
+            "--search_space",
+            type=dict[str, Any] | None,
+            help="Options that `pflight compare --tune` chooses, each with a range or values.",
         )
 
     def parse_arguments(self, parser: Any, args: ArgsType) -> None:
@@ -464,7 +468,7 @@ def main(args: Sequence[str] | None = None) -> None:
     The exit status is 2 for wrong options or input, 1 for a full disk or a failed client with
     ``on_client_error="raise"``, 143 for SIGTERM and 130 for Ctrl-C.
     """
-    _quieten()
+    quieten()
     stop = StopBetweenRounds()
     try:
         with stop, _left_to_the_main_thread():
@@ -536,19 +540,23 @@ def _with_shipped_configs(args: Sequence[str]) -> list[str]:
         if option not in ("--config", "-c"):
             continue
         if equals:
-            found[position] = f"{option}={_config_file(value)}"
+            found[position] = f"{option}={config_file(value)}"
         elif position + 1 < len(found):
-            found[position + 1] = _config_file(found[position + 1])
+            found[position + 1] = config_file(found[position + 1])
     return found
 
 
-def _config_file(path: str) -> str:
+def config_file(path: str) -> str:
+    """Return the path of a config file, which may be one of those that come with pflight.
+
+    Raises:
+        ConfigurationError: If there is none, or it can't be read.
+    """
     if os.path.exists(path):
         check_config_file(path)
         return path
-    name = path.removeprefix("configs/")
-    for former, current in _FORMER_CONFIGS.items():
-        name = name.replace(f"algorithm/{former}.yaml", f"algorithm/{current}.yaml")
+    kind, slash, name = path.removeprefix("configs/").rpartition("/")
+    name = f"{kind}{slash}{current_name(name)}" if kind == "algorithm" else f"{kind}{slash}{name}"
     with suppress(OSError):  # a name that is too long
         shipped = files("pflight.configs").joinpath(name)
         if shipped.is_file():
@@ -621,7 +629,7 @@ def _format_warning(
     return f"warning: {' '.join(str(message).split())}\n"
 
 
-def _quieten() -> None:
+def quieten() -> None:
     """Silence what libraries print at every start; print pflight's own warnings as one line."""
     warnings.formatwarning = _format_warning
     for name in ("lightning.pytorch", "lightning.fabric"):

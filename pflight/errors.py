@@ -1,5 +1,7 @@
 """The exceptions that pflight raises."""
 
+from collections.abc import Sequence
+
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
@@ -9,6 +11,22 @@ class ConfigurationError(MisconfigurationException, ValueError):
     It is both a Lightning ``MisconfigurationException`` and a ``ValueError``. The command line
     prints its message as one line, without a traceback.
     """
+
+
+class UnknownOptionError(ConfigurationError):
+    """There are no options of these names.
+
+    Attributes:
+        options: Their full names.
+    """
+
+    def __init__(self, message: str, options: Sequence[str]) -> None:
+        super().__init__(message)
+        self.options = tuple(options)
+
+
+class TakenError(ConfigurationError):
+    """Another process is doing the same work in a run folder."""
 
 
 class ClientError(RuntimeError):

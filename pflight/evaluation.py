@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from .clients import Clients
 from .distributed import owned
 from .errors import ConfigurationError
-from .metrics import ClientMetrics, ClientValues, F1Average, LoggedMetrics
+from .metrics import ClientMetrics, ClientValues, Direction, F1Average, LoggedMetrics
 from .server_callback import ServerCallback
 from .task import Task
 from .updates import Evaluation, Predictions
@@ -136,6 +137,11 @@ class Evaluator:
                 f"no model {model!r} was evaluated: model must be one of {list(self._metrics)}"
             )
         return {name: value.cpu() for name, value in self._metrics[model].per_client().items()}
+
+    @property
+    def directions(self) -> Mapping[str, Direction | None]:
+        """Whether the highest or lowest values of the metrics are best, where that is known."""
+        return self._metrics[""].directions
 
     def _new_metrics(self) -> ClientMetrics | LoggedMetrics:
         clients, module = self.clients, self.clients.module

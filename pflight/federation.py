@@ -142,7 +142,7 @@ class Federation(L.LightningModule):
             LocalTraining(local_epochs, local_steps, finetune_epochs, on_client_error, seed),
         )
         self.record = RunRecord(self.clients, allow_other_data)
-        self._evaluators: dict[str, Evaluator] = {}
+        self.evaluators: dict[str, Evaluator] = {}
         self._predict_failures = self.clients.failures_of(0, "it is left out")
 
     # What a user asks for
@@ -207,12 +207,12 @@ class Federation(L.LightningModule):
         Returns:
             ``num_samples`` and each metric by name, ``[num_clients]``; NaN without samples.
         """
-        if split not in self._evaluators:
+        if split not in self.evaluators:
             raise ConfigurationError(
                 f"there has been no evaluation on {split!r} samples yet: run the Trainer's "
                 f"{'test' if split == 'test' else 'validate'} first"
             )
-        return self._evaluators[split].per_client(model)
+        return self.evaluators[split].per_client(model)
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]
@@ -316,16 +316,16 @@ class Federation(L.LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Start an evaluation of all clients on their validation samples."""
         whose = self.clients, self.attached_callback
-        self._evaluators["val"] = Evaluator(*whose, "val", self.f1_average)
+        self.evaluators["val"] = Evaluator(*whose, "val", self.f1_average)
 
     def validation_step(self, clients: Tensor, batch_idx: int) -> None:
         """Evaluate a chunk of clients ``[C]`` on their validation samples."""
         with self._server_work():
-            self._evaluators["val"].judge(clients)
+            self.evaluators["val"].judge(clients)
 
     def on_validation_epoch_end(self) -> None:
         """Log the means over clients."""
-        values = self._evaluators["val"].means()
+        values = self.evaluators["val"].means()
         log_values(self, values, self.clients.last_round)
         if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
             self.history[-1].metrics.update(values)
@@ -333,16 +333,16 @@ class Federation(L.LightningModule):
     def on_test_epoch_start(self) -> None:
         """Start an evaluation of all clients on their test samples."""
         whose = self.clients, self.attached_callback
-        self._evaluators["test"] = Evaluator(*whose, "test", self.f1_average)
+        self.evaluators["test"] = Evaluator(*whose, "test", self.f1_average)
 
     def test_step(self, clients: Tensor, batch_idx: int) -> None:
         """Evaluate a chunk of clients ``[C]`` on their test samples."""
         with self._server_work():
-            self._evaluators["test"].judge(clients)
+            self.evaluators["test"].judge(clients)
 
     def on_test_epoch_end(self) -> None:
         """Log the means over clients; newcomers, held out of training, are logged separately."""
-        log_values(self, self._evaluators["test"].means(), self.clients.last_round)
+        log_values(self, self.evaluators["test"].means(), self.clients.last_round)
 
     def on_predict_epoch_start(self) -> None:
         """Start a prediction without failed clients."""

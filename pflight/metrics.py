@@ -15,6 +15,8 @@ from .distributed import gather
 from .errors import ConfigurationError
 
 F1Average = Literal["union", "true", "all", "binary"]
+Direction = Literal["max", "min"]
+"""Whether the highest or the lowest value of a metric is the best."""
 
 
 class ClientMetrics(Metric):
@@ -60,6 +62,7 @@ class ClientMetrics(Metric):
 
     is_differentiable = False
     full_state_update = False
+    directions: Mapping[str, Direction | None] = {"acc": "max", "f1": "max", "loss": "min"}
 
     tp: Tensor
     fp: Tensor
@@ -297,6 +300,14 @@ class LoggedMetrics:
         self._all = None
 
     @property
+    def directions(self) -> Mapping[str, Direction | None]:
+        """Whether the highest or lowest values are best, by name; ``None`` where not known."""
+        gathered = self._gathered()
+        words: dict[bool | None, Direction | None] = {True: "max", False: "min", None: None}
+        known = {**gathered.higher_is_better, **dict.fromkeys(self._lower, False)}
+        return {name: words[known.get(name)] for name in gathered.values}
+
+    @property
     def is_empty(self) -> bool:
         """Whether clients were judged, and none logged a thing."""
         gathered = self._gathered()
@@ -322,21 +333,20 @@ class LoggedMetrics:
 
     def compute(self, clients: Tensor) -> dict[str, Tensor]:
         """Return the means over some clients ``[C]``."""
-        gathered, columns = self._gathered(), self.per_client()
+        directions, columns = self.directions, self.per_client()
         chosen = torch.zeros(len(self.num_samples), dtype=torch.bool)
         chosen[clients.cpu()] = True
         means: dict[str, Tensor] = {}
         micro: dict[str, Tensor] = {}
-        for name in sorted(gathered.values):
+        for name in sorted(directions):
             known = chosen & columns[name].isfinite()
             values, counts = columns[name][known], columns["num_samples"][known].double()
             if not len(values):
                 continue
             means[f"micro_{name}"] = (counts * values).sum() / counts.sum()
             means[f"macro_{name}"] = values.mean()
-            higher = False if name in self._lower else gathered.higher_is_better.get(name)
-            if higher is not None:
-                worst = values.sort(descending=not higher).values[: math.ceil(len(values) / 10)]
+            if (best := directions[name]) is not None:
+                worst = values.sort(descending=best == "min").values[: math.ceil(len(values) / 10)]
                 means[f"worst_decile_{name}"] = worst.mean()
             micro[name] = means[f"micro_{name}"]
         for name in micro.keys() & means.keys():

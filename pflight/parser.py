@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .augmentation import Augmentation
 from .config_files import groups_in
 from .datamodules.partitions.partition import Partition
-from .errors import ConfigurationError
+from .errors import ConfigurationError, UnknownOptionError
 
 __all__ = ["FederationParser", "refusal"]
 
@@ -101,6 +101,7 @@ class FederationParser(LightningArgumentParser):
             commands: The parser of each command.
 
         Raises:
+            UnknownOptionError: There is no option of that name.
             ConfigurationError: An argument is wrong.
         """
         try:
@@ -109,13 +110,15 @@ class FederationParser(LightningArgumentParser):
             complaint = _complaint(str(error))
             reason = complaint.in_words()
             option, *others = _unknown(complaint.unknown_option, args, commands)
+            if not option:
+                raise ConfigurationError(reason) from error
             if others:
                 reason = f"there are no options {', '.join([option, *others])}"
-            elif option:
+            else:
                 known = [*complaint.siblings, *self._options(args, option, commands)]
                 meant = _meant(option, known)
                 reason = f"there is no option {option}{_question(meant)}"
-            raise ConfigurationError(reason) from error
+            raise UnknownOptionError(reason, [option, *others]) from error
 
     def _options(
         self, args: Sequence[str], option: str, commands: Mapping[str, LightningArgumentParser]

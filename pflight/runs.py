@@ -19,7 +19,7 @@ import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from .checkpoint import is_whole, rounds_so_far, steps_so_far
-from .errors import ConfigurationError
+from .errors import ConfigurationError, TakenError
 from .files import partial_of, replacing
 from .memory_files import MEMORY, TABLES, clear, is_needed, sync
 
@@ -27,6 +27,9 @@ CHECKPOINTS = "checkpoints"
 CONFIG = "config.yaml"
 PICTURES = "pictures"
 PREDICTIONS = "predictions.csv"
+RESULTS = "results.json"
+FAILURE = "failure.json"
+LOG = "log.txt"
 _EVENTS = "events.out.tfevents.*"
 _HPARAMS = "hparams.yaml"
 _HEADER = "# Written by pflight: all options of the run in this folder.\n"
@@ -144,7 +147,8 @@ class RunFolder:
             work: What is going to be written: ``"fit"`` or ``"test"``.
 
         Raises:
-            ConfigurationError: If another process has the lock, or the folder can't be written to.
+            TakenError: If another process has the lock.
+            ConfigurationError: If the folder can't be written to.
         """
         from filelock import FileLock, Timeout
 
@@ -164,7 +168,7 @@ class RunFolder:
             lock.acquire(blocking=False)
         except Timeout as error:
             holder = _line(file) or before or "another process"
-            raise ConfigurationError(
+            raise TakenError(
                 f"another {work} is running in {self.path}, in {holder}: wait until it ends, or "
                 f"{_ANOTHER}"
             ) from error
@@ -353,7 +357,9 @@ class RunFolder:
         return not others and not self._has_checkpoint()
 
     def _own(self) -> list[Path]:
-        names = (CHECKPOINTS, CONFIG, MEMORY, PICTURES, PREDICTIONS, _HPARAMS)
+        names = (
+            CHECKPOINTS, CONFIG, MEMORY, PICTURES, PREDICTIONS, RESULTS, FAILURE, LOG, _HPARAMS
+        )
         own = [p for name in names if (p := self.path / name).exists()]
         return own + self.events() + self.requeued()
 

@@ -1,0 +1,117 @@
+"""Comparisons and reports, from Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pflight.errors import ConfigurationError
+from pflight.runs import CONFIG
+
+from .comparison import FILE, Comparison, Ended, described_in, results_of, runs_of
+from .jobs import Jobs
+from .plan import Plan, methods_of
+from .progress import RunsProgress
+from .reading import read_run, told_apart
+from .results import Results
+from .tuning import Tuning
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def compare(
+    configs: Paths,
+    methods: Sequence[str],
+    *,
+    seeds: int = 3,
+    settings: Mapping[str, Sequence[Any]] | None = None,
+    tuning: Tuning | None = None,
+    options: Sequence[str] = (),
+    out: str | os.PathLike[str] = "results",
+    jobs: int = 1,
+    baseline: str | None = None,
+    target: float | None = None,
+    console: Console | None = None,
+) -> Results:
+    """Compare methods: each is trained with every setting and seed, as by ``pflight fit``.
+
+    At a seed all methods have the same partition, initial weights, cohorts and batches. A run is a
+    folder of its own in ``out``. What is there is not done again: a comparison that was stopped or
+    killed goes on from the last round of each run, and methods, settings and seeds can be added.
+    Several processes, also on several machines, can work on the same comparison.
+
+    Args:
+        configs: Configurations of data, clients and trainer, all but the method.
+        methods: Names of shipped methods, or paths of the configurations of others.
+        seeds: Number of seeds, from 0.
+        settings: Values of options, such as ``{"model.local_epochs": [1, 5]}``; each combination is
+            a row of the table, for the methods that have the options.
+        tuning: How the options of the methods' search spaces are chosen; by default not at all.
+        options: Further arguments of ``pflight fit`` for all runs.
+        out: The folder.
+        jobs: How many runs are made side by side, each in a process of its own.
+        baseline: The method with which the others are compared, by default the best.
+        target: A value of the metric that chooses rounds; the table says when it is reached.
+        console: Where progress is printed; standard output by default.
+
+    Returns:
+        The results; they have been saved in ``out`` as well, as tables and figures.
+
+    Raises:
+        ConfigurationError: If an option, a configuration or the folder is wrong; nothing has been
+            started then. A run that fails later is a row that says why.
+    """
+    comparison = Comparison(
+        Plan([str(path) for path in _listed(configs)], options),
+        methods_of(methods),
+        settings or {},
+        seeds=seeds,
+        tuning=tuning,
+        folder=Path(out),
+        jobs=jobs,
+    )
+    comparison.save()
+    comparison.forget_failures()
+    with RunsProgress(comparison.count, lambda: comparison.ended, console or Console()) as shown:
+        Jobs(comparison, jobs, shown).work()
+    comparison.save()  # with the settings that were chosen
+    results = comparison.results(baseline=baseline, target=target)
+    results.save(comparison.folder)
+    return results
+
+
+def report(
+    folders: Paths, *, baseline: str | None = None, target: float | None = None
+) -> Results:
+    """Return the results of run folders, whoever started them, or of comparisons.
+
+    Runs of one configuration at several seeds are a row of the table; rows of one method are told
+    apart by the options in which they differ. A run that no comparison has made is tested first,
+    after its last round and at its best one, and keeps what came out in its folder.
+
+    Args:
+        folders: Run folders, with their ``config.yaml`` and checkpoints, or those of comparisons.
+        baseline: As in :func:`compare`.
+        target: As in :func:`compare`.
+
+    Raises:
+        ConfigurationError: If a folder has neither a run nor a comparison.
+    """
+    found: list[Ended] = []
+    single: list[Ended] = []
+    for folder in map(Path, _listed(folders)):
+        if (folder / FILE).is_file():
+            found += runs_of(described_in(folder), folder)
+        elif (folder / CONFIG).is_file():
+            single.append(read_run(folder))
+        else:
+            raise ConfigurationError(f"{folder} has neither a {CONFIG} of a run nor a {FILE}")
+    return results_of([*found, *told_apart(single)], baseline=baseline, target=target)
+
+
+def _listed(paths: Paths) -> Sequence[str | os.PathLike[str]]:
+    return [paths] if isinstance(paths, str | os.PathLike) else paths

@@ -1,0 +1,347 @@
+"""Comparisons of methods: what they consist of, what is done of it, and their results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pflight.errors import ConfigurationError
+from pflight.files import replacing
+from pflight.runs import FAILURE, RESULTS
+
+from .measuring import Task
+from .outcome import Failure, Outcome, Waiting
+from .plan import Method, Plan, Row, Run, option_of
+from .results import Results
+from .tuning import FIRST_SEED, Study, Tuning
+
+FILE = "comparison.json"
+Ended = Outcome | Failure | Waiting
+"""A run as far as it is."""
+TRIALS = "tuning"
+"""The folder of the trials."""
+
+
+@dataclass
+class Choice:
+    """A row whose settings are chosen by trials, on seeds that are not reported.
+
+    Attributes:
+        row: The row with its method's own settings.
+        space: The options that are chosen.
+        study: The trials.
+        tuned: The row with the settings that were chosen.
+        failures: Why trials failed.
+    """
+
+    row: Row
+    space: Mapping[str, Any]
+    study: Study
+    tuned: Row | None = None
+    failures: list[str] = field(default_factory=list)
+
+
+class Comparison:
+    """All runs of a comparison: an agenda for jobs.
+
+    What has been done is known from the files in the run folders alone, so that any number of
+    processes can work on one comparison, and any of them can be killed.
+
+    Args:
+        plan: What all runs have in common.
+        methods: The methods.
+        settings: Values of options by name; each combination is a row for the methods that have it.
+        seeds: Number of seeds, from 0.
+        tuning: How further settings are chosen; ``None`` for not at all.
+        folder: Where all is kept.
+        jobs: How many runs are made side by side.
+
+    Raises:
+        ConfigurationError: If an option is wrong, or the folder has another comparison.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        methods: Iterable[Method],
+        settings: Mapping[str, Sequence[Any]],
+        *,
+        seeds: int,
+        tuning: Tuning | None,
+        folder: Path,
+        jobs: int = 1,
+    ) -> None:
+        if not 1 <= seeds <= FIRST_SEED:
+            raise ConfigurationError(f"--seeds must be from 1 to {FIRST_SEED}, got {seeds}")
+        if jobs < 1:
+            raise ConfigurationError(f"--jobs must be at least 1, got {jobs}")
+        self.plan = plan
+        self.seeds = range(seeds)
+        self.tuning = tuning
+        self.folder = folder
+        self.jobs = jobs
+        self._check_folder()
+        rows = plan.rows(methods, settings)
+        self.rows: list[Row | Choice] = [self._with_choice(row) for row in rows]
+        self._ended: dict[Path, Outcome | Failure] = {}
+
+    def _with_choice(self, row: Row) -> Row | Choice:
+        space = {**self.plan.space, **row.method.space}
+        space = {option: told for option, told in space.items() if option not in row.settings}
+        if self.tuning is None or not space:
+            return row
+        before = {option: option_of(row.config, option) for option in space}
+        return Choice(row, space, Study(self.tuning, space, before, row.method.name))
+
+    # What is to be done
+
+    def due(self) -> list[Task]:
+        """Return the runs that can be made now and have not ended, in their order."""
+        self._advance()
+        return [
+            Task(
+                key=run.row.key,
+                method=run.row.method.title,
+                settings=dict(run.row.settings),
+                tuned=None if run.row.tuned is None else dict(run.row.tuned),
+                seed=run.seed,
+                arguments=run.arguments,
+                folder=str(run.folder),
+                tests=run.tests,
+                beside=self.jobs,
+            )
+            for run in self._runs()
+            if self._result(run) is None
+        ]
+
+    @property
+    def done(self) -> bool:
+        """Whether all runs have ended."""
+        return not self.due()
+
+    @property
+    def count(self) -> int:
+        """Number of all runs, those of trials included."""
+        trials = self.tuning.trials * self.tuning.seeds if self.tuning else 0
+        choices = sum(isinstance(row, Choice) for row in self.rows)
+        return len(self.rows) * len(self.seeds) + choices * trials
+
+    @property
+    def ended(self) -> int:
+        """Number of runs that have ended."""
+        self.due()
+        return len(self._ended)
+
+    def forget_failures(self) -> None:
+        """Make the runs again that failed when the comparison was last worked on."""
+        for path in self.folder.glob(f"*/**/{FAILURE}"):
+            path.unlink(missing_ok=True)
+
+    def _runs(self) -> Iterator[Run]:
+        """Yield the runs that are known so far: first trials, then those that wait for no trial."""
+        for row in self.rows:
+            if isinstance(row, Choice) and not row.study.done:
+                for settings in row.study.pending():
+                    yield from self._trial(row.row, settings)
+        for row in self.rows:
+            reported = row.tuned if isinstance(row, Choice) else row
+            if reported is not None:
+                for seed in self.seeds:
+                    yield Run(reported, seed, self.folder / reported.folder / f"seed-{seed}")
+
+    def _trial(self, row: Row, settings: Mapping[str, Any]) -> list[Run]:
+        """Return the runs of a trial, one for each of its seeds."""
+        assert self.tuning is not None
+        tried = self.plan.row(row.method, {**row.settings, **settings})
+        folder = self.folder / TRIALS / tried.folder
+        return [Run(tried, seed, folder / f"seed-{seed}", False) for seed in self.tuning.used_seeds]
+
+    def _advance(self) -> None:
+        """Tell each study what its trials have reached, and take the settings that it chooses."""
+        for choice in self.rows:
+            if isinstance(choice, Choice) and not choice.study.done:
+                self._tell(choice)
+
+    def _tell(self, choice: Choice) -> None:
+        study = choice.study
+        while not study.done:
+            ended = [self._result(run) for run in self._trial(choice.row, study.pending()[0])]
+            if None in ended:
+                return
+            reached = [_worth(result) for result in ended if isinstance(result, Outcome)]
+            failed = [result.reason for result in ended if isinstance(result, Failure)]
+            study.tell(None if failed else sum(reached) / len(reached))
+            choice.failures += failed
+        if study.best is not None:
+            choice.tuned = self._chosen(choice)
+
+    def _chosen(self, choice: Choice) -> Row:
+        assert self.tuning is not None and choice.study.best is not None
+        settings, worth = choice.study.best
+        first = self._result(self._trial(choice.row, settings)[0])
+        assert isinstance(first, Outcome)
+        tuned = {
+            "trials": self.tuning.trials,
+            "sampler": self.tuning.sampler,
+            "seeds": self.tuning.used_seeds,
+            "chosen": settings,
+            "validation": worth if first.mode == "max" else -worth,
+            "space": dict(choice.space),
+        }
+        row = self.plan.row(choice.row.method, {**choice.row.settings, **settings})
+        return replace(row, tuned=tuned)
+
+    def _result(self, run: Run) -> Outcome | Failure | None:
+        """Return what a run has given; ``None`` if it has not ended."""
+        if run.folder not in self._ended:
+            found = ended_in(run.folder)
+            if found is None:
+                return None
+            self._ended[run.folder] = found
+        return self._ended[run.folder]
+
+    # What has been reached
+
+    def results(self, **options: Any) -> Results:
+        """Return what has been reached so far.
+
+        Args:
+            **options: Further arguments of :class:`~pflight.experiments.results.Results`.
+        """
+        return results_of(runs_of(self._described(), self.folder), **options)
+
+    def save(self) -> None:
+        """Write down which rows and seeds there are, so that others can read the results.
+
+        Raises:
+            ConfigurationError: If that can't be written.
+        """
+        text = json.dumps(self._described(), indent=1)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replacing(self.folder / FILE) as partial:
+                partial.write_text(f"{text}\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(
+                f"the comparison can't be written to {self.folder}: {error.strerror}"
+            ) from error
+
+    def _described(self) -> dict[str, Any]:
+        rows = []
+        for known in self.rows:
+            row, failed = known, None
+            if isinstance(known, Choice):
+                row = known.tuned or known.row
+                if known.study.done and known.tuned is None:
+                    failed = f"all {len(known.failures)} trials failed: {known.failures[0]}"
+            assert isinstance(row, Row)
+            waits = isinstance(known, Choice) and known.tuned is None
+            rows.append(
+                {
+                    "key": row.key,
+                    "method": row.method.title,
+                    "settings": dict(row.settings),
+                    "folder": None if waits else row.folder,
+                    "failed": failed,
+                }
+            )
+        return {"version": 1, "data": self.plan.data, "seeds": [*self.seeds], "rows": rows}
+
+    def _check_folder(self) -> None:
+        """Raise if the folder has a comparison on other data, or something else."""
+        if not self.folder.exists():
+            return
+        if not self.folder.is_dir():
+            raise ConfigurationError(f"--out {self.folder} is a file: give a folder")
+        if not (self.folder / FILE).is_file():
+            if any(self.folder.iterdir()):
+                raise ConfigurationError(
+                    f"--out {self.folder} holds other files, and no comparison: give another folder"
+                )
+            return
+        if differing := _difference(described_in(self.folder)["data"], self.plan.data):
+            raise ConfigurationError(
+                f"--out {self.folder} holds a comparison on other data ({differing}): give "
+                "another folder"
+            )
+
+
+def described_in(folder: Path) -> dict[str, Any]:
+    """Return what :meth:`Comparison.save` wrote.
+
+    Raises:
+        ConfigurationError: If there is no such file, or it is damaged.
+    """
+    try:
+        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        if found["version"] != 1 or not isinstance(found["rows"], list):
+            raise ValueError("it is of another version")
+    except OSError as error:
+        raise ConfigurationError(f"{folder / FILE} can't be read: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"{folder / FILE} is damaged: {error}") from error
+    return found  # type: ignore[no-any-return]
+
+
+def runs_of(described: Mapping[str, Any], folder: Path) -> list[Ended]:
+    """Return all runs of a comparison, as far as they are.
+
+    Args:
+        described: What :func:`described_in` returns.
+        folder: Where its runs are.
+    """
+    found: list[Ended] = []
+    for row in described["rows"]:
+        for seed in described["seeds"]:
+            whose = row["key"], row["method"], row["settings"], seed
+            ended: Ended | None = None
+            if row["failed"]:
+                ended = Failure(*whose, reason=row["failed"], log=str(folder / TRIALS))
+            elif row["folder"]:
+                ended = ended_in(folder / row["folder"] / f"seed-{seed}")
+            found.append(ended or Waiting(*whose))
+    return found
+
+
+def results_of(runs: Iterable[Ended], **options: Any) -> Results:
+    """Return the results of runs.
+
+    Args:
+        runs: The runs.
+        **options: Further arguments of :class:`~pflight.experiments.results.Results`.
+    """
+    kinds: dict[type, list[Any]] = {Outcome: [], Failure: [], Waiting: []}
+    for run in runs:
+        kinds[type(run)].append(run)
+    return Results(kinds[Outcome], kinds[Failure], kinds[Waiting], **options)
+
+
+def ended_in(folder: Path) -> Outcome | Failure | None:
+    """Return how the run in a folder has ended; ``None`` if it has not."""
+    if (folder / RESULTS).is_file():
+        return Outcome.read(folder / RESULTS)
+    if (folder / FAILURE).is_file():
+        return Failure.read(folder / FAILURE)
+    return None
+
+
+def _worth(outcome: Outcome) -> float:
+    """Return what a trial has reached on validation samples, the more the better."""
+    moment = outcome.chosen or outcome.last
+    if moment.validation is None:
+        return float("nan")
+    return moment.validation if outcome.mode == "max" else -moment.validation
+
+
+def _difference(saved: Any, here: Any, name: str = "data") -> str:
+    """Return the first option that is not the same; nothing if all are."""
+    if isinstance(saved, Mapping) and isinstance(here, Mapping):
+        parts = (
+            _difference(saved.get(key), here.get(key), f"{name}.{key}".replace(".init_args", ""))
+            for key in {**saved, **here}
+        )
+        return next(filter(None, parts), "")
+    return "" if saved == here else f"{name} is {saved} there and {here} here"

@@ -1,0 +1,219 @@
+"""Worker processes that make the runs of a comparison side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from pflight.runs import FAILURE, LOG
+
+from .measuring import Task
+from .outcome import Failure
+
+_LOOK = 1.0  # seconds between two looks at what others have finished
+_AGAIN = 5.0  # seconds before a run is asked for again that another process makes
+_DEATHS = 2  # of processes, after which their run counts as failed
+
+
+class Agenda(Protocol):
+    """What is to be done, in the order in which it is."""
+
+    def due(self) -> list[Task]:
+        """Return the runs that can be made now and that nobody has finished."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left."""
+
+
+class Watcher(Protocol):
+    """Who is told how the runs go on."""
+
+    def begun(self, task: Task) -> None:
+        """A run has begun, or goes on."""
+
+    def advanced(self, task: Task, rounds: int, of: int) -> None:
+        """A run has finished a round."""
+
+    def ended(self, task: Task, failure: str | None) -> None:
+        """A run has ended, or failed."""
+
+    def taken(self, task: Task, by: str) -> None:
+        """Another process makes a run."""
+
+    def stopping(self, signal: str) -> None:
+        """A signal has come; the rounds that go on are the last."""
+
+
+class Worker:
+    """A process that makes runs, one at a time.
+
+    Args:
+        threads: Of its arithmetic, unless ``OMP_NUM_THREADS`` says otherwise.
+    """
+
+    def __init__(self, threads: int) -> None:
+        # Each run is a process of its own, also where a scheduler started this one.
+        own = {name: v for name, v in os.environ.items() if not name.startswith("SLURM_")}
+        own["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            own.setdefault(name, str(threads))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pflight.experiments.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=own,
+        )
+        self.task: Task | None = None
+
+    def start(self, task: Task) -> None:
+        """Let it make a run."""
+        assert self.process.stdin is not None
+        self.task = task
+        with suppress(BrokenPipeError):  # it has died, which its output will tell
+            self.process.stdin.write(f"{json.dumps(asdict(task))}\n".encode())
+            self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any] | None:
+        """Return its next answer; ``None`` if it has ended."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        return json.loads(line) if line.endswith(b"\n") else None
+
+    def end(self) -> None:
+        """Let it end after the round that goes on."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+
+class Jobs:
+    """Makes the runs of an agenda in several processes.
+
+    Args:
+        agenda: What is to be done.
+        count: Number of processes.
+        watcher: Who is told.
+    """
+
+    def __init__(self, agenda: Agenda, count: int, watcher: Watcher) -> None:
+        self.agenda = agenda
+        self.count = count
+        self.watcher = watcher
+        self._threads = max(1, (os.cpu_count() or 1) // count)
+        self._workers: list[Worker] = []
+        self._events = selectors.DefaultSelector()
+        self._elsewhere: dict[str, float] = {}  # when a folder was last found taken
+        self._deaths: dict[str, int] = {}
+        self._signum = 0
+
+    def work(self) -> None:
+        """Make all runs, and wait for those that other processes make.
+
+        A signal ends it after the rounds that go on, with ``SystemExit``; a second Ctrl-C at once.
+        """
+        with self._signals_noted():
+            try:
+                while not (self._signum or self.agenda.done):
+                    self._assign()
+                    for key, _ in self._events.select(_LOOK):
+                        self._hear(key.data)
+            finally:
+                self._end()
+        if self._signum:
+            raise SystemExit(128 + self._signum)
+
+    @contextmanager
+    def _signals_noted(self) -> Iterator[None]:
+        """Note signals inside; only the main thread can."""
+        before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(signum) != signal.SIG_IGN:
+                    before[signum] = signal.signal(signum, self._note)
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self._signum and signum == signal.SIGINT:
+            for worker in self._workers:
+                worker.process.kill()
+            os._exit(128 + signum)
+        self._signum = self._signum or signum
+        self.watcher.stopping(signal.Signals(signum).name)
+
+    def _assign(self) -> None:
+        now = time.monotonic()
+        busy = {worker.task.folder for worker in self._workers if worker.task}
+        for task in self.agenda.due():
+            if len(busy) == self.count:
+                return
+            if task.folder in busy or now - self._elsewhere.get(task.folder, -_AGAIN) < _AGAIN:
+                continue
+            idle = next((worker for worker in self._workers if worker.task is None), None)
+            worker = idle or self._hire()
+            worker.start(task)
+            busy.add(task.folder)
+            self.watcher.begun(task)
+
+    def _hire(self) -> Worker:
+        worker = Worker(self._threads)
+        self._workers.append(worker)
+        assert worker.process.stdout is not None
+        self._events.register(worker.process.stdout, selectors.EVENT_READ, worker)
+        return worker
+
+    def _hear(self, worker: Worker) -> None:
+        task, answer = worker.task, worker.answer()
+        if answer is None:
+            self._bury(worker)
+        elif task is None:
+            return
+        elif "round" in answer:
+            self.watcher.advanced(task, *answer["round"])
+        else:
+            worker.task = None
+            if "taken" in answer:
+                self._elsewhere[task.folder] = time.monotonic()
+                self.watcher.taken(task, answer["taken"])
+            else:
+                self.watcher.ended(task, answer.get("failed"))
+
+    def _bury(self, worker: Worker) -> None:
+        """Forget a process that has died; its run is begun again once."""
+        assert worker.process.stdout is not None
+        self._events.unregister(worker.process.stdout)
+        self._workers.remove(worker)
+        code, task = worker.process.wait(), worker.task
+        if task is None:
+            return
+        self._deaths[task.folder] = self._deaths.get(task.folder, 0) + 1
+        if self._deaths[task.folder] >= _DEATHS:
+            why = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            reason = f"its process {why}, {_DEATHS} times"
+            log = str(Path(task.folder, LOG))
+            failure = Failure(task.key, task.method, task.settings, task.seed, reason, log)
+            Path(task.folder).mkdir(parents=True, exist_ok=True)
+            failure.write(Path(task.folder, FAILURE))
+            self.watcher.ended(task, reason)
+
+    def _end(self) -> None:
+        for worker in self._workers:
+            worker.end()
+        for worker in self._workers:
+            worker.process.wait()

@@ -1,0 +1,277 @@
+"""What a run reached: it is trained as by ``pflight fit``, then its clients are tested."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from pflight.checkpoint import rounds_so_far
+from pflight.cli import FederationCLI
+from pflight.errors import ConfigurationError
+from pflight.federation import Federation
+from pflight.history import Round
+from pflight.metrics import Direction
+from pflight.runs import CONFIG
+from pflight.same_data import record_of
+from pflight.signals import StopBetweenRounds
+from pflight.state import StateLayout
+
+from .outcome import Curve, Moment, Outcome, Tuned
+
+_APART = ("server/", "finetuned/", "new/")  # what curves leave out
+
+
+@dataclass(frozen=True)
+class Task:
+    """A run, as it is given to a worker.
+
+    Attributes:
+        key: As in :class:`~pflight.experiments.outcome.Outcome`.
+        method: Its method's title.
+        settings: By which it differs from its method's configuration.
+        tuned: How these were chosen, if they were.
+        seed: Its seed.
+        arguments: Those of ``pflight fit``.
+        folder: Its run folder.
+        tests: Whether clients are tested at the end.
+        beside: How many jobs run on the machine, this one included.
+    """
+
+    key: str
+    method: str
+    settings: dict[str, Any]
+    seed: int
+    arguments: list[str]
+    folder: str
+    tests: bool = True
+    beside: int = 1
+    tuned: dict[str, Any] | None = None
+
+
+@dataclass
+class Clock(L.Callback):
+    """Takes the time of each round, and tells how many are done.
+
+    Attributes:
+        on_round_end: Is called with the number of rounds so far and of all.
+        seconds: Of each round that this process trained, without evaluation.
+    """
+
+    on_round_end: Callable[[int, int], None]
+    seconds: list[float] = field(default_factory=list)
+    _start: float = 0.0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Start."""
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        """Stop."""
+        self.seconds.append(time.perf_counter() - self._start)
+        self.on_round_end(trainer.current_epoch + 1, trainer.max_epochs or 0)
+
+
+class MeasuredRun(FederationCLI):
+    """A ``fit`` with a clock.
+
+    Args:
+        arguments: Those of ``pflight fit``.
+        stop: Ends the run when a signal comes.
+        clock: Its clock.
+    """
+
+    def __init__(self, arguments: Sequence[str], stop: StopBetweenRounds, clock: Clock) -> None:
+        self.clock = clock
+        super().__init__(["fit", *arguments], stop)
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """Make the Trainer, with the clock."""
+        trainer = super().instantiate_trainer(**kwargs)
+        trainer.callbacks.append(self.clock)  # type: ignore[attr-defined]
+        return trainer
+
+
+class ReadRun(FederationCLI):
+    """A run folder that is read, and not written to.
+
+    Args:
+        folder: The folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        config = f"--config={folder / CONFIG}"
+        super().__init__(["test", config, "--trainer.logger=false", "--ckpt_path=last"])
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
+def measured(run: MeasuredRun | ReadRun, task: Task, last: str | None = None) -> Outcome:
+    """Return what a run has reached, after its last round and at the best one.
+
+    Args:
+        run: The run.
+        task: What it was.
+        last: The checkpoint of the last round; by default the models are where they should be.
+
+    Raises:
+        ConfigurationError: If it is no federation, or no metric says which round is best.
+    """
+    federation, data, trainer = run.model, run.datamodule, run.trainer
+    if not isinstance(federation, Federation):
+        raise ConfigurationError("only federations are compared: the model must be a Federation")
+    split = "test" if task.tests else "val"
+    if task.tests:
+        end = _tested(run, last)
+    else:
+        end = Moment(len(federation.history), None, {}, {})
+    if split not in federation.evaluators:
+        trainer.validate(federation, data, verbose=False)
+    history = list(federation.history)
+    directions = dict(federation.evaluators[split].directions)
+    checkpoint = _monitored(run)
+    metric, mode, monitor = _judged_by(checkpoint, directions)
+    best = run.folder.checkpoints / "best.ckpt"
+    if not best.is_file() and checkpoint is not None:
+        best = Path(checkpoint.best_model_path)
+    rounds = rounds_so_far(best) if best.is_file() else None
+    chosen = end
+    if rounds not in (None, end.round):
+        chosen = _tested(run, str(best)) if task.tests else Moment(rounds or 0, None, {}, {})
+    clients = federation.clients.trainable
+    seconds = run.clock.seconds if isinstance(run, MeasuredRun) else []
+
+    def validated(moment: Moment) -> Moment:
+        entry = history[moment.round - 1] if moment.round else None
+        return replace(moment, validation=entry and entry.metrics.get(monitor))
+
+    return Outcome(
+        key=task.key,
+        method=task.method or federation.algorithm,
+        settings=task.settings,
+        tuned=None if task.tuned is None else Tuned(**task.tuned),
+        seed=task.seed,
+        metric=metric,
+        mode=mode,
+        directions=directions,
+        clients=clients.tolist(),
+        newcomers=federation.clients.newcomers.tolist(),
+        samples={"test": data.num_samples("test")[clients].tolist()},
+        last=validated(end),
+        chosen=None if rounds is None else validated(chosen),
+        curve=_curve(history),
+        bytes_down=sum(entry.bytes_down for entry in history),
+        bytes_up=sum(entry.bytes_up for entry in history),
+        participations=sum(len(entry.clients) for entry in history),
+        failed=sum(len(entry.failed) for entry in history),
+        seconds=statistics.median(seconds) if seconds else None,
+        threads=torch.get_num_threads(),
+        beside=task.beside,
+        device=str(trainer.strategy.root_device),
+        host=socket.gethostname(),
+        fingerprints=fingerprints(run),
+    )
+
+
+def _tested(run: FederationCLI, checkpoint: str | None) -> Moment:
+    """Test the clients, now or as they were when a checkpoint was saved."""
+    federation: Federation = run.model
+    (values,) = run.trainer.test(federation, run.datamodule, ckpt_path=checkpoint, verbose=False)
+    found = federation.client_metrics("test")
+    clients = federation.clients.trainable
+    return Moment(
+        round=len(federation.history),
+        validation=None,
+        values={tag: value for tag, value in values.items() if tag.startswith("test/")},
+        per_client={n: v[clients].tolist() for n, v in found.items() if n != "num_samples"},
+    )
+
+
+def _monitored(run: FederationCLI) -> ModelCheckpoint | None:
+    """Return the callback that keeps the best round, if there is one."""
+    found = run.trainer.checkpoint_callbacks
+    return next((c for c in found if isinstance(c, ModelCheckpoint) and c.monitor), None)
+
+
+def _judged_by(
+    checkpoint: ModelCheckpoint | None, directions: Mapping[str, Direction | None]
+) -> tuple[str, Direction, str]:
+    """Return the metric that methods are compared by, its direction, and its tag in validation."""
+    if checkpoint is not None:
+        monitor = str(checkpoint.monitor)
+        _, _, name = monitor.rpartition("/")
+        for mean in ("micro_", "macro_", "worst_decile_"):
+            name = name.removeprefix(mean)
+        return name, checkpoint.mode, monitor  # type: ignore[return-value]
+    known = [(name, mode) for name, mode in directions.items() if mode is not None]
+    if not known:
+        raise ConfigurationError(
+            "no metric says which method is best: name one, as in --monitor val/macro_loss "
+            f"--mode min; the clients log {', '.join(directions)}"
+        )
+    name, mode = known[0]
+    return name, mode, f"val/macro_{name}"
+
+
+def _curve(history: Sequence[Round]) -> Curve:
+    rounds, traffic, total = [], [], 0
+    columns: dict[str, list[float | None]] = {}
+    for entry in history:
+        total += entry.bytes_down + entry.bytes_up
+        values = {
+            tag: value
+            for tag, value in entry.metrics.items()
+            if tag.startswith("val/") and not tag.removeprefix("val/").startswith(_APART)
+        }
+        if values:
+            for tag in values.keys() - columns.keys():
+                columns[tag] = [None] * len(rounds)
+            rounds.append(entry.index + 1)
+            traffic.append(total)
+            for tag, column in columns.items():
+                column.append(values.get(tag))
+    return Curve(rounds, traffic, columns)
+
+
+def fingerprints(run: FederationCLI) -> dict[str, str]:
+    """Return short hashes of what must be the same for all methods at one seed.
+
+    ``data``: samples of each client and split; ``weights``: the client module's initial parameters;
+    ``cohorts``: who trains in which round; ``batches``: batch size, and the order of the samples of
+    the first and the last cohort.
+    """
+    federation, data, rounds = run.model, run.datamodule, run.trainer.max_epochs or 0
+    record = record_of(data)
+    parameters = {*StateLayout.of(federation.client).parameters}
+    state = federation.client.state_dict()
+    weights = [value for name, value in state.items() if name in parameters]
+    cohorts = [data.cohorts.sample(index) for index in range(rounds)]
+    orders = [
+        data.order(client, index)
+        for index in {0, rounds - 1} - {-1}
+        for client in cohorts[index].tolist()
+    ]
+    return {
+        "data": _digest([*record["num_samples"].values(), *list(record.values())[1:]]),
+        "weights": _digest(weights),
+        "cohorts": _digest(cohorts),
+        "batches": _digest([torch.tensor(data.batch_size), *orders]),
+    }
+
+
+def _digest(tensors: Sequence[torch.Tensor]) -> str:
+    hashed = hashlib.sha256()
+    for tensor in tensors:
+        hashed.update(str((tensor.dtype, tuple(tensor.shape))).encode())
+        hashed.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return hashed.hexdigest()[:8]

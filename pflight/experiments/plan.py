@@ -1,0 +1,328 @@
+"""The runs of a comparison: methods by settings by seeds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from difflib import get_close_matches
+from importlib.resources import files
+from itertools import product
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from pflight.cli import FederationCLI, config_file
+from pflight.config_files import current_name
+from pflight.errors import ConfigurationError, UnknownOptionError
+from pflight.parser import specs
+from pflight.server_callback import ServerCallback
+from pflight.version import __version__
+
+_APART = ("config", "seed_everything", "search_space", "ckpt_path")  # make no other run
+_MOST = 60  # characters of settings in the name of a folder
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method that is compared.
+
+    Attributes:
+        name: Its name on the command line and in the names of folders.
+        title: Its name in tables, with which the first line of its configuration begins.
+        config: Its configuration.
+        space: The search space that the configuration declares.
+    """
+
+    name: str
+    title: str
+    config: Path
+    space: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method with settings: a row of the table, with a run for each seed.
+
+    Attributes:
+        method: The method.
+        settings: Options by which it differs from its configuration.
+        arguments: Those of ``pflight fit``, without seed and run folder.
+        config: All options, as plain Python, but for those that differ from run to run.
+        tuned: How its settings were chosen, if they were.
+    """
+
+    method: Method
+    settings: Mapping[str, Any]
+    arguments: Sequence[str]
+    config: Mapping[str, Any]
+    tuned: Mapping[str, Any] | None = None
+
+    @cached_property
+    def key(self) -> str:
+        """A hash of its options."""
+        text = json.dumps({"pflight": __version__, **self.config}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def folder(self) -> str:
+        """The name of the folder of its runs, which tells it from all other rows."""
+        told = ",".join(f"{n.rpartition('.')[2]}={_text(v)}" for n, v in self.settings.items())
+        name = ",".join(filter(None, [self.method.name, told[:_MOST]]))
+        return re.sub(r"[^\w.,=+-]", "_", f"{name}-{self.key[:8]}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row at a seed, in a run folder.
+
+    Attributes:
+        row: The row.
+        seed: Its ``seed_everything``.
+        folder: Its run folder.
+        tests: Whether clients are judged on test samples at the end: not where options are chosen.
+    """
+
+    row: Row
+    seed: int
+    folder: Path
+    tests: bool = True
+
+    @property
+    def arguments(self) -> list[str]:
+        """The arguments of ``pflight fit``; a run that has begun goes on."""
+        return [
+            *self.row.arguments,
+            f"--seed_everything={self.seed}",
+            f"--trainer.default_root_dir={self.folder}",
+            "--ckpt_path=last",
+        ]
+
+
+class Plan:
+    """What all runs of a comparison have in common, and the rows that come of it.
+
+    Args:
+        configs: Configurations of the data, the client and the trainer, without a method.
+        options: Further arguments of ``pflight fit``, as ``--trainer.max_epochs=30``.
+
+    Raises:
+        ConfigurationError: If a configuration is wrong, or chooses a method.
+    """
+
+    def __init__(self, configs: Sequence[str], options: Sequence[str] = ()) -> None:
+        if not configs:
+            raise ConfigurationError(
+                "compare needs a configuration with the data and the clients: give --config"
+            )
+        self.configs = [config_file(path) for path in configs]
+        self.arguments = [*(f"--config={path}" for path in self.configs), *options]
+        config = parsed(self.arguments)
+        for name, spec in specs(config):
+            kind = resolve_name(spec.class_path)
+            if isinstance(kind, type) and issubclass(kind, ServerCallback):
+                raise ConfigurationError(
+                    f"the configuration of a comparison leaves the method to --methods, but "
+                    f"{name} has {kind.__name__}"
+                )
+        if config.get("data") is None:
+            raise ConfigurationError("the configuration of a comparison has no data")
+        self.space = _declared(self.configs)
+        self._configs: dict[tuple[str, ...], dict[str, Any]] = {}
+        self.data = _plain(config)["data"]
+
+    def rows(
+        self, methods: Iterable[Method], settings: Mapping[str, Sequence[Any]]
+    ) -> list[Row]:
+        """Return a row for each method and each combination of settings that it has.
+
+        Args:
+            methods: The methods.
+            settings: Values of options by their names.
+
+        Raises:
+            UnknownOptionError: If a setting is of no method.
+            ConfigurationError: If a value is none that its option can have.
+        """
+        rows: dict[str, Row] = {}
+        lacking: dict[str, UnknownOptionError] = {}
+        used: set[str] = set()
+        for method in methods:
+            absent: set[str] = set()
+            for values in product(*settings.values()):
+                chosen = dict(zip(settings, values, strict=True))
+                while True:
+                    own = {name: v for name, v in chosen.items() if name not in absent}
+                    try:
+                        row = self.row(method, own)
+                        break
+                    except UnknownOptionError as error:
+                        missing = {*error.options} & {*own}
+                        if not missing:
+                            raise
+                        absent |= missing
+                        lacking |= dict.fromkeys(missing, error)
+                used |= {*own}
+                rows.setdefault(row.key, row)
+        for name, error in lacking.items():
+            if name not in used:
+                raise UnknownOptionError(f"--set {name}: no method has it: {error}", [name])
+        return list(rows.values())
+
+    def row(self, method: Method, settings: Mapping[str, Any]) -> Row:
+        """Return the row of a method with some settings."""
+        told = [f"--{name}={_text(value)}" for name, value in settings.items()]
+        arguments = [*self.arguments, f"--config={method.config}", *told]
+        known = tuple(arguments)
+        if known not in self._configs:  # parsing takes a quarter of a second
+            self._configs[known] = _plain(parsed(arguments))
+        return Row(method, settings, arguments, self._configs[known])
+
+
+def methods_of(names: Sequence[str]) -> list[Method]:
+    """Return methods by the names of shipped configurations, or by the paths of others.
+
+    Raises:
+        ConfigurationError: If there is no such method, or two have one name.
+    """
+    found: dict[str, Method] = {}
+    for name in names:
+        method = _method(name)
+        if found.setdefault(method.name, method) != method:
+            raise ConfigurationError(
+                f"two methods are called {method.name}: {found[method.name].config} and "
+                f"{method.config}; rename a file"
+            )
+    return list(found.values())
+
+
+def shipped_methods() -> dict[str, Path]:
+    """Return the configurations of all methods that come with pflight, by name."""
+    folder = Path(str(files("pflight.configs").joinpath("algorithm")))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def _method(name: str) -> Method:
+    shipped = shipped_methods()
+    path = shipped.get(current_name(name))
+    if path is None and name.endswith((".yaml", ".yml")):
+        path = Path(config_file(name))
+    if path is None:
+        close = get_close_matches(name, shipped, 3)
+        meant = f": did you mean {' or '.join(close)}?" if close else ""
+        raise ConfigurationError(
+            f"there is no method {name!r}{meant} (pflight list methods names all; the file of "
+            "one of your own ends in .yaml)"
+        )
+    first, colon, _ = path.read_text("utf-8-sig").partition("\n")[0].partition(":")
+    titled = colon and first.startswith("#")
+    return Method(path.stem, first[1:].strip() if titled else path.stem, path, _declared([path]))
+
+
+def _declared(configs: Iterable[str | Path]) -> dict[str, Any]:
+    """Return the search space that configurations declare, the last one for each option."""
+    space: dict[str, Any] = {}
+    for path in configs:
+        declared = yaml.safe_load(Path(path).read_text("utf-8-sig")).get("search_space")
+        if declared is not None and not isinstance(declared, Mapping):
+            raise ConfigurationError(f"{path}: search_space must have a range for each option")
+        space |= declared or {}
+    return space
+
+
+class _Parsed(FederationCLI):
+    """The arguments of a fit, checked, without anything made of them."""
+
+    def _set_seed(self) -> None:
+        pass
+
+    def before_instantiate_classes(self) -> None:
+        pass
+
+    def instantiate_classes(self) -> None:
+        pass
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
+def parsed(arguments: Sequence[str]) -> Any:
+    """Return the options of a fit with such arguments, defaults included."""
+    return _Parsed(["fit", *arguments]).config.fit
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """Return the options that make a run what it is, as plain Python."""
+    options: dict[str, Any] = json.loads(json.dumps(config.as_dict(), default=str))
+    options = {name: value for name, value in options.items() if name not in _APART}
+    options["trainer"].pop("default_root_dir")
+    return options
+
+
+def _text(value: Any) -> str:
+    """Return a value as an argument."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def option_of(config: Mapping[str, Any], option: str) -> Any:
+    """Return an option's value in a plain configuration; ``None`` if there is none.
+
+    Example:
+        >>> config = {"trainer": {"callbacks": [{"class_path": "FedProx", "init_args": {"mu": 1}}]}}
+        >>> option_of(config, "trainer.callbacks.mu")
+        1
+    """
+    value: Any = config
+    for name in option.split("."):
+        if isinstance(value, list):  # the command line means its last item as well
+            value = value[-1] if value else None
+        if isinstance(value, Mapping) and "class_path" in value:
+            value = value.get("init_args")
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def values_of(settings: Iterable[str]) -> dict[str, list[Any]]:
+    """Return the values of ``option=value,value`` by option.
+
+    Commas inside brackets and quotes belong to a value.
+
+    Raises:
+        ConfigurationError: If one is not of that form, or an option comes twice.
+
+    Example:
+        >>> values_of(["model.local_epochs=1,5", "data.partition={class_path: IID}"])
+        {'model.local_epochs': [1, 5], 'data.partition': [{'class_path': 'IID'}]}
+    """
+    found: dict[str, list[Any]] = {}
+    for setting in settings:
+        name, equals, text = setting.removeprefix("--").partition("=")
+        values = [part.strip() for part in _split(text)]
+        if not (name and equals and all(values)):
+            raise ConfigurationError(f"--set takes option=value,value, got {setting!r}")
+        if name in found:
+            raise ConfigurationError(f"--set has {name} twice: give its values in one list")
+        found[name] = [yaml.safe_load(value) for value in values]
+    return found
+
+
+def _split(text: str) -> Iterator[str]:
+    """Split a text at its commas outside of brackets and quotes."""
+    part, depth, quote = "", 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        depth += (letter in "[{(") - (letter in "]})") if not quote else 0
+        if letter == "," and not depth and not quote:
+            yield part
+            part = ""
+        else:
+            part += letter
+    yield part

@@ -1,0 +1,99 @@
+"""How a comparison goes on: a bar on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from .measuring import Task
+from .tuning import FIRST_SEED
+
+
+class RunsProgress:
+    """Shows how many runs are done, which go on, and how long it will take.
+
+    Args:
+        count: Number of all runs.
+        ended: Returns how many of them have ended, here or elsewhere.
+        console: Where to print.
+    """
+
+    def __init__(self, count: int, ended: Callable[[], int], console: Console) -> None:
+        self.console = console
+        self.count = count
+        self._ended = ended
+        self._taken: set[str] = set()
+        self._parts: dict[str, float] = {}  # how much of each run that goes on is done
+        self._since: dict[str, float] = {}
+        self._progress = Progress(
+            TextColumn("{task.fields[done]}/{task.total:.0f} runs"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            TextColumn("{task.fields[now]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        before = ended()
+        self._bar = self._progress.add_task(
+            "", total=count, completed=before, done=before, now=""
+        )
+
+    def __enter__(self) -> RunsProgress:
+        """Begin to draw."""
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the bar as it is."""
+        self._progress.stop()
+
+    def begun(self, task: Task) -> None:
+        """A run has begun, or goes on."""
+        self._parts[task.folder] = 0.0
+        self._since[task.folder] = time.monotonic()
+        self._draw(task)
+
+    def advanced(self, task: Task, rounds: int, of: int) -> None:
+        """A run has finished a round."""
+        self._parts[task.folder] = rounds / of if of > 0 else 0.0
+        self._draw(task, f", round {rounds} of {of}")
+
+    def ended(self, task: Task, failure: str | None) -> None:
+        """A run has ended, or failed."""
+        self._parts.pop(task.folder, None)
+        seconds = time.monotonic() - self._since.get(task.folder, time.monotonic())
+        said = f"failed: {failure}" if failure else f"{seconds:.0f} s"
+        self.say(f"{self._ended()}/{self.count} {_name(task)}: {said}")
+        self._draw(task)
+
+    def taken(self, task: Task, by: str) -> None:
+        """Another process makes a run."""
+        if task.folder not in self._taken:
+            self._taken.add(task.folder)
+            self.say(f"{_name(task)}: {by}")
+
+    def stopping(self, signal: str) -> None:
+        """A signal has come; the rounds that go on are the last."""
+        more = "; a second Ctrl-C stops at once" if signal == "SIGINT" else ""
+        self.say(f"stopping after the rounds that go on{more}")
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(f"pflight: {line}", markup=False, highlight=False, soft_wrap=True)
+
+    def _draw(self, task: Task, more: str = "") -> None:
+        ended = self._ended()
+        shown = ended + sum(self._parts.values())
+        now = f"{_name(task)}{more}"
+        self._progress.update(self._bar, completed=shown, done=ended, now=now)
+
+
+def _name(task: Task) -> str:
+    told = [f"{name.rpartition('.')[2]}={value}" for name, value in task.settings.items()]
+    trial = "trial, " if task.seed >= FIRST_SEED else ""
+    return f"{', '.join([task.method, *told])} ({trial}seed {task.seed})"

@@ -1,0 +1,197 @@
+"""The choice of a method's settings, with the same number of trials for every method."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from pflight.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import optuna
+
+Sampler = Literal["tpe", "random"]
+FIRST_SEED = 1000
+"""Seeds of trials begin here; those of reported runs are below."""
+_FREE = 10  # trials of TPE that are drawn at random, before it learns
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How settings are chosen.
+
+    Args:
+        trials: Settings that are tried for each method; the first are those of its configuration.
+        seeds: On how many seeds each is tried.
+        sampler: Optuna's: ``tpe``, which learns from earlier trials, or ``random``.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or Optuna is not installed.
+
+    References:
+        Akiba et al., Optuna: A Next-generation Hyperparameter Optimization Framework, KDD 2019.
+    """
+
+    trials: int
+    seeds: int = 1
+    sampler: Sampler = "tpe"
+
+    def __post_init__(self) -> None:
+        for name in ("trials", "seeds"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"--tune: {name} must be at least 1")
+        if self.sampler not in get_args(Sampler):
+            raise ConfigurationError(
+                f"--tune: sampler must be {' or '.join(get_args(Sampler))}, got {self.sampler!r}"
+            )
+        try:
+            import optuna  # noqa: F401
+        except ImportError as error:
+            raise ConfigurationError(
+                "--tune needs Optuna: pip install 'pflight[tune]'"
+            ) from error
+
+    @classmethod
+    def of(cls, told: Sequence[str]) -> Tuning:
+        """Return what ``trials=20 seeds=2 sampler=random`` says.
+
+        Raises:
+            ConfigurationError: If it says something else.
+        """
+        options: dict[str, Any] = {}
+        for item in told:
+            name, _, value = item.partition("=")
+            if name in ("trials", "seeds") and value.isdecimal():
+                options[name] = int(value)
+            elif name == "sampler":
+                options[name] = value
+            else:
+                raise ConfigurationError(
+                    f"--tune takes trials=N, seeds=N and sampler=tpe or random, got {item!r}"
+                )
+        if "trials" not in options:
+            raise ConfigurationError("--tune needs the number of trials, as in --tune trials=20")
+        return cls(**options)
+
+    @property
+    def used_seeds(self) -> list[int]:
+        """The seeds of trials."""
+        return [FIRST_SEED + index for index in range(self.seeds)]
+
+
+class Study:
+    """The trials of one method.
+
+    Optuna is asked anew in each process, and in the same order it proposes the same: what is kept
+    are the runs of the trials, nothing else. Trials that do not learn from others may run at the
+    same time.
+
+    Args:
+        tuning: How settings are chosen.
+        space: The options, each with a range or values.
+        before: The options' values in the method's configuration.
+        name: The method's, for messages; it also keys what is drawn.
+
+    Raises:
+        ConfigurationError: If a range is none.
+    """
+
+    def __init__(
+        self, tuning: Tuning, space: Mapping[str, Any], before: Mapping[str, Any], name: str
+    ) -> None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self.tuning = tuning
+        self.space = {option: _distribution(option, told) for option, told in space.items()}
+        # What is drawn for a method depends on nothing but the method.
+        seed = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16)
+        sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=seed)
+        self._free = tuning.trials
+        if tuning.sampler == "tpe":
+            self._free = _FREE
+            sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_FREE)
+        self._study = optuna.create_study(direction="maximize", sampler=sampler)
+        first = {o: before[o] for o, values in self.space.items() if _has(values, before.get(o))}
+        self._study.enqueue_trial(first)
+        self._trials: list[optuna.Trial] = []
+        self._told = 0
+
+    def pending(self) -> list[dict[str, Any]]:
+        """Return the settings of the trials that have begun, or can, and of which nothing is told.
+
+        They are in order, and :meth:`tell` takes them in that order.
+        """
+        while len(self._trials) < self.tuning.trials and (
+            len(self._trials) < self._free or self._told == len(self._trials)
+        ):
+            self._trials.append(self._study.ask(self.space))
+        return [_settings(trial.params) for trial in self._trials[self._told :]]
+
+    def tell(self, value: float | None) -> None:
+        """Take what the first pending trial reached, the more the better; ``None`` if it failed."""
+        from optuna.trial import TrialState
+
+        trial = self._trials[self._told]
+        failed = value is None or not math.isfinite(value)
+        self._study.tell(trial, None if failed else value, TrialState.FAIL if failed else None)
+        self._told += 1
+
+    @property
+    def done(self) -> bool:
+        """Whether all trials have ended."""
+        return self._told == self.tuning.trials
+
+    @property
+    def best(self) -> tuple[dict[str, Any], float] | None:
+        """The best settings with what they reached; ``None`` if all trials failed."""
+        try:
+            trial = self._study.best_trial
+        except ValueError:
+            return None
+        assert trial.value is not None
+        return _settings(trial.params), trial.value
+
+
+def _distribution(option: str, told: Any) -> Any:
+    """Return Optuna's form of a range or of a list of values.
+
+    Example:
+        >>> _distribution("lr", {"low": 0.01, "high": 1, "log": True})
+        FloatDistribution(high=1.0, log=True, low=0.01, step=None)
+        >>> _distribution("mu", [0.1, 1.0])
+        CategoricalDistribution(choices=('0.1', '1.0'))
+    """
+    from optuna import distributions
+
+    if isinstance(told, Sequence) and not isinstance(told, str) and told:
+        return distributions.CategoricalDistribution([json.dumps(value) for value in told])
+    try:
+        low, high = told["low"], told["high"]
+        more = {name: told[name] for name in told if name not in ("low", "high")}
+        if isinstance(low, int) and isinstance(high, int) and not more.get("log"):
+            return distributions.IntDistribution(low, high, **more)
+        return distributions.FloatDistribution(low, high, **more)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"search_space: {option} must be a list of values, or a range such as "
+            f"{{low: 0.01, high: 1.0, log: true}}, got {told}: {error}"
+        ) from error
+
+
+def _has(distribution: Any, value: Any) -> bool:
+    """Return whether a value, as an option has it, can be drawn."""
+    from optuna.distributions import CategoricalDistribution
+
+    if isinstance(distribution, CategoricalDistribution):
+        return json.dumps(value) in distribution.choices
+    return isinstance(value, int | float) and distribution.low <= value <= distribution.high
+
+
+def _settings(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was drawn as values of options."""
+    return {o: json.loads(v) if isinstance(v, str) else v for o, v in params.items()}

@@ -1,0 +1,134 @@
+"""A process that makes one run after the other, so that libraries are imported once.
+
+It reads a task, a line of JSON, from standard input, and answers with lines of JSON on standard
+output: ``{"round": [3, 40]}`` after a round, and at the end ``{"done": null}``, ``{"failed":
+"why"}``, or ``{"taken": "by whom"}`` if another process makes that run. It ends with its input,
+after the round that goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from pflight.cli import quieten
+from pflight.errors import TakenError, described
+from pflight.files import causes
+from pflight.runs import FAILURE, LOG, RESULTS, RunFolder
+from pflight.signals import StopBetweenRounds
+
+from .measuring import Clock, MeasuredRun, Task, measured
+from .outcome import Failure
+
+Say = Callable[[dict[str, Any]], None]
+
+
+def main() -> None:
+    """Make runs until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is not for the reader of answers
+    quieten()
+
+    def say(answer: dict[str, Any]) -> None:
+        with suppress(OSError):  # nobody listens any more
+            answers.write(f"{json.dumps(answer)}\n")
+
+    for task in _tasks():
+        say(make(task, say))
+
+
+def make(task: Task, say: Say) -> dict[str, Any]:
+    """Make a run, and return the answer."""
+    folder = RunFolder(task.folder)
+    try:
+        with folder.claimed("compare"):
+            if (folder.path / RESULTS).is_file():
+                return {"done": None}
+            (folder.path / FAILURE).unlink(missing_ok=True)
+            with _logged(folder.path / LOG):
+                try:
+                    _run(task, say)
+                except Exception as error:
+                    traceback.print_exc()
+                    reason = _reason(error)
+                    _note(task, reason)
+                    return {"failed": reason}
+    except TakenError as error:
+        return {"taken": str(error)}
+    except Exception as error:
+        return {"failed": _reason(error)}
+    return {"done": None}
+
+
+def _run(task: Task, say: Say) -> None:
+    clock = Clock(lambda done, rounds: say({"round": [done, rounds]}))
+    with StopBetweenRounds() as stop:
+        run = MeasuredRun(task.arguments, stop, clock)
+        outcome = measured(run, task)
+    outcome.write(Path(task.folder, RESULTS))
+
+
+def _note(task: Task, reason: str) -> None:
+    """Write down that a run failed, if there is space."""
+    log = str(Path(task.folder, LOG))
+    with suppress(OSError):
+        failure = Failure(task.key, task.method, task.settings, task.seed, reason, log)
+        failure.write(Path(task.folder, FAILURE))
+
+
+def _reason(error: BaseException) -> str:
+    """Return why a run failed, in one line; an error that a user can mend says enough itself."""
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    own = (cause for cause in causes(error) if isinstance(cause, MisconfigurationException))
+    found = next(own, None)
+    return described(error) if found is None else " ".join(str(found).split())
+
+
+@contextmanager
+def _logged(path: Path) -> Iterator[None]:
+    """Append all that is printed, also by libraries and other processes, to a file."""
+    kept = os.dup(1), os.dup(2)
+    with path.open("ab") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for descriptor, before in zip((1, 2), kept, strict=True):
+            os.dup2(before, descriptor)
+            os.close(before)
+
+
+def _tasks() -> Iterator[Task]:
+    """Yield tasks as they come; when there can be no more, end the run that goes on."""
+    tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+    busy = threading.Event()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            tasks.put(Task(**json.loads(line)))
+        tasks.put(None)
+        if busy.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=listen, daemon=True).start()
+    while (task := tasks.get()) is not None:
+        busy.set()
+        yield task
+        busy.clear()
+
+
+if __name__ == "__main__":
+    main()
