@@ -89,7 +89,8 @@ def layer(module: str) -> int:
     """Return how far from the core a module is; imports never lead outwards."""
     if module in COMMAND_LINE:
         return 3
-    return {"models": 1, "datamodules": 1, "callbacks": 2}.get(module.split(".")[1], 0)
+    outside = {"models": 1, "datamodules": 1, "callbacks": 2, "experiments": 3}
+    return outside.get(module.split(".")[1], 0)
 
 
 def part(module: str) -> str:

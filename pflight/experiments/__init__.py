@@ -1,0 +1,1 @@
+"""Comparisons of many methods over many seeds."""

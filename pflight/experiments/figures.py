@@ -1,0 +1,176 @@
+"""The figures of a comparison: validation over rounds and bytes, and the clients' test values."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pflight.palette import FAINT, line_style
+
+from .findings import LOCAL, Findings
+from .outcome import Curve
+from .rows import Row, by_client
+from .statistics import Floats, floats
+from .units import Unit, unit_of_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MOST = 12  # curves, besides those of the baselines
+_BASELINES = (LOCAL, "FedAvg")
+_DPI = 150
+_EDGE = "#3f3f3f"
+
+
+class Figures:
+    """Draws a comparison; each figure has no window, and is ready for ``savefig``.
+
+    Args:
+        findings: The numbers.
+    """
+
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+
+    def curves(self) -> Figure:
+        """Draw the validation metric over rounds: mean and range of the seeds."""
+        return self._drawn("rounds", "rounds", lambda curve: floats(curve.round))
+
+    def traffic(self) -> Figure:
+        """Draw the validation metric over the bytes sent and received until then."""
+        sizes = [size for run in self._findings.runs for size in run.curve.bytes]
+        unit = unit_of_bytes(sizes)
+        label = f"sent and received until then by all clients, {unit.name}"
+        return self._drawn("traffic", label, lambda curve: unit.factor * floats(curve.bytes))
+
+    def boxes(self) -> Figure:
+        """Draw the test values of all clients at all seeds, in the order of the table."""
+        found, unit = self._findings, self._unit
+        values = []
+        for row in found.finished:
+            by_seed = [by_client(run, found.metric, found.when) for run in row.runs.values()]
+            joined = unit.factor * np.concatenate(by_seed)
+            values.append(joined[np.isfinite(joined)])
+        figure = _figure(7.0, 1.6 + 0.24 * len(values))
+        axes = figure.add_subplot()
+        axes.boxplot(
+            values,
+            orientation="horizontal",
+            widths=0.6,
+            showmeans=True,
+            patch_artist=True,
+            boxprops={"facecolor": FAINT, "edgecolor": _EDGE},
+            medianprops={"color": _EDGE, "linewidth": 1.6},
+            meanprops={"marker": "D", "markersize": 4, "mfc": "#bd1f01", "mec": "none"},
+            flierprops={"marker": ".", "markersize": 3, "mfc": _EDGE, "mec": "none", "alpha": 0.4},
+            whiskerprops={"color": _EDGE},
+            capprops={"color": _EDGE},
+        )
+        places = range(1, len(values) + 1)
+        axes.set_yticks(places, [_short(row.label) for row in found.finished])
+        axes.invert_yaxis()
+        when = "at the chosen round" if found.when == "chosen" else "after the last round"
+        axes.set_xlabel(unit.of(f"test {found.metric} of a client {when}"))
+        _plain(axes, "x")
+        figure.suptitle(
+            "Clients of all seeds: quartiles, median (line) and mean (diamond)", fontsize=10
+        )
+        return figure
+
+    def pngs(self) -> dict[str, bytes]:
+        """Return the figures as PNG, by name; none if no run has finished."""
+        if not self._findings.finished:
+            return {}
+        return {
+            name: _png(draw())
+            for name, draw in (
+                ("curves", self.curves),
+                ("traffic", self.traffic),
+                ("boxes", self.boxes),
+            )
+        }
+
+    @property
+    def _unit(self) -> Unit:
+        return self._findings.units[self._findings.metric]
+
+    def _shown(self) -> list[Row]:
+        """Return the best rows, and the baselines behind them."""
+        found = self._findings
+        best = found.finished[:_MOST]
+        return best + [
+            row
+            for row in found.finished[_MOST:]
+            if row.method in _BASELINES or row is found.baseline
+        ]
+
+    def _drawn(self, what: str, label: str, places: Callable[[Curve], Floats]) -> Figure:
+        from matplotlib.ticker import MaxNLocator
+
+        found, unit, rows = self._findings, self._unit, self._shown()
+        figure = _figure(8.5, 4.8)
+        axes = figure.add_subplot()
+        for index, row in enumerate(rows):
+            x, values = _over_seeds(row, f"val/macro_{found.metric}", places)
+            if not len(x):
+                continue
+            values = unit.factor * values
+            style = line_style(index, len(x))
+            axes.plot(x, values.mean(axis=0), linewidth=1.5, label=_short(row.label), **style)
+            if len(values) > 1:
+                low, high = values.min(axis=0), values.max(axis=0)
+                axes.fill_between(x, low, high, color=style["color"], alpha=0.12, linewidth=0)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=what == "rounds", min_n_ticks=1))
+        axes.set_xlabel(label)
+        axes.set_ylabel(unit.of(f"validation macro {found.metric}"))
+        if found.target is not None:
+            axes.axhline(unit.factor * found.target, color=_EDGE, linestyle=":", linewidth=1)
+        _plain(axes, "y")
+        figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+        number = len(found.finished)
+        some = (
+            ""
+            if len(rows) == number
+            else (f"; the {_MOST} best of {number} and the baselines are shown")
+        )
+        spread = "mean and range of seeds" if len(found.seeds) > 1 else "one seed"
+        figure.suptitle(f"Validation by {what}: {spread}{some}", fontsize=10)
+        return figure
+
+
+def _over_seeds(row: Row, tag: str, places: Callable[[Curve], Floats]) -> tuple[Floats, Floats]:
+    """Return the places and values ``[seeds, rounds]`` at the rounds that all seeds evaluated."""
+    curves = [run.curve for run in row.runs.values() if tag in run.curve.values]
+    if not curves:
+        return np.empty(0), np.empty((0, 0))
+    shared = set.intersection(*({*curve.round} for curve in curves))
+    chosen = [np.isin(curve.round, sorted(shared)) for curve in curves]
+    x = [places(curve)[kept] for curve, kept in zip(curves, chosen, strict=True)]
+    y = [floats(curve.values[tag])[kept] for curve, kept in zip(curves, chosen, strict=True)]
+    return np.mean(x, axis=0), np.stack(y)
+
+
+def _short(label: str, most: int = 40) -> str:
+    return label if len(label) <= most else f"{label[: most - 1]}…"
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
+
+
+def _plain(axes: Axes, grid: str) -> None:
+    axes.grid(axis=grid, color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _png(figure: Figure) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()

@@ -1,0 +1,232 @@
+"""The notes under the tables: what they rest on, and what they can't show."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+
+from .findings import LOCAL, Findings
+from .statistics import LEVEL, SEED, resamples, smallest_sign_test
+
+_KINDS = {
+    "data": "clients' data",
+    "weights": "initial weights",
+    "cohorts": "cohorts",
+    "batches": "batches",
+}
+
+
+def footer(findings: Findings) -> list[str]:
+    """Return the notes under the tables of a comparison."""
+    parts = (_state, _seeds, _measures, _comparison, _limits, _fairness, _tuning, _costs)
+    return [
+        note for part in parts if findings.finished or part is _state for note in part(findings)
+    ]
+
+
+def _state(findings: Findings) -> Iterator[str]:
+    waiting = sum(len(row.waiting) for row in findings.rows)
+    failed = sum(len(row.failures) for row in findings.rows)
+    if waiting or failed:
+        finished = _counted(len(findings.runs), "run")
+        yield f"{finished} finished, {waiting} waiting or running, {failed} failed."
+
+
+def _seeds(findings: Findings) -> Iterator[str]:
+    seeds, most = findings.seeds, max(len(row.runs) for row in findings.finished)
+    if most == 1:
+        yield (
+            "Each row has a single seed: how much results vary from seed to seed is unknown, and "
+            "no deviation is given."
+        )
+    else:
+        yield f"Mean ± standard deviation (ddof 1) over {len(seeds)} seeds: {_listed(seeds)}."
+    if any(len(row.runs) < len(seeds) for row in findings.finished):
+        yield (
+            "Rows without all seeds have means over those that they have; two rows are compared at "
+            "the seeds that both have."
+        )
+
+
+def _measures(findings: Findings) -> Iterator[str]:
+    best = "highest" if findings.mode == "max" else "lowest"
+    if findings.when == "chosen":
+        yield (
+            "Values are on test samples, at the round of each run with the "
+            f"{best} val/macro_{findings.metric} on validation samples, or after the last round "
+            "where it says so. No round is chosen on test samples."
+        )
+    else:
+        yield (
+            "Values are on test samples, after the last round: not every run has kept the round "
+            "that was best on validation samples."
+        )
+    yield (
+        "Macro is the plain mean over clients, micro the mean weighted by their test samples, "
+        "worst decile the mean of the worst tenth of the clients, rounded up. Newcomers, in macro "
+        "mean, are not in the other columns. Clients without test samples or without a value are "
+        "left out."
+    )
+    if any(row.method == LOCAL for row in findings.finished):
+        yield (
+            f"Below {LOCAL}: the share of clients whose {findings.metric} is worse than that of "
+            "the same client at the same seed when it trains alone."
+        )
+
+
+def _comparison(findings: Findings) -> Iterator[str]:
+    if not findings.differences:
+        return
+    best = findings.best
+    assert best is not None
+    complete = " among the rows with most seeds" if _uneven(findings) else ""
+    yield (
+        f"Bold (in plain text: *): {best.label}, the best{complete}, and all rows that the "
+        f"{100 * LEVEL:.0f} % interval of the difference does not place behind it."
+    )
+    tests = Counter(other for _, other in findings.differences)
+    yield (
+        "Differences are those of the same client at the same seed; their mean is over clients and "
+        "then over seeds. Intervals are percentiles of a hierarchical bootstrap, which draws seeds "
+        f"and then clients within each ({findings.draws:,} draws, seed {SEED}); p is two-sided and "
+        f"from the same draws, with Holm's correction for {_listed(sorted({*tests.values()}))} "
+        "comparisons."
+    )
+    unpaired = [
+        row.label
+        for row in findings.finished
+        if row is not best and (row.key, best.key) not in findings.differences
+    ]
+    if unpaired:
+        yield (
+            f"Not compared with {best.label}, for want of a seed at which both have values for the "
+            f"same clients' data: {', '.join(unpaired)}."
+        )
+
+
+def _limits(findings: Findings) -> Iterator[str]:
+    """Say what so few seeds can't show."""
+    seeds = max((found.seeds for found in findings.differences.values()), default=0)
+    if seeds == 1:
+        yield (
+            "One seed can't show a difference between methods that other seeds would confirm: the "
+            "intervals are of the clients of this one partition, and of this one training run."
+        )
+    elif seeds and smallest_sign_test(seeds) > 1 - LEVEL:
+        yield (
+            f"What {seeds} seeds can't show: that a method is better at other seeds. If it is "
+            f"better at all {seeds}, a two-sided sign test over seeds still gives p = "
+            f"{smallest_sign_test(seeds):g}, and there are only {resamples(seeds)} different ways "
+            "to resample the seeds, so that no interval goes beyond what the clients of a single "
+            f"one of these seeds give. {_needed()} seeds are the fewest at which a sign test can "
+            f"give p below {1 - LEVEL:.2f}."
+        )
+    data = {run.fingerprints.get("data") for run in findings.runs}
+    if seeds > 1 and len(data) == 1 and None not in data:
+        yield (
+            "All seeds have the same clients with the same data: the intervals are about other "
+            "training runs with these clients, not about other clients."
+        )
+
+
+def _needed() -> int:
+    return next(seeds for seeds in range(1, 99) if smallest_sign_test(seeds) < 1 - LEVEL)
+
+
+def _fairness(findings: Findings) -> Iterator[str]:
+    """Say whether all rows had the same data, weights, cohorts and batches at each seed."""
+    others: dict[tuple[str, str], list[int]] = defaultdict(list)
+    unknown: set[str] = set()
+    shown = []
+    for seed in findings.seeds:
+        rows = [row for row in findings.finished if seed in row.runs]
+        usual = {}
+        for kind in _KINDS:
+            hashes = {row.label: row.runs[seed].fingerprints.get(kind) for row in rows}
+            known = {label: value for label, value in hashes.items() if value is not None}
+            unknown |= hashes.keys() - known.keys()
+            if known:
+                usual[kind] = Counter(known.values()).most_common(1)[0][0]
+                for label, value in known.items():
+                    if value != usual[kind]:
+                        others[label, kind].append(seed)
+        if usual:
+            listed = ", ".join(f"{kind} {value}" for kind, value in usual.items())
+            shown.append(f"seed {seed}: {listed}")
+    if not shown:
+        yield "Whether the methods had the same data, weights, cohorts and batches is unknown."
+        return
+    by_label: dict[str, list[str]] = defaultdict(list)
+    for (label, kind), seeds in others.items():
+        by_label[label].append(f"other {_KINDS[kind]} at {_named('seed', seeds)}")
+    if by_label:
+        listed = "; ".join(f"{label} has {', '.join(found)}" for label, found in by_label.items())
+        yield f"Not all rows had the same start: {listed}. Most rows: {'; '.join(shown)}."
+    else:
+        whose = f" ({', '.join(sorted(unknown))}: not known)" if unknown else ""
+        yield (
+            "At each seed, all rows had the same clients' data, initial weights, cohorts and "
+            f"batches{whose}: {'; '.join(shown)}."
+        )
+
+
+def _tuning(findings: Findings) -> Iterator[str]:
+    tuned = [row for row in findings.finished if row.tuned]
+    if not tuned:
+        return
+    yield "Settings were tuned on validation samples; the last column is what they gave there."
+    rest = [row.label for row in findings.finished if not row.tuned]
+    if rest:
+        yield f"Not tuned: {', '.join(rest)}."
+    trials = {row.tuned.trials for row in tuned if row.tuned}
+    if len(trials) > 1:
+        yield f"The methods were not tuned equally: from {min(trials)} to {max(trials)} trials."
+    both = {seed for row in tuned if row.tuned for seed in row.tuned.seeds} & {*findings.seeds}
+    if both:
+        yield f"Tuned on {_named('seed', sorted(both))}, which the tables report too."
+
+
+def _costs(findings: Findings) -> Iterator[str]:
+    runs = findings.runs
+    hosts, devices = (
+        sorted({*names}) for names in zip(*((r.host, r.device) for r in runs), strict=True)
+    )
+    yield (
+        "A participation counts what one client receives and sends in one round. The time of a "
+        "round, without evaluation, is the median over rounds and seeds, with so many threads in "
+        f"each run and so many jobs on the machine at once; on {', '.join(devices)} of "
+        f"{', '.join(hosts)}."
+    )
+    if findings.target is not None:
+        tag = f"val/macro_{findings.metric}"
+        way = "at least" if findings.mode == "max" else "at most"
+        yield (
+            f"Target: {tag} of {way} {findings.target:g}, at the rounds that were evaluated. "
+            "Rounds and bytes until then are medians over seeds; a dash means that half of the "
+            "seeds or more never reach it."
+        )
+    failed = {
+        row.label: sum(run.failed for run in row.runs.values())
+        for row in findings.finished
+        if any(run.failed for run in row.runs.values())
+    }
+    if failed:
+        listed = ", ".join(f"{label} {number:,}" for label, number in failed.items())
+        yield f"Participations that failed: {listed}."
+
+
+def _uneven(findings: Findings) -> bool:
+    return len({len(row.runs) for row in findings.finished}) > 1
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _named(what: str, numbers: list[int]) -> str:
+    return f"{what}{'' if len(numbers) == 1 else 's'} {_listed(numbers)}"
+
+
+def _listed(items: Iterable[object]) -> str:
+    *first, last = map(str, items)
+    return f"{', '.join(first)} and {last}" if first else last

@@ -1,0 +1,111 @@
+"""All numbers of a comparison as lines of CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from .costs import bytes_of, bytes_of_participation, median, seconds_of
+from .findings import Findings
+from .outcome import Outcome
+from .rows import MOMENTS, TAGS, Row, When, mean_of, moment
+from .statistics import mean_and_deviation
+
+_FIELDS = "method", "settings", "key", "seed", "moment", "quantity", "statistic", "against", "value"
+_COSTS = "bytes_down", "bytes_up", "participations", "failed", "seconds", "threads", "beside"
+_Line = tuple[int | str, str, str, str, str, Any]
+
+
+def to_csv(findings: Findings) -> str:
+    """Return a table with a line for each number, in the metrics' own units.
+
+    Its columns are the row's method, settings (as JSON) and key; the seed, empty where a number is
+    of several; the moment, ``chosen`` or ``last``, where it matters; the quantity, such as
+    ``test/macro_acc``; the statistic (``value`` at one seed, else ``mean``, ``std`` with ddof 1,
+    ``median``, or one of a difference); ``against``, the key of the row that a difference is from;
+    and the value, empty if there is none.
+    """
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(_FIELDS)
+    for row in findings.rows:
+        own = row.method, json.dumps(row.settings), row.key
+        for lines in (_of_seeds, _over_seeds, _of_differences):
+            writer.writerows((*own, *line[:-1], _plain(line[-1])) for line in lines(findings, row))
+    return file.getvalue()
+
+
+def _of_seeds(findings: Findings, row: Row) -> Iterator[_Line]:
+    reached, below = findings.to_target(row), findings.below_local(row)
+    for seed, run in row.runs.items():
+        for when in MOMENTS:
+            for name, value in _values(findings, run, when).items():
+                yield seed, when, name, "value", "", value
+        for name in _COSTS:
+            yield seed, "", name, "value", "", getattr(run, name)
+        yield seed, "", "bytes", "value", "", bytes_of(run)
+        yield seed, "", "bytes_of_participation", "value", "", bytes_of_participation(run)
+        if seed in reached:
+            yield seed, "", "rounds_to_target", "value", "", reached[seed][0]
+            yield seed, "", "bytes_to_target", "value", "", reached[seed][1]
+        if seed in below:
+            yield seed, findings.when, "below_local", "value", "", below[seed]
+    for seed, failure in row.failures.items():
+        yield seed, "", "run", "failed", "", failure.reason
+    for seed in sorted(row.waiting):
+        yield seed, "", "run", "waiting", "", ""
+
+
+def _over_seeds(findings: Findings, row: Row) -> Iterator[_Line]:
+    runs = row.runs.values()
+    if not runs:
+        return
+    for when in MOMENTS:
+        by_seed = [_values(findings, run, when) for run in runs]
+        for name in dict.fromkeys(name for values in by_seed for name in values):
+            mean, deviation = mean_and_deviation([at.get(name, math.nan) for at in by_seed])
+            yield "", when, name, "mean", "", mean
+            yield "", when, name, "std", "", deviation
+    mean, deviation = mean_and_deviation([*findings.below_local(row).values()])
+    yield "", findings.when, "below_local", "mean", "", mean
+    yield "", findings.when, "below_local", "std", "", deviation
+    for name, cost in (("bytes", bytes_of), ("bytes_of_participation", bytes_of_participation)):
+        yield "", "", name, "mean", "", mean_and_deviation([cost(run) for run in runs])[0]
+    yield "", "", "seconds", "median", "", seconds_of([*runs])
+    if reached := findings.to_target(row):
+        rounds, sizes = zip(*reached.values(), strict=True)
+        yield "", "", "rounds_to_target", "median", "", median(rounds)
+        yield "", "", "bytes_to_target", "median", "", median(sizes)
+
+
+def _of_differences(findings: Findings, row: Row) -> Iterator[_Line]:
+    tag = TAGS["macro"].format(findings.metric)
+    for reference in findings.references:
+        if found := findings.differences.get((row.key, reference.key)):
+            p = findings.corrected(reference)[row.key]
+            for statistic, value in {**asdict(found), "p_holm": p}.items():
+                yield "", findings.when, tag, f"difference {statistic}", reference.key, value
+
+
+def _values(findings: Findings, run: Outcome, when: When) -> dict[str, float]:
+    """Return what a run gave at a moment: what was reported, and the means over clients."""
+    if (at := moment(run, when)) is None:
+        return {}
+    reported = {"round": at.round, "validation": at.validation, **at.values}
+    means = {
+        tag.format(metric): mean_of(run, mean, metric, when)
+        for metric in findings.metrics
+        for mean, tag in TAGS.items()
+    }
+    return {
+        name: math.nan if value is None else value for name, value in {**reported, **means}.items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    return "" if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,305 @@
+"""What one run of a comparison reached, and the files that say so.
+
+Neither torch nor Lightning is imported here, so that a table is printed at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from types import UnionType
+from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+
+from pflight.files import replacing
+
+VERSION = 1
+Mode = Literal["max", "min"]
+
+
+class ResultError(ValueError):
+    """Results that can't be read or can't be compared; the message names the file or the run."""
+
+
+class Record:
+    """A frozen dataclass that is kept as a file of JSON, with null for NaN and infinity."""
+
+    title: ClassVar[str] = "record"
+
+    def write(self, path: Path) -> None:
+        """Write the file whole or not at all."""
+        text = json.dumps(_finite(asdict(self)), allow_nan=False)  # type: ignore[call-overload]
+        with replacing(path) as partial:
+            partial.write_text(f"{text}\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read what :meth:`write` wrote.
+
+        Raises:
+            ResultError: If there is no such file, or if it is damaged or of another version.
+        """
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ResultError(f"can't read {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise ResultError(
+                f"{path} is damaged: {error}; without it, the run is made again"
+            ) from error
+        try:
+            if isinstance(found, dict) and found.get("version", VERSION) != VERSION:
+                raise ResultError(f"version {found['version']!r} is not {VERSION}, which is known")
+            record: Self = _understood(cls, found, cls.title)
+        except ResultError as error:
+            raise ResultError(
+                f"{path} is damaged or of another version: {error}; without it, the run is made "
+                "again"
+            ) from error
+        return record
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What the test samples gave at one moment of a run.
+
+    Attributes:
+        round: Number of rounds that were trained until then.
+        validation: The metric that chooses rounds, as macro mean on validation samples.
+        values: What was reported, by tag, such as ``test/new/macro_acc``.
+        per_client: Each metric's value at each client, in the order of the run's ``clients``.
+    """
+
+    round: int
+    validation: float | None
+    values: dict[str, float | None]
+    per_client: dict[str, list[float | None]]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What validation gave in the course of a run.
+
+    Attributes:
+        round: Numbers of rounds that were trained before each evaluation, ascending.
+        bytes: Bytes sent and received until then.
+        values: Metrics by tag, such as ``val/macro_acc``, with a value for each evaluation.
+    """
+
+    round: list[int]
+    bytes: list[int]
+    values: dict[str, list[float | None]]
+
+    def __post_init__(self) -> None:
+        columns = {"bytes": self.bytes, **self.values}
+        for name, column in columns.items():
+            if len(column) != len(self.round):
+                raise ResultError(
+                    f"the curve has {len(self.round)} rounds, but {len(column)} values of {name}"
+                )
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """How a run's settings were chosen.
+
+    Attributes:
+        trials: Number of settings that were tried.
+        sampler: How they were proposed.
+        seeds: Seeds on which they were tried.
+        chosen: The settings that were best on validation samples.
+        validation: What these reached there.
+        space: What could be chosen.
+    """
+
+    trials: int
+    sampler: str
+    seeds: list[int]
+    chosen: dict[str, Any]
+    validation: float | None
+    space: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome(Record):
+    """What one run reached: ``results.json`` in its folder.
+
+    Attributes:
+        key: Identifies the configuration without seed and folder; the runs of a row share it.
+        method: The method's name.
+        settings: Options by which rows differ from their method's configuration, also tuned ones.
+        tuned: How settings were tuned, if they were.
+        seed: The seed.
+        metric: The metric that chooses rounds, such as ``acc``.
+        mode: Whether high or low values of it are better.
+        directions: The same for all metrics, ``None`` where it isn't known.
+        clients: Ids of the clients that may train, ascending.
+        newcomers: Ids of those that are kept out of training.
+        samples: ``test``: how many test samples each of ``clients`` has.
+        last: After the last round.
+        chosen: At the round that was best on validation samples, if it was kept.
+        curve: Validation in the course of the run.
+        bytes_down: Bytes sent to clients in all rounds.
+        bytes_up: Bytes received from clients in all rounds.
+        participations: How often a client took part in a round.
+        failed: How many of these failed.
+        seconds: Median time of a training round, without evaluation.
+        threads: Number of threads.
+        beside: Number of jobs on the machine at the same time, with this one.
+        device: The device.
+        host: The machine.
+        fingerprints: Short hashes of ``data``, ``weights``, ``cohorts`` and ``batches``.
+        version: Version of this format.
+    """
+
+    title: ClassVar[str] = "run"
+
+    key: str
+    method: str
+    settings: dict[str, Any]
+    tuned: Tuned | None
+    seed: int
+    metric: str
+    mode: Mode
+    directions: dict[str, Mode | None]
+    clients: list[int]
+    newcomers: list[int]
+    samples: dict[str, list[int]]
+    last: Moment
+    chosen: Moment | None
+    curve: Curve
+    bytes_down: int
+    bytes_up: int
+    participations: int
+    failed: int
+    seconds: float | None
+    threads: int
+    beside: int
+    device: str
+    host: str
+    fingerprints: dict[str, str]
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if any(first >= second for first, second in pairwise(self.clients)):
+            raise ResultError("clients are not ascending")
+        if "test" not in self.samples:
+            raise ResultError("samples has no test")
+        columns = {"samples.test": self.samples["test"], **_columns("last", self.last)}
+        columns |= _columns("chosen", self.chosen) if self.chosen else {}
+        for name, column in columns.items():
+            if len(column) != len(self.clients):
+                raise ResultError(f"{name} has {len(column)} values of {len(self.clients)} clients")
+
+
+@dataclass(frozen=True)
+class Failure(Record):
+    """A run that failed: ``failure.json`` in its folder.
+
+    Attributes:
+        key: As in :class:`Outcome`.
+        method: The method's name.
+        settings: As in :class:`Outcome`.
+        seed: The seed.
+        reason: Why, in one line.
+        log: File with what the run printed.
+    """
+
+    title: ClassVar[str] = "failure"
+
+    key: str
+    method: str
+    settings: dict[str, Any]
+    seed: int
+    reason: str
+    log: str
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A run that is planned or running.
+
+    Attributes:
+        key: As in :class:`Outcome`.
+        method: The method's name.
+        settings: As in :class:`Outcome`.
+        seed: The seed.
+    """
+
+    key: str
+    method: str
+    settings: dict[str, Any]
+    seed: int
+
+
+def _columns(name: str, moment: Moment) -> dict[str, list[float | None]]:
+    return {f"{name}.per_client.{metric}": found for metric, found in moment.per_client.items()}
+
+
+def _finite(value: Any) -> Any:
+    """Return a value of JSON with ``None`` in place of numbers that are not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _understood(kind: Any, value: Any, where: str) -> Any:
+    """Return a value of JSON as an object of a type.
+
+    Raises:
+        ResultError: If it is of another type; the message names the place.
+    """
+    origin, parts = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, UnionType):
+        kind, _ = parts  # the other is None
+        return None if value is None else _understood(kind, value, where)
+    if origin is Literal:
+        if value not in parts:
+            raise ResultError(f"{where} is {value!r}, not {' or '.join(map(repr, parts))}")
+        return value
+    if is_dataclass(kind):
+        _check(dict, value, where)
+        kinds = get_type_hints(kind)
+        names = [field.name for field in fields(kind)]
+        if missing := [name for name in names if name not in value and name != "version"]:
+            raise ResultError(f"{where} has no {', '.join(missing)}")
+        return kind(  # type: ignore[operator]
+            **{
+                name: _understood(kinds[name], value[name], f"{where}.{name}")
+                for name in names
+                if name in value
+            }
+        )
+    if origin is dict:
+        _check(dict, value, where)
+        return {key: _understood(parts[1], item, f"{where}.{key}") for key, item in value.items()}
+    if origin is list:
+        _check(list, value, where)
+        if not {*map(type, value)} <= _types(parts[0]):  # one look at what may be a long list
+            for item in value:
+                _understood(parts[0], item, f"an element of {where}")
+        return value
+    _check(kind, value, where)
+    return value
+
+
+def _check(kind: type, value: Any, where: str) -> None:
+    if type(value) not in _types(kind):
+        raise ResultError(f"{where} is {value!r:.60}, which is not {_NAMES[kind]}")
+
+
+@cache
+def _types(kind: Any) -> frozenset[type]:
+    """Return the types that a value of JSON may have: an integer is a number too."""
+    kinds = {*(get_args(kind) or (kind,))}
+    return frozenset(kinds | {int} if float in kinds else kinds)
+
+
+_NAMES = {int: "an integer", float: "a number", str: "a text", dict: "an object", list: "a list"}
