@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from importlib.resources import files
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Literal, NoReturn
@@ -47,6 +45,7 @@ from .options import why_not_built
 from .parser import FederationParser, refusal, specs
 from .runs import RunFolder
 from .server_callback import ServerCallback
+from .shipped import find_config, no_config
 from .signals import SaveWhenStopped, StopBetweenRounds
 from .task import Task
 from .version import __version__
@@ -66,7 +65,6 @@ _TRAINER_DEFAULTS = {
 }
 _RANK_0_FIRST = 5.0  # seconds
 _TEST = ".test"
-_FORMER_CONFIGS = {"fedcluster": "cfl", "hypocluster": "ifca", "robust": "trimmed_kmeans"}
 _FEDERATION = {
     "class_path": "pflight.Federation",
     "init_args": {"client": {"class_path": "pflight.models.Classifier"}},
@@ -543,17 +541,12 @@ def _with_shipped_configs(args: Sequence[str]) -> list[str]:
 
 
 def _config_file(path: str) -> str:
-    if os.path.exists(path):
+    found = find_config(path)
+    if found is None:
+        raise ConfigurationError(no_config(path))
+    if found == path:
         check_config_file(path)
-        return path
-    name = path.removeprefix("configs/")
-    for former, current in _FORMER_CONFIGS.items():
-        name = name.replace(f"algorithm/{former}.yaml", f"algorithm/{current}.yaml")
-    with suppress(OSError):  # a name that is too long
-        shipped = files("pflight.configs").joinpath(name)
-        if shipped.is_file():
-            return str(shipped)
-    raise ConfigurationError(f"there is no config file {path!r}, and pflight ships none like it")
+    return found
 
 
 def _dumped(parser: Any, config: Namespace) -> str:
