@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from importlib.resources import files
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Literal, NoReturn
@@ -39,7 +37,7 @@ from .callbacks.monitors.report import PredictionWriter, ResultTable
 from .callbacks.monitors.tensorboard import Primitive, TensorBoardReport
 from .checkpoint import read_checkpoint
 from .checks import check_processes, check_strategy
-from .config_files import MODE, check_config_file, current_name
+from .config_files import MODE, check_config_file
 from .errors import ClientError, ConfigurationError
 from .federation import Federation
 from .files import causes, full_disk
@@ -47,6 +45,7 @@ from .options import why_not_built
 from .parser import FederationParser, refusal, specs
 from .runs import RunFolder
 from .server_callback import ServerCallback
+from .shipped import find_config, no_config
 from .signals import SaveWhenStopped, StopBetweenRounds
 from .task import Task
 from .version import __version__
@@ -552,16 +551,12 @@ def config_file(path: str) -> str:
     Raises:
         ConfigurationError: If there is none, or it can't be read.
     """
-    if os.path.exists(path):
+    found = find_config(path)
+    if found is None:
+        raise ConfigurationError(no_config(path))
+    if found == path:
         check_config_file(path)
-        return path
-    kind, slash, name = path.removeprefix("configs/").rpartition("/")
-    name = f"{kind}{slash}{current_name(name)}" if kind == "algorithm" else f"{kind}{slash}{name}"
-    with suppress(OSError):  # a name that is too long
-        shipped = files("pflight.configs").joinpath(name)
-        if shipped.is_file():
-            return str(shipped)
-    raise ConfigurationError(f"there is no config file {path!r}, and pflight ships none like it")
+    return found
 
 
 def _dumped(parser: Any, config: Namespace) -> str:

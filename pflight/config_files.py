@@ -19,20 +19,6 @@ _DEEPEST = 100
 _MOST_BY_ALIASES = 10_000  # nodes that aliases may add to those written in the text
 
 
-_FORMER = {"fedcluster": "cfl", "hypocluster": "ifca", "robust": "trimmed_kmeans"}
-
-
-def current_name(name: str) -> str:
-    """Return the name of a method's configuration, which may be given by its former one.
-
-    Example:
-        >>> current_name("robust.yaml"), current_name("fesem")
-        ('trimmed_kmeans.yaml', 'fesem')
-    """
-    stem, dot, ending = name.partition(".")
-    return f"{_FORMER.get(stem, stem)}{dot}{ending}"
-
-
 def check_config_file(path: str) -> None:
     """Raise unless a file is YAML with options by name, each given once.
 

@@ -6,9 +6,8 @@ import functools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from importlib import import_module
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from .augmentation import Augmentation
 from .config_files import groups_in
 from .datamodules.partitions.partition import Partition
 from .errors import ConfigurationError, UnknownOptionError
+from .spelling import OF_THE_PARSER, closest, no_option, question
 
 __all__ = ["FederationParser", "refusal"]
 
@@ -116,8 +116,8 @@ class FederationParser(LightningArgumentParser):
                 reason = f"there are no options {', '.join([option, *others])}"
             else:
                 known = [*complaint.siblings, *self._options(args, option, commands)]
-                meant = _meant(option, known)
-                reason = f"there is no option {option}{_question(meant)}"
+                known += OF_THE_PARSER
+                reason = no_option(option, known)
             raise UnknownOptionError(reason, [option, *others]) from error
 
     def _options(
@@ -251,32 +251,6 @@ def _expected(line: str) -> list[str]:
     return ["a class" if "import path" in line else line.removeprefix("Expected ")]
 
 
-def _question(meant: Sequence[str]) -> str:
-    return f": did you mean {' or '.join(meant)}?" if meant else ""
-
-
-def _meant(option: str, known: Sequence[str]) -> list[str]:
-    """Return the options that may have been meant: the same name elsewhere, or a similar name."""
-    *parents, name = option.split(".")
-    places: dict[str, list[list[str]]] = {}
-    for other in dict.fromkeys(known):
-        *path, last = other.split(".")
-        places.setdefault(last, []).append(path)
-    siblings = [last for last, paths in places.items() if parents in paths]
-    close = [name] if name in places else []
-    close = close or get_close_matches(name, siblings, n=1)
-    close = close or get_close_matches(name, places, n=1, cutoff=0.75)
-    if not close:
-        return []
-    shared = {".".join([*path, close[0]]): _shared(path, parents) for path in places[close[0]]}
-    return [other for other, count in shared.items() if count == max(shared.values())][:3]
-
-
-def _shared(path: Sequence[str], other: Sequence[str]) -> int:
-    """Count the leading parts that two paths share."""
-    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(path, other, strict=False))])
-
-
 def _no_class(name: str) -> str:
     """Return a message that a class is unknown, with the one that may have been meant."""
     module, _, last = name.rpartition(".")
@@ -287,8 +261,7 @@ def _no_class(name: str) -> str:
         known = {kind.__name__: kind.__name__ for kind in _kinds(_KINDS)}
     if last in known:
         return f"{name} is not a class that this option takes"
-    meant = [known[close] for close in get_close_matches(last, known, n=1)]
-    return f"unknown class {name}{_question(meant)}"
+    return f"unknown class {name}{question([known[close] for close in closest(last, known)])}"
 
 
 def _kinds(kinds: Iterable[type]) -> Iterator[type]:

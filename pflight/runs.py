@@ -358,7 +358,15 @@ class RunFolder:
 
     def _own(self) -> list[Path]:
         names = (
-            CHECKPOINTS, CONFIG, MEMORY, PICTURES, PREDICTIONS, RESULTS, FAILURE, LOG, _HPARAMS
+            CHECKPOINTS,
+            CONFIG,
+            MEMORY,
+            PICTURES,
+            PREDICTIONS,
+            RESULTS,
+            FAILURE,
+            LOG,
+            _HPARAMS,
         )
         own = [p for name in names if (p := self.path / name).exists()]
         return own + self.events() + self.requeued()

@@ -942,10 +942,10 @@ class TestBadInput:
 
     def test_garbage_is_collected_once_all_is_imported(self, monkeypatch):
         collects: list[bool] = []
-        monkeypatch.setattr("pflight.cli.main", lambda: collects.append(gc.isenabled()))
+        monkeypatch.setattr("pflight.cli.main", lambda args: collects.append(gc.isenabled()))
         handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
         try:
-            command()
+            command(["fit"])
         finally:
             gc.unfreeze()
             for signum, handler in handlers.items():

@@ -18,7 +18,13 @@ FOLDERS = {
     "pflight.datamodules": ROOT / "datamodules",
     "pflight.callbacks": ROOT / "callbacks",
 }
-COMMAND_LINE = ("pflight.cli", "pflight.parser", "pflight.__main__")
+COMMAND_LINE = (
+    "pflight.cli",
+    "pflight.parser",
+    "pflight.commands",
+    "pflight.completion",
+    "pflight.__main__",
+)
 FACE = "pflight"  # whose lazy names keep `import pflight` fast
 
 # What does not hold yet: remove an edge here when it is gone from the code, and add none.

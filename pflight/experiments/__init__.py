@@ -1,1 +1,7 @@
-"""Comparisons of many methods over many seeds."""
+"""Comparisons: many methods, settings and seeds, and one table of what they reached."""
+
+from .comparing import compare, report
+from .results import Results
+from .tuning import Tuning
+
+__all__ = ["Results", "Tuning", "compare", "report"]

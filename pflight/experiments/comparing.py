@@ -84,9 +84,7 @@ def compare(
     return results
 
 
-def report(
-    folders: Paths, *, baseline: str | None = None, target: float | None = None
-) -> Results:
+def report(folders: Paths, *, baseline: str | None = None, target: float | None = None) -> Results:
     """Return the results of run folders, whoever started them, or of comparisons.
 
     Runs of one configuration at several seeds are a row of the table; rows of one method are told

@@ -90,7 +90,11 @@ class Comparison:
 
     def _with_choice(self, row: Row) -> Row | Choice:
         space = {**self.plan.space, **row.method.space}
-        space = {option: told for option, told in space.items() if option not in row.settings}
+        space = {
+            option: told
+            for option, told in space.items()
+            if option not in {**row.settings, **row.fixed}
+        }
         if self.tuning is None or not space:
             return row
         before = {option: option_of(row.config, option) for option in space}
@@ -155,7 +159,7 @@ class Comparison:
     def _trial(self, row: Row, settings: Mapping[str, Any]) -> list[Run]:
         """Return the runs of a trial, one for each of its seeds."""
         assert self.tuning is not None
-        tried = self.plan.row(row.method, {**row.settings, **settings})
+        tried = self.plan.row(row.method, {**row.settings, **settings}, row.fixed)
         folder = self.folder / TRIALS / tried.folder
         return [Run(tried, seed, folder / f"seed-{seed}", False) for seed in self.tuning.used_seeds]
 
@@ -191,7 +195,9 @@ class Comparison:
             "validation": worth if first.mode == "max" else -worth,
             "space": dict(choice.space),
         }
-        row = self.plan.row(choice.row.method, {**choice.row.settings, **settings})
+        row = self.plan.row(
+            choice.row.method, {**choice.row.settings, **settings}, choice.row.fixed
+        )
         return replace(row, tuned=tuned)
 
     def _result(self, run: Run) -> Outcome | Failure | None:

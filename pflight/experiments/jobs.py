@@ -204,7 +204,9 @@ class Jobs:
             return
         self._deaths[task.folder] = self._deaths.get(task.folder, 0) + 1
         if self._deaths[task.folder] >= _DEATHS:
-            why = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            why = (
+                f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            )
             reason = f"its process {why}, {_DEATHS} times"
             log = str(Path(task.folder, LOG))
             failure = Failure(task.key, task.method, task.settings, task.seed, reason, log)

@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from difflib import get_close_matches
-from importlib.resources import files
 from itertools import product
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,14 +15,17 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from pflight import catalogue
 from pflight.cli import FederationCLI, config_file
-from pflight.config_files import current_name
 from pflight.errors import ConfigurationError, UnknownOptionError
 from pflight.parser import specs
 from pflight.server_callback import ServerCallback
+from pflight.shipped import find_config, summary
+from pflight.spelling import closest, question
 from pflight.version import __version__
 
-_APART = ("config", "seed_everything", "search_space", "ckpt_path")  # make no other run
+APART = ("config", "seed_everything", "search_space", "ckpt_path")
+"""Options that make no other run."""
 _MOST = 60  # characters of settings in the name of a folder
 
 
@@ -51,7 +52,8 @@ class Row:
 
     Attributes:
         method: The method.
-        settings: Options by which it differs from its configuration.
+        settings: Options by which it differs from other rows of its method.
+        fixed: Options that are the same in all rows that have them.
         arguments: Those of ``pflight fit``, without seed and run folder.
         config: All options, as plain Python, but for those that differ from run to run.
         tuned: How its settings were chosen, if they were.
@@ -59,6 +61,7 @@ class Row:
 
     method: Method
     settings: Mapping[str, Any]
+    fixed: Mapping[str, Any]
     arguments: Sequence[str]
     config: Mapping[str, Any]
     tuned: Mapping[str, Any] | None = None
@@ -66,8 +69,7 @@ class Row:
     @cached_property
     def key(self) -> str:
         """A hash of its options."""
-        text = json.dumps({"pflight": __version__, **self.config}, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return key_of(self.config)
 
     @property
     def folder(self) -> str:
@@ -136,9 +138,7 @@ class Plan:
         self._configs: dict[tuple[str, ...], dict[str, Any]] = {}
         self.data = _plain(config)["data"]
 
-    def rows(
-        self, methods: Iterable[Method], settings: Mapping[str, Sequence[Any]]
-    ) -> list[Row]:
+    def rows(self, methods: Iterable[Method], settings: Mapping[str, Sequence[Any]]) -> list[Row]:
         """Return a row for each method and each combination of settings that it has.
 
         Args:
@@ -159,7 +159,8 @@ class Plan:
                 while True:
                     own = {name: v for name, v in chosen.items() if name not in absent}
                     try:
-                        row = self.row(method, own)
+                        fixed = {n: v for n, v in own.items() if len(settings[n]) == 1}
+                        row = self.row(method, {n: own[n] for n in own if n not in fixed}, fixed)
                         break
                     except UnknownOptionError as error:
                         missing = {*error.options} & {*own}
@@ -174,14 +175,15 @@ class Plan:
                 raise UnknownOptionError(f"--set {name}: no method has it: {error}", [name])
         return list(rows.values())
 
-    def row(self, method: Method, settings: Mapping[str, Any]) -> Row:
+    def row(self, method: Method, settings: Mapping[str, Any], fixed: Mapping[str, Any]) -> Row:
         """Return the row of a method with some settings."""
-        told = [f"--{name}={_text(value)}" for name, value in settings.items()]
+        options = {**fixed, **settings}
+        told = [f"--{name}={_text(value)}" for name, value in options.items()]
         arguments = [*self.arguments, f"--config={method.config}", *told]
         known = tuple(arguments)
         if known not in self._configs:  # parsing takes a quarter of a second
             self._configs[known] = _plain(parsed(arguments))
-        return Row(method, settings, arguments, self._configs[known])
+        return Row(method, settings, fixed, arguments, self._configs[known])
 
 
 def methods_of(names: Sequence[str]) -> list[Method]:
@@ -201,27 +203,19 @@ def methods_of(names: Sequence[str]) -> list[Method]:
     return list(found.values())
 
 
-def shipped_methods() -> dict[str, Path]:
-    """Return the configurations of all methods that come with pflight, by name."""
-    folder = Path(str(files("pflight.configs").joinpath("algorithm")))
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
-
-
 def _method(name: str) -> Method:
-    shipped = shipped_methods()
-    path = shipped.get(current_name(name))
-    if path is None and name.endswith((".yaml", ".yml")):
-        path = Path(config_file(name))
-    if path is None:
-        close = get_close_matches(name, shipped, 3)
-        meant = f": did you mean {' or '.join(close)}?" if close else ""
+    found = find_config(f"configs/algorithm/{name}.yaml")
+    if found is None and name.endswith((".yaml", ".yml")):
+        found = config_file(name)
+    if found is None:
+        meant = question(closest(name, [entry.name for entry in catalogue.methods()]))
         raise ConfigurationError(
-            f"there is no method {name!r}{meant} (pflight list methods names all; the file of "
+            f"there is no method {name!r}{meant} (`pflight list methods` names all; the file of "
             "one of your own ends in .yaml)"
         )
-    first, colon, _ = path.read_text("utf-8-sig").partition("\n")[0].partition(":")
-    titled = colon and first.startswith("#")
-    return Method(path.stem, first[1:].strip() if titled else path.stem, path, _declared([path]))
+    path = Path(found)
+    title, colon, _ = summary(path).partition(":")
+    return Method(path.stem, title if colon else path.stem, path, _declared([path]))
 
 
 def _declared(configs: Iterable[str | Path]) -> dict[str, Any]:
@@ -256,12 +250,22 @@ def parsed(arguments: Sequence[str]) -> Any:
     return _Parsed(["fit", *arguments]).config.fit
 
 
+def key_of(config: Mapping[str, Any]) -> str:
+    """Return a hash of plain options."""
+    text = json.dumps({"pflight": __version__, **config}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def _plain(config: Any) -> dict[str, Any]:
     """Return the options that make a run what it is, as plain Python."""
-    options: dict[str, Any] = json.loads(json.dumps(config.as_dict(), default=str))
-    options = {name: value for name, value in options.items() if name not in _APART}
-    options["trainer"].pop("default_root_dir")
-    return options
+    return without_place(json.loads(json.dumps(config.as_dict(), default=str)))
+
+
+def without_place(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return plain options without those that say where a run is, and at which seed."""
+    left = {name: value for name, value in options.items() if name not in APART}
+    left["trainer"] = {n: v for n, v in options["trainer"].items() if n != "default_root_dir"}
+    return left
 
 
 def _text(value: Any) -> str:

@@ -39,9 +39,7 @@ class RunsProgress:
             disable=not console.is_terminal,
         )
         before = ended()
-        self._bar = self._progress.add_task(
-            "", total=count, completed=before, done=before, now=""
-        )
+        self._bar = self._progress.add_task("", total=count, completed=before, done=before, now="")
 
     def __enter__(self) -> RunsProgress:
         """Begin to draw."""

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pflight.config_files import check_config_file, load
-from pflight.errors import ConfigurationError, described
+from pflight.errors import described
 from pflight.runs import CONFIG, RESULTS, RunFolder
 
-from .comparison import Ended
 from .measuring import ReadRun, Task, measured
 from .outcome import Failure, Outcome, ResultError
-from .plan import APART, key_of
+from .plan import key_of, without_place
+
 
 def read_run(folder: Path) -> Outcome | Failure:
-    """Return what a run has reached; its clients are tested if they have not been since."""
+    """Return what a run has reached; its clients are tested if they have not been since.
+
+    The settings are all of its options.
+    """
     check_config_file(str(folder / CONFIG))
     config = load((folder / CONFIG).read_text("utf-8-sig"))
-    seed = int(config.get("seed_everything") or 0)
-    rounds = RunFolder(folder).rounds_saved()
+    seed, options = int(config.get("seed_everything") or 0), without_place(config)
+    flat = dict(_flat(options))
     with suppress(ResultError):
         known = Outcome.read(folder / RESULTS)
-        if known.last.round == rounds:
-            return known
-    options = _options(config)
-    task = Task(key_of(options), "", options, seed, [], str(folder))
+        if known.last.round == RunFolder(folder).rounds_saved():
+            return replace(known, settings=flat)
+    task = Task(key_of(options), "", {}, seed, [], str(folder))
     try:
         run = ReadRun(folder)
         outcome = measured(run, task, run.config.test.ckpt_path)
@@ -39,4 +38,33 @@ def read_run(folder: Path) -> Outcome | Failure:
         return Failure(task.key, folder.name, {}, seed, described(error), str(folder))
     with suppress(OSError):  # the folder may be somebody else's
         outcome.write(folder / RESULTS)
-    return outcome
+    return replace(outcome, settings=flat)
+
+
+def told_apart(runs: Sequence[Outcome | Failure]) -> list[Outcome | Failure]:
+    """Return runs with those options as settings by which runs of their method differ.
+
+    Example:
+        >>> told_apart([])
+        []
+    """
+    found: list[Outcome | Failure] = []
+    for run in runs:
+        same = [one.settings for one in runs if one.method == run.method]
+        names = dict.fromkeys(name for settings in same for name in settings)
+        differing = [n for n in names if any(s.get(n) != same[0].get(n) for s in same)]
+        settings = {name: run.settings.get(name) for name in differing}
+        found.append(replace(run, settings=settings))
+    return found
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield options by their names on the command line."""
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        value = value[-1]
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            inner = name if key == "init_args" else f"{name}.{key}".lstrip(".")
+            yield from _flat(part, inner)
+    else:
+        yield name, value

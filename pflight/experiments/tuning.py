@@ -51,9 +51,7 @@ class Tuning:
         try:
             import optuna  # noqa: F401
         except ImportError as error:
-            raise ConfigurationError(
-                "--tune needs Optuna: pip install 'pflight[tune]'"
-            ) from error
+            raise ConfigurationError("--tune needs Optuna: pip install 'pflight[tune]'") from error
 
     @classmethod
     def of(cls, told: Sequence[str]) -> Tuning:

@@ -1,0 +1,75 @@
+"""Completion of the line in a shell, by argcomplete."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+from . import catalogue
+from .commands import RUNS, CommandParser, parser
+from .shipped import configs
+from .typos import Options, UnclearError
+
+_CLASSES: dict[str, Callable[[], list[catalogue.Entry]]] = {
+    "data": catalogue.data,
+    "data.partition": catalogue.partitions,
+    "model.client.network": catalogue.networks,
+    "trainer.callbacks": catalogue.methods,
+}
+
+
+def complete() -> None:
+    """Answer the shell that asks, and exit."""
+    import argcomplete
+    from argcomplete.lexers import split_line
+
+    front, commands = parser()
+    *_, words, _ = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
+    command, *args = words[1:] or [""]
+    if command in RUNS:
+        _add_options(commands[command], command, args)
+    argcomplete.autocomplete(front)
+
+
+def _add_options(run: CommandParser, command: str, args: list[str]) -> None:
+    """Add the options that a run has, as far as its line goes."""
+    try:
+        options = Options(command, args)
+    except (FileNotFoundError, UnclearError):
+        options = Options(command, [])
+    for flag in ("--help", "--print_config", *(f"--{name}.help" for name in _CLASSES)):
+        run.add_argument(flag, nargs="?")
+    _complete_with(run.add_argument("--config", "-c", action="append"), _config_files)
+    for name in options.names():
+        action = run.add_argument(f"--{name}")
+        if name in _CLASSES:
+            _complete_with(action, _classes(name))
+
+
+def _complete_with(action: Any, completer: Callable[..., Iterable[str]]) -> None:
+    action.completer = completer
+
+
+def _classes(option: str) -> Callable[..., list[str]]:
+    def completer(**_: Any) -> list[str]:
+        paths = [str(one.class_path) for one in _CLASSES[option]()]
+        known = option == "model.client.network"  # whose short names torchvision has as well
+        return paths if known else [path.rpartition(".")[2] for path in paths]
+
+    return completer
+
+
+def _config_files(prefix: str, **_: Any) -> set[str]:
+    """Return shipped configurations and files that begin with a prefix, up to the next folder."""
+    folder, slash, start = prefix.rpartition("/")
+    beside = Path(folder or slash or ".").glob(f"{escape(start)}*")
+    found = {f"{folder}{slash}{one.name}{'/' * one.is_dir()}" for one in beside}
+    found = {path for path in found if path.endswith(("/", ".yaml", ".yml"))}
+    for path in configs():
+        if path.startswith(prefix):
+            name, slash, _ = path[len(prefix) :].partition("/")
+            found.add(f"{prefix}{name}{slash}")
+    return found

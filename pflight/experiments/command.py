@@ -1,0 +1,68 @@
+"""What the commands ``compare`` and ``report`` do; errors that a user can mend are one line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from pflight.cli import quieten
+from pflight.errors import ConfigurationError
+from pflight.files import full_disk
+
+from .comparing import compare, report
+from .outcome import ResultError
+from .plan import values_of
+from .tuning import Tuning
+
+
+def compare_and_print(options: argparse.Namespace) -> None:
+    """Run ``pflight compare``."""
+    console = Console()
+    with _in_one_line():
+        results = compare(
+            options.config,
+            options.methods,
+            seeds=options.seeds,
+            settings=values_of(options.set),
+            tuning=None if options.tune is None else Tuning.of(options.tune),
+            out=options.out,
+            jobs=options.jobs,
+            baseline=options.baseline,
+            target=options.target,
+            console=console,
+        )
+    console.print(results)
+    console.print(f"pflight: tables and figures are in {options.out}", highlight=False)
+
+
+def report_and_print(options: argparse.Namespace) -> None:
+    """Run ``pflight report``."""
+    quieten()
+    with _in_one_line():
+        results = report(options.folders, baseline=options.baseline, target=options.target)
+        if options.out is not None:
+            results.save(Path(options.out))
+    Console().print(results)
+
+
+@contextmanager
+def _in_one_line() -> Iterator[None]:
+    """Print an error that a user can mend as one line, and exit with status 2."""
+    try:
+        yield
+    except (ConfigurationError, ResultError) as error:
+        sys.exit(_line(str(error)))
+    except OSError as error:
+        if full_disk(error) is None:
+            raise
+        sys.exit(_line(f"{error.strerror} ({error.filename}): the same command goes on", 1))
+
+
+def _line(message: str, status: int = 2) -> int:
+    sys.stderr.write(f"pflight: error: {' '.join(message.split())}\n")
+    return status

@@ -1,0 +1,64 @@
+"""The command ``pflight list``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from . import catalogue
+
+_UNLIMITED = 1000  # columns
+_SECTIONS = {
+    "methods": (catalogue.methods, "--config configs/algorithm/NAME.yaml"),
+    "data": (catalogue.data, "--data NAME"),
+    "partitions": (catalogue.partitions, "--data.partition NAME"),
+    "networks": (catalogue.networks, "--model.client.network pflight.models.NAME"),
+    "configs": (catalogue.shipped, "--config configs/NAME.yaml"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "section",
+        nargs="?",
+        choices=[*_SECTIONS],
+        metavar="section",
+        help=f"one of {', '.join(_SECTIONS)}",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, also with class paths")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print what there is to choose from, one line each.
+
+    A terminal cuts the lines that are too long for it, unless one section is asked for.
+    """
+    from rich.console import Console  # which takes longer to import than all else here
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    chosen = [options.section] if options.section else [*_SECTIONS]
+    found = {section: _SECTIONS[section][0]() for section in chosen}
+    console = Console()
+    if options.json:
+        known = {section: [*map(_known, entries)] for section, entries in found.items()}
+        console.print_json(data=known)
+        return
+    if not (console.is_terminal or "COLUMNS" in os.environ):
+        console.width = _UNLIMITED
+    for section, entries in found.items():
+        if section == "configs" and "methods" in found:  # which has the algorithms' already
+            entries = [one for one in entries if not one.name.startswith("algorithm/")]
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True, min_width=max(len(one.name) for one in entries))
+        table.add_column(no_wrap=not options.section, overflow="ellipsis")
+        for one in entries:
+            table.add_row(Text(one.name, "bold"), Text(one.summary))
+        console.print(Text.assemble((section, "bold"), f": {_SECTIONS[section][1]}"))
+        console.print(Padding(table, (0, 0, section != chosen[-1], 2), expand=False))
+
+
+def _known(entry: catalogue.Entry) -> dict[str, str]:
+    return {key: value for key, value in entry._asdict().items() if value is not None}

@@ -1,0 +1,66 @@
+"""Names that may have been meant, and the messages that ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from itertools import takewhile
+
+OF_THE_PARSER = ("config", "print_config", "help")
+"""Options of all runs that no configuration has."""
+
+
+def question(meant: Sequence[str]) -> str:
+    """Return the end of a message that says what may have been meant.
+
+    Example:
+        >>> question(["fit"]), question([])
+        (': did you mean fit?', '')
+    """
+    return f": did you mean {' or '.join(meant)}?" if meant else ""
+
+
+def no_option(option: str, known: Iterable[str]) -> str:
+    """Return a message that there is no such option.
+
+    Args:
+        option: The option's full name.
+        known: The full names of the options that there are.
+
+    Example:
+        >>> no_option("model.lr", ["model.local_epochs", "model.client.optimizer.lr"])
+        'there is no option model.lr: did you mean model.client.optimizer.lr?'
+    """
+    return f"there is no option {option}{question(_meant(option, known))}"
+
+
+def closest(name: str, known: Iterable[str]) -> list[str]:
+    """Return the known name that is most like another, if one is like it at all.
+
+    Example:
+        >>> closest("Digit", ["Digits", "Dirichlet"])
+        ['Digits']
+    """
+    return get_close_matches(name, known, n=1)
+
+
+def _meant(option: str, known: Iterable[str]) -> list[str]:
+    """Return the options that may have been meant: the same name elsewhere, or a similar name."""
+    *parents, name = option.split(".")
+    places: dict[str, list[list[str]]] = {}
+    for other in dict.fromkeys(known):
+        *path, last = other.split(".")
+        places.setdefault(last, []).append(path)
+    siblings = [last for last, paths in places.items() if parents in paths]
+    close = [name] if name in places else []
+    close = close or closest(name, siblings)
+    close = close or get_close_matches(name, places, n=1, cutoff=0.75)
+    if not close:
+        return []
+    shared = {".".join([*path, close[0]]): _shared(path, parents) for path in places[close[0]]}
+    return [other for other, count in shared.items() if count == max(shared.values())][:3]
+
+
+def _shared(path: Sequence[str], other: Sequence[str]) -> int:
+    """Count the leading parts that two paths share."""
+    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(path, other, strict=False))])
