@@ -155,6 +155,20 @@ def test_holm_counts_the_methods_that_are_compared() -> None:
     assert "Holm's correction for 3 comparisons" in notes(results)
 
 
+def test_what_only_the_correction_spares_is_named() -> None:
+    levels = {f"M{number}": 0.7 - number / 100 for number in range(12)}
+    results = Results(comparison({**levels, "worst": 0.3}, noise=0.1))
+    table = named(results, "Difference")
+    best = table.title.split()[2].removesuffix(",")
+    bold = {row[0] for row in results.table().rows if isinstance(row[2], Bold)}
+    p = {label: float(value) for label, value in column(table, "p, Holm").items()}
+    spared = [label for label in p if label not in bold and p[label] >= 0.05]
+    assert spared
+    assert "worst" not in {*spared, *bold}
+    said = f"Not bold, but not separated from {best} either after Holm's correction: "
+    assert f"{said}{', '.join(spared)}." in notes(results)
+
+
 def test_clients_without_a_value_are_left_out_of_both_methods() -> None:
     whole = [0.5, 0.6, 0.7, 0.8]
     one = outcome("A", 0, {"acc": [0.9, None, math.nan, 0.1]}, samples={"test": [5, 5, 5, 0]})
