@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -74,7 +74,7 @@ class Figures:
         axes.set_yticks(places, [_short(row.label) for row in found.finished])
         axes.invert_yaxis()
         when = "at the chosen round" if found.when == "chosen" else "after the last round"
-        axes.set_xlabel(unit.of(f"test {found.metric} of a client {when}"))
+        axes.set_xlabel(_words(unit.of(f"test {found.metric} of a client {when}")))
         _plain(axes, "x")
         figure.suptitle(
             "Clients of all seeds: quartiles, median (line) and mean (diamond)", fontsize=10
@@ -82,17 +82,17 @@ class Figures:
         return figure
 
     def pngs(self) -> dict[str, bytes]:
-        """Return the figures as PNG, by name; none if no run has finished."""
-        if not self._findings.finished:
-            return {}
-        return {
-            name: _png(draw())
-            for name, draw in (
-                ("curves", self.curves),
-                ("traffic", self.traffic),
-                ("boxes", self.boxes),
-            )
-        }
+        """Return the figures that have something to show as PNG, by name."""
+        draw: dict[str, Callable[[], Figure]] = {}
+        if any(self._tag in run.curve.values for run in self._findings.runs):
+            draw |= {"curves": self.curves, "traffic": self.traffic}
+        if self._findings.finished:
+            draw["boxes"] = self.boxes
+        return {name: _png(figure()) for name, figure in draw.items()}
+
+    @property
+    def _tag(self) -> str:
+        return f"val/macro_{self._findings.metric}"
 
     @property
     def _unit(self) -> Unit:
@@ -115,7 +115,7 @@ class Figures:
         figure = _figure(8.5, 4.8)
         axes = figure.add_subplot()
         for index, row in enumerate(rows):
-            x, values = _over_seeds(row, f"val/macro_{found.metric}", places)
+            x, values = _over_seeds(row, self._tag, places)
             if not len(x):
                 continue
             values = unit.factor * values
@@ -126,7 +126,7 @@ class Figures:
                 axes.fill_between(x, low, high, color=style["color"], alpha=0.12, linewidth=0)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=what == "rounds", min_n_ticks=1))
         axes.set_xlabel(label)
-        axes.set_ylabel(unit.of(f"validation macro {found.metric}"))
+        axes.set_ylabel(_words(unit.of(f"validation macro {found.metric}")))
         if found.target is not None:
             axes.axhline(unit.factor * found.target, color=_EDGE, linestyle=":", linewidth=1)
         _plain(axes, "y")
@@ -155,7 +155,12 @@ def _over_seeds(row: Row, tag: str, places: Callable[[Curve], Floats]) -> tuple[
 
 
 def _short(label: str, most: int = 40) -> str:
-    return label if len(label) <= most else f"{label[: most - 1]}…"
+    return _words(label if len(label) <= most else f"{label[: most - 1]}…")
+
+
+def _words(text: str) -> str:
+    """Return a text that matplotlib doesn't take for mathematics."""
+    return text.replace("$", r"\$")
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -164,7 +169,7 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
 
 
-def _plain(axes: Axes, grid: str) -> None:
+def _plain(axes: Axes, grid: Literal["x", "y"]) -> None:
     axes.grid(axis=grid, color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

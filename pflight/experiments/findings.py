@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from .outcome import Failure, Mode, Outcome, ResultError, Waiting
+from .outcome import Failure, Mode, Outcome, ResultError, Run, Waiting
 from .rows import Row, When, by_client, paired, rows_of
 from .statistics import DRAWS, Difference, Floats, differences, holm, reaching, share_below
 from .units import Unit, unit_of
@@ -60,7 +60,8 @@ class Findings:
         self.target = target
         self.draws = draws
         self.rows = sorted(rows_of(outcomes, failures, waiting), key=self._rank)
-        self.seeds = sorted({run.seed for run in (*outcomes, *failures, *waiting)})
+        every: list[Run] = [*outcomes, *failures, *waiting]
+        self.seeds = sorted({run.seed for run in every})
         self.finished = [row for row in self.rows if row.runs]
         most = max((len(row.runs) for row in self.finished), default=0)
         self.best = next((row for row in self.finished if len(row.runs) == most), None)

@@ -92,6 +92,17 @@ def _comparison(findings: Findings) -> Iterator[str]:
         f"from the same draws, with Holm's correction for {_listed(sorted({*tests.values()}))} "
         "comparisons."
     )
+    corrected = findings.corrected(best)
+    spared = [
+        row.label
+        for row in findings.finished
+        if not findings.is_bold(row) and corrected.get(row.key, 0) >= 1 - LEVEL
+    ]
+    if spared:
+        yield (
+            f"Not bold, but not separated from {best.label} either after Holm's correction: "
+            f"{', '.join(spared)}."
+        )
     unpaired = [
         row.label
         for row in findings.finished

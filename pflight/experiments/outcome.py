@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sized
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
@@ -94,7 +95,7 @@ class Curve:
     values: dict[str, list[float | None]]
 
     def __post_init__(self) -> None:
-        columns = {"bytes": self.bytes, **self.values}
+        columns: dict[str, Sized] = {"bytes": self.bytes, **self.values}
         for name, column in columns.items():
             if len(column) != len(self.round):
                 raise ResultError(
@@ -124,15 +125,48 @@ class Tuned:
 
 
 @dataclass(frozen=True)
-class Outcome(Record):
-    """What one run reached: ``results.json`` in its folder.
+class Run:
+    """One of the runs of a comparison.
 
     Attributes:
         key: Identifies the configuration without seed and folder; the runs of a row share it.
         method: The method's name.
         settings: Options by which rows differ from their method's configuration, also tuned ones.
-        tuned: How settings were tuned, if they were.
         seed: The seed.
+    """
+
+    key: str
+    method: str
+    settings: dict[str, Any]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Waiting(Run):
+    """A run that is planned or running."""
+
+
+@dataclass(frozen=True)
+class Failure(Run, Record):
+    """A run that failed: ``failure.json`` in its folder.
+
+    Attributes:
+        reason: Why, in one line.
+        log: File with what the run printed.
+    """
+
+    title: ClassVar[str] = "failure"
+
+    reason: str
+    log: str
+
+
+@dataclass(frozen=True)
+class Outcome(Run, Record):
+    """What one run reached: ``results.json`` in its folder.
+
+    Attributes:
+        tuned: How settings were tuned, if they were.
         metric: The metric that chooses rounds, such as ``acc``.
         mode: Whether high or low values of it are better.
         directions: The same for all metrics, ``None`` where it isn't known.
@@ -157,11 +191,7 @@ class Outcome(Record):
 
     title: ClassVar[str] = "run"
 
-    key: str
-    method: str
-    settings: dict[str, Any]
     tuned: Tuned | None
-    seed: int
     metric: str
     mode: Mode
     directions: dict[str, Mode | None]
@@ -188,54 +218,15 @@ class Outcome(Record):
             raise ResultError("clients are not ascending")
         if "test" not in self.samples:
             raise ResultError("samples has no test")
-        columns = {"samples.test": self.samples["test"], **_columns("last", self.last)}
+        columns: dict[str, Sized] = {"samples.test": self.samples["test"]}
+        columns |= _columns("last", self.last)
         columns |= _columns("chosen", self.chosen) if self.chosen else {}
         for name, column in columns.items():
             if len(column) != len(self.clients):
                 raise ResultError(f"{name} has {len(column)} values of {len(self.clients)} clients")
 
 
-@dataclass(frozen=True)
-class Failure(Record):
-    """A run that failed: ``failure.json`` in its folder.
-
-    Attributes:
-        key: As in :class:`Outcome`.
-        method: The method's name.
-        settings: As in :class:`Outcome`.
-        seed: The seed.
-        reason: Why, in one line.
-        log: File with what the run printed.
-    """
-
-    title: ClassVar[str] = "failure"
-
-    key: str
-    method: str
-    settings: dict[str, Any]
-    seed: int
-    reason: str
-    log: str
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A run that is planned or running.
-
-    Attributes:
-        key: As in :class:`Outcome`.
-        method: The method's name.
-        settings: As in :class:`Outcome`.
-        seed: The seed.
-    """
-
-    key: str
-    method: str
-    settings: dict[str, Any]
-    seed: int
-
-
-def _columns(name: str, moment: Moment) -> dict[str, list[float | None]]:
+def _columns(name: str, moment: Moment) -> dict[str, Sized]:
     return {f"{name}.per_client.{metric}": found for metric, found in moment.per_client.items()}
 
 

@@ -149,7 +149,8 @@ class Results:
                     f"{difference.clients:,}",
                 ]
             )
-        role = "the best" if reference is found.best else "the baseline"
+        roles = {"the best": found.best, "the baseline": found.baseline}
+        role = " and ".join(name for name, row in roles.items() if row is reference)
         points = f", {unit.name} points" if unit.name else ""
         title = f"Difference from {reference.label}, {role}, in macro {found.metric}{points}"
         columns = ["method", "difference", "95 % interval", "p", "p, Holm", "better at", "pairs"]
@@ -224,10 +225,9 @@ class Results:
 
     def to_markdown(self) -> str:
         """Return all tables and what they rest on as Markdown."""
-        parts = [f"# {_TITLE}"]
-        for table in self.tables():
-            parts += [f"## {table.title}", table.to_markdown()]
-        return "\n\n".join([*parts, "## Notes", markdown_notes(footer(self.findings))]) + "\n"
+        tables = [table.to_markdown() for table in self.tables()]
+        notes = markdown_notes(footer(self.findings))
+        return "\n\n".join([f"# {_TITLE}", *tables, "## Notes", notes]) + "\n"
 
     def to_latex(self) -> str:
         """Return all tables as LaTeX, for a document that uses the package ``booktabs``."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .outcome import Failure, Mode, Moment, Outcome, ResultError, Tuned, Waiting
+from .outcome import Failure, Mode, Moment, Outcome, ResultError, Run, Tuned, Waiting
 from .statistics import Floats, floats, macro, micro, worst_decile
 
 When = Literal["chosen", "last"]
@@ -131,7 +131,8 @@ def rows_of(
         ResultError: If a configuration has two runs with one seed.
     """
     rows: dict[str, Row] = {}
-    for run in (*outcomes, *failures, *waiting):
+    every: list[Run] = [*outcomes, *failures, *waiting]
+    for run in every:
         row = rows.setdefault(run.key, Row(run.key, run.method, run.settings))
         if isinstance(run, Outcome):
             if run.seed in row.runs:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from .outcome import Curve, Mode
 
@@ -19,7 +20,7 @@ LEVEL = 0.95
 _AT_ONCE = 2**22  # drawn clients that are held in memory
 
 
-def floats(values: ArrayLike) -> Floats:
+def floats(values: Any) -> Floats:
     """Return values as an array in which NaN stands for ``None``."""
     return np.array(values, dtype=np.float64)
 

@@ -83,13 +83,13 @@ class Table:
         return table
 
     def to_markdown(self) -> str:
-        """Return the table as Markdown, without its title."""
-        aligned = ("---" if place < self.text else "---:" for place in range(len(self.columns)))
-        lines = [map(_markdown, self.columns), aligned]
-        lines += [
-            (f"**{_markdown(c)}**" if _bold(c) else _markdown(c) for c in row) for row in self.rows
-        ]
-        return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        """Return the table as Markdown, under a heading of the second level."""
+        lines = [[_markdown(column) for column in self.columns]]
+        lines.append(["---" if place < self.text else "---:" for place in range(len(lines[0]))])
+        for row in self.rows:
+            lines.append([f"**{_markdown(c)}**" if _bold(c) else _markdown(c) for c in row])
+        table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        return f"## {_markdown(self.title)}\n\n{table}"
 
     def to_latex(self) -> str:
         """Return the table as a float, for a document that uses the package ``booktabs``.
@@ -100,10 +100,9 @@ class Table:
         for place, cells in enumerate(zip(*self.rows, strict=True)):
             if max(map(len, cells)) > _LONG:
                 kinds[place] = r"p{0.4\linewidth}"
-        lines = [map(_latex_heading, self.columns, kinds)]
-        lines += [
-            (rf"\textbf{{{latex(c)}}}" if _bold(c) else latex(c) for c in row) for row in self.rows
-        ]
+        lines = [[*map(_latex_heading, self.columns, kinds)]]
+        for row in self.rows:
+            lines.append([rf"\textbf{{{latex(c)}}}" if _bold(c) else latex(c) for c in row])
         head, *body = (f"    {' & '.join(cells)} \\\\" for cells in lines)
         return "\n".join(
             [

@@ -12,10 +12,10 @@ from pflight.experiments.outcome import Curve, Moment, Outcome
 Values = Sequence[float | None]
 
 
-def outcome(method: str, seed: int, last: Mapping[str, Values], **changes: Any) -> Outcome:
+def outcome(method: str, seed: int, values: Mapping[str, Values], **changes: Any) -> Outcome:
     """Return an outcome with each client's values of some metrics after the last round."""
-    metric = next(iter(last))
-    number = len(last[metric])
+    metric = next(iter(values))
+    number = len(values[metric])
     fields: dict[str, Any] = {
         "key": f"key of {method}",
         "method": method,
@@ -24,11 +24,11 @@ def outcome(method: str, seed: int, last: Mapping[str, Values], **changes: Any) 
         "seed": seed,
         "metric": metric,
         "mode": "max",
-        "directions": dict.fromkeys(last),
+        "directions": dict.fromkeys(values),
         "clients": list(range(number)),
         "newcomers": [],
         "samples": {"test": [client + 1 for client in range(number)]},
-        "last": moment(20, last),
+        "last": moment(20, values),
         "chosen": None,
         "curve": Curve([5, 10], [100, 200], {f"val/macro_{metric}": [0.5, 0.7]}),
         "bytes_down": 3000,
@@ -47,10 +47,11 @@ def outcome(method: str, seed: int, last: Mapping[str, Values], **changes: Any) 
     return Outcome(**{**fields, **changes})
 
 
-def moment(rounds: int, values: Mapping[str, Values], **reported: float) -> Moment:
-    """Return a moment with each client's values, and reported values by the end of their tag."""
-    tags: dict[str, float | None] = {f"test/{name}": value for name, value in reported.items()}
-    return Moment(rounds, 0.8, tags, {name: [*column] for name, column in values.items()})
+def moment(
+    rounds: int, values: Mapping[str, Values], reported: Mapping[str, float | None] | None = None
+) -> Moment:
+    """Return a moment with each client's values, and reported values by tag."""
+    return Moment(rounds, 0.8, {**(reported or {})}, {name: [*v] for name, v in values.items()})
 
 
 def comparison(

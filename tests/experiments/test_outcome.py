@@ -24,7 +24,7 @@ def whole() -> Outcome:
         settings={"model.local_epochs": 5, "data.partition": {"alpha": [0.5]}},
         tuned=Tuned(20, "tpe", [100, 101], {"lr": 0.1}, 0.9, {"lr": [0.01, 1.0]}),
         directions={"acc": "max", "mae": None},
-        chosen=moment(10, {"acc": [0.5, None, 0.75]}, macro_acc=0.625),
+        chosen=moment(10, {"acc": [0.5, None, 0.75]}, {"test/macro_acc": 0.625}),
         newcomers=[3, 4],
     )
 

@@ -1,0 +1,83 @@
+"""The figures of a comparison show what they say."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from pflight.experiments.outcome import Curve
+from pflight.experiments.results import Results
+
+from .made import comparison, outcome
+
+
+def test_curves_are_the_mean_and_range_of_seeds() -> None:
+    runs = []
+    for seed, values in enumerate([[0.2, 0.4, 0.6], [0.4, 0.5, 0.9]]):
+        rounds = [5, 10, 15 + seed]  # of the last, only one seed has each
+        curve = Curve(rounds, [1000 * r for r in rounds], {"val/macro_acc": [*values]})
+        runs.append(outcome("FedAvg", seed, {"acc": [0.5, 0.6]}, curve=curve))
+    figures = Results(runs, target=0.8).figures
+    (axes,) = figures.curves().axes
+    mean, target = axes.get_lines()
+    np.testing.assert_allclose(mean.get_xydata(), [[5, 30], [10, 45]])
+    assert target.get_ydata()[0] == pytest.approx(80)
+    (band,) = axes.collections
+    corners = {tuple(np.round(point, 6)) for point in band.get_paths()[0].vertices}
+    assert {(5, 20), (5, 40), (10, 40), (10, 50)} <= corners
+    assert axes.get_xlabel() == "rounds"
+    assert axes.get_ylabel() == "validation macro acc, %"
+    (axes,) = figures.traffic().axes
+    np.testing.assert_allclose(axes.get_lines()[0].get_xydata(), [[5, 30], [10, 45]])
+    assert axes.get_xlabel().endswith("by all clients, kB")
+
+
+def test_one_seed_has_no_range() -> None:
+    figure = Results(comparison({"A": 0.5}, seeds=1)).figures.curves()
+    assert [*figure.axes[0].collections] == []
+    assert "one seed" in figure.get_suptitle()
+
+
+def test_of_many_methods_the_best_and_the_baselines_are_drawn() -> None:
+    levels = {f"M{number}": 0.5 + number / 100 for number in range(38)}
+    levels |= {"Local": 0.3, "FedAvg": 0.2}
+    results = Results(comparison(levels, seeds=2), baseline="M7", draws=10)
+    figure = results.figures.curves()
+    labels = [line.get_label() for line in figure.axes[0].get_lines()]
+    order = [row.label for row in results.findings.rows]
+    assert labels == [*order[:12], "M7", "Local", "FedAvg"]
+    assert "the 12 best of 40 and the baselines are shown" in figure.get_suptitle()
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == labels
+    boxes = results.figures.boxes()
+    assert [tick.get_text() for tick in boxes.axes[0].get_yticklabels()] == order
+    boxes.canvas.draw()
+    places = [tick.get_window_extent() for tick in boxes.axes[0].get_yticklabels()]
+    assert all(one.y0 >= two.y1 - 1 for one, two in pairwise(places))
+
+
+def test_boxes_are_of_all_clients() -> None:
+    runs = [
+        outcome("A", 0, {"mae": [1.0, 2.0, None]}, mode="min"),
+        outcome("A", 1, {"mae": [3.0, 8.0, 9.0]}, mode="min"),
+    ]
+    (axes,) = Results(runs).figures.boxes().axes
+    medians = [line for line in axes.get_lines() if line.get_linewidth() == 1.6]
+    assert medians[0].get_xdata()[0] == 3.0
+    assert axes.get_xlabel() == "test mae of a client after the last round"
+
+
+def test_pictures_are_complete() -> None:
+    long = "A method with a name that does not end, at least not soon"
+    runs = comparison({r"costs $5 or $\6$": 0.5, long: 0.6})
+    pngs = Results(runs).figures.pngs()
+    assert [*pngs] == ["curves", "traffic", "boxes"]
+    for png in pngs.values():
+        assert imread(io.BytesIO(png))[..., :3].std() > 0
+    without = [replace(run, curve=Curve([], [], {})) for run in runs]
+    assert [*Results(without).figures.pngs()] == ["boxes"]
+    assert Results([]).figures.pngs() == {}
