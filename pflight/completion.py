@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -40,26 +41,21 @@ def _add_options(run: CommandParser, command: str, args: list[str]) -> None:
         options = Options(command, args)
     except (FileNotFoundError, UnclearError):
         options = Options(command, [])
-    for flag in ("--help", "--print_config", *(f"--{name}.help" for name in _CLASSES)):
-        run.add_argument(flag, nargs="?")
-    _complete_with(run.add_argument("--config", "-c", action="append"), _config_files)
-    for name in options.names():
-        action = run.add_argument(f"--{name}")
+    for flag in ("--help", "--print_config"):
+        run.add_argument(flag, action="store_true")
+    config: Any = run.add_argument("--config", "-c", action="append")
+    config.completer = _config_files
+    for name in dict.fromkeys([*options.names(), *_CLASSES]):
+        action: Any = run.add_argument(f"--{name}")
         if name in _CLASSES:
-            _complete_with(action, _classes(name))
+            help_: Any = run.add_argument(f"--{name}.help", nargs="?")
+            action.completer = help_.completer = partial(_classes, name)
 
 
-def _complete_with(action: Any, completer: Callable[..., Iterable[str]]) -> None:
-    action.completer = completer
-
-
-def _classes(option: str) -> Callable[..., list[str]]:
-    def completer(**_: Any) -> list[str]:
-        paths = [str(one.class_path) for one in _CLASSES[option]()]
-        known = option == "model.client.network"  # whose short names torchvision has as well
-        return paths if known else [path.rpartition(".")[2] for path in paths]
-
-    return completer
+def _classes(option: str, **_: Any) -> list[str]:
+    paths = [str(one.class_path) for one in _CLASSES[option]()]
+    whole = option == "model.client.network"  # torchvision has classes of the same names
+    return paths if whole else [path.rpartition(".")[2] for path in paths]
 
 
 def _config_files(prefix: str, **_: Any) -> set[str]:
