@@ -32,7 +32,17 @@ def complete() -> None:
     command, *args = words[1:] or [""]
     if command in RUNS:
         _add_options(commands[command], command, args)
+    elif command in commands:
+        offer_values(commands[command])
     argcomplete.autocomplete(front)
+
+
+def offer_values(command: CommandParser) -> None:
+    """Complete the options of a command that take a METHOD, or a FILE with a configuration."""
+    for action in command._actions:
+        if action.metavar in _VALUES:
+            completed: Any = action
+            completed.completer = _VALUES[action.metavar]
 
 
 def _add_options(run: CommandParser, command: str, args: list[str]) -> None:
@@ -58,6 +68,10 @@ def _classes(option: str, **_: Any) -> list[str]:
     return paths if whole else [path.rpartition(".")[2] for path in paths]
 
 
+def _methods(**_: Any) -> list[str]:
+    return [one.name for one in catalogue.methods()]
+
+
 def _config_files(prefix: str, **_: Any) -> set[str]:
     """Return shipped configurations and files that begin with a prefix, up to the next folder."""
     folder, slash, start = prefix.rpartition("/")
@@ -69,3 +83,6 @@ def _config_files(prefix: str, **_: Any) -> set[str]:
             name, slash, _ = path[len(prefix) :].partition("/")
             found.add(f"{prefix}{name}{slash}")
     return found
+
+
+_VALUES = {"METHOD": _methods, "FILE": _config_files}

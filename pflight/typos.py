@@ -57,7 +57,10 @@ def complaint(command: str, args: Sequence[str]) -> str | None:
     unknown = next(filter(options.lack, options.given), None)
     if unknown is None:
         return None
-    said = no_option(unknown, [*options.names(), *OF_THE_PARSER])
+    names = [*options.names()]
+    parent = unknown.rpartition(".")[0]
+    siblings = [name for name in names if name.rpartition(".")[0] == parent]
+    said = no_option(unknown, [*siblings, *names, *OF_THE_PARSER])
     return said if said.endswith("?") or not options.foreign else None  # which may be meant
 
 

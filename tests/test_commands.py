@@ -16,6 +16,8 @@ import yaml
 
 import pflight
 from pflight.__main__ import main
+from pflight.commands import CommandParser
+from pflight.completion import offer_values
 from pflight.datamodules import FederatedDataModule, Partition
 from pflight.version import __version__
 
@@ -208,6 +210,17 @@ def completions(*lines: str) -> list[set[str]]:
         ["bash"], input=script, capture_output=True, text=True, check=True, env=paths
     )
     return [{*answer.split()} for answer in done.stdout.splitlines()]
+
+
+def test_completion_of_methods_and_files() -> None:
+    command = CommandParser()
+    methods = command.add_argument("--methods", metavar="METHOD")
+    config = command.add_argument("--config", metavar="FILE")
+    offer_values(command)
+    assert {"fesem", "fedavg", "pfedla"} <= {*methods.completer(prefix="fe")}
+    assert config.completer(prefix="configs/data/di") == {"configs/data/digits.yaml"}
+    Path("configs/mine").mkdir(parents=True)
+    assert {"configs/mine/", "configs/data/"} <= config.completer(prefix="configs/")
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
