@@ -65,7 +65,7 @@ def parsed(capsys: pytest.CaptureFixture[str], command: str, *args: str) -> str 
         (["--model.local_epoch=3"], "model.local_epoch: did you mean model.local_epochs?"),
         (["--model.lr=3"], "model.lr: did you mean model.client.optimizer.lr?"),
         (["--model.client.optimizer.lrr=3"], "lrr: did you mean model.client.optimizer.lr?"),
-        (["--model.client.num_clases=3"], "num_classes or model.client.num_classes?"),
+        (["--model.client.num_clases=3"], "did you mean model.client.num_classes or model"),
         (["--data.num_client", "3"], "data.num_client: did you mean data.num_clients?"),
         (["--data.init_args.num_client", "3"], "num_client: did you mean data.num_clients?"),
         (["--data.samples_per_client=3"], "did you mean data.partition.samples_per_client?"),
