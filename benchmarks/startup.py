@@ -1,9 +1,10 @@
-"""Seconds from the shell to the first round, and how many of them are imports.
+"""Seconds from the shell to an answer or to the first round, and how many of them are imports.
 
     python benchmarks/startup.py [--repeats 5]
 
 ``pflight fit`` trains FeSEM on scikit-learn's digits, as the quick start does, and is left when its
-first round begins. Every command is a process of its own, and they take turns.
+first round begins. The other commands answer without Lightning: one has a misspelt option, and one
+is what a shell asks for a completion. Every command is a process of its own, and they take turns.
 """
 
 from __future__ import annotations
@@ -21,14 +22,29 @@ import lightning as L
 from options import at_least
 
 ROOT = Path(__file__).resolve().parents[1]
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 ROWS = {
     "import torch": ["-c", "import torch"],
     "import lightning": ["-c", "import lightning"],
     "import pflight": ["-c", "import pflight"],
     "first round": [
-        *["-m", "pflight", "fit", "--config", str(ROOT / "configs" / "quickstart.yaml")],
+        *["-m", "pflight", "fit", "--config", QUICKSTART],
         *["--trainer.default_root_dir", ".", "--trainer.callbacks+", "startup.Leave"],
     ],
+    "`pflight --version`": ["-m", "pflight", "--version"],
+    "`pflight --help`": ["-m", "pflight", "--help"],
+    "`pflight list`": ["-m", "pflight", "list"],
+    "`pflight fot`": ["-m", "pflight", "fot"],
+    "`--data.num_client 3`": ["-m", "pflight", "fit", "-c", QUICKSTART, "--data.num_client", "3"],
+    "a completion": ["-m", "pflight"],
+}
+REFUSED = ("`pflight fot`", "`--data.num_client 3`")
+LINE = f"pflight fit -c {QUICKSTART} --data.num_cl"
+TAB = {
+    "_ARGCOMPLETE": "1",
+    "_ARGCOMPLETE_STDOUT_FILENAME": os.devnull,
+    "COMP_LINE": LINE,
+    "COMP_POINT": str(len(LINE)),
 }
 
 
@@ -39,20 +55,24 @@ class Leave(L.Callback):
         os._exit(0)
 
 
-def seconds(arguments: list[str]) -> float:
-    """Return how long Python runs with these arguments."""
+def seconds(row: str) -> float:
+    """Return how long Python runs with a row's arguments."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    environment |= TAB if row == "a completion" else {}
     with TemporaryDirectory() as folder:
         started = time.perf_counter()
-        subprocess.run(
-            [sys.executable, *arguments],
-            check=True,
+        done = subprocess.run(
+            [sys.executable, *ROWS[row]],
+            check=False,
             cwd=folder,
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        return time.perf_counter() - started
+        taken = time.perf_counter() - started
+    if done.returncode != (2 if row in REFUSED else 0):
+        raise RuntimeError(f"{row} ended with status {done.returncode}")
+    return taken
 
 
 def main() -> None:
@@ -60,9 +80,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=at_least(1), default=5)
     options = parser.parse_args()
-    for arguments in ROWS.values():  # files are read, and modules compiled
-        seconds(arguments)
-    taken = [[seconds(row) for row in ROWS.values()] for _ in range(options.repeats)]
+    for row in ROWS:  # files are read, and modules compiled
+        seconds(row)
+    taken = [[seconds(row) for row in ROWS] for _ in range(options.repeats)]
     print("| | s | min to max |")
     print("|---|---|---|")
     for name, column in zip(ROWS, zip(*taken, strict=True), strict=True):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,17 @@ def complete() -> None:
     command, *args = words[1:] or [""]
     if command in RUNS:
         _add_options(commands[command], command, args)
+    elif command in commands:
+        offer_values(commands[command])
     argcomplete.autocomplete(front)
+
+
+def offer_values(command: CommandParser) -> None:
+    """Complete the options of a command that take a METHOD, or a FILE with a configuration."""
+    for action in command._actions:
+        if action.metavar in _VALUES:
+            completed: Any = action
+            completed.completer = _VALUES[action.metavar]
 
 
 def _add_options(run: CommandParser, command: str, args: list[str]) -> None:
@@ -40,26 +51,25 @@ def _add_options(run: CommandParser, command: str, args: list[str]) -> None:
         options = Options(command, args)
     except (FileNotFoundError, UnclearError):
         options = Options(command, [])
-    for flag in ("--help", "--print_config", *(f"--{name}.help" for name in _CLASSES)):
-        run.add_argument(flag, nargs="?")
-    _complete_with(run.add_argument("--config", "-c", action="append"), _config_files)
-    for name in options.names():
-        action = run.add_argument(f"--{name}")
+    for flag in ("--help", "--print_config"):
+        run.add_argument(flag, action="store_true")
+    config: Any = run.add_argument("--config", "-c", action="append")
+    config.completer = _config_files
+    for name in dict.fromkeys([*options.names(), *_CLASSES]):
+        action: Any = run.add_argument(f"--{name}")
         if name in _CLASSES:
-            _complete_with(action, _classes(name))
+            help_: Any = run.add_argument(f"--{name}.help", nargs="?")
+            action.completer = help_.completer = partial(_classes, name)
 
 
-def _complete_with(action: Any, completer: Callable[..., Iterable[str]]) -> None:
-    action.completer = completer
+def _classes(option: str, **_: Any) -> list[str]:
+    paths = [str(one.class_path) for one in _CLASSES[option]()]
+    whole = option == "model.client.network"  # torchvision has classes of the same names
+    return paths if whole else [path.rpartition(".")[2] for path in paths]
 
 
-def _classes(option: str) -> Callable[..., list[str]]:
-    def completer(**_: Any) -> list[str]:
-        paths = [str(one.class_path) for one in _CLASSES[option]()]
-        known = option == "model.client.network"  # whose short names torchvision has as well
-        return paths if known else [path.rpartition(".")[2] for path in paths]
-
-    return completer
+def _methods(**_: Any) -> list[str]:
+    return [one.name for one in catalogue.methods()]
 
 
 def _config_files(prefix: str, **_: Any) -> set[str]:
@@ -73,3 +83,6 @@ def _config_files(prefix: str, **_: Any) -> set[str]:
             name, slash, _ = path[len(prefix) :].partition("/")
             found.add(f"{prefix}{name}{slash}")
     return found
+
+
+_VALUES = {"METHOD": _methods, "FILE": _config_files}

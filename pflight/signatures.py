@@ -75,7 +75,8 @@ class Source:
         """The fields of a dataclass."""
         if "dataclass" not in map(_name, self.node.decorator_list):
             return []
-        fields = (node.target for node in self.node.body if isinstance(node, ast.AnnAssign))
+        nodes = [node for node in self.node.body if isinstance(node, ast.AnnAssign)]
+        fields = [node.target for node in nodes if "ClassVar" not in ast.unparse(node.annotation)]
         return [field.id for field in fields if isinstance(field, ast.Name)]
 
     def _method(self, name: str) -> ast.FunctionDef | None:

@@ -30,6 +30,7 @@ _KNOWN_BY_SHORT_NAMES = (
     "lightning.pytorch.callbacks",
     "lightning.pytorch.loggers",
 )
+_BUILT_LATER = ("torch.optim.optimizer.Optimizer", "torch.optim.lr_scheduler.LRScheduler")
 _PARTS = {"model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders"}
 _CLASS_PATH = re.compile(r"([A-Za-z_]\w*)(\.[A-Za-z_]\w*)+")
 _DEEPEST = 100  # level of a configuration, beyond which libyaml may crash
@@ -54,8 +55,13 @@ def complaint(command: str, args: Sequence[str]) -> str | None:
     except UnclearError:
         return None
     unknown = next(filter(options.lack, options.given), None)
-    known = [*options.names(), *OF_THE_PARSER]
-    return None if unknown is None else no_option(unknown, known)
+    if unknown is None:
+        return None
+    names = [*options.names()]
+    parent = unknown.rpartition(".")[0]
+    siblings = [name for name in names if name.rpartition(".")[0] == parent]
+    said = no_option(unknown, [*siblings, *names, *OF_THE_PARSER])
+    return said if said.endswith("?") or not options.foreign else None  # which may be meant
 
 
 class UnclearError(Exception):
@@ -79,7 +85,8 @@ class Options:
         own = trainer.arguments(command) if trainer else []
         self._of_run = [*_OF_A_RUN, *(name for name in own if name not in _PARTS)]
         self._classes: dict[str, list[str]] = defaultdict(list)  # named anywhere for an option
-        self._foreign = False  # whether classes of other packages are named
+        self.foreign = False
+        """Whether classes of other packages are named."""
         self.given: list[str] = []
         """The full names of the options on the line."""
         for arg, option, value in _pairs(args):
@@ -124,7 +131,7 @@ class Options:
         if not prefix:
             return self._of_run
         sources = [self._find(name) for name in ([_TRAINER] if prefix == "trainer" else classes)]
-        options = [source and source.options for source in sources]
+        options = [source and _of_a_configuration(source) for source in sources]
         if not options or None in options:
             return None
         return [*dict.fromkeys(chain.from_iterable(filter(None, options)))]
@@ -132,7 +139,7 @@ class Options:
     def _find(self, name: str) -> Source | None:
         if "." in name:
             return find(name)
-        if self._foreign:  # another package may have a class of this name
+        if self.foreign:  # another package may have a class of this name
             return None
         paths = (f"{package}.{name}" for package in _KNOWN_BY_SHORT_NAMES)
         return next(filter(None, map(find, paths)), None)
@@ -153,7 +160,13 @@ class Options:
         elif value not in ("", "~", "null", "None"):
             self._classes[name].append(value)
             path = _CLASS_PATH.fullmatch(value)
-            self._foreign |= path is not None and path[1] not in PACKAGES
+            self.foreign |= path is not None and path[1] not in PACKAGES
+
+
+def _of_a_configuration(source: Source) -> list[str] | None:
+    """Return the options of a class without what is first when it is built later."""
+    options = source.options
+    return options[1:] if options and any(map(source.is_a, _BUILT_LATER)) else options
 
 
 def _pairs(args: Sequence[str]) -> Iterator[tuple[str, str, str | None]]:
