@@ -14,7 +14,8 @@ from pflight.runs import CONFIG
 
 from .comparison import FILE, Comparison, Ended, described_in, results_of, runs_of
 from .jobs import Jobs
-from .plan import Plan, methods_of
+from .outcome import Failure, Outcome
+from .plan import Plan, methods_of, of_data
 from .progress import RunsProgress
 from .reading import read_run, told_apart
 from .results import Results
@@ -30,7 +31,6 @@ def compare(
     seeds: int = 3,
     settings: Mapping[str, Sequence[Any]] | None = None,
     tuning: Tuning | None = None,
-    options: Sequence[str] = (),
     out: str | os.PathLike[str] = "results",
     jobs: int = 1,
     baseline: str | None = None,
@@ -49,9 +49,9 @@ def compare(
         methods: Names of shipped methods, or paths of the configurations of others.
         seeds: Number of seeds, from 0.
         settings: Values of options, such as ``{"model.local_epochs": [1, 5]}``; each combination is
-            a row of the table, for the methods that have the options.
+            a row of the table, for the methods that have the options. Options of the data have one
+            value.
         tuning: How the options of the methods' search spaces are chosen; by default not at all.
-        options: Further arguments of ``pflight fit`` for all runs.
         out: The folder.
         jobs: How many runs are made side by side, each in a process of its own.
         baseline: The method with which the others are compared, by default the best.
@@ -65,15 +65,19 @@ def compare(
         ConfigurationError: If an option, a configuration or the folder is wrong; nothing has been
             started then. A run that fails later is a row that says why.
     """
+    chosen = methods_of(methods)
+    fixed, varied = of_data(settings or {})
     comparison = Comparison(
-        Plan([str(path) for path in _listed(configs)], options),
-        methods_of(methods),
-        settings or {},
+        Plan([str(path) for path in _listed(configs)], fixed),
+        chosen,
+        varied,
         seeds=seeds,
         tuning=tuning,
         folder=Path(out),
         jobs=jobs,
     )
+    baseline = next((method.title for method in chosen if method.name == baseline), baseline)
+    comparison.results(baseline=baseline)  # raises if there is no such row
     comparison.save()
     comparison.forget_failures()
     with RunsProgress(comparison.count, lambda: comparison.ended, console or Console()) as shown:
@@ -100,7 +104,7 @@ def report(folders: Paths, *, baseline: str | None = None, target: float | None 
         ConfigurationError: If a folder has neither a run nor a comparison.
     """
     found: list[Ended] = []
-    single: list[Ended] = []
+    single: list[Outcome | Failure] = []
     for folder in map(Path, _listed(folders)):
         if (folder / FILE).is_file():
             found += runs_of(described_in(folder), folder)

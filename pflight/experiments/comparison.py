@@ -10,9 +10,9 @@ from typing import Any
 
 from pflight.errors import ConfigurationError
 from pflight.files import replacing
-from pflight.runs import FAILURE, RESULTS
+from pflight.runs import FAILURE
 
-from .measuring import Task
+from .measuring import Task, ended_in
 from .outcome import Failure, Outcome, Waiting
 from .plan import Method, Plan, Row, Run, option_of
 from .results import Results
@@ -183,7 +183,8 @@ class Comparison:
             choice.tuned = self._chosen(choice)
 
     def _chosen(self, choice: Choice) -> Row:
-        assert self.tuning is not None and choice.study.best is not None
+        assert self.tuning is not None
+        assert choice.study.best is not None
         settings, worth = choice.study.best
         first = self._result(self._trial(choice.row, settings)[0])
         assert isinstance(first, Outcome)
@@ -289,7 +290,7 @@ def described_in(folder: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{folder / FILE} can't be read: {error.strerror}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(f"{folder / FILE} is damaged: {error}") from error
-    return found  # type: ignore[no-any-return]
+    return dict(found)
 
 
 def runs_of(described: Mapping[str, Any], folder: Path) -> list[Ended]:
@@ -323,15 +324,6 @@ def results_of(runs: Iterable[Ended], **options: Any) -> Results:
     for run in runs:
         kinds[type(run)].append(run)
     return Results(kinds[Outcome], kinds[Failure], kinds[Waiting], **options)
-
-
-def ended_in(folder: Path) -> Outcome | Failure | None:
-    """Return how the run in a folder has ended; ``None`` if it has not."""
-    if (folder / RESULTS).is_file():
-        return Outcome.read(folder / RESULTS)
-    if (folder / FAILURE).is_file():
-        return Failure.read(folder / FAILURE)
-    return None
 
 
 def _worth(outcome: Outcome) -> float:

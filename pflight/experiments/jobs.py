@@ -138,7 +138,7 @@ class Jobs:
     @contextmanager
     def _signals_noted(self) -> Iterator[None]:
         """Note signals inside; only the main thread can."""
-        before: dict[int, Any] = {}
+        before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(signum) != signal.SIG_IGN:
@@ -154,7 +154,7 @@ class Jobs:
             for worker in self._workers:
                 worker.process.kill()
             os._exit(128 + signum)
-        self._signum = self._signum or signum
+        self._signum = self._signum or int(signum)
         self.watcher.stopping(signal.Signals(signum).name)
 
     def _assign(self) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import socket
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,12 +22,12 @@ from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.history import Round
 from pflight.metrics import Direction
-from pflight.runs import CONFIG
+from pflight.runs import CONFIG, FAILURE, RESULTS
 from pflight.same_data import record_of
 from pflight.signals import StopBetweenRounds
 from pflight.state import StateLayout
 
-from .outcome import Curve, Moment, Outcome, Tuned
+from .outcome import Curve, Failure, Moment, Outcome, ResultError, Tuned
 
 _APART = ("server/", "finetuned/", "new/")  # what curves leave out
 
@@ -131,10 +132,7 @@ def measured(run: MeasuredRun | ReadRun, task: Task, last: str | None = None) ->
     if not isinstance(federation, Federation):
         raise ConfigurationError("only federations are compared: the model must be a Federation")
     split = "test" if task.tests else "val"
-    if task.tests:
-        end = _tested(run, last)
-    else:
-        end = Moment(len(federation.history), None, {}, {})
+    end = _tested(run, last) if task.tests else Moment(len(federation.history), None, {}, {})
     if split not in federation.evaluators:
         trainer.validate(federation, data, verbose=False)
     history = list(federation.history)
@@ -152,8 +150,8 @@ def measured(run: MeasuredRun | ReadRun, task: Task, last: str | None = None) ->
     seconds = run.clock.seconds if isinstance(run, MeasuredRun) else []
 
     def validated(moment: Moment) -> Moment:
-        entry = history[moment.round - 1] if moment.round else None
-        return replace(moment, validation=entry and entry.metrics.get(monitor))
+        metrics = history[moment.round - 1].metrics if moment.round else {}
+        return replace(moment, validation=metrics.get(monitor))
 
     return Outcome(
         key=task.key,
@@ -181,6 +179,17 @@ def measured(run: MeasuredRun | ReadRun, task: Task, last: str | None = None) ->
         host=socket.gethostname(),
         fingerprints=fingerprints(run),
     )
+
+
+def ended_in(folder: Path) -> Outcome | Failure | None:
+    """Return how the run in a folder has ended; ``None`` if it has not, or its file is damaged."""
+    for kind, name in ((Outcome, RESULTS), (Failure, FAILURE)):
+        if (folder / name).is_file():
+            try:
+                return kind.read(folder / name)
+            except ResultError as error:
+                warnings.warn(f"{error}; the run counts as not ended", stacklevel=2)
+    return None
 
 
 def _tested(run: FederationCLI, checkpoint: str | None) -> Moment:
@@ -224,7 +233,9 @@ def _judged_by(
 
 
 def _curve(history: Sequence[Round]) -> Curve:
-    rounds, traffic, total = [], [], 0
+    rounds: list[int] = []
+    traffic: list[int] = []
+    total = 0
     columns: dict[str, list[float | None]] = {}
     for entry in history:
         total += entry.bytes_down + entry.bytes_up

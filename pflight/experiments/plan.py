@@ -170,9 +170,9 @@ class Plan:
                         lacking |= dict.fromkeys(missing, error)
                 used |= {*own}
                 rows.setdefault(row.key, row)
-        for name, error in lacking.items():
+        for name, why in lacking.items():
             if name not in used:
-                raise UnknownOptionError(f"--set {name}: no method has it: {error}", [name])
+                raise UnknownOptionError(f"--set {name}: no method has it: {why}", [name])
         return list(rows.values())
 
     def row(self, method: Method, settings: Mapping[str, Any], fixed: Mapping[str, Any]) -> Row:
@@ -271,6 +271,28 @@ def without_place(options: Mapping[str, Any]) -> dict[str, Any]:
 def _text(value: Any) -> str:
     """Return a value as an argument."""
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def of_data(
+    settings: Mapping[str, Sequence[Any]],
+) -> tuple[list[str], dict[str, Sequence[Any]]]:
+    """Return the settings of the data as arguments for all runs, and the others.
+
+    Raises:
+        ConfigurationError: If an option of the data has several values.
+    """
+    fixed, varied = [], {}
+    for name, values in settings.items():
+        if name.partition(".")[0] != "data":
+            varied[name] = values
+        elif len(values) == 1:
+            fixed.append(f"--{name}={_text(values[0])}")
+        else:
+            raise ConfigurationError(
+                f"--set {name}: methods are compared on the same data: give one value, and each "
+                "of the others in a comparison with an --out of its own"
+            )
+    return fixed, varied
 
 
 def option_of(config: Mapping[str, Any], option: str) -> Any:

@@ -102,12 +102,16 @@ class Results:
         below = [PERCENT.cell([*found.below_local(row).values()]) for row in found.rows]
         return _table("Results", {**columns, "below Local, %": below})
 
-    def tables(self) -> list[Table]:
-        """Return all tables that have something to show, first the main one."""
+    def tables(self, whole: bool = True) -> list[Table]:
+        """Return the tables that have something to show, first the main one.
+
+        Args:
+            whole: Whether there is one of all means of each metric.
+        """
         found = self.findings
         tables = [self._failures()]
         tables += [self._differences(reference) for reference in found.references]
-        tables += [self._whole(metric) for metric in found.metrics]
+        tables += [self._whole(metric) for metric in found.metrics if whole]
         tables += [self._costs(), self._tuning()]
         return [self.table(), *(table for table in tables if table.rows)]
 
@@ -204,10 +208,10 @@ class Results:
         return Table("Runs that failed", ["method", "seed", "why", "log"], rows, text=4)
 
     def __rich__(self) -> Group:
-        """Return what the terminal shows."""
+        """Return what the terminal shows: all but the means of each metric, which files have."""
         from rich.console import Group
 
-        tables = [table.to_rich() for table in self.tables()]
+        tables = [table.to_rich() for table in self.tables(whole=False)]
         return Group(*tables, terminal_notes(footer(self.findings)))
 
     def __str__(self) -> str:

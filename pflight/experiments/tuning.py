@@ -191,5 +191,6 @@ def _has(distribution: Any, value: Any) -> bool:
 
 
 def _settings(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was drawn as values of options."""
-    return {o: json.loads(v) if isinstance(v, str) else v for o, v in params.items()}
+    """Return what was drawn as values of options, to three digits, as they will be reported."""
+    read = {o: json.loads(v) if isinstance(v, str) else v for o, v in params.items()}
+    return {o: float(f"{v:.3g}") if isinstance(v, float) else v for o, v in read.items()}

@@ -26,8 +26,8 @@ from pflight.files import causes
 from pflight.runs import FAILURE, LOG, RESULTS, RunFolder
 from pflight.signals import StopBetweenRounds
 
-from .measuring import Clock, MeasuredRun, Task, measured
-from .outcome import Failure
+from .measuring import Clock, MeasuredRun, Task, ended_in, measured
+from .outcome import Failure, Outcome
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -51,7 +51,7 @@ def make(task: Task, say: Say) -> dict[str, Any]:
     folder = RunFolder(task.folder)
     try:
         with folder.claimed("compare"):
-            if (folder.path / RESULTS).is_file():
+            if isinstance(ended_in(folder.path), Outcome):
                 return {"done": None}
             (folder.path / FAILURE).unlink(missing_ok=True)
             with _logged(folder.path / LOG):
