@@ -84,7 +84,7 @@ class Figures:
     def pngs(self) -> dict[str, bytes]:
         """Return the figures that have something to show as PNG, by name."""
         draw: dict[str, Callable[[], Figure]] = {}
-        if any(self._tag in run.curve.values for run in self._findings.runs):
+        if any(run.curve.values.get(self._tag) for run in self._findings.runs):
             draw |= {"curves": self.curves, "traffic": self.traffic}
         if self._findings.finished:
             draw["boxes"] = self.boxes
@@ -130,15 +130,14 @@ class Figures:
         if found.target is not None:
             axes.axhline(unit.factor * found.target, color=_EDGE, linestyle=":", linewidth=1)
         _plain(axes, "y")
-        figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+        if axes.get_legend_handles_labels()[0]:
+            figure.legend(loc="outside right upper", frameon=False, fontsize=8)
         number = len(found.finished)
-        some = (
-            ""
-            if len(rows) == number
-            else (f"; the {_MOST} best of {number} and the baselines are shown")
-        )
+        some = f"; the {_MOST} best of {number} and the baselines are shown"
         spread = "mean and range of seeds" if len(found.seeds) > 1 else "one seed"
-        figure.suptitle(f"Validation by {what}: {spread}{some}", fontsize=10)
+        figure.suptitle(
+            f"Validation by {what}: {spread}{some if len(rows) < number else ''}", fontsize=10
+        )
         return figure
 
 

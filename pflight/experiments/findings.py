@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import statistics as stdlib
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -12,7 +11,16 @@ import numpy as np
 
 from .outcome import Failure, Mode, Outcome, ResultError, Run, Waiting
 from .rows import Row, When, by_client, paired, rows_of
-from .statistics import DRAWS, Difference, Floats, differences, holm, reaching, share_below
+from .statistics import (
+    DRAWS,
+    Difference,
+    Floats,
+    differences,
+    holm,
+    mean_and_deviation,
+    reaching,
+    share_below,
+)
 from .units import Unit, unit_of
 
 LOCAL = "Local"
@@ -36,7 +44,7 @@ class Findings:
         metric: The metric that chose rounds; empty if no run has finished.
         mode: Whether high or low values of it are better.
         when: The moment that is compared: ``chosen`` if all runs kept it, else ``last``.
-        best: The row with the best mean among those with most seeds, if a run has finished.
+        best: The row with the best mean among those with most seeds, if a mean is known.
         baseline: The row that was named, if any.
         target: As given.
         draws: As given.
@@ -63,16 +71,19 @@ class Findings:
         every: list[Run] = [*outcomes, *failures, *waiting]
         self.seeds = sorted({run.seed for run in every})
         self.finished = [row for row in self.rows if row.runs]
-        most = max((len(row.runs) for row in self.finished), default=0)
-        self.best = next((row for row in self.finished if len(row.runs) == most), None)
+        known = [row for row in self.finished if not math.isnan(self._mean(row))]
+        most = max((len(row.runs) for row in known), default=0)
+        self.best = next((row for row in known if len(row.runs) == most), None)
         self.baseline = _named(baseline, self.rows) if baseline else None
 
     def _rank(self, row: Row) -> tuple[bool, bool, float]:
         """Return by what rows are sorted."""
-        means = row.means("macro", self.metric, self.when)
-        mean = stdlib.fmean(means) if means else math.nan
+        mean = self._mean(row)
         unknown = math.isnan(mean)
-        return not means, unknown, 0 if unknown else -mean if self.mode == "max" else mean
+        return not row.runs, unknown, 0 if unknown else -mean if self.mode == "max" else mean
+
+    def _mean(self, row: Row) -> float:
+        return mean_and_deviation(row.means("macro", self.metric, self.when))[0]
 
     @property
     def runs(self) -> list[Outcome]:

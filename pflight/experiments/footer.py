@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+
 from .findings import LOCAL, Findings
+from .rows import Row, by_client
 from .statistics import LEVEL, SEED, resamples, smallest_sign_test
 
 _KINDS = {
@@ -67,6 +70,13 @@ def _measures(findings: Findings) -> Iterator[str]:
         "mean, are not in the other columns. Clients without test samples or without a value are "
         "left out."
     )
+    lacking = {row.label: _without_value(findings, row) for row in findings.finished}
+    if any(lacking.values()):
+        listed = ", ".join(f"{label} {number:,}" for label, number in lacking.items() if number)
+        yield (
+            f"Clients with test samples but without a value of {findings.metric}, at all seeds "
+            f"together: {listed}."
+        )
     if any(row.method == LOCAL for row in findings.finished):
         yield (
             f"Below {LOCAL}: the share of clients whose {findings.metric} is worse than that of "
@@ -224,6 +234,13 @@ def _costs(findings: Findings) -> Iterator[str]:
     if failed:
         listed = ", ".join(f"{label} {number:,}" for label, number in failed.items())
         yield f"Participations that failed: {listed}."
+
+
+def _without_value(findings: Findings, row: Row) -> int:
+    """Return how many clients with test samples have no value, over all seeds."""
+    runs = row.runs.values()
+    known = [np.isfinite(by_client(run, findings.metric, findings.when)).sum() for run in runs]
+    return int(sum((np.array(run.samples["test"]) > 0).sum() for run in runs) - sum(known))
 
 
 def _uneven(findings: Findings) -> bool:

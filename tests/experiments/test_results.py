@@ -178,6 +178,15 @@ def test_clients_without_a_value_are_left_out_of_both_methods() -> None:
     table = named(results, "Difference from A")
     assert column(table, "difference") == {"B": "-40.00"}
     assert column(table, "pairs") == {"B": "1"}
+    assert "without a value of acc, at all seeds together: A 2." in notes(results)
+
+
+def test_a_row_without_values_is_last_and_not_the_best() -> None:
+    runs = [outcome(method, 0, {"acc": [value]}) for method, value in (("A", None), ("B", 0.5))]
+    results = Results(runs)
+    assert column(results.table(), "macro acc, %") == {"B": "50.0", "A": DASH}
+    assert "Not compared with B" in notes(Results([*runs, outcome("C", 0, {"acc": [0.4]})]))
+    assert not any(isinstance(row[2], Bold) for row in Results(runs[:1]).table().rows)
 
 
 def test_clients_are_paired_by_their_ids() -> None:
