@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import sys
 
 from . import catalogue
 
+_INDENT = 2
 _UNLIMITED = 1000  # columns
 _SECTIONS = {
     "methods": (catalogue.methods, "--config configs/algorithm/NAME.yaml"),
@@ -41,6 +44,8 @@ def run(options: argparse.Namespace) -> None:
 
     chosen = [options.section] if options.section else [*_SECTIONS]
     found = {section: _SECTIONS[section][0]() for section in chosen}
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # for a terminal that lacks a letter
     console = Console()
     if options.json:
         known = {section: [*map(_known, entries)] for section, entries in found.items()}
@@ -51,13 +56,15 @@ def run(options: argparse.Namespace) -> None:
     for section, entries in found.items():
         if section == "configs" and "methods" in found:  # which has the algorithms' already
             entries = [one for one in entries if not one.name.startswith("algorithm/")]
-        table = Table.grid(padding=(0, 2))
-        table.add_column(no_wrap=True, min_width=max(len(one.name) for one in entries))
-        table.add_column(no_wrap=not options.section, overflow="ellipsis")
+        table = Table.grid(padding=(0, _INDENT))
+        names = max(len(one.name) for one in entries)
+        table.add_column(width=names, no_wrap=True)
+        left = max(console.width - names - 2 * _INDENT, 1)
+        table.add_column(max_width=left, no_wrap=not options.section, overflow="ellipsis")
         for one in entries:
             table.add_row(Text(one.name, "bold"), Text(one.summary))
         console.print(Text.assemble((section, "bold"), f": {_SECTIONS[section][1]}"))
-        console.print(Padding(table, (0, 0, section != chosen[-1], 2), expand=False))
+        console.print(Padding(table, (0, 0, section != chosen[-1], _INDENT), expand=False))
 
 
 def _known(entry: catalogue.Entry) -> dict[str, str]:

@@ -24,8 +24,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from .augmentation import Augmentation
 from .config_files import groups_in
 from .datamodules.partitions.partition import Partition
+<<<<<<< HEAD
 from .errors import ConfigurationError, UnknownOptionError
 from .spelling import OF_THE_PARSER, closest, no_option, question
+=======
+from .errors import ConfigurationError
+from .spelling import OF_THE_PARSER, closest, no_class, no_option
+>>>>>>> front
 
 __all__ = ["FederationParser", "refusal"]
 
@@ -261,7 +266,7 @@ def _no_class(name: str) -> str:
         known = {kind.__name__: kind.__name__ for kind in _kinds(_KINDS)}
     if last in known:
         return f"{name} is not a class that this option takes"
-    return f"unknown class {name}{question([known[close] for close in closest(last, known)])}"
+    return no_class(name, [known[close] for close in closest(last, known)])
 
 
 def _kinds(kinds: Iterable[type]) -> Iterator[type]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec, resolve_name
@@ -13,6 +14,10 @@ from pathlib import Path
 PACKAGES = ("pflight", "torch", "lightning")
 """The packages whose source is read."""
 
+_WITH_CLASSES_BY_NAME = (
+    *("pflight", "pflight.callbacks", "pflight.datamodules", "pflight.models"),
+    *("lightning.pytorch", "torch.optim"),
+)
 _WITHOUT_OPTIONS = ("abc.ABC", "typing.Generic", "typing.Protocol")
 _DECORATORS = ("checked", "dataclass")  # which leave a constructor its arguments
 
@@ -151,6 +156,15 @@ def exported(module: str) -> list[Source]:
     targets = (target for target in names(module).values() if isinstance(target, str))
     found = filter(None, map(find, targets))
     return [*dict.fromkeys(one for one in found if not one.name.startswith("_"))]
+
+
+@functools.cache
+def defined_names() -> set[str]:
+    """Return the names of all classes that pflight, Lightning and torch's optimizers define."""
+    packages = filter(None, map(_file, _WITH_CLASSES_BY_NAME))
+    files = chain.from_iterable(package.parent.rglob("*.py") for package in packages)
+    definitions = (re.findall(r"^ *class (\w+)", file.read_text("utf-8"), re.M) for file in files)
+    return {*chain.from_iterable(definitions)}
 
 
 @functools.cache

@@ -34,6 +34,11 @@ def no_option(option: str, known: Iterable[str]) -> str:
     return f"there is no option {option}{question(_meant(option, known))}"
 
 
+def no_class(name: str, meant: Sequence[str]) -> str:
+    """Return a message that there is no such class, with those that may have been meant."""
+    return f"unknown class {name}{question(meant)}"
+
+
 def closest(name: str, known: Iterable[str]) -> list[str]:
     """Return the known name that is most like another, if one is like it at all.
 

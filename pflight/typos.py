@@ -5,6 +5,7 @@ What is right is never refused: where the source does not settle it, the parser 
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -15,8 +16,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from .shipped import find_config, no_config
-from .signatures import PACKAGES, Source, find
-from .spelling import OF_THE_PARSER, no_option
+from .signatures import PACKAGES, Source, defined_names, find, names
+from .spelling import OF_THE_PARSER, closest, no_class, no_option
 
 _OF_A_RUN = ("seed_everything", "trainer", "model", "data", "monitor", "mode")
 _TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
@@ -32,6 +33,7 @@ _KNOWN_BY_SHORT_NAMES = (
 )
 _BUILT_LATER = ("torch.optim.optimizer.Optimizer", "torch.optim.lr_scheduler.LRScheduler")
 _PARTS = {"model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders"}
+_OF_CLASSES = ("data", "data.partition", "model", "model.client", "trainer.callbacks")
 _CLASS_PATH = re.compile(r"([A-Za-z_]\w*)(\.[A-Za-z_]\w*)+")
 _DEEPEST = 100  # level of a configuration, beyond which libyaml may crash
 
@@ -56,7 +58,7 @@ def complaint(command: str, args: Sequence[str]) -> str | None:
         return None
     unknown = next(filter(options.lack, options.given), None)
     if unknown is None:
-        return None
+        return options.wrong_class()
     names = [*options.names()]
     parent = unknown.rpartition(".")[0]
     siblings = [name for name in names if name.rpartition(".")[0] == parent]
@@ -83,6 +85,8 @@ class Options:
     def __init__(self, command: str, args: Sequence[str]) -> None:
         trainer = find(_TRAINER)
         own = trainer.arguments(command) if trainer else []
+        if not own:
+            raise UnclearError
         self._of_run = [*_OF_A_RUN, *(name for name in own if name not in _PARTS)]
         self._classes: dict[str, list[str]] = defaultdict(list)  # named anywhere for an option
         self.foreign = False
@@ -117,6 +121,17 @@ class Options:
                 return bool(prefix) or part not in OF_THE_PARSER
             prefix = f"{prefix}.{part}".removeprefix(".")
         return False
+
+    def wrong_class(self) -> str | None:
+        """Return a message about a class that is in no package, but is spelt like one that is."""
+        for option in _OF_CLASSES:
+            for name in self._classes[option]:
+                short = name.isidentifier() and not name.islower() and not os.path.exists(name)
+                if short and not (self.foreign or self._find(name) or name in defined_names()):
+                    known = chain.from_iterable(map(names, _KNOWN_BY_SHORT_NAMES))
+                    if meant := closest(name, (one for one in known if one[0].isupper())):
+                        return f"{option}: {no_class(name, meant)}"
+        return None
 
     def names(self, prefix: str = "") -> Iterator[str]:
         """Yield the full names of all options that are known."""
@@ -193,6 +208,8 @@ def _config(path: str | None) -> Path:
 
 
 def _document(config: Path) -> dict[str, Any]:
+    if not config.is_file():  # a pipe, say, which can be read once
+        raise UnclearError
     try:
         document = _loaded(config.read_text("utf-8-sig"))
     except (OSError, UnicodeDecodeError):

@@ -188,6 +188,7 @@ class TestList:
         cut = listed(capsys).splitlines()
         assert len(cut) == len(whole)
         assert max(map(len, cut)) <= 80 < max(map(len, whole))
+        assert "…" in cut[1]
         wrapped = listed(capsys, "methods")
         assert max(map(len, wrapped.splitlines())) <= 80
         for one in json.loads(listed(capsys, "methods", "--json"))["methods"]:

@@ -73,6 +73,11 @@ def parsed(capsys: pytest.CaptureFixture[str], command: str, *args: str) -> str 
         (["--trainer.seed=3"], "trainer.seed: did you mean model.seed or data.seed?"),
         (["--model.xyzzy=3"], "there is no option model.xyzzy"),
         (["--data=Omniglot", "--data.rooot=x"], "data.rooot: did you mean data.root?"),
+        (["--data", "Digit"], "data: unknown class Digit: did you mean Digits?"),
+        (["--data.partition=Diriclet"], "data.partition: unknown class Diriclet: did you mean Di"),
+        (["--model.client=ProximalClien"], "ProximalClien: did you mean ProximalClient?"),
+        (["--trainer.callbacks+=EarlyStoping"], "EarlyStoping: did you mean EarlyStopping?"),
+        (["--trainer.callbacks=FeSEMM"], "trainer.callbacks: unknown class FeSEMM: did you mean "),
         (["--config", "configs/algorithm/fesm.yaml"], "did you mean configs/algorithm/fesem.yaml?"),
         (["--config=fesem"], "there is no config file 'fesem': did you mean configs/algorithm/fes"),
         (["--config=onw.yaml"], "there is no config file 'onw.yaml': did you mean own.yaml?"),
@@ -90,6 +95,7 @@ def test_both_say_the_same(
 
 
 RIGHT = [
+    ["--trainer.callbacks+=DeviceStatsMonitor", "--data=HeldOut", "--data.data=Digits"],
     [],
     ["--trainer.max_epochs", "3", "--seed_everything=3", "--monitor=val/macro_acc", "--mode=max"],
     ["--data=own_parts.OwnDigits", "--data.size=3", "--data.num_clients=5"],

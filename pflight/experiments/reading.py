@@ -25,6 +25,9 @@ def read_run(folder: Path) -> Outcome | Failure:
     check_config_file(str(folder / CONFIG))
     config = load((folder / CONFIG).read_text("utf-8-sig"))
     seed, options = int(config.get("seed_everything") or 0), without_place(config)
+    for part in (options["model"], options["data"]):
+        if (part.get("init_args") or {}).get("seed") == seed:  # as the command line passes it on
+            part["init_args"] = {**part["init_args"], "seed": 0}
     flat = dict(_flat(options))
     with suppress(ResultError):
         known = Outcome.read(folder / RESULTS)
