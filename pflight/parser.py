@@ -24,13 +24,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from .augmentation import Augmentation
 from .config_files import groups_in
 from .datamodules.partitions.partition import Partition
-<<<<<<< HEAD
 from .errors import ConfigurationError, UnknownOptionError
-from .spelling import OF_THE_PARSER, closest, no_option, question
-=======
-from .errors import ConfigurationError
 from .spelling import OF_THE_PARSER, closest, no_class, no_option
->>>>>>> front
 
 __all__ = ["FederationParser", "refusal"]
 
