@@ -24,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         required=True,
         metavar="METHOD",
-        help="names, as `pflight list methods` shows them, or configurations of your own",
+        help="names, as `pflight list methods` shows them, `all` of these, or configurations of "
+        "your own",
     )
     add("--seeds", type=int, default=3, metavar="N", help="how many, from 0 (default: 3)")
     add(

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -189,11 +189,14 @@ class Plan:
 def methods_of(names: Sequence[str]) -> list[Method]:
     """Return methods by the names of shipped configurations, or by the paths of others.
 
+    ``all`` names those that are shipped.
+
     Raises:
         ConfigurationError: If there is no such method, or two have one name.
     """
     found: dict[str, Method] = {}
-    for name in names:
+    shipped = [entry.name for entry in catalogue.methods()]
+    for name in chain.from_iterable(shipped if name == "all" else [name] for name in names):
         method = _method(name)
         if found.setdefault(method.name, method) != method:
             raise ConfigurationError(
