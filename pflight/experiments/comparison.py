@@ -14,7 +14,7 @@ from pflight.runs import FAILURE
 
 from .measuring import Task, ended_in
 from .outcome import Failure, Outcome, Waiting
-from .plan import Method, Plan, Row, Run, option_of
+from .plan import Method, Plan, Row, Run, flat
 from .results import Results
 from .tuning import FIRST_SEED, Study, Tuning
 
@@ -85,20 +85,20 @@ class Comparison:
         self.jobs = jobs
         self._check_folder()
         rows = plan.rows(methods, settings)
+        absent = {*plan.space}.difference(*(dict(flat(row.config)) for row in rows))
+        if absent:
+            raise ConfigurationError(f"search_space: no run has {', '.join(sorted(absent))}")
         self.rows: list[Row | Choice] = [self._with_choice(row) for row in rows]
         self._ended: dict[Path, Outcome | Failure] = {}
 
     def _with_choice(self, row: Row) -> Row | Choice:
         space = {**self.plan.space, **row.method.space}
-        space = {
-            option: told
-            for option, told in space.items()
-            if option not in {**row.settings, **row.fixed}
-        }
+        options, given = dict(flat(row.config)), {**row.settings, **row.fixed}
+        # A module of one's own need not have the options that shipped methods name.
+        space = {o: told for o, told in space.items() if o in options and o not in given}
         if self.tuning is None or not space:
             return row
-        before = {option: option_of(row.config, option) for option in space}
-        return Choice(row, space, Study(self.tuning, space, before, row.method.name))
+        return Choice(row, space, Study(self.tuning, space, options, row.method.name))
 
     # What is to be done
 

@@ -298,22 +298,22 @@ def of_data(
     return fixed, varied
 
 
-def option_of(config: Mapping[str, Any], option: str) -> Any:
-    """Return an option's value in a plain configuration; ``None`` if there is none.
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield options of a plain configuration, by their names on the command line.
 
     Example:
         >>> config = {"trainer": {"callbacks": [{"class_path": "FedProx", "init_args": {"mu": 1}}]}}
-        >>> option_of(config, "trainer.callbacks.mu")
-        1
+        >>> dict(flat(config))
+        {'trainer.callbacks.class_path': 'FedProx', 'trainer.callbacks.mu': 1}
     """
-    value: Any = config
-    for name in option.split("."):
-        if isinstance(value, list):  # the command line means its last item as well
-            value = value[-1] if value else None
-        if isinstance(value, Mapping) and "class_path" in value:
-            value = value.get("init_args")
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        value = value[-1]  # which the command line means as well
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            inner = name if key in ("init_args", "dict_kwargs") else f"{name}.{key}".lstrip(".")
+            yield from flat(part, inner)
+    else:
+        yield name, value
 
 
 def values_of(settings: Iterable[str]) -> dict[str, list[Any]]:

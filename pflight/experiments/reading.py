@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pflight.config_files import check_config_file, load
 from pflight.errors import described
@@ -14,7 +13,7 @@ from pflight.runs import CONFIG, RESULTS, RunFolder
 
 from .measuring import ReadRun, Task, measured
 from .outcome import Failure, Outcome, ResultError
-from .plan import key_of, without_place
+from .plan import flat, key_of, without_place
 
 
 def read_run(folder: Path) -> Outcome | Failure:
@@ -28,11 +27,11 @@ def read_run(folder: Path) -> Outcome | Failure:
     for part in (options["model"], options["data"]):
         if (part.get("init_args") or {}).get("seed") == seed:  # as the command line passes it on
             part["init_args"] = {**part["init_args"], "seed": 0}
-    flat = dict(_flat(options))
+    settings = dict(flat(options))
     with suppress(ResultError):
         known = Outcome.read(folder / RESULTS)
         if known.last.round == RunFolder(folder).rounds_saved():
-            return replace(known, settings=flat)
+            return replace(known, settings=settings)
     task = Task(key_of(options), "", {}, seed, [], str(folder))
     try:
         run = ReadRun(folder)
@@ -41,7 +40,7 @@ def read_run(folder: Path) -> Outcome | Failure:
         return Failure(task.key, folder.name, {}, seed, described(error), str(folder))
     with suppress(OSError):  # the folder may be somebody else's
         outcome.write(folder / RESULTS)
-    return replace(outcome, settings=flat)
+    return replace(outcome, settings=settings)
 
 
 def told_apart(runs: Sequence[Outcome | Failure]) -> list[Outcome | Failure]:
@@ -59,15 +58,3 @@ def told_apart(runs: Sequence[Outcome | Failure]) -> list[Outcome | Failure]:
         settings = {name: run.settings.get(name) for name in differing}
         found.append(replace(run, settings=settings))
     return found
-
-
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield options by their names on the command line."""
-    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        value = value[-1]
-    if isinstance(value, Mapping):
-        for key, part in value.items():
-            inner = name if key == "init_args" else f"{name}.{key}".lstrip(".")
-            yield from _flat(part, inner)
-    else:
-        yield name, value

@@ -114,8 +114,10 @@ class Study:
             self._free = _FREE
             sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_FREE)
         self._study = optuna.create_study(direction="maximize", sampler=sampler)
-        first = {o: before[o] for o, values in self.space.items() if _has(values, before.get(o))}
-        self._study.enqueue_trial(first)
+        drawn = {
+            option: _drawn(range_, before.get(option)) for option, range_ in self.space.items()
+        }
+        self._study.enqueue_trial({o: value for o, value in drawn.items() if value is not None})
         self._trials: list[optuna.Trial] = []
         self._told = 0
 
@@ -181,13 +183,14 @@ def _distribution(option: str, told: Any) -> Any:
         ) from error
 
 
-def _has(distribution: Any, value: Any) -> bool:
-    """Return whether a value, as an option has it, can be drawn."""
+def _drawn(distribution: Any, value: Any) -> Any:
+    """Return an option's value as Optuna would draw it; ``None`` if it can't be drawn."""
     from optuna.distributions import CategoricalDistribution
 
     if isinstance(distribution, CategoricalDistribution):
-        return json.dumps(value) in distribution.choices
-    return isinstance(value, int | float) and distribution.low <= value <= distribution.high
+        return text if (text := json.dumps(value)) in distribution.choices else None
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if number and distribution.low <= value <= distribution.high else None
 
 
 def _settings(params: Mapping[str, Any]) -> dict[str, Any]:
