@@ -10,6 +10,8 @@ from textwrap import dedent
 from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
+DIGITS = str(ROOT / "tests" / "digits.yaml")
+"""A configuration of a whole run, FeSEM on digits with two classes each."""
 FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\w+)\b(?P<options>.*?)\n(?P<code>.*?)^(?P=indent)```$",
     re.DOTALL | re.MULTILINE,

@@ -32,8 +32,8 @@ from pflight.history import load_history
 from pflight.models import MLP, ProximalClient
 from pflight.runs import RunFolder
 from tests.event_files import read_events
+from tests.pages import DIGITS
 
-QUICKSTART = "configs/quickstart.yaml"
 ALGORITHMS = {
     "apfl": "APFL",
     "apfl_adaptive": "APFL",
@@ -104,7 +104,7 @@ def pflight(command: str, *args: str, rounds: int = 2, root: str = "run") -> Non
     """Run a command on a small federation in this process."""
     small = ["--data.num_clients=6", "--model.client.network.hidden=[8]"]
     shared = [f"--trainer.default_root_dir={root}", f"--trainer.max_epochs={rounds}"]
-    main([command, "--config", QUICKSTART, *small, *shared, *args])
+    main([command, "--config", DIGITS, *small, *shared, *args])
 
 
 def printed_config(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -559,7 +559,7 @@ class TestResume:
 
     @pytest.mark.filterwarnings("ignore:last.ckpt is older")  # killed between the two
     def test_a_killed_run_has_each_point_once(self):
-        command = [sys.executable, "-m", "pflight", "fit", "--config", QUICKSTART]
+        command = [sys.executable, "-m", "pflight", "fit", "--config", DIGITS]
         command += ["--trainer.max_epochs=300", "--data.num_clients=6"]
         command += ["--trainer.default_root_dir=run"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -932,7 +932,7 @@ class TestBadInput:
             pflight("fit", rounds=1)
 
     def test_as_a_process(self):
-        command = [sys.executable, "-m", "pflight", "fit", "--config", QUICKSTART]
+        command = [sys.executable, "-m", "pflight", "fit", "--config", DIGITS]
         done = subprocess.run(
             [*command, "--data.num_clients=0"], capture_output=True, text=True, check=False
         )

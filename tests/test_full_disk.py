@@ -18,8 +18,9 @@ from pflight.checkpoint import AtomicCheckpointIO
 from pflight.cli import main
 from pflight.files import causes, full_disk
 from tests.event_files import read_events
+from tests.pages import DIGITS
 
-OPTIONS = ["--config=configs/quickstart.yaml", "--data.num_clients=6", "--model.local_epochs=1"]
+OPTIONS = [f"--config={DIGITS}", "--data.num_clients=6", "--model.local_epochs=1"]
 
 
 class Disk:

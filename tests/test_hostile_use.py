@@ -22,9 +22,10 @@ from pflight.cli import main
 from pflight.errors import ConfigurationError
 from pflight.local.time_limit import ClientTimeout, time_limit
 from pflight.memory_files import RowFile, _read_table
+from tests.pages import DIGITS
 
 OPTIONS = [
-    "--config=configs/quickstart.yaml",
+    f"--config={DIGITS}",
     "--data.num_clients=6",
     "--model.local_epochs=1",
     "--model.client.network.hidden=[4]",

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from pflight.cli import main
+from tests.pages import DIGITS
 
-QUICKSTART = "configs/quickstart.yaml"
 HUGE = 10**30
 
 
@@ -24,7 +24,7 @@ def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     """Return the one line that a fit of the quickstart with further arguments ends with."""
     with pytest.raises(SystemExit) as exit_:
-        main(["fit", "--config", QUICKSTART, "--trainer.max_epochs=1", *args])
+        main(["fit", "--config", DIGITS, "--trainer.max_epochs=1", *args])
     error = capsys.readouterr().err
     assert exit_.value.code == 2, error
     assert error.startswith("pflight: error: ")
@@ -228,4 +228,4 @@ def test_own_classes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     said = refused(capsys, "--data=own_data.Refuses", "--data.sise=0")
     assert said == "there is no option data.sise: did you mean data.size?"
     with pytest.raises(ValueError, match="Union"):
-        main(["fit", "--config", QUICKSTART, "--data=own_data.Refuses", "--data.size=10"])
+        main(["fit", "--config", DIGITS, "--data=own_data.Refuses", "--data.size=10"])

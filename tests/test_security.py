@@ -13,6 +13,7 @@ import torch
 from pflight.checkpoint import read_checkpoint
 from pflight.cli import main
 from pflight.errors import ConfigurationError
+from tests.pages import DIGITS
 
 
 class Trap:
@@ -47,7 +48,7 @@ def test_yaml_itself_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("source", ["config", "ckpt_path"])
 def test_nothing_is_read_from_an_address(source: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--config", "configs/quickstart.yaml", f"--{source}", "http://localhost:9/it"]
+    arguments = ["--config", DIGITS, f"--{source}", "http://localhost:9/it"]
     with pytest.raises(SystemExit) as exit_:
         main(["fit", *arguments])
     assert exit_.value.code == 2

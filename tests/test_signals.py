@@ -24,10 +24,11 @@ from pflight.cli import main
 from pflight.clients import Clients
 from pflight.signals import StopBetweenRounds
 from tests.event_files import read_events
+from tests.pages import DIGITS
 from tests.runs import linear_client, quiet_trainer, small_data
 
 STATUS = {signal.SIGTERM: 143, signal.SIGINT: 130}
-QUICKSTART = ["--config=configs/quickstart.yaml", "--data.num_clients=6", "--model.local_epochs=1"]
+QUICKSTART = [f"--config={DIGITS}", "--data.num_clients=6", "--model.local_epochs=1"]
 TWO_RANKS = ["--trainer.strategy=ddp", "--trainer.devices=2"]
 
 

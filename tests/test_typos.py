@@ -14,8 +14,9 @@ import yaml
 from pflight.cli import main
 from pflight.shipped import configs
 from pflight.typos import Options, complaint
+from tests.pages import DIGITS
 
-QUICKSTART = "--config=configs/quickstart.yaml"
+QUICKSTART = f"--config={DIGITS}"
 OWN = """
 import lightning as L
 

@@ -32,6 +32,7 @@ from pflight.models import (
     ResNet18,
 )
 from pflight.state import StateLayout
+from tests.pages import DIGITS
 
 
 class Case(NamedTuple):
@@ -371,7 +372,7 @@ class TestAnyNetworkByItsClassPath:
     def fit(self, *args: str) -> dict[str, torch.Tensor]:
         small = ["--data.num_clients=4", "--trainer.max_epochs=1", "--trainer.accelerator=cpu"]
         folder = "--trainer.default_root_dir=run"
-        main(["fit", "--config=configs/quickstart.yaml", *small, folder, *args])
+        main(["fit", f"--config={DIGITS}", *small, folder, *args])
         checkpoint = torch.load("run/checkpoints/last.ckpt", weights_only=True)
         return checkpoint["state_dict"]
 
@@ -389,7 +390,7 @@ class TestAnyNetworkByItsClassPath:
         network = "--model.client.network=torchvision.models.resnet18"
         classes = "--model.client.network.num_classes=10"
         with pytest.raises(SystemExit):
-            main(["fit", "--config=configs/quickstart.yaml", network, classes, "--print_config"])
+            main(["fit", f"--config={DIGITS}", network, classes, "--print_config"])
         config = yaml.safe_load(capsys.readouterr().out)
         spec = config["model"]["init_args"]["client"]["init_args"]["network"]
         assert isinstance(parse_network(spec), torchvision.models.ResNet)
