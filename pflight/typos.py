@@ -145,11 +145,14 @@ class Options:
         """Return the names of the options of a part of the run, if all its classes are known."""
         if not prefix:
             return self._of_run
-        sources = [self._find(name) for name in ([_TRAINER] if prefix == "trainer" else classes)]
-        options = [source and _of_a_configuration(source) for source in sources]
-        if not options or None in options:
-            return None
-        return [*dict.fromkeys(chain.from_iterable(filter(None, options)))]
+        classes = [_TRAINER] if prefix == "trainer" else classes
+        options: dict[str, None] = {}
+        for source in map(self._find, classes):
+            own = None if source is None else _of_a_configuration(source)
+            if own is None:
+                return None
+            options |= dict.fromkeys(own)
+        return [*options] if classes else None
 
     def _find(self, name: str) -> Source | None:
         if "." in name:
