@@ -80,8 +80,8 @@ def _config_files(prefix: str, **_: Any) -> set[str]:
     found = {path for path in found if path.endswith(("/", ".yaml", ".yml"))}
     for path in configs():
         if path.startswith(prefix):
-            name, slash, _ = path[len(prefix) :].partition("/")
-            found.add(f"{prefix}{name}{slash}")
+            name, end = path[len(prefix) :].partition("/")[:2]
+            found.add(f"{prefix}{name}{end}")
     return found
 
 

@@ -9,7 +9,6 @@ import sys
 
 from . import catalogue
 
-_INDENT = 2
 _UNLIMITED = 1000  # columns
 _SECTIONS = {
     "methods": (catalogue.methods, "--config configs/algorithm/NAME.yaml"),
@@ -38,7 +37,6 @@ def run(options: argparse.Namespace) -> None:
     A terminal cuts the lines that are too long for it, unless one section is asked for.
     """
     from rich.console import Console  # which takes longer to import than all else here
-    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
@@ -56,15 +54,17 @@ def run(options: argparse.Namespace) -> None:
     for section, entries in found.items():
         if section == "configs" and "methods" in found:  # which has the algorithms' already
             entries = [one for one in entries if not one.name.startswith("algorithm/")]
-        table = Table.grid(padding=(0, _INDENT))
-        names = max(len(one.name) for one in entries)
+        table = Table.grid(padding=(0, 2))
+        names = 2 + max((len(one.name) for one in entries), default=0)
         table.add_column(width=names, no_wrap=True)
-        left = max(console.width - names - 2 * _INDENT, 1)
+        left = max(console.width - names - 2, 1)
         table.add_column(max_width=left, no_wrap=not options.section, overflow="ellipsis")
         for one in entries:
-            table.add_row(Text(one.name, "bold"), Text(one.summary))
+            table.add_row(Text(f"  {one.name}", "bold"), Text(one.summary))
+        if section != chosen[0]:
+            console.print()
         console.print(Text.assemble((section, "bold"), f": {_SECTIONS[section][1]}"))
-        console.print(Padding(table, (0, 0, section != chosen[-1], _INDENT), expand=False))
+        console.print(table)
 
 
 def _known(entry: catalogue.Entry) -> dict[str, str]:

@@ -54,14 +54,14 @@ class Source:
             return None
         init = self._method("__init__")
         if init is None:
-            own, call = self._fields, ast.Call(args=[], keywords=[])
+            own = self._fields
         else:
             own = _arguments(init)
             if not (init.args.vararg or init.args.kwarg):
                 return own
-            call = _passed_on(init)
-            if call is None:
-                return None
+        call = _passed_on(init) if init else ast.Call(ast.Name("super"), args=[], keywords=[])
+        if call is None:
+            return None
         placed = [one for one in call.args if not isinstance(one, ast.Starred)]
         given = {one.arg for one in call.keywords}
         options = dict.fromkeys(own)

@@ -31,7 +31,10 @@ _KNOWN_BY_SHORT_NAMES = (
     "lightning.pytorch.callbacks",
     "lightning.pytorch.loggers",
 )
-_BUILT_LATER = ("torch.optim.optimizer.Optimizer", "torch.optim.lr_scheduler.LRScheduler")
+_GIVEN_LATER = {
+    "params": "torch.optim.optimizer.Optimizer",
+    "optimizer": "torch.optim.lr_scheduler.LRScheduler",
+}
 _PARTS = {"model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders"}
 _OF_CLASSES = ("data", "data.partition", "model", "model.client", "trainer.callbacks")
 _CLASS_PATH = re.compile(r"([A-Za-z_]\w*)(\.[A-Za-z_]\w*)+")
@@ -145,11 +148,14 @@ class Options:
         """Return the names of the options of a part of the run, if all its classes are known."""
         if not prefix:
             return self._of_run
-        sources = [self._find(name) for name in ([_TRAINER] if prefix == "trainer" else classes)]
-        options = [source and _of_a_configuration(source) for source in sources]
-        if not options or None in options:
-            return None
-        return [*dict.fromkeys(chain.from_iterable(filter(None, options)))]
+        classes = [_TRAINER] if prefix == "trainer" else classes
+        options: dict[str, None] = {}
+        for source in map(self._find, classes):
+            own = None if source is None else _of_a_configuration(source)
+            if own is None:
+                return None
+            options |= dict.fromkeys(own)
+        return [*options] if classes else None
 
     def _find(self, name: str) -> Source | None:
         if "." in name:
@@ -179,9 +185,10 @@ class Options:
 
 
 def _of_a_configuration(source: Source) -> list[str] | None:
-    """Return the options of a class without what is first when it is built later."""
+    """Return the options of a class without the first, if that is given when it is built later."""
     options = source.options
-    return options[1:] if options and any(map(source.is_a, _BUILT_LATER)) else options
+    later = _GIVEN_LATER.get(options[0]) if options else None
+    return options[1:] if options and later and source.is_a(later) else options
 
 
 def _pairs(args: Sequence[str]) -> Iterator[tuple[str, str, str | None]]:

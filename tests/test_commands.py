@@ -245,3 +245,11 @@ def test_completion_in_bash() -> None:
     assert trainer == {"--trainer.max_epochs"}
     assert data == {"--data.num_clients"}
     assert values == {"Dirichlet"}
+
+
+def test_completion_as_zsh_asks_for_it() -> None:
+    asked = {"COMP_LINE": "pflight li", "COMP_POINT": "10", "_ARGCOMPLETE_SHELL": "zsh"}
+    asked |= {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SUPPRESS_SPACE": "1"}
+    asked |= {"_ARGCOMPLETE_STDOUT_FILENAME": "answer"}
+    subprocess.run([BIN / "pflight"], check=True, env=os.environ | asked)
+    assert Path("answer").read_text().startswith("list:show methods, data sets, ")
