@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pflight.half import Phase
+from pflight.head import step_extra
 from pflight.history import Logs, add_logs
 from pflight.loaders import Visit
 
@@ -64,7 +65,7 @@ class ClientTraining:
             return self._descend(visits, descents, epochs, limits)
         for client, optimizer in zip(models.clients, optimizers, strict=True):
             client.trainer.attach(client.module)
-            client.trainer.start(*limits, client.step, optimizer)
+            client.trainer.start(*limits, client.step, optimizer, setting.half.extra_options)
         for visit, batches in visits:
             phase = phase_of(self._phases_of(epochs), visit.epoch)
             with ExitStack() as stack:
@@ -113,6 +114,8 @@ class ClientTraining:
         found = []
         for client, chosen in zip(self.models.clients, optimizers, strict=True):
             optimizer: Any = client.module.configure_optimizers() if chosen is None else chosen
+            if chosen is None and isinstance(optimizer, Optimizer):
+                step_extra(client.module, optimizer, self.setting.half.extra_options)
             own = {id(parameter) for parameter in client.module.parameters()}
             if not Descent.suits([optimizer]) or not steps_only(optimizer, own):
                 return None
