@@ -8,14 +8,18 @@ from .methods.cfl import CFL
 from .methods.ditto import Ditto
 from .methods.fedala import FedALA
 from .methods.feddane import FedDANE
+from .methods.feddbe import FedDBE
 from .methods.fedec import FedEC
 from .methods.fedfomo import FedFomo
+from .methods.fedproto import FedProto
 from .methods.fedprox import FedProx
+from .methods.fedrod import FedRoD
 from .methods.fedsgd import FedSGD
 from .methods.fesem import FeSEM, select_num_clusters
 from .methods.ifca import IFCA
 from .methods.l2gd import L2GD
 from .methods.local import Local
+from .methods.moon import MOON
 from .methods.num_clusters import ClusterSelection
 from .methods.per_fedavg import PerFedAvg
 from .methods.pfedhn import PFedHN
@@ -43,6 +47,7 @@ __all__ = [
     "CFL",
     "IFCA",
     "L2GD",
+    "MOON",
     "SCAFFOLD",
     "AggregationWeights",
     "ClusterExamples",
@@ -56,10 +61,13 @@ __all__ = [
     "FedAvg",
     "FedCluster",
     "FedDANE",
+    "FedDBE",
     "FedEC",
     "FedFomo",
+    "FedProto",
     "FedProx",
     "FedRep",
+    "FedRoD",
     "FedSGD",
     "FederationProgressBar",
     "HypoCluster",
