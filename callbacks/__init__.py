@@ -7,15 +7,18 @@ from .methods.apfl import APFL
 from .methods.cfl import CFL
 from .methods.ditto import Ditto
 from .methods.fedala import FedALA
+from .methods.fedcp import FedCP
 from .methods.feddane import FedDANE
 from .methods.feddbe import FedDBE
 from .methods.fedec import FedEC
 from .methods.fedfomo import FedFomo
+from .methods.fedpac import FedPAC
 from .methods.fedproto import FedProto
 from .methods.fedprox import FedProx
 from .methods.fedrod import FedRoD
 from .methods.fedsgd import FedSGD
 from .methods.fesem import FeSEM, select_num_clusters
+from .methods.gpfl import GPFL
 from .methods.ifca import IFCA
 from .methods.l2gd import L2GD
 from .methods.local import Local
@@ -45,6 +48,7 @@ Robust = TrimmedKMeans
 __all__ = [
     "APFL",
     "CFL",
+    "GPFL",
     "IFCA",
     "L2GD",
     "MOON",
@@ -59,11 +63,13 @@ __all__ = [
     "FeSEM",
     "FedALA",
     "FedAvg",
+    "FedCP",
     "FedCluster",
     "FedDANE",
     "FedDBE",
     "FedEC",
     "FedFomo",
+    "FedPAC",
     "FedProto",
     "FedProx",
     "FedRep",

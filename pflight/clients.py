@@ -26,7 +26,7 @@ from .engines.sequential import SequentialEngine
 from .errors import ConfigurationError
 from .failures import Failures
 from .half import Half, LocalClient, Measure, Participation, add_what_it_needs, layout_with
-from .head import Head, has_plain_head, mark, trace
+from .head import Head, has_plain_head, head_of, mark, trace
 from .history import Logs, Round, Traffic, add_logs
 from .host import check_fits, readable
 from .loaders import Split
@@ -438,6 +438,10 @@ class Clients:
         """Return the full states ``[C]`` by which clients are judged that are sent this now."""
         return self.participation.judged(self, clients, sent)
 
+    def further(self, clients: Tensor, sent: TensorDict, model: str) -> TensorDict:
+        """Return one of the further models ``[C]`` by which clients are judged."""
+        return self.participation.further(self, clients, sent, model)
+
     def has_memory(self, clients: Tensor) -> Tensor:
         """Return a mask ``[C]`` of the clients that keep private entries from an earlier round."""
         return self.memory.seen(_PRIVATE, clients)
@@ -523,6 +527,11 @@ class Clients:
         )
         self.note_failures(updates.failures, doing)
         return _laid_over(updates, clients, states)
+
+    @property
+    def head(self) -> Head:
+        """The head of the clients' module."""
+        return head_of(self.module)
 
     @property
     def has_samples(self) -> bool:

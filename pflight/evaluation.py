@@ -22,7 +22,7 @@ from .updates import Evaluation, Predictions
 WhichModel = str
 """Which model of a client is judged, as a prefix of tags: ``""``, the client's own model;
 ``"server/"``, the model that the server would send it; ``"finetuned/"``, the client's own model
-after fine-tuning; or one of the server callback's ``further_models``."""
+after fine-tuning; or one of the ``further_models`` of what clients do."""
 
 
 class Evaluator:
@@ -52,7 +52,7 @@ class Evaluator:
         models: tuple[WhichModel, ...] = ("", "server/")
         if clients.training.finetune_epochs:
             models += ("finetuned/",)
-        models += callback.further_models
+        models += clients.participation.further_models
         with torch.inference_mode(False):
             self._metrics = {model: self._new_metrics() for model in models}
 
@@ -81,8 +81,9 @@ class Evaluator:
                 outputs["finetuned/"] = outputs[""]
             elif models.finetuned is not None:
                 outputs["finetuned/"] = self._evaluate(ids, models.finetuned)
-        for name in callback.further_models:
-            outputs[name] = self._evaluate(ids, callback.further_model(name, ids))
+        for name in clients.participation.further_models:
+            states = clients.further(ids, callback.broadcast(ids), name)
+            outputs[name] = self._evaluate(ids, states)
         return outputs
 
     def _evaluate(self, ids: Tensor, states: TensorDict) -> Evaluation | ClientValues:

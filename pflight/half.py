@@ -138,12 +138,15 @@ class LocalClient(Protocol):
         :meth:`task_loss_and_features`.
         """
 
-    def predict(self, features: Tensor, classify: Callable[[Tensor], Tensor]) -> Tensor:
+    def predict(
+        self, features: Tensor, classify: Callable[[Tensor], Tensor], **options: Any
+    ) -> Tensor:
         """Return what the module of :meth:`Half.extra` predicts for features ``[n, d]``.
 
         Args:
             features: The features.
             classify: What stands for the head, a function of features.
+            **options: What else the module takes.
         """
 
     def losses(self, outputs: Tensor, batch: Any) -> Tensor:
@@ -192,6 +195,10 @@ class LocalWork(Protocol):
     @property
     def layout(self) -> StateLayout:
         """The layout of the clients' states, with all that the half adds."""
+
+    @property
+    def head(self) -> Head:
+        """The head of the clients' module."""
 
     def start_states(self, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Return full states ``[C]``: what was kept, over what is sent, over the initial model."""
@@ -295,9 +302,11 @@ class Participation:
 
     Attributes:
         judged_by_memory: Whether a client is judged by the model that its half remembers.
+        further_models: Further models by which clients are judged, as prefixes of tags.
     """
 
     judged_by_memory: bool = False
+    further_models: tuple[str, ...] = ()
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Return the full states ``[C]`` from which clients train, which are also their anchors.
@@ -358,7 +367,23 @@ class Phase(NamedTuple):
     """The epoch with which it begins."""
     epochs: int
     names: Collection[str]
-    """Of the parameters that train; layers that have none of them are in evaluation mode."""
+    """Of the parameters that train; layers that have none of them are in evaluation mode.
+
+    Without any, nothing happens in these epochs.
+    """
+    lr: float | None = None
+    """Learning rate in place of the optimizer's own."""
+
+    def further(self, work: LocalWork, clients: Tensor, sent: TensorDict, model: str) -> TensorDict:
+        """Return one of :attr:`further_models` of the clients ``[C]``: full states.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]``.
+            sent: What the server sends them now ``[C]``.
+            model: Which.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define further()")
 
 
 class Half(Participation):

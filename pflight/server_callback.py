@@ -56,7 +56,6 @@ class ServerCallback(L.Callback):
             the half decides on that.
         chooses_half: Whether this callback decides on the client half; otherwise a half that the
             client module names takes its place.
-        further_models: Further models of a client that are judged, as prefixes of tags.
         private: Names of the entries of a state that stay with the client and never travel, in the
             layout's order.
     """
@@ -66,7 +65,6 @@ class ServerCallback(L.Callback):
     half: Half = Half()
     participation: Participation | None = None
     chooses_half: bool = True
-    further_models: tuple[str, ...] = ()
     _given: dict[str, Any]
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
@@ -213,10 +211,6 @@ class ServerCallback(L.Callback):
         By default it is what the clients make of what the server sends them.
         """
         return self.clients.judged(clients, self.broadcast(clients))
-
-    def further_model(self, name: str, clients: Tensor) -> TensorDict:
-        """Return one of :attr:`further_models` of the clients ``[C]``: a stack of full states."""
-        raise NotImplementedError(f"{type(self).__name__} does not define further_model()")
 
     @property
     def personalizes(self) -> bool:

@@ -42,7 +42,7 @@ def head(state: dict[str, Tensor]) -> Any:
 
 def assert_rows(value: Tensor, expected: Any) -> None:
     """Compare with numbers of six decimals."""
-    rounded = torch.tensor(expected, dtype=torch.float64)
+    rounded = torch.as_tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(value.detach().double(), rounded, rtol=0, atol=6e-7)
 
 

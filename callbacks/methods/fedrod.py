@@ -194,6 +194,13 @@ class FedRoD(FedAvg):
         super().__init__(weighting, buffers)
         self.bring(TwoHeads, gamma=gamma, personal=personal, hidden=hidden)
 
+    @property
+    def algorithm_name(self) -> str:
+        """FedRoD, and whether a network makes the personal heads."""
+        half = self.clients.half
+        assert isinstance(half, TwoHeads)
+        return "FedRoD" + " (hyper)" * (half.kind == "hyper")
+
     def setup_server(self) -> None:
         """Make the server's model; personal heads, or class shares, are private."""
         super().setup_server()

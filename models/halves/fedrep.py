@@ -55,7 +55,7 @@ class HeadFirst(Half):
 
     def check(self, module: LightningModule) -> None:
         """Raise if there is no such head to train."""
-        if self.head_epochs and not self._parameters(module)[0]:
+        if self.head_epochs and not self.parameters(module)[0]:
             layers = StateLayout.of(module).layers
             raise ConfigurationError(
                 f"FedRep: the head has no parameter that is trained; the layers are "
@@ -64,12 +64,12 @@ class HeadFirst(Half):
 
     def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase]:
         """Return the epochs of the head, then those of the body."""
-        head, body = self._parameters(module)
+        head, body = self.parameters(module)
         first = min(epochs, self.head_epochs)
         found = [Phase(0, first, head), Phase(first, epochs - first, body)]
         return [phase for phase in found if phase.epochs]
 
-    def _parameters(self, module: LightningModule) -> tuple[list[str], list[str]]:
+    def parameters(self, module: LightningModule) -> tuple[list[str], list[str]]:
         """Return the names of the trained parameters of the head, and of the body."""
         layout, chosen = StateLayout.of(module), {*self.head_in(module).of(module)}
         head = {name for layer in chosen for name in layout.layers[layer]}

@@ -508,8 +508,10 @@ class VectorizedEngine:
         torch._foreach_copy_(results, [chunk.starts[name] for name in chunk.results])
         stacked.prepare(work.mode)
         for phase in phases:
+            if phase is not None and not phase.names:
+                continue
             with stacked.phase(phase):
-                self._take_steps(chunk, self._batches(chunk, work, phase))
+                self._take_steps(chunk, self._batches(chunk, work, phase), phase)
         state = self._others(chunk, (), unread=()) | chunk.told  # the number of steps, too
         if work.mode.anchored and stacked.changes_afterwards:
             stacked.after_training(state)
@@ -518,11 +520,13 @@ class VectorizedEngine:
             for name, value in chunk.kept.items():
                 value.copy_(keep[name])
 
-    def _take_steps(self, chunk: _Chunk, batches: Batches) -> None:
-        """Take the steps of some batches."""
+    def _take_steps(self, chunk: _Chunk, batches: Batches, phase: Phase | None = None) -> None:
+        """Take the steps of some batches, those of a phase."""
         stacked = self._stacked
         dependence = self._dependence[stacked.mode.anchored]
         single, by_half = stacked.optimizer()
+        for group in single.param_groups if phase is not None and phase.lr is not None else ():
+            group["lr"] = phase.lr
         stepped = {id(p) for group in single.param_groups for p in group["params"]}
         trained = {
             name: parameter

@@ -102,10 +102,12 @@ class ClientModel:
             self._loss_at(tensors, self._batch)
         return self._last(seen)
 
-    def predict(self, features: Tensor, classify: Callable[[Tensor], Tensor]) -> Tensor:
+    def predict(
+        self, features: Tensor, classify: Callable[[Tensor], Tensor], **options: Any
+    ) -> Tensor:
         """See :class:`~pflight.half.LocalClient`."""
         extra = self.module.get_submodule(EXTRA)
-        return call_with(extra, self.extra, operator.call, features, classify)
+        return call_with(extra, self.extra, operator.call, features, classify, **options)
 
     def losses(self, outputs: Tensor, batch: Any) -> Tensor:
         """See :class:`~pflight.half.LocalClient`."""

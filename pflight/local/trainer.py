@@ -364,6 +364,13 @@ class ModuleTrainer:
                 for index, batch in enumerate(batches)
             ]
 
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups of parameters of all optimizers."""
+        return [
+            group for optimizer in self._strategy.optimizers for group in optimizer.param_groups
+        ]
+
     def loss(self, batch: Any, size: int, loss: Callable[[Any], LossT]) -> LossT:
         """Return a loss of the copy on a batch, outside of its training."""
         trainer = self.trainer
