@@ -25,6 +25,7 @@ from .methods.local import Local
 from .methods.moon import MOON
 from .methods.num_clusters import ClusterSelection
 from .methods.per_fedavg import PerFedAvg
+from .methods.pfedfda import PFedFDA
 from .methods.pfedhn import PFedHN
 from .methods.pfedla import PFedLA
 from .methods.pfedme import PFedMe
@@ -78,6 +79,7 @@ __all__ = [
     "FederationProgressBar",
     "HypoCluster",
     "Local",
+    "PFedFDA",
     "PFedHN",
     "PFedLA",
     "PFedMe",

@@ -32,7 +32,7 @@ from .host import check_fits, readable
 from .loaders import Split
 from .local.setting import Setting
 from .memory import ClientMemory, MappedMemory
-from .randomness import Purpose
+from .randomness import Purpose, generator
 from .server import ServerModels
 from .state import StateLayout, expand_state, largest_values, moved
 from .updates import ClientFailure, ClientUpdates, Kept
@@ -533,6 +533,10 @@ class Clients:
         """The head of the clients' module."""
         return head_of(self.module)
 
+    def random(self, client: int) -> torch.Generator:
+        """Return what draws random numbers for a client, by seed and round."""
+        return generator(Purpose.LOCAL_WORK, self.seed, self.rounds, client)
+
     @property
     def has_samples(self) -> bool:
         """Whether there are samples: not where a federation is loaded without its data."""
@@ -556,6 +560,16 @@ class Clients:
         failed = torch.tensor([failure.client for failure in failures], dtype=torch.long)
         sums[torch.isin(clients.cpu(), failed).to(self.device)] = torch.nan
         return sums
+
+    def rows(
+        self, clients: Tensor, states: TensorDict, measure: Measure
+    ) -> list[dict[str, Tensor] | None]:
+        """Return what each of a client's training samples gives, by client."""
+        rows, failures = self.attached_engine.rows(clients, states, measure)
+        self.note_failures(failures, "to look through its samples")
+        failed = {failure.client for failure in failures}
+        ids = clients.tolist()
+        return [None if i in failed else own for i, own in zip(ids, rows, strict=True)]
 
     def num_batches(self, clients: Tensor) -> Tensor:
         """Return how many batches there are in a local epoch of the clients ``[C]``."""

@@ -183,7 +183,7 @@ class LocalClient(Protocol):
 
 
 Measure = Callable[[LocalClient, Any], Mapping[str, Tensor]]
-"""Returns the sums of what the samples of a batch give, by name."""
+"""Returns what the samples of a batch give, by name."""
 
 
 class LocalWork(Protocol):
@@ -241,6 +241,9 @@ class LocalWork(Protocol):
     def train_aside(self, clients: Tensor, sent: TensorDict) -> ClientUpdates:
         """Train as in a round, from what is sent ``[C]``, of which nothing is recorded or kept."""
 
+    def random(self, client: int) -> torch.Generator:
+        """Return what draws random numbers for a client, by seed and round."""
+
     @property
     def has_samples(self) -> bool:
         """Whether there are samples: not where a federation is loaded without its data."""
@@ -267,6 +270,19 @@ class LocalWork(Protocol):
             states: Their models ``[C]``.
             measure: Gets a client and a batch; returns the sums over the samples of the batch.
             like: Zeros of the sums' shapes and types, by their names.
+        """
+
+    def rows(
+        self, clients: Tensor, states: TensorDict, measure: Measure
+    ) -> list[dict[str, Tensor] | None]:
+        """Return what each of a client's training samples gives, in evaluation mode, by client.
+
+        ``None`` for a client whose pass fails, and an empty dictionary without samples.
+
+        Args:
+            clients: Ids ``[C]``.
+            states: Their models ``[C]``.
+            measure: Gets a client and a batch; returns tensors ``[n, ...]`` of the batch's samples.
         """
 
     def num_batches(self, clients: Tensor) -> Tensor:

@@ -74,6 +74,7 @@ ALGORITHMS = {
     "moon": "MOON",
     "perfedavg": "PerFedAvg",
     "perfedavg_hf": "PerFedAvg",
+    "pfedfda": "PFedFDA",
     "pfedhn": "PFedHN",
     "pfedhn_pc": "PFedHN",
     "pfedla": "PFedLA",

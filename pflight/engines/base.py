@@ -115,6 +115,17 @@ class Engine(Protocol):
                 that fails, has these.
         """
 
+    def rows(
+        self, clients: Tensor, states: TensorDict, measure: Measure
+    ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
+        """Return what each of a client's training samples gives, in evaluation mode, by client.
+
+        Args:
+            clients: Ids ``[C]``.
+            states: Their models ``[C]``.
+            measure: Gets a client and a batch; returns tensors ``[n, ...]`` of the batch's samples.
+        """
+
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:

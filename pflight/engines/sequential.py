@@ -305,11 +305,8 @@ class SequentialEngine:
         ).to(self.device)
 
         def add(row: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
-            model, own = self.models.client, totals[row].clone()
-            model.module.eval()
-            model.num_samples.fill_(int(self.setting.data.num_samples("train")[client]))
-            for part, batch in zip(visit.parts, batches, strict=True):
-                found = model.trainer.loss(batch, len(part), partial(measure, model))
+            own = totals[row].clone()
+            for found in self._measured(client, visit, batches, measure):
                 for name, value in found.items():
                     own[name] += value
             if like and not all(finite_rows(own.unsqueeze(0))):
@@ -319,6 +316,31 @@ class SequentialEngine:
         with threads(self._threads):
             failures = self._visit_each(clients, states, "train", add)
         return totals, failures
+
+    @torch.no_grad()
+    def rows(
+        self, clients: Tensor, states: TensorDict, measure: Measure
+    ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
+        """See :class:`~pflight.engines.base.Engine`."""
+        rows: list[dict[str, Tensor]] = [{} for _ in clients]
+
+        def note(row: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
+            parts = list(self._measured(client, visit, batches, measure))
+            rows[row] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+        with threads(self._threads):
+            failures = self._visit_each(clients, states, "train", note)
+        return rows, failures
+
+    def _measured(
+        self, client: int, visit: Visit, batches: Iterator[Any], measure: Measure
+    ) -> Iterator[Mapping[str, Tensor]]:
+        """Yield what is measured of the batches of the client at hand."""
+        model = self.models.client
+        model.module.eval()
+        model.num_samples.fill_(int(self.setting.data.num_samples("train")[client]))
+        for part, batch in zip(visit.parts, batches, strict=True):
+            yield model.trainer.loss(batch, len(part), partial(measure, model))
 
     def _visit_each(
         self,

@@ -307,6 +307,12 @@ class VectorizedEngine:
                     return totals, []
         return self.alone.sums(clients, states, measure, like)
 
+    def rows(
+        self, clients: Tensor, states: TensorDict, measure: Measure
+    ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
+        """See :class:`~pflight.engines.base.Engine`."""
+        return self.alone.rows(clients, states, measure)
+
     def _stacked_sums(
         self, clients: Tensor, states: TensorDict, measure: Measure, like: Mapping[str, Tensor]
     ) -> TensorDict:
