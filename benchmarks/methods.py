@@ -46,7 +46,15 @@ CONFIGS = Path(str(files("pflight.configs")))
 LOCAL, TUNED, BELOW, MACRO = "Local", "FedAvg + fine-tuning", "below Local", "test/macro_acc"
 EPOCHS, TUNING, CLUSTERS = 2, 5, 8
 EVERY = 5  # rounds between validations
-VARIANTS = "apfl_adaptive", "fedec_l2", "fedec_wo", "fesem_auto", "perfedavg_hf", "pfedhn_pc"
+VARIANTS = (
+    "apfl_adaptive",
+    "fedec_l2",
+    "fedec_wo",
+    "fedrod_hyper",
+    "fesem_auto",
+    "perfedavg_hf",
+    "pfedhn_pc",
+)
 LEFT_OUT = {"fedbn", *VARIANTS}  # these networks have no BatchNorm, without which FedBN is FedAvg
 AS_WELL = {"fedavg": TUNED}
 INSTEAD = {"reptile": "Reptile + fine-tuning"}  # a start for a few steps, judged after them

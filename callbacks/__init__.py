@@ -7,17 +7,25 @@ from .methods.apfl import APFL
 from .methods.cfl import CFL
 from .methods.ditto import Ditto
 from .methods.fedala import FedALA
+from .methods.fedcp import FedCP
 from .methods.feddane import FedDANE
+from .methods.feddbe import FedDBE
 from .methods.fedec import FedEC
 from .methods.fedfomo import FedFomo
+from .methods.fedpac import FedPAC
+from .methods.fedproto import FedProto
 from .methods.fedprox import FedProx
+from .methods.fedrod import FedRoD
 from .methods.fedsgd import FedSGD
 from .methods.fesem import FeSEM, select_num_clusters
+from .methods.gpfl import GPFL
 from .methods.ifca import IFCA
 from .methods.l2gd import L2GD
 from .methods.local import Local
+from .methods.moon import MOON
 from .methods.num_clusters import ClusterSelection
 from .methods.per_fedavg import PerFedAvg
+from .methods.pfedfda import PFedFDA
 from .methods.pfedhn import PFedHN
 from .methods.pfedla import PFedLA
 from .methods.pfedme import PFedMe
@@ -41,8 +49,10 @@ Robust = TrimmedKMeans
 __all__ = [
     "APFL",
     "CFL",
+    "GPFL",
     "IFCA",
     "L2GD",
+    "MOON",
     "SCAFFOLD",
     "AggregationWeights",
     "ClusterExamples",
@@ -54,16 +64,22 @@ __all__ = [
     "FeSEM",
     "FedALA",
     "FedAvg",
+    "FedCP",
     "FedCluster",
     "FedDANE",
+    "FedDBE",
     "FedEC",
     "FedFomo",
+    "FedPAC",
+    "FedProto",
     "FedProx",
     "FedRep",
+    "FedRoD",
     "FedSGD",
     "FederationProgressBar",
     "HypoCluster",
     "Local",
+    "PFedFDA",
     "PFedHN",
     "PFedLA",
     "PFedMe",

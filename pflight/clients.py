@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import lightning as L
 import torch
@@ -20,20 +20,21 @@ from torch import Tensor
 from .cohort import CohortSampler
 from .data_module import FederatedDataModule
 from .distributed import owned
-from .engines.base import Engine
+from .engines.base import Engine, finite_rows
 from .engines.choice import Choice, EngineName, build_engine
 from .engines.sequential import SequentialEngine
 from .errors import ConfigurationError
 from .failures import Failures
-from .half import Half, Participation
+from .half import Half, LocalClient, Measure, Participation, add_what_it_needs, layout_with
+from .head import Head, has_plain_head, head_of, mark, trace
 from .history import Logs, Round, Traffic, add_logs
 from .host import check_fits, readable
 from .loaders import Split
 from .local.setting import Setting
 from .memory import ClientMemory, MappedMemory
-from .randomness import Purpose
+from .randomness import Purpose, generator
 from .server import ServerModels
-from .state import StateLayout, largest_values, moved, state_bytes
+from .state import StateLayout, expand_state, largest_values, moved
 from .updates import ClientFailure, ClientUpdates, Kept
 
 _log = logging.getLogger("lightning.pytorch.pflight")
@@ -57,6 +58,9 @@ class ServerHalf(Protocol):
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the bytes sent to the clients ``[C]``."""
+
+    def bytes_up(self, updates: ClientUpdates) -> int:
+        """Return the bytes that the clients of a chunk sent."""
 
 
 @dataclass(frozen=True)
@@ -250,6 +254,41 @@ class Clients:
             known = f"clients are 0 to {self.num_clients - 1}" if self.num_clients else "none yet"
             raise ConfigurationError(f"unknown client {client}: {known}")
 
+    def prepare(
+        self, needs_head: bool, trainer: L.Trainer | None, head: Sequence[Any] | None
+    ) -> StateLayout:
+        """Add to the client module what its half needs, and return the layout of both.
+
+        Args:
+            needs_head: Whether the server half needs to know the module's head.
+            trainer: The Trainer that runs the federation, if it has one.
+            head: What the checkpoint says of it that the federation is loaded from otherwise.
+
+        Raises:
+            ConfigurationError: If the half needs classes or a head that the module does not have.
+        """
+        adds = type(self.half).extra is not Half.extra
+        if adds or ((needs_head or self.half.needs_head) and not has_plain_head(self.module)):
+            mark(self.module, head if trainer is None else self._find_head(trainer.strategy))
+        add_what_it_needs(self.half, self.module, self.seed)
+        self.layout = layout_with(self.half, StateLayout.of(self.module))
+        return self.layout
+
+    def _find_head(self, strategy: Strategy) -> Head | None:
+        """Return the head of the clients' network, as a pass of a client's samples shows it."""
+        found: list[Head | None] = []
+
+        def look(c: LocalClient, batch: object) -> Mapping[str, Tensor]:
+            if not found:
+                found.append(trace(c.module, partial(c.task_loss, batch)))
+            return {}
+
+        layout, data = StateLayout.of(self.module), self.attached_data
+        how = strategy.precision_plugin, strategy.root_device, self.training.seed
+        engine = SequentialEngine(Setting(self.module, Half(), layout, data, *how))
+        engine.sums(data.train_clients[:1], expand_state(layout.template, 1), look, {})
+        return found[0] if found else None
+
     def choose_engine(
         self,
         wanted: EngineName,
@@ -310,6 +349,7 @@ class Clients:
         returns: Iterable[str] | None = None,
         whole: int | None = None,
         at_once: int | None = None,
+        aside: bool = False,
     ) -> Iterator[ClientUpdates]:
         """Have clients train locally; yield what they send, chunk by chunk of this rank's.
 
@@ -324,8 +364,9 @@ class Clients:
             whole: Chunks are of a multiple of this many clients, if they hold more, and the last
                 has the rest; by default they are of about the same size.
             at_once: Clients in a chunk, at most.
+            aside: Whether the clients keep nothing of it.
         """
-        work = partial(self._train, epochs=epochs)
+        work = partial(self._train, epochs=epochs, **({"aside": True} if aside else {}))
         for chunk in self._chunks(clients, whole, at_once):
             yield self._ask(chunk, send(chunk), work, returns)
 
@@ -382,19 +423,24 @@ class Clients:
                 were another round now.
             epochs: As in :meth:`train`.
         """
+        starts = self.participation.before_training(self, clients, sent)
         updates = self.attached_engine.train(
             clients,
-            self.participation.before_training(self, clients, sent),
+            starts,
             round_index=self.rounds if round_index is None else round_index,
             epochs=epochs or self.training.epochs,
             steps=None if epochs else self.training.steps,
         )
         self.note_failures(updates.failures, "to find its place")
-        return updates
+        return self._finished(clients, starts, updates)
 
     def judged(self, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Return the full states ``[C]`` by which clients are judged that are sent this now."""
         return self.participation.judged(self, clients, sent)
+
+    def further(self, clients: Tensor, sent: TensorDict, model: str) -> TensorDict:
+        """Return one of the further models ``[C]`` by which clients are judged."""
+        return self.participation.further(self, clients, sent, model)
 
     def has_memory(self, clients: Tensor) -> Tensor:
         """Return a mask ``[C]`` of the clients that keep private entries from an earlier round."""
@@ -481,6 +527,49 @@ class Clients:
         )
         self.note_failures(updates.failures, doing)
         return _laid_over(updates, clients, states)
+
+    @property
+    def head(self) -> Head:
+        """The head of the clients' module."""
+        return head_of(self.module)
+
+    def random(self, client: int) -> torch.Generator:
+        """Return what draws random numbers for a client, by seed and round."""
+        return generator(Purpose.LOCAL_WORK, self.seed, self.rounds, client)
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether there are samples: not where a federation is loaded without its data."""
+        return self.engine is not None
+
+    def num_samples_of(self, clients: Tensor) -> Tensor:
+        """Return the clients' numbers of training samples ``[C]``."""
+        return self.num_samples[clients.cpu()].to(self.device)
+
+    def class_counts_of(self, clients: Tensor) -> Tensor:
+        """Return the clients' training samples by class ``[C, K]``."""
+        counts = self.attached_engine.setting.class_counts
+        return counts[clients.to(counts.device)]
+
+    def sums(
+        self, clients: Tensor, states: TensorDict, measure: Measure, like: Mapping[str, Tensor]
+    ) -> TensorDict:
+        """Return sums over each client's training samples ``[C]``."""
+        sums, failures = self.attached_engine.sums(clients, states, measure, like)
+        self.note_failures(failures, "to look through its samples")
+        failed = torch.tensor([failure.client for failure in failures], dtype=torch.long)
+        sums[torch.isin(clients.cpu(), failed).to(self.device)] = torch.nan
+        return sums
+
+    def rows(
+        self, clients: Tensor, states: TensorDict, measure: Measure
+    ) -> list[dict[str, Tensor] | None]:
+        """Return what each of a client's training samples gives, by client."""
+        rows, failures = self.attached_engine.rows(clients, states, measure)
+        self.note_failures(failures, "to look through its samples")
+        failed = {failure.client for failure in failures}
+        ids = clients.tolist()
+        return [None if i in failed else own for i, own in zip(ids, rows, strict=True)]
 
     def num_batches(self, clients: Tensor) -> Tensor:
         """Return how many batches there are in a local epoch of the clients ``[C]``."""
@@ -619,10 +708,12 @@ class Clients:
         add_logs(current.logs, updates.logs)
         returned = half.sent_names if returns is None else returns
         updates = replace(updates, states=updates.states.select(*returned))
-        entry.bytes_up += len(updates.clients) * state_bytes(updates.states)
+        entry.bytes_up += half.bytes_up(updates)
         return updates
 
-    def _train(self, clients: Tensor, sent: TensorDict, epochs: int | None = None) -> ClientUpdates:
+    def _train(
+        self, clients: Tensor, sent: TensorDict, epochs: int | None = None, aside: bool = False
+    ) -> ClientUpdates:
         engine = self.attached_engine
         starts = self.participation.before_training(self, clients, sent)
         updates = engine.train(
@@ -638,6 +729,9 @@ class Clients:
         if idle.any():  # who has learnt nothing has nothing to say, and weighs nothing
             before = starts[torch.isin(clients, updates.clients)]
             updates = updates.where(~idle | moved(before, updates.states, self.layout.parameters))
+        updates = self._finished(clients, starts, updates)
+        if aside:
+            return updates
         for listener in self.on_updates:
             listener(updates)
         starts = self._keep(clients, starts, updates)
@@ -645,6 +739,20 @@ class Clients:
             self.memory.write(_MEMORY, updates.clients, updates.kept)
         self.participation.keep(self, updates.clients, starts, updates.states)
         return updates
+
+    def _finished(
+        self, clients: Tensor, starts: TensorDict, updates: ClientUpdates
+    ) -> ClientUpdates:
+        """Return what clients make of their training; those that get a NaN have failed."""
+        if type(self.participation).finish is Participation.finish:
+            return updates
+        if len(updates.clients) < len(clients):
+            starts = starts[torch.isin(clients, updates.clients)]
+        states = self.participation.finish(self, updates.clients, starts, updates.states)
+        sound = torch.tensor(finite_rows(states), dtype=torch.bool)
+        odd = updates.clients[~sound.to(updates.clients.device)].tolist()
+        self.note_failures(ClientFailure(i, "what it sends is NaN or infinite") for i in odd)
+        return replace(updates, states=states).where(sound)
 
     def _take_gradients(
         self, clients: Tensor, sent: TensorDict, batches: int | None = None

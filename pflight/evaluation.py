@@ -14,13 +14,16 @@ from .clients import Clients
 from .distributed import owned
 from .errors import ConfigurationError
 from .metrics import ClientMetrics, ClientValues, Direction, F1Average, LoggedMetrics
+from .server import server_work
 from .server_callback import ServerCallback
+from .state import entries
 from .task import Task
 from .updates import Evaluation, Predictions
 
-WhichModel = Literal["", "server/", "finetuned/"]
-"""Which model of a client is judged, as a prefix of tags: the client's own model, the model that
-the server would send it, or the client's own model after fine-tuning."""
+WhichModel = str
+"""Which model of a client is judged, as a prefix of tags: ``""``, the client's own model;
+``"server/"``, the model that the server would send it; ``"finetuned/"``, the client's own model
+after fine-tuning; or one of the ``further_models`` of what clients do."""
 
 
 class Evaluator:
@@ -50,6 +53,7 @@ class Evaluator:
         models: tuple[WhichModel, ...] = ("", "server/")
         if clients.training.finetune_epochs:
             models += ("finetuned/",)
+        models += clients.participation.further_models
         with torch.inference_mode(False):
             self._metrics = {model: self._new_metrics() for model in models}
 
@@ -78,6 +82,9 @@ class Evaluator:
                 outputs["finetuned/"] = outputs[""]
             elif models.finetuned is not None:
                 outputs["finetuned/"] = self._evaluate(ids, models.finetuned)
+        for name in clients.participation.further_models:
+            states = clients.further(ids, callback.broadcast(ids), name)
+            outputs[name] = self._evaluate(ids, states)
         return outputs
 
     def _evaluate(self, ids: Tensor, states: TensorDict) -> Evaluation | ClientValues:
@@ -217,11 +224,17 @@ class ClientModels(NamedTuple):
 
 def model_of(
     clients: Clients, callback: ServerCallback, client: int, device: torch.device
-) -> TensorDict:
-    """Return the state that a client is judged by, without fine-tuning if the client fails."""
+) -> dict[str, Tensor]:
+    """Return the state that a client is judged by, without fine-tuning if the client fails.
+
+    Raises:
+        ConfigurationError: For an unknown client.
+    """
+    clients.check(client)
     failures = clients.failures_of(clients.rounds, "its model is taken as it is", together=False)
-    with clients.noting(failures):
-        return ClientModels.of(clients, callback, torch.tensor([client], device=device)).used[0]
+    with server_work(device, clients.seed, clients.rounds), clients.noting(failures):
+        used = ClientModels.of(clients, callback, torch.tensor([client], device=device)).used
+        return {name: value[0] for name, value in entries(used)}
 
 
 def predict(clients: Clients, callback: ServerCallback, ids: Tensor) -> Evaluation | Predictions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from .engines.choice import EngineName
 from .errors import ConfigurationError
 from .evaluation import Evaluator, WhichModel, model_of, predict
 from .fedavg import FedAvg
-from .half import Half, half_of, layout_with
+from .half import Half, half_of
 from .history import Round
 from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
@@ -187,14 +187,11 @@ class Federation(L.LightningModule):
         Raises:
             ConfigurationError: For an unknown client, or before the federation has been set up.
         """
-        self.clients.check(client)
-        with self._server_work():
-            state = model_of(self.clients, self.attached_callback, client, self.device)
-        return self.layout.state_dict(state)
+        return self.layout.state_dict(self._own(client))
 
     def client_module(self, client: int) -> L.LightningModule:
         """Return a copy of a client's own LightningModule, in evaluation mode."""
-        return with_state(self.client, self.client_state(client)).eval()
+        return with_state(self.client, self.layout.state_dict(self._own(client), extra=True)).eval()
 
     def client_metrics(self, split: str = "test", model: WhichModel = "") -> dict[str, Tensor]:
         """Return every client's metrics in the last evaluation; all ranks have to call it.
@@ -244,7 +241,7 @@ class Federation(L.LightningModule):
         federation = cls(client, **{**{name: saved[name] for name in names}, **options})
         federation.clients.num_clients = int(record.get("num_clients", 0))
         callback = callback or FedAvg()
-        federation._take_half(callback)
+        federation._take_half(callback, record.get("head"))
         federation._set_up(callback)
         federation.on_load_checkpoint(checkpoint)
         federation.load_state_dict(checkpoint["state_dict"], assign=True)  # keeps float64
@@ -382,12 +379,12 @@ class Federation(L.LightningModule):
 
     # Setting up
 
-    def _take_half(self, callback: ServerCallback) -> None:
+    def _take_half(self, callback: ServerCallback, head: Sequence[Any] | None = None) -> None:
         """Use the callback's client half, or the one that the client module names."""
-        self.clients.half = chosen_half(callback, self.client)
-        self.clients.participation = callback.participation or self.clients.half
+        half = chosen_half(callback, self.client)
+        self.clients.half, self.clients.participation = half, callback.participation or half
         if self.callback is None:
-            self.layout = self.clients.layout = layout_with(self.clients.half, self.layout)
+            self.layout = self.clients.prepare(callback.needs_head, self._trainer, head)
             self.server = self.clients.server = ServerModels(self.layout, self.server_optimizer)
 
     def _set_up(self, callback: ServerCallback) -> None:
@@ -395,6 +392,9 @@ class Federation(L.LightningModule):
         for name, part in callback.modules.items():
             self.add_module(name, part)
         self.callback = callback
+
+    def _own(self, client: int) -> dict[str, Tensor]:
+        return model_of(self.clients, self.attached_callback, client, self.device)
 
     def _server_work(self) -> AbstractContextManager[None]:
         return server_work(self.device, self.clients.seed, self.clients.rounds)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from lightning import LightningModule
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import ConfigurationError
+from .head import Head, Outputs, add_extra, head_of, mark
+from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .state import StateLayout
 from .updates import ClientUpdates, Kept
 
@@ -47,6 +50,14 @@ class LocalClient(Protocol):
         """The trainable parameters as the server sent them; ``None`` in fine-tuning."""
 
     @property
+    def received(self) -> Mapping[str, Tensor] | None:
+        """The whole model as the server sent it, with buffers; ``None`` in fine-tuning."""
+
+    @property
+    def extra(self) -> Mapping[str, Tensor]:
+        """The tensors of the module that :meth:`Half.extra` adds, by their names in it."""
+
+    @property
     def memory(self) -> Mapping[str, Tensor] | None:
         """What the half remembered of this client, or ``None``.
 
@@ -65,6 +76,10 @@ class LocalClient(Protocol):
     @property
     def mean_samples(self) -> Tensor:
         """Mean number of training samples over all clients that may train."""
+
+    @property
+    def class_counts(self) -> Tensor:
+        """This client's training samples by class ``[K]``, if :attr:`Half.needs_classes`."""
 
     @property
     def num_steps(self) -> Tensor:
@@ -102,6 +117,54 @@ class LocalClient(Protocol):
         :meth:`task_loss_and_logits`.
         """
 
+    def task_loss_and_features(
+        self, batch: Any, outputs: Outputs | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the module's loss on a batch, its features, and what its head gives for them.
+
+        Args:
+            batch: What the module's step takes.
+            outputs: What takes the place of the head's outputs, and of what an extra module makes
+                of them, in this loss.
+
+        Returns:
+            The loss, the features ``[n, d]``, and the head's own outputs ``[n, K]``.
+        """
+
+    def features_with(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return features ``[n, d]`` and the head's outputs with other tensors, such as a memory.
+
+        Without gradients and in evaluation mode, for the batch of the last
+        :meth:`task_loss_and_features`.
+        """
+
+    def predict(
+        self, features: Tensor, classify: Callable[[Tensor], Tensor], **options: Any
+    ) -> Tensor:
+        """Return what the module of :meth:`Half.extra` predicts for features ``[n, d]``.
+
+        Args:
+            features: The features.
+            classify: What stands for the head, a function of features.
+            **options: What else the module takes.
+        """
+
+    def losses(self, outputs: Tensor, batch: Any) -> Tensor:
+        """Return the mean loss of other outputs ``[n, K]`` for the samples of a batch.
+
+        It is the task's own loss, or cross-entropy for any other module.
+        """
+
+    def labels(self, batch: Any) -> Tensor:
+        """Return the classes ``[n]`` of a batch's samples."""
+
+    def classes(self, batch: Any) -> Tensor:
+        """Return the classes ``[n, K]`` of a batch's samples as rows of zeros with a one.
+
+        A sample that only fills a batch up has none, so that sums over samples are products of
+        matrices with this one.
+        """
+
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean over a batch's samples of what there is of each: values ``[n, ...]``.
 
@@ -109,8 +172,18 @@ class LocalClient(Protocol):
         engine may leave samples out that only fill a batch up.
         """
 
+    def batch_mean(self, values: Tensor) -> Tensor:
+        """Return the mean ``[...]`` over a batch's samples of values ``[n, ...]``."""
+
+    def batch_sum(self, values: Tensor) -> Tensor:
+        """Return the sum ``[...]`` over a batch's samples of values ``[n, ...]``."""
+
     def state(self) -> dict[str, Tensor]:
         """Return the tensors of the client's model that may change, by name."""
+
+
+Measure = Callable[[LocalClient, Any], Mapping[str, Tensor]]
+"""Returns what the samples of a batch give, by name."""
 
 
 class LocalWork(Protocol):
@@ -122,6 +195,10 @@ class LocalWork(Protocol):
     @property
     def layout(self) -> StateLayout:
         """The layout of the clients' states, with all that the half adds."""
+
+    @property
+    def head(self) -> Head:
+        """The head of the clients' module."""
 
     def start_states(self, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Return full states ``[C]``: what was kept, over what is sent, over the initial model."""
@@ -164,6 +241,50 @@ class LocalWork(Protocol):
     def train_aside(self, clients: Tensor, sent: TensorDict) -> ClientUpdates:
         """Train as in a round, from what is sent ``[C]``, of which nothing is recorded or kept."""
 
+    def random(self, client: int) -> torch.Generator:
+        """Return what draws random numbers for a client, by seed and round."""
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether there are samples: not where a federation is loaded without its data."""
+
+    def num_samples_of(self, clients: Tensor) -> Tensor:
+        """Return the clients' numbers of training samples ``[C]``."""
+
+    def class_counts_of(self, clients: Tensor) -> Tensor:
+        """Return the clients' training samples by class ``[C, K]``."""
+
+    def sums(
+        self,
+        clients: Tensor,
+        states: TensorDict,
+        measure: Measure,
+        like: Mapping[str, Tensor],
+    ) -> TensorDict:
+        """Return sums over each client's training samples ``[C]``, in evaluation mode.
+
+        A client whose pass fails is left out and gets NaN, and one without samples zeros.
+
+        Args:
+            clients: Ids ``[C]``.
+            states: Their models ``[C]``.
+            measure: Gets a client and a batch; returns the sums over the samples of the batch.
+            like: Zeros of the sums' shapes and types, by their names.
+        """
+
+    def rows(
+        self, clients: Tensor, states: TensorDict, measure: Measure
+    ) -> list[dict[str, Tensor] | None]:
+        """Return what each of a client's training samples gives, in evaluation mode, by client.
+
+        ``None`` for a client whose pass fails, and an empty dictionary without samples.
+
+        Args:
+            clients: Ids ``[C]``.
+            states: Their models ``[C]``.
+            measure: Gets a client and a batch; returns tensors ``[n, ...]`` of the batch's samples.
+        """
+
     def num_batches(self, clients: Tensor) -> Tensor:
         """Return how many batches there are in a local epoch of the clients ``[C]``."""
 
@@ -197,9 +318,11 @@ class Participation:
 
     Attributes:
         judged_by_memory: Whether a client is judged by the model that its half remembers.
+        further_models: Further models by which clients are judged, as prefixes of tags.
     """
 
     judged_by_memory: bool = False
+    further_models: tuple[str, ...] = ()
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Return the full states ``[C]`` from which clients train, which are also their anchors.
@@ -211,6 +334,19 @@ class Participation:
         """
         return work.start_states(clients, sent)
 
+    def finish(
+        self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
+    ) -> TensorDict:
+        """Return the states ``[C]`` that clients send and keep, by default as they were trained.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]`` of those that have trained.
+            starts: What :meth:`before_training` gave ``[C]``.
+            trained: Their states after training ``[C]``. A client that gets a NaN here has failed.
+        """
+        return trained
+
     def keep(
         self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
     ) -> None:
@@ -220,7 +356,7 @@ class Participation:
             work: What the clients can do.
             clients: Ids ``[C]``.
             starts: What :meth:`before_training` gave ``[C]``.
-            trained: Their states after training ``[C]``.
+            trained: What :meth:`finish` gave ``[C]``.
         """
 
     def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
@@ -247,7 +383,23 @@ class Phase(NamedTuple):
     """The epoch with which it begins."""
     epochs: int
     names: Collection[str]
-    """Of the parameters that train; layers that have none of them are in evaluation mode."""
+    """Of the parameters that train; layers that have none of them are in evaluation mode.
+
+    Without any, nothing happens in these epochs.
+    """
+    lr: float | None = None
+    """Learning rate in place of the optimizer's own."""
+
+    def further(self, work: LocalWork, clients: Tensor, sent: TensorDict, model: str) -> TensorDict:
+        """Return one of :attr:`further_models` of the clients ``[C]``: full states.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]``.
+            sent: What the server sends them now ``[C]``.
+            model: Which.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define further()")
 
 
 class Half(Participation):
@@ -265,12 +417,19 @@ class Half(Participation):
             to do with them, so that samples without weight may fill up a batch.
         personal: The half by which each client trains a second, personal copy of its module on the
             same batches, by which it is judged and which never travels; ``None`` for no copy.
-        temporary: What the names of own entries begin with that are made anew in each
-            participation, and so are neither sent back nor kept.
+        needs_head: Whether it looks at features, the input of the module's head.
+        needs_classes: Whether it needs a module with ``num_classes``, and samples with classes.
+        extra_options: Options of the optimizer for the parameters of :meth:`extra`, such as their
+            ``lr``; by default as for the module's own.
+        temporary: What the names of own entries, and of the extra module's, begin with that are
+            made anew in each participation, and so are neither sent back nor kept.
     """
 
     keeps_memory: bool = False
     averages_samples: bool = True
+    needs_head: bool = False
+    needs_classes: bool = False
+    extra_options: Mapping[str, Any] = {}
     temporary: tuple[str, ...] = ()
     personal: Half | None = None
     fedavg_name: str | None = None
@@ -281,6 +440,20 @@ class Half(Participation):
         Raises:
             ConfigurationError: In one line, before the start.
         """
+
+    def extra(self, module: LightningModule, head: Head) -> nn.Module | None:
+        """Return a module that predicts from features in place of the head alone, or ``None``.
+
+        It is called with features ``[n, d]`` and the head, a function of features, and returns
+        outputs, in training as in evaluation. Its parameters train with the client module's own,
+        in the same optimizer; they and its buffers are entries of each client's state. For this
+        :attr:`needs_head` has to be set.
+
+        Args:
+            module: The client module.
+            head: Its head, with the number of features.
+        """
+        return None
 
     def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the entries that it adds to each client's state, as they are at first.
@@ -388,6 +561,32 @@ def half_of(module: LightningModule) -> Half | None:
     """Return the half that a client module names itself, as its attribute ``client_half``."""
     half = getattr(module, "client_half", None)
     return half if isinstance(half, Half) else None
+
+
+def add_what_it_needs(half: Half, module: LightningModule, seed: int) -> None:
+    """Add a half's extra module, if it has one, to a federation's copy of the client module.
+
+    Args:
+        half: The client half.
+        module: That copy.
+        seed: Keys what is drawn for the extra module.
+
+    Raises:
+        ConfigurationError: If the half needs classes or a head that the module does not have.
+    """
+    if half.needs_classes and not hasattr(module, "num_classes"):
+        raise ConfigurationError(
+            f"the algorithm needs classes, and {type(module).__name__} has no num_classes to say "
+            "how many its head tells apart"
+        )
+    if half.needs_head:
+        head = head_of(module)
+        mark(module, head)  # as it is before there are further layers
+        with isolated(torch.device("cpu")):
+            seed_everything(derive_seed(Purpose.SERVER, seed), torch.device("cpu"))
+            extra = half.extra(module, head)
+        if extra is not None:
+            add_extra(module, extra)
 
 
 def layout_with(half: Half, layout: StateLayout) -> StateLayout:

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from .errors import ConfigurationError
+from .head import head_of
 from .options import check_range, checked
 from .state import StateLayout
 
@@ -29,6 +30,7 @@ class Layers:
         last: Number of layers to take from the end, likewise.
         types: Classes of modules, such as ``torch.nn.BatchNorm2d``, subclasses included; it is no
             error if a network has none of them.
+        head: Whether to take the head, as :func:`~pflight.head.head_of` finds it.
 
     Raises:
         ConfigurationError: If ``first`` or ``last`` is negative.
@@ -39,6 +41,8 @@ class Layers:
         ('2',)
         >>> Layers("0", types=nn.BatchNorm1d).of(network)
         ('0', '1')
+        >>> Layers(head=True).of(network)
+        ('2',)
         >>> Layers().of(network)
         ()
     """
@@ -47,6 +51,7 @@ class Layers:
     first: int = 0
     last: int = 0
     types: type[nn.Module] | Sequence[type[nn.Module]] = ()
+    head: bool = False
 
     def __post_init__(self) -> None:
         check_range(self, "[0, inf)", first=self.first, last=self.last)
@@ -55,7 +60,7 @@ class Layers:
         """Return the names of these layers of a client, in its order.
 
         Raises:
-            ConfigurationError: If a name matches no layer, or there are too few layers.
+            ConfigurationError: If a name matches no layer, there are too few layers, or no head.
         """
         by_layer, parameters = StateLayout.of(client).layers, dict(client.named_parameters())
         layers = tuple(by_layer)
@@ -75,6 +80,9 @@ class Layers:
                     f"Layers: {pattern!r} matches none of the {_listed(layers)}"
                 )
             chosen |= found
+        if self.head:
+            name = head_of(client).name
+            chosen |= {n for n in layers if n == name or n.startswith(f"{name}.")}
         types = self.types if isinstance(self.types, type) else tuple(self.types)
         chosen |= {name for name in layers if isinstance(client.get_submodule(name), types)}
         return tuple(name for name in layers if name in chosen)

@@ -30,6 +30,7 @@ class Purpose(IntEnum):
     SAMPLE = 7
     AUGMENT = 8
     DATA = 9
+    LOCAL_WORK = 10
 
 
 def derive_seed(purpose: Purpose, *keys: int) -> int:

@@ -14,6 +14,7 @@ from .clients import Clients
 from .distributed import owned
 from .engines.choice import Choice
 from .errors import ConfigurationError
+from .head import marked
 from .history import Journal, Traffic, load_history
 from .options import described
 from .same_data import difference, record_of
@@ -46,6 +47,7 @@ class RunRecord:
         return {
             **self._must_agree(callback),
             "engine": self._engine(),
+            "head": marked(clients.module),
             "history": self._journal.dump(clients.history),
             "memory": clients.memory.save(),
             "data": self._record_of_data(),

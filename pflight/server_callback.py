@@ -17,6 +17,7 @@ from .clients import Clients
 from .data_module import FederatedDataModule
 from .errors import ConfigurationError
 from .half import OWN, Half, HalfT, Participation, half_for, half_of
+from .head import EXTRA
 from .options import arguments, checked
 from .server import ServerModels
 from .state import state_bytes
@@ -147,7 +148,7 @@ class ServerCallback(L.Callback):
         """
         self.server.add(1)
         if self.buffers == "local":
-            self.private = self.clients.layout.buffers
+            self.private = self._module_buffers
 
     @property
     def bytes_kept(self) -> int:
@@ -236,12 +237,28 @@ class ServerCallback(L.Callback):
         return len(clients) * state_bytes(sent)
 
     @property
+    def _module_buffers(self) -> tuple[str, ...]:
+        """Names of the buffers, without those of the module that the half adds."""
+        layout = self.clients.layout
+        return tuple(name for name in layout.buffers if name not in {*layout.extra})
+
+    def bytes_up(self, updates: ClientUpdates) -> int:
+        """Return the number of bytes that clients sent, by default that of their states."""
+        return len(updates.clients) * state_bytes(updates.states)
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether it, or its half, has to know the head of the clients' network."""
+        return self.half.needs_head
+
+    @property
     def sent_names(self) -> tuple[str, ...]:
         """Names of the entries of a state that travel."""
         layout = self.clients.layout
-        reset = layout.buffers if self.buffers == "reset" else ()
-        temporary = tuple(f"{OWN}{name}" for name in self.clients.half.temporary)
-        passing = [name for name in layout.own if name.startswith(temporary)]
+        reset = self._module_buffers if self.buffers == "reset" else ()
+        temporary = self.clients.half.temporary
+        begin = tuple(f"{where}{name}" for name in temporary for where in (OWN, f"{EXTRA}."))
+        passing = [name for name in (*layout.own, *layout.extra) if name.startswith(begin)]
         stay = {*self.private, *layout.frozen, *reset, *passing}
         return tuple(name for name in layout.names if name not in stay)
 

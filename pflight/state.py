@@ -23,6 +23,7 @@ from torchmetrics import Metric
 
 from .distributed import all_max, all_sum
 from .errors import ConfigurationError
+from .head import EXTRA
 
 
 class StateModule(nn.Module):
@@ -176,6 +177,11 @@ class StateLayout:
         return tuple(name for name in self.template if name in held)
 
     @property
+    def extra(self) -> tuple[str, ...]:
+        """Names of the tensors of the module that a client half adds to the client module."""
+        return tuple(name for name in self.template if name.startswith(f"{EXTRA}."))
+
+    @property
     def layers(self) -> dict[str, tuple[str, ...]]:
         """Names by layer, in ``state_dict()`` order; each name is in exactly one layer.
 
@@ -204,9 +210,14 @@ class StateLayout:
         """Size in bytes of what each client has a copy of: a state without what is frozen."""
         return sum(self.template[name].nbytes for name in self.moving)
 
-    def state_dict(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a copy of one state with all names of ``client.state_dict()``, in its order."""
-        own = {*self.own}
+    def state_dict(self, state: Mapping[str, Tensor], extra: bool = False) -> dict[str, Tensor]:
+        """Return a copy of one state with all names of ``client.state_dict()``, in its order.
+
+        Args:
+            state: The state.
+            extra: Whether with those of the module that a client half adds.
+        """
+        own = {*self.own} if extra else {*self.own, *self.extra}
         copy = {name: state[name].detach().clone() for name in self.template if name not in own}
         copy.update((alias, copy[name]) for alias, name in self.aliases.items())
         return copy

@@ -16,21 +16,29 @@ from pflight import Federation
 from pflight.callbacks import (
     APFL,
     CFL,
+    GPFL,
     IFCA,
     L2GD,
+    MOON,
     SCAFFOLD,
     Ditto,
     FedALA,
     FedAvg,
+    FedCP,
     FedDANE,
+    FedDBE,
     FedEC,
     FedFomo,
+    FedPAC,
+    FedProto,
     FedProx,
     FedRep,
+    FedRoD,
     FedSGD,
     FeSEM,
     Local,
     PerFedAvg,
+    PFedFDA,
     PFedHN,
     PFedLA,
     PFedMe,
@@ -43,7 +51,7 @@ from pflight.datamodules import TensorClients
 from pflight.layers import Layers
 from pflight.models import ClientModule, ElasticClient, ProximalClient
 from pflight.models.halves import Controlled
-from tests.own_methods import FedBABU, FedDyn, Halfway
+from tests.own_methods import FedBABU, FedDyn, Halfway, Scaled
 from tests.remote_clients import ask_remote_clients
 from tests.runs import (
     assert_same,
@@ -113,9 +121,21 @@ ALGORITHMS = {
     "SCAFFOLD": Algorithm(SCAFFOLD),
     "SCAFFOLD-I": Algorithm(lambda: SCAFFOLD(option="I")),
     "FedDANE": Algorithm(lambda: FedDANE(same_set=True)),
+    "MOON": Algorithm(MOON),
+    "FedProto": Algorithm(FedProto),
+    "FedProto-class": Algorithm(lambda: FedProto(align="class", weighting="uniform")),
+    "FedPAC": Algorithm(FedPAC),
+    "FedCP": Algorithm(FedCP),
+    "GPFL": Algorithm(GPFL),
+    "pFedFDA": Algorithm(PFedFDA),
+    "FedRoD": Algorithm(FedRoD),
+    "FedRoD-hyper": Algorithm(lambda: FedRoD(personal="hyper", buffers="local")),
+    "FedDBE": Algorithm(FedDBE),
+    "FedDBE-cohort": Algorithm(lambda: FedDBE(kappa=1.0, mu=0.5, init="cohort")),
     "FedDyn": Algorithm(FedDyn),
     "FedBABU": Algorithm(lambda: FedBABU(Layers(types=nn.BatchNorm1d))),
     "Halfway": Algorithm(Halfway),
+    "Scaled": Algorithm(Scaled),
 }
 
 

@@ -6,3 +6,4 @@ _shown = modules(ROOT / "docs" / "own-methods.md")
 FedDyn = _shown["feddyn"].FedDyn
 FedBABU = _shown["fedbabu"].FedBABU
 Halfway = _shown["halfway"].Halfway
+Scaled = _shown["scaled"].Scaled

@@ -84,8 +84,8 @@ class RemoteClients(Clients):
             merge_logs(part.logs for part in parts),
         )
 
-    def _train(self, *asked: Any, epochs: int | None = None) -> ClientUpdates:
-        return self.updates(Clients._train, *asked, epochs)
+    def _train(self, *asked: Any, epochs: int | None = None, aside: bool = False) -> ClientUpdates:
+        return self.updates(Clients._train, *asked, epochs, aside)
 
     def _take_gradients(self, *asked: Any, batches: int | None = None) -> ClientUpdates:
         return self.updates(Clients._take_gradients, *asked, batches)

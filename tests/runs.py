@@ -180,7 +180,7 @@ def one_client(
     layout, cpu = StateLayout.of(module), torch.device("cpu")
     scalars = {name: torch.tensor(0.0 if memory is None else 1.0) for name in SCALARS}
     copies = Copies(module, layout, Precision(), cpu)
-    client = AloneClient(copies, half, {}, scalars, anchor=None)
+    client = AloneClient(copies, half, {}, scalars, received=None)
     client.memory = memory
     return client
 

@@ -25,8 +25,10 @@ class SharedPart(FedAvg):
     :math:`\theta` together with its :math:`v_i`. A newcomer has the initial private part, which it
     trains with ``finetune_epochs``.
 
-    - FedPer (Arivazhagan et al. 2019): the last layers are private, ``private=Layers(last=1)``.
-    - LG-FedAvg (Liang et al. 2020): the first layers are private, ``shared=Layers(last=2)``.
+    - FedPer (Arivazhagan et al. 2019): the head is private, ``private=Layers(head=True)``, or the
+      last layers, ``private=Layers(last=2)``.
+    - LG-FedAvg (Liang et al. 2020): all but the head is private, ``shared=Layers(head=True)``, or
+      the first layers, ``shared=Layers(last=2)``.
     - FedBN (Li et al. 2021): normalisation is private, ``private=Layers(types=nn.BatchNorm2d)``.
 
     With nothing private it is FedAvg; with nothing shared it is
@@ -46,7 +48,7 @@ class SharedPart(FedAvg):
             set up.
 
     Example:
-        >>> callback = SharedPart(private=Layers(last=1))
+        >>> callback = SharedPart(private=Layers(head=True))
 
     References:
         Arivazhagan et al., Federated Learning with Personalization Layers, 2019,
@@ -79,9 +81,9 @@ class SharedPart(FedAvg):
             [] if layers is None else [by for by, value in vars(layers).items() if value]
             for layers in (self.private_layers, self.shared_layers)
         )
-        if (private, shared) == (["last"], []):
+        if (private, shared) in ((["last"], []), (["head"], [])):
             return "FedPer"
-        if (private, shared) == ([], ["last"]):
+        if (private, shared) in (([], ["last"]), ([], ["head"])):
             return "LG-FedAvg"
         if (private, shared) == (["types"], []) and self.private_layers is not None:
             types: Any = self.private_layers.types
@@ -89,6 +91,12 @@ class SharedPart(FedAvg):
             if all(issubclass(kind, nn.modules.batchnorm._BatchNorm) for kind in kinds):
                 return "FedBN"
         return "SharedPart"
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether the head is among the layers that are named."""
+        given = self.private_layers, self.shared_layers
+        return super().needs_head or any(layers is not None and layers.head for layers in given)
 
     def setup_server(self) -> None:
         """Divide the layers, and make the server's model."""
@@ -159,8 +167,8 @@ class FedRep(SharedPart):
     Args:
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`ServerCallback`, for the body.
-        head: The layers of the head; by default the last one, or those of the client module's own
-            half.
+        head: The layers of the head; by default the one of :func:`~pflight.head.head_of`, or those
+            of the client module's own half.
         head_epochs: Local epochs in which the head is trained; by default 1.
 
     Raises:
@@ -196,7 +204,7 @@ class FedRep(SharedPart):
                 f"FedRep: local_epochs={self.clients.training.epochs} must be at least "
                 f"head_epochs={half.head_epochs}"
             )
-        self.private_layers = half.head
+        self.private_layers = half.head_in(self.clients.module)
         super().setup_server()
         trained = {*self.sent_names} & {*self.clients.layout.parameters}
         if self.clients.training.epochs > half.head_epochs and not trained:

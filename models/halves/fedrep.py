@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from lightning import LightningModule
+from torch import nn
 
 from pflight.errors import ConfigurationError
 from pflight.half import Half, Phase
+from pflight.head import named_head
 from pflight.layers import Layers
 from pflight.options import check_range, checked
 from pflight.state import StateLayout
-
-LAST_LAYER = Layers(last=1)
 
 
 @checked
@@ -24,7 +24,8 @@ class HeadFirst(Half):
     uses its running statistics and leaves them as they are.
 
     Args:
-        head: The layers of the head.
+        head: The layers of the head; by default the head of :func:`~pflight.head.head_of` or, in a
+            network without linear layers, the last layer.
         head_epochs: Local epochs in which the head is trained.
 
     Raises:
@@ -35,14 +36,26 @@ class HeadFirst(Half):
         2021, https://arxiv.org/abs/2102.07078.
     """
 
-    def __init__(self, head: Layers = LAST_LAYER, head_epochs: int = 1) -> None:
+    def __init__(self, head: Layers | None = None, head_epochs: int = 1) -> None:
         check_range(self, "[0, inf)", head_epochs=head_epochs)
         self.head = head
         self.head_epochs = head_epochs
 
+    @property
+    def needs_head(self) -> bool:  # type: ignore[override]
+        """Whether it is the head that is trained first, and not other layers."""
+        return self.head is None or self.head.head
+
+    def head_in(self, module: LightningModule) -> Layers:
+        """Return the layers of the head of a client module."""
+        if self.head is not None:
+            return self.head
+        linear = any(isinstance(part, nn.Linear) for part in module.modules())
+        return Layers(head=True) if linear or named_head(module) else Layers(last=1)
+
     def check(self, module: LightningModule) -> None:
         """Raise if there is no such head to train."""
-        if self.head_epochs and not self._parameters(module)[0]:
+        if self.head_epochs and not self.parameters(module)[0]:
             layers = StateLayout.of(module).layers
             raise ConfigurationError(
                 f"FedRep: the head has no parameter that is trained; the layers are "
@@ -51,14 +64,14 @@ class HeadFirst(Half):
 
     def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase]:
         """Return the epochs of the head, then those of the body."""
-        head, body = self._parameters(module)
+        head, body = self.parameters(module)
         first = min(epochs, self.head_epochs)
         found = [Phase(0, first, head), Phase(first, epochs - first, body)]
         return [phase for phase in found if phase.epochs]
 
-    def _parameters(self, module: LightningModule) -> tuple[list[str], list[str]]:
+    def parameters(self, module: LightningModule) -> tuple[list[str], list[str]]:
         """Return the names of the trained parameters of the head, and of the body."""
-        layout, chosen = StateLayout.of(module), {*self.head.of(module)}
+        layout, chosen = StateLayout.of(module), {*self.head_in(module).of(module)}
         head = {name for layer in chosen for name in layout.layers[layer]}
         return (
             [name for name in layout.parameters if name in head],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from pflight.half import Measure
 from pflight.loaders import Split
 from pflight.local.setting import Setting
 from pflight.metrics import ClientValues
@@ -99,6 +100,30 @@ class Engine(Protocol):
 
         It is the module's own loss in evaluation mode, without what the half adds; NaN for a client
         without samples, or that fails.
+        """
+
+    def sums(
+        self, clients: Tensor, states: TensorDict, measure: Measure, like: Mapping[str, Tensor]
+    ) -> tuple[TensorDict, list[ClientFailure]]:
+        """Return sums over each client's training samples ``[C]``, in evaluation mode.
+
+        Args:
+            clients: Ids ``[C]``.
+            states: Their models ``[C]``.
+            measure: Gets a client and a batch; returns the sums over the samples of the batch.
+            like: Zeros of the sums' shapes and types, by their names; a client without samples, or
+                that fails, has these.
+        """
+
+    def rows(
+        self, clients: Tensor, states: TensorDict, measure: Measure
+    ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
+        """Return what each of a client's training samples gives, in evaluation mode, by client.
+
+        Args:
+            clients: Ids ``[C]``.
+            states: Their models ``[C]``.
+            measure: Gets a client and a batch; returns tensors ``[n, ...]`` of the batch's samples.
         """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from pflight.half import Half
+from pflight.half import Half, Measure
 from pflight.history import Logs, merge_logs
 from pflight.loaders import Split, Visit
 from pflight.local.check import check_client
@@ -148,7 +149,7 @@ class SequentialEngine:
                     memory = None
                     if kept is not None and kept.seen[row]:
                         memory = {name: value[row] for name, value in memories.items()}
-                    self.models.load(start, purpose is Purpose.TRAIN, memory)
+                    self.models.load(start, purpose is Purpose.TRAIN, memory, client)
                     with torch.enable_grad():
                         tensors, logs = work(client)
                     own = self.models.client.remember() if kept is not None else {}
@@ -293,6 +294,54 @@ class SequentialEngine:
             failures = self._visit_each(clients, states, split, measure)
         return means, failures
 
+    @torch.no_grad()
+    def sums(
+        self, clients: Tensor, states: TensorDict, measure: Measure, like: Mapping[str, Tensor]
+    ) -> tuple[TensorDict, list[ClientFailure]]:
+        """See :class:`~pflight.engines.base.Engine`."""
+        totals = TensorDict(
+            {name: zero.new_zeros(len(clients), *zero.shape) for name, zero in like.items()},
+            batch_size=[len(clients)],
+        ).to(self.device)
+
+        def add(row: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
+            own = totals[row].clone()
+            for found in self._measured(client, visit, batches, measure):
+                for name, value in found.items():
+                    own[name] += value
+            if like and not all(finite_rows(own.unsqueeze(0))):
+                raise RuntimeError("what it finds out of its samples is NaN or infinite")
+            totals[row] = own
+
+        with threads(self._threads):
+            failures = self._visit_each(clients, states, "train", add)
+        return totals, failures
+
+    @torch.no_grad()
+    def rows(
+        self, clients: Tensor, states: TensorDict, measure: Measure
+    ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
+        """See :class:`~pflight.engines.base.Engine`."""
+        rows: list[dict[str, Tensor]] = [{} for _ in clients]
+
+        def note(row: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
+            parts = list(self._measured(client, visit, batches, measure))
+            rows[row] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+        with threads(self._threads):
+            failures = self._visit_each(clients, states, "train", note)
+        return rows, failures
+
+    def _measured(
+        self, client: int, visit: Visit, batches: Iterator[Any], measure: Measure
+    ) -> Iterator[Mapping[str, Tensor]]:
+        """Yield what is measured of the batches of the client at hand."""
+        model = self.models.client
+        model.module.eval()
+        model.num_samples.fill_(int(self.setting.data.num_samples("train")[client]))
+        for part, batch in zip(visit.parts, batches, strict=True):
+            yield model.trainer.loss(batch, len(part), partial(measure, model))
+
     def _visit_each(
         self,
         clients: Tensor,
@@ -319,7 +368,7 @@ class SequentialEngine:
             if not counts[client]:
                 continue
             with self._attempt(client, failures):
-                self.models.load(_row(states, row), anchored=False)
+                self.models.load(_row(states, row), anchored=False, client=client)
                 for visit, batches in visits[client]:
                     work(row, client, visit, batches)
         return failures

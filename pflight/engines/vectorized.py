@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
-from pflight.half import PERSONAL, Phase
+from pflight.half import PERSONAL, Measure, Phase
 from pflight.history import Logs, merge_logs
 from pflight.loaders import Split
 from pflight.local.copies import ready
@@ -288,6 +289,72 @@ class VectorizedEngine:
         """See :class:`~pflight.engines.base.Engine`."""
         return self.alone.losses(clients, states, split)
 
+    @torch.no_grad()
+    def sums(
+        self, clients: Tensor, states: TensorDict, measure: Measure, like: Mapping[str, Tensor]
+    ) -> tuple[TensorDict, list[ClientFailure]]:
+        """See :class:`~pflight.engines.base.Engine`."""
+        if self.obstacle is None:
+            try:
+                totals = self._stacked_sums(clients, states, measure, like)
+            except STOPS:
+                raise
+            except BaseException as error:  # whose it is will be seen one by one
+                name, reason = type(self.setting.client).__name__, reason_of(error)
+                rank_zero_debug(f"{name} looks through its samples one by one: {reason}")
+            else:
+                if all(finite_rows(totals)):
+                    return totals, []
+        return self.alone.sums(clients, states, measure, like)
+
+    def rows(
+        self, clients: Tensor, states: TensorDict, measure: Measure
+    ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
+        """See :class:`~pflight.engines.base.Engine`."""
+        return self.alone.rows(clients, states, measure)
+
+    def _stacked_sums(
+        self, clients: Tensor, states: TensorDict, measure: Measure, like: Mapping[str, Tensor]
+    ) -> TensorDict:
+        setting, stacked = self.setting, self._stacked
+        assert setting.form is not None
+        counts = setting.data.num_samples("train")[clients.cpu()]
+        columns = {name: states[name].to(self.device) for name in stacked.live}
+        columns |= {name: states[name].to(self.device) for name in setting.layout.own}
+        columns["num_samples"] = counts.to(self.device, setting.dtype)
+        if setting.half.needs_classes:
+            columns["class_counts"] = setting.class_counts[clients.to(self.device)]
+        stacked.take_frozen(states)
+        stacked.mode = Mode(anchored=False, remembers=False)
+        totals = TensorDict(
+            {name: zero.new_zeros(len(clients), *zero.shape) for name, zero in like.items()},
+            batch_size=[len(clients)],
+        ).to(self.device)
+        order = [row for row in counts.argsort(descending=True).tolist() if counts[row]]
+        for first, last in self._evaluated_at_once(counts[order].tolist()):
+            rows = order[first:last]
+            own = [setting.samples(int(clients[row]), "train") for row in rows]
+            if isinstance(setting.client, Task) and setting.has_loss_of_its_kind:
+                setting.client.check_targets(torch.cat([leaves[1] for leaves in own]))
+            longest = int(counts[rows[0]])
+            places = torch.arange(longest).expand(len(rows), -1)
+            real = places < counts[rows].unsqueeze(1)
+            places = torch.where(real, places, 0).to(self.device)
+            stack = [
+                torch.stack([leaf[place] for leaf, place in zip(leaves, places, strict=True)])
+                for leaves in zip(*own, strict=True)
+            ]
+            part, size = torch.tensor(rows, device=self.device), setting.data.eval_batch_size
+            state = {name: column[part] for name, column in columns.items()}
+            cuts = [leaf.split(size or longest, 1) for leaf in (real.to(self.device), *stack)]
+            for own_real, *leaves in zip(*cuts, strict=True):
+                with self._stacked_context():
+                    batch = setting.form.batch(leaves)
+                    found = stacked.measured(state, batch, own_real, measure)
+                for name, value in found.items():
+                    totals[name].index_add_(0, part, value.to(totals[name]))
+        return totals
+
     def _in_chunks(
         self, clients: Tensor, starts: TensorDict, kept: Kept | None, work: _Work
     ) -> ClientUpdates:
@@ -353,7 +420,7 @@ class VectorizedEngine:
         }
         told: Stack = {}
         if work.mode.anchored:
-            told |= {f"{ANCHOR}{name}": columns[name] for name in self._stacked.parameters}
+            told |= {f"{ANCHOR}{name}": columns[name] for name in self._stacked.live}
         memories: Stack = {}
         if kept is not None:
             memories = {name: moved(value) for name, value in entries(kept.states)}
@@ -366,6 +433,8 @@ class VectorizedEngine:
             "seen": torch.zeros(len(order)) if kept is None else kept.seen,
             "num_steps": torch.tensor([plan.steps for plan in plans]),
         }
+        if self.setting.half.needs_classes:
+            scalars["class_counts"] = self.setting.class_counts.cpu()[clients.cpu()]
         told |= {name: moved(value).to(self.setting.dtype) for name, value in scalars.items()}
         return _Chunk(
             clients=[int(clients[row]) for row in order],
@@ -445,8 +514,10 @@ class VectorizedEngine:
         torch._foreach_copy_(results, [chunk.starts[name] for name in chunk.results])
         stacked.prepare(work.mode)
         for phase in phases:
+            if phase is not None and not phase.names:
+                continue
             with stacked.phase(phase):
-                self._take_steps(chunk, self._batches(chunk, work, phase))
+                self._take_steps(chunk, self._batches(chunk, work, phase), phase)
         state = self._others(chunk, (), unread=()) | chunk.told  # the number of steps, too
         if work.mode.anchored and stacked.changes_afterwards:
             stacked.after_training(state)
@@ -455,11 +526,13 @@ class VectorizedEngine:
             for name, value in chunk.kept.items():
                 value.copy_(keep[name])
 
-    def _take_steps(self, chunk: _Chunk, batches: Batches) -> None:
-        """Take the steps of some batches."""
+    def _take_steps(self, chunk: _Chunk, batches: Batches, phase: Phase | None = None) -> None:
+        """Take the steps of some batches, those of a phase."""
         stacked = self._stacked
         dependence = self._dependence[stacked.mode.anchored]
         single, by_half = stacked.optimizer()
+        for group in single.param_groups if phase is not None and phase.lr is not None else ():
+            group["lr"] = phase.lr
         stepped = {id(p) for group in single.param_groups for p in group["params"]}
         trained = {
             name: parameter

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
 from pflight.half import Half
+from pflight.head import EXTRA, Outputs, head_of, watched
 from pflight.state import call_with
 from pflight.task import Task, trains_as_a_task
 
@@ -26,8 +29,10 @@ class ClientModel:
     """A model of a client, as a half sees it: what is the same alone and in a stack."""
 
     module: L.LightningModule
+    weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     _call: tuple[tuple[Any, ...], dict[str, Any]]
+    _batch: Any
 
     def task_loss(self, batch: Any) -> Tensor:
         """See :class:`~pflight.half.LocalClient`."""
@@ -35,6 +40,10 @@ class ClientModel:
 
     def _loss_at(self, tensors: Mapping[str, Tensor], batch: Any) -> Tensor:
         """Return the module's loss with other tensors in place of its own."""
+        raise NotImplementedError
+
+    def mean(self, values: Tensor) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
         raise NotImplementedError
 
     def task_loss_at(
@@ -68,14 +77,74 @@ class ClientModel:
     def logits_with(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """See :class:`~pflight.half.LocalClient`."""
         args, kwargs = self._call
-        training = [part for part in self.module.modules() if part.training]
-        for part in training:
-            part.training = False
-        try:
+        with _evaluating(self.module):
             return call_with(self.module, tensors, operator.call, *args, **kwargs)
-        finally:
-            for part in training:
-                part.training = True
+
+    @property
+    def extra(self) -> Mapping[str, Tensor]:
+        """See :class:`~pflight.half.LocalClient`."""
+        prefix, tensors = f"{EXTRA}.", {**self.weights, **self.buffers}
+        return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+    def task_loss_and_features(
+        self, batch: Any, outputs: Outputs | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`~pflight.half.LocalClient`."""
+        self._batch = batch
+        with watched(self.module, outputs) as seen:
+            loss = self.task_loss(batch)
+        return loss, *self._last(seen)
+
+    @torch.no_grad()
+    def features_with(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """See :class:`~pflight.half.LocalClient`."""
+        with _evaluating(self.module), watched(self.module) as seen:
+            self._loss_at(tensors, self._batch)
+        return self._last(seen)
+
+    def predict(
+        self, features: Tensor, classify: Callable[[Tensor], Tensor], **options: Any
+    ) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        extra = self.module.get_submodule(EXTRA)
+        return call_with(extra, self.extra, operator.call, features, classify, **options)
+
+    def losses(self, outputs: Tensor, batch: Any) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        if isinstance(self.module, Task):
+            return self.mean(self.module.losses(outputs, batch[1]))
+        return self.mean(F.cross_entropy(outputs, self.labels(batch), reduction="none"))
+
+    def labels(self, batch: Any) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        y = batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
+        if not isinstance(y, Tensor) or y.dim() != 1 or y.is_floating_point():
+            raise RuntimeError("its batches are not pairs of inputs and classes [n]")
+        return y
+
+    def classes(self, batch: Any) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        y = self.labels(batch).unsqueeze(1)
+        count: Any = self.module.num_classes
+        rows = y == torch.arange(count, device=y.device)
+        return rows.to(next(iter(self.weights.values())).dtype)
+
+    def _last(self, seen: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        if not seen:
+            raise RuntimeError(f"its loss never calls its head, {head_of(self.module).name}")
+        return seen[-1]
+
+
+@contextmanager
+def _evaluating(module: L.LightningModule) -> Iterator[None]:
+    training = [part for part in module.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
 
 
 class AloneClient(ClientModel):
@@ -86,7 +155,7 @@ class AloneClient(ClientModel):
         half: The half of this model.
         own: The half's own entries, without their prefix.
         scalars: ``num_samples`` and the others, by name.
-        anchor: What the server sent.
+        received: What the server sent, with buffers.
         shared: For a personal copy, the client whose model it stands beside.
 
     Attributes:
@@ -100,7 +169,7 @@ class AloneClient(ClientModel):
         half: Half,
         own: Mapping[str, Tensor],
         scalars: Mapping[str, Tensor],
-        anchor: Mapping[str, Tensor] | None,
+        received: Mapping[str, Tensor] | None,
         shared: AloneClient | None = None,
     ) -> None:
         self.copies = copies
@@ -108,15 +177,16 @@ class AloneClient(ClientModel):
         self.module = copies.module
         self.trainer = copies.trainer
         self.own = own
-        self.anchor = anchor
         self.shared = shared
         self.memory: Mapping[str, Tensor] | None = None
+        self.class_counts = torch.empty(0)
         self.num_samples, self.mean_samples, self.seen, self.num_steps = (
             scalars[name] for name in SCALARS
         )
         parameters = {*copies.parameters}
         self.weights = {name: copies.live[name] for name in copies.parameters}
         self.buffers = {name: t for name, t in copies.live.items() if name not in parameters}
+        self.tell(received)
         self.has_loss = self.skipped = False
         self._own_step: Callable[[], Tensor] | None = None
         self.trainer.penalty = self._penalty
@@ -133,6 +203,14 @@ class AloneClient(ClientModel):
         """See :class:`~pflight.half.LocalClient`."""
         return values.sum() / len(values)
 
+    def batch_mean(self, values: Tensor) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        return values.mean(0)
+
+    def batch_sum(self, values: Tensor) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        return values.sum(0)
+
     def state(self) -> dict[str, Tensor]:
         """See :class:`~pflight.half.LocalClient`."""
         held = self.copies.tensors()
@@ -142,6 +220,12 @@ class AloneClient(ClientModel):
         return call_with(self.module, tensors, task_loss, batch)
 
     # What the engine asks for
+
+    def tell(self, received: Mapping[str, Tensor] | None) -> None:
+        """Tell the client what the server sent."""
+        self.received = self.anchor = received
+        if received is not None:
+            self.anchor = {name: received[name] for name in self.copies.parameters}
 
     def remember(self) -> Mapping[str, Tensor]:
         """Return what the half keeps of this client."""

@@ -65,6 +65,11 @@ class Descent:
             and all(p.requires_grad for group in optimizer.param_groups for p in group["params"])
         )
 
+    @property
+    def options(self) -> list[dict[str, Any]]:
+        """The options of the groups of parameters."""
+        return [options for _, options in self._groups]
+
     def step(self, loss: Tensor) -> None:
         """Step along the gradient of a scalar; what it does not depend on stays as it is."""
         awake = [place for place, p in enumerate(self._parameters) if p.requires_grad]

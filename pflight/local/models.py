@@ -88,6 +88,7 @@ class LocalModels:
         start: Mapping[str, Tensor],
         anchored: bool,
         memory: Mapping[str, Tensor] | None = None,
+        client: int | None = None,
     ) -> None:
         """Make the copies the next client.
 
@@ -95,6 +96,7 @@ class LocalModels:
             start: The client's state.
             anchored: Whether it knows what it was sent, its start.
             memory: What it remembers.
+            client: Its id, where it is told its own class counts.
         """
         self._copies.load(start, "", reuse=self.plain)
         for name, tensor in self._own.items():
@@ -102,10 +104,12 @@ class LocalModels:
         for name in ("seen", "num_steps"):
             self._scalars[name].zero_()
         self._scalars["mean_samples"].fill_(self.setting.mean_samples)
-        anchor = {n: start[n] for n in self._copies.parameters} if anchored else None
-        known = self._own, self._scalars, anchor
+        received = {n: start[n] for n in self._copies.live} if anchored else None
+        known = self._own, self._scalars, received
         self.client = AloneClient(self._copies, self.half, *known)
         self.clients = [self.client]
+        if client is not None and self.half.needs_classes:
+            self.client.class_counts = self.setting.class_counts[client]
         if memory is not None:
             self.client.memory = memory
             self.client.seen.fill_(1)
@@ -161,7 +165,7 @@ class LocalModels:
         if self.half.keeps_memory:
             memory = {name: start[name] for name in self.half.remembered(setting.layout)}
         try:
-            self.load(start, anchored=True, memory=memory)
+            self.load(start, anchored=True, memory=memory, client=0)
             batch = setting.form.batch([leaf.clone() for leaf in setting.example])
             with setting.forward_context(), torch.enable_grad():
                 for client in self.clients:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import lightning as L
 
@@ -36,6 +37,20 @@ def resting(module: L.LightningModule, layout: StateLayout, phase: Phase | None)
             parameter.requires_grad = True
         for part in parts:
             part.training = True
+
+
+@contextmanager
+def paced(groups: Sequence[dict[str, Any]], phase: Phase | None) -> Iterator[None]:
+    """Give the groups of an optimizer the learning rate of a phase, if it has one."""
+    if phase is None or phase.lr is None:
+        yield
+        return
+    own = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = phase.lr
+    yield
+    for group, lr in zip(groups, own, strict=True):
+        group["lr"] = lr
 
 
 def phase_of(phases: Sequence[Phase] | None, epoch: int) -> Phase | None:

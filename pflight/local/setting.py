@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -102,6 +103,11 @@ class Setting:
     def dtype(self) -> torch.dtype:
         """Of the client's parameters."""
         return self.layout.template[self.layout.parameters[0]].dtype
+
+    @cached_property
+    def class_counts(self) -> Tensor:
+        """Training samples of every client by class ``[num_clients, K]``, in parameters' dtype."""
+        return self.data.class_counts("train").to(self.device, self.dtype)
 
     @property
     def _of_pairs(self) -> bool:

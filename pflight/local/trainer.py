@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from pflight.errors import ConfigurationError
+from pflight.head import step_extra
 from pflight.history import Logs, add_logs
 
 STEP_HOOKS = (
@@ -153,6 +154,7 @@ class ModuleTrainer:
         max_batches: int | None,
         step: Step | None = None,
         optimizer: Optimizer | None = None,
+        extra_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Ask the copy for its optimizers, and begin its training.
 
@@ -162,6 +164,7 @@ class ModuleTrainer:
             max_batches: Batches in all.
             step: What a client half makes of the module's own step.
             optimizer: What is stepped in place of the module's own optimizers.
+            extra_options: For the parameters of a half's own module in the first optimizer.
 
         Raises:
             ConfigurationError: If there is no optimizer, or several without manual optimization, or
@@ -183,6 +186,8 @@ class ModuleTrainer:
                     f"{type(module).__name__}.configure_optimizers() gives several optimizers, "
                     "which takes manual optimization: set automatic_optimization=False"
                 ) from error
+            for own_optimizer in self._strategy.optimizers[:1]:
+                step_extra(module, own_optimizer, extra_options or {})
             for schedule in self._strategy.lr_scheduler_configs:
                 if str(schedule.monitor).startswith("val"):  # which is not while clients train
                     schedule.strict = False
@@ -358,6 +363,13 @@ class ModuleTrainer:
                 module.predict_step(self._moved(batch), index)
                 for index, batch in enumerate(batches)
             ]
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups of parameters of all optimizers."""
+        return [
+            group for optimizer in self._strategy.optimizers for group in optimizer.param_groups
+        ]
 
     def loss(self, batch: Any, size: int, loss: Callable[[Any], LossT]) -> LossT:
         """Return a loss of the copy on a batch, outside of its training."""

@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pflight.half import Phase
+from pflight.head import step_extra
 from pflight.history import Logs, add_logs
 from pflight.loaders import Visit
 
 from .client import AloneClient
 from .descent import Descent, steps_only
 from .models import LocalModels
-from .phases import phase_of, resting
+from .phases import paced, phase_of, resting
 
 _NO_LOSS = "its training_step returned no loss for any batch"
 
@@ -64,12 +65,15 @@ class ClientTraining:
             return self._descend(visits, descents, epochs, limits)
         for client, optimizer in zip(models.clients, optimizers, strict=True):
             client.trainer.attach(client.module)
-            client.trainer.start(*limits, client.step, optimizer)
+            client.trainer.start(*limits, client.step, optimizer, setting.half.extra_options)
         for visit, batches in visits:
             phase = phase_of(self._phases_of(epochs), visit.epoch)
+            if phase is not None and not phase.names:
+                continue
             with ExitStack() as stack:
                 for client in models.clients:
                     stack.enter_context(resting(client.module, setting.layout, phase))
+                    stack.enter_context(paced(client.trainer.groups, phase))
                     stack.enter_context(client.trainer.epoch())
                 for index, (part, batch) in enumerate(zip(visit.parts, batches, strict=False)):
                     last = index + 1 == len(sizes)
@@ -113,6 +117,8 @@ class ClientTraining:
         found = []
         for client, chosen in zip(self.models.clients, optimizers, strict=True):
             optimizer: Any = client.module.configure_optimizers() if chosen is None else chosen
+            if chosen is None and isinstance(optimizer, Optimizer):
+                step_extra(client.module, optimizer, self.setting.half.extra_options)
             own = {id(parameter) for parameter in client.module.parameters()}
             if not Descent.suits([optimizer]) or not steps_only(optimizer, own):
                 return None
@@ -134,9 +140,13 @@ class ClientTraining:
             models = list(zip(clients, descents, tells, strict=True))
             for visit, batches in visits:
                 phase = phase_of(self._phases_of(epochs), visit.epoch)
+                if phase is not None and not phase.names:
+                    continue
                 with ExitStack() as stack:
                     for client in clients if phase is not None else ():
                         stack.enter_context(resting(client.module, self.setting.layout, phase))
+                    for descent in descents:
+                        stack.enter_context(paced(descent.options, phase))
                     for size, batch in zip(map(len, visit.parts), batches, strict=True):
                         total: Tensor | float = 0.0
                         for client, descent, tell in models:

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from pflight.half import OWN, PERSONAL, Half, Phase
+from pflight.half import OWN, PERSONAL, Half, Measure, Phase
+from pflight.head import step_extra
 from pflight.local.client import ClientModel
 from pflight.local.copies import Frozen
 from pflight.local.phases import resting
@@ -138,7 +141,12 @@ class StackedClient:
         """Return what a client is trained by, and whether it is the half that says so."""
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         chosen = self.half.optimizer(parameters, self.mode.anchored)
-        return (self.module.configure_optimizers(), False) if chosen is None else (chosen, True)
+        if chosen is not None:
+            return chosen, True
+        own: Any = self.module.configure_optimizers()
+        if isinstance(own, Optimizer):
+            step_extra(self.module, own, self.half.extra_options)
+        return own, False
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the module's parameters by the names that they have in a client's state.
@@ -199,6 +207,14 @@ class StackedClient:
         function = operator.methodcaller(method, *args)
         return call_with(self.module, tensors, function, places=self._tied)
 
+    def _measured(
+        self, tensors: Mapping[str, Tensor], batch: Any, real: Tensor, measure: Measure
+    ) -> Stack:
+        client = self._client(tensors)
+        client.real = real
+        with CheckedEmbeddings(), _attention_on(self.module.device):
+            return dict(measure(client, batch))
+
     # Of all clients of a stack
 
     def gradients(
@@ -253,6 +269,18 @@ class StackedClient:
         self.module.eval()
         return self._outputs({name: state[name] for name in self.live}, x)
 
+    def measured(self, state: Stack, batch: Any, real: Tensor, measure: Measure) -> Stack:
+        """Return what is measured of the clients' batches ``[C, batch, ...]``, in evaluation mode.
+
+        Args:
+            state: Their models, and what they are told.
+            batch: What the module's ``loss`` takes.
+            real: Which samples ``[C, batch]`` don't only fill a batch up.
+            measure: Gets a client and its batch.
+        """
+        self.module.eval()
+        return vmap(partial(self._measured, measure=measure))(state, batch, real)
+
     def after_training(self, state: Stack) -> None:
         """Let the half change all clients' own entries in place."""
         self._after_training(state)
@@ -274,6 +302,7 @@ class StackedRow(ClientModel):
 
     Attributes:
         own_loss: What :meth:`task_loss` gave, or ``None``: without gradients.
+        real: Which samples of a batch ``[batch]`` don't only fill it up; ``None`` for all.
     """
 
     def __init__(
@@ -294,10 +323,12 @@ class StackedRow(ClientModel):
         self.weights = {name: tensors[f"{prefix}{name}"] for name in stacked.parameters}
         self.buffers = {name: tensors[f"{prefix}{name}"] for name in stacked.buffers}
         self.own = {name: tensors[f"{OWN}{name}"] for name in stacked.own}
-        mode, known = stacked.mode, (stacked.parameters, stacked.memory)
-        self.anchor = Part(tensors, ANCHOR, known[0]) if mode.anchored else None
-        self.memory = Part(tensors, MEMORY, known[1]) if mode.remembers else None
+        mode = stacked.mode
+        self.anchor = Part(tensors, ANCHOR, stacked.parameters) if mode.anchored else None
+        self.received = Part(tensors, ANCHOR, stacked.live) if mode.anchored else None
+        self.memory = Part(tensors, MEMORY, stacked.memory) if mode.remembers else None
         self.own_loss: Tensor | None = None
+        self.real = None if sample_weights is None else sample_weights > 0
 
     @property
     def num_samples(self) -> Tensor:
@@ -308,6 +339,11 @@ class StackedRow(ClientModel):
     def mean_samples(self) -> Tensor:
         """See :class:`~pflight.half.LocalClient`."""
         return self.tensors["mean_samples"]
+
+    @property
+    def class_counts(self) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        return self.tensors["class_counts"]
 
     @property
     def seen(self) -> Tensor:
@@ -331,6 +367,23 @@ class StackedRow(ClientModel):
             return values.sum() / len(values)
         of_samples = values.flatten(1).sum(1) if values.dim() > 1 else values
         return (of_samples * self.sample_weights.to(of_samples.dtype)).sum()
+
+    def batch_mean(self, values: Tensor) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        if self.sample_weights is None:
+            return values.mean(0)
+        return torch.tensordot(self.sample_weights.to(values.dtype), values, 1)
+
+    def batch_sum(self, values: Tensor) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        if self.real is None:
+            return values.sum(0)
+        return torch.tensordot(self.real.to(values.dtype), values, 1)
+
+    def classes(self, batch: Any) -> Tensor:
+        """See :class:`~pflight.half.LocalClient`."""
+        rows = super().classes(batch)
+        return rows if self.real is None else rows * self.real.unsqueeze(1)
 
     def state(self) -> dict[str, Tensor]:
         """See :class:`~pflight.half.LocalClient`."""

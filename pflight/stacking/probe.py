@@ -281,7 +281,9 @@ class Probe:
         for model in models.clients:
             model.module.log = model.module.log_dict = no_logs  # type: ignore[method-assign]
             if mode.anchored:
-                model.anchor = {n: state[f"{ANCHOR}{n}"] for n in self.stacked.parameters}
+                model.tell({n: state[f"{ANCHOR}{n}"] for n in self.stacked.live})
+            if "class_counts" in state:
+                model.class_counts = state["class_counts"]
         return models.clients
 
     def _gradients(
@@ -374,7 +376,7 @@ class Probe:
         stack = {name: torch.stack([t, t]).detach() for name, t in given.items()}
         told: Stack = {}
         if mode.anchored:
-            told |= {f"{ANCHOR}{name}": given[name] for name in stacked.parameters}
+            told |= {f"{ANCHOR}{name}": given[name] for name in stacked.live}
         if mode.remembers:
             told |= {f"{MEMORY}{name}": given[name] for name in stacked.memory}
         for name in setting.layout.parameters:
@@ -383,6 +385,9 @@ class Probe:
         for name in ("num_samples", "mean_samples", "seen", "num_steps"):
             values = [0 if name == "seen" else 1, 1]
             stack[name] = torch.tensor(values, dtype=setting.dtype, device=device)
+        if setting.half.needs_classes:
+            counts = torch.arange(1, 1 + setting.class_counts.shape[1], device=device)
+            stack["class_counts"] = torch.stack([counts, counts.flip(0)]).to(setting.dtype)
         return stack
 
     def _agrees(self, mode: Mode, leaves: list[Tensor], alone: _Alone) -> bool:

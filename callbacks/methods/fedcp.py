@@ -1,0 +1,205 @@
+"""FedCP: each sample's features are divided between a common and a personal head."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from lightning import LightningModule
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from pflight.errors import ConfigurationError
+from pflight.fedavg import FedAvg
+from pflight.half import Half, LocalClient, LocalWork, Phase
+from pflight.head import EXTRA, Head, head_of
+from pflight.options import check_range, checked
+
+_CONTEXT = f"{EXTRA}.context"
+_SCALES = 10.0, 15.0, 20.0, 50.0  # of the kernels
+
+
+class ConditionalPolicy(nn.Module):
+    r"""Divides features :math:`h` between a personal head :math:`H_i` and the one that all share.
+
+    With the client's context :math:`v`,
+
+    .. math:: a = \mathrm{ReLU}(\mathrm{LN}(P (h \odot v / \|v\|) + q)) \in \mathbb R^{2d}, \qquad
+        s_k = \frac{e^{a_k}}{e^{a_k} + e^{a_{d+k}}},
+
+    and the outputs are :math:`H_i(s \odot h) + H((1 - s) \odot h)`.
+
+    Args:
+        head: A copy of the head, as the personal one.
+        width: Number of features.
+    """
+
+    context: Tensor
+
+    def __init__(self, head: nn.Linear, width: int) -> None:
+        super().__init__()
+        self.head = head
+        self.policy = nn.Linear(width, 2 * width)
+        self.norm = nn.LayerNorm(2 * width)
+        self.register_buffer("context", head.weight.detach().sum(0))
+
+    def forward(self, h: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the sum of both heads."""
+        size = torch.linalg.vector_norm(self.context).clamp(min=torch.finfo(h.dtype).tiny)
+        actions = self.norm(self.policy(h * self.context / size)).relu()
+        own, shared = actions.chunk(2, dim=1)
+        share = (own - shared).sigmoid()
+        return self.head(share * h) + head((1 - share) * h)
+
+
+@checked
+class Policed(Half):
+    r"""Trains body, personal head and policy, with the head of all at rest.
+
+    The policy is :class:`ConditionalPolicy`'s; its context :math:`v` is the sum of the rows of the
+    personal head's weight, as it is before the client trains. To the loss is added
+    :math:`\lambda\,\mathrm{MMD}(f_i(x), f(x))` between the batch's features and those of the body
+    that was sent, in evaluation mode and without gradients, with
+
+    .. math:: \mathrm{MMD}(X, Y) = \frac{1}{B^2} \sum_{b b'}
+        k(X_b, X_{b'}) + k(Y_b, Y_{b'}) - 2 k(X_b, Y_{b'}), \qquad
+        k(u, w) = \sum_{t \in \{10, 15, 20, 50\}} e^{-\|u - w\|^2 / 2t}
+
+    (FedCP, Zhang et al. 2023, eq. 5 to 9).
+
+    Args:
+        lam: Weight :math:`\lambda` of the discrepancy.
+        upload_head: What a client sends as its head: ``"half"``, the mean of its own and the one
+            that it was sent, or ``"personal"``, its own.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    References:
+        Zhang et al., FedCP: Separating Feature Information for Personalized Federated Learning via
+        Conditional Policy, KDD 2023, https://arxiv.org/abs/2307.01217.
+    """
+
+    needs_head = True
+    temporary = ("context",)
+
+    def __init__(self, lam: float = 5.0, upload_head: Literal["half", "personal"] = "half") -> None:
+        check_range(self, "[0, inf)", lam=lam)
+        self.lam = lam
+        self.upload_head = upload_head
+
+    def extra(self, module: LightningModule, head: Head) -> nn.Module:
+        """Return the policy with a personal head."""
+        part = module.get_submodule(head.name)
+        if not isinstance(part, nn.Linear):
+            raise ConfigurationError(
+                f"FedCP adds up the rows of the head's weight: {head.name} of "
+                f"{type(module).__name__} has to be a linear layer, not {type(part).__name__}"
+            )
+        return ConditionalPolicy(copy.deepcopy(part), head.width)
+
+    def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase]:
+        """Have all parameters train but those of the head of all."""
+        head = f"{head_of(module).name}."
+        parameters = [n for n, p in module.named_parameters() if p.requires_grad]
+        return [Phase(0, epochs, [n for n in parameters if not n.startswith(head)])]
+
+    def loss(self, c: LocalClient, batch: Any) -> Tensor:
+        """Return the client's own loss plus the discrepancy, without which it is in fine-tuning."""
+        if c.received is None or not self.lam:
+            return c.task_loss(batch)
+        loss, own, _ = c.task_loss_and_features(batch)
+        sent, _ = c.features_with(c.received)
+        kernels = _kernel(own, own) + _kernel(sent, sent) - 2 * _kernel(own, sent)
+        return loss + self.lam * c.mean(c.batch_mean(kernels))
+
+    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Have personal heads that are not kept yet start as the one that is sent."""
+        return self._in_context(super().before_training(work, clients, self._twice(work, sent)))
+
+    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Likewise."""
+        return self._in_context(super().judged(work, clients, self._twice(work, sent)))
+
+    def finish(
+        self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
+    ) -> TensorDict:
+        """Put what is sent in the place of the head of all."""
+        own = {shared: trained[own] for shared, own in heads(work).items()}
+        if self.upload_head == "half":
+            own = {name: (value + trained[name]) / 2 for name, value in own.items()}
+        return trained.update(own)
+
+    def _twice(self, work: LocalWork, sent: TensorDict) -> TensorDict:
+        own = {own: sent[shared] for shared, own in heads(work).items()}
+        return TensorDict({**sent, **own}, batch_size=sent.batch_size)
+
+    def _in_context(self, states: TensorDict) -> TensorDict:
+        return states.update({_CONTEXT: states[f"{EXTRA}.head.weight"].sum(1)})
+
+
+def heads(work: LocalWork) -> dict[str, str]:
+    """Return the names in the head of all, each with that in the personal head."""
+    shared, own = f"{work.head.name}.", f"{EXTRA}.head."
+    names = [n.removeprefix(own) for n in work.layout.extra if n.startswith(own)]
+    return {f"{shared}{name}": f"{own}{name}" for name in names}
+
+
+def _kernel(one: Tensor, other: Tensor) -> Tensor:
+    """Return the kernels ``[n, n]`` of rows."""
+    squares = one.square().sum(1, keepdim=True) + other.square().sum(1) - 2 * one @ other.T
+    return torch.stack([(squares.clamp(min=0) / (-2 * scale)).exp() for scale in _SCALES]).sum(0)
+
+
+@checked
+class FedCP(FedAvg):
+    r"""Federated learning with a conditional policy (Zhang et al. 2023, algorithm 1).
+
+    The server takes the mean of bodies, policies and heads that clients send, as FedAvg does. What
+    clients do is in :class:`Policed`. A client is judged by the server's body, policy and head with
+    its personal head, which never travels whole unless that is asked for. The personal head of a
+    newcomer is the server's, so that the policy does not matter for it.
+
+    Args:
+        lam: Weight of the discrepancy of features, by default 5; or that of the client module's own
+            half.
+        upload_head: ``"half"``, the default, or ``"personal"``, as in :class:`Policed`.
+        weighting: As in :class:`FedAvg`.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or the head is not a linear layer.
+
+    Example:
+        >>> FedCP(lam=1.0).half
+        Policed(lam=1.0, upload_head='half')
+
+    References:
+        Zhang et al., FedCP: Separating Feature Information for Personalized Federated Learning via
+        Conditional Policy, KDD 2023, https://arxiv.org/abs/2307.01217.
+    """
+
+    def __init__(
+        self,
+        lam: float | None = None,
+        upload_head: Literal["half", "personal"] | None = None,
+        weighting: Literal["samples", "uniform"] = "samples",
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__(weighting, buffers)
+        self.bring(Policed, lam=lam, upload_head=upload_head)
+
+    def setup_server(self) -> None:
+        """Make the server's model; personal heads are private."""
+        super().setup_server()
+        own = {*self.private, *heads(self.clients).values()}
+        self.private = tuple(name for name in self.clients.layout.names if name in own)
+
+    def aggregate(self, mean: TensorDict) -> TensorDict:
+        """Return the mean, with the head that a newcomer has for its own."""
+        for shared, own in heads(self.clients).items():
+            mean[own] = mean[shared]
+        mean[_CONTEXT] = mean[f"{EXTRA}.head.weight"].sum(0)
+        return mean

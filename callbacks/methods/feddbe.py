@@ -1,0 +1,200 @@
+"""FedDBE: FedAvg whose clients each have a bias of their own on their features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from lightning import LightningModule
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from pflight.fedavg import FedAvg
+from pflight.half import Half, LocalClient, LocalWork
+from pflight.head import EXTRA, Head
+from pflight.options import check_range, checked
+from pflight.state import WeightedMean
+
+_MEAN, _KNOWN = f"{EXTRA}.mean", f"{EXTRA}.known"
+
+
+class DomainBias(nn.Module):
+    r"""Adds a client's own :math:`\bar z_i` to the features, at first 0.
+
+    Beside it are the global mean of features, whether that is known, without which there is no
+    bias, and a running mean.
+
+    Args:
+        width: Number of features.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("known", torch.zeros(()))
+        self.register_buffer("running", torch.zeros(width))
+
+    def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what the head gives for features with the bias."""
+        return head(z + self.known * self.bias)
+
+
+@checked
+class WithoutBias(Half):
+    r"""Takes what is a client's own in its features out of the shared network.
+
+    With features :math:`z` of dimension d, the head gets :math:`z + \bar z_i`, where
+    :math:`\bar z_i` is the client's own and trained by plain steps with the client's learning rate,
+    without momentum and weight decay. To the loss is added
+
+    .. math:: \frac{\kappa}{2d} \|r - \bar z_g\|^2, \qquad
+        r \leftarrow (1 - \mu)\, r + \mu \cdot \text{mean}_B\, z
+
+    (FedDBE, Zhang et al. 2023, eq. 4 to 7), with :math:`r = 0` before a participation and
+    :math:`\bar z_g` the mean feature over all clients of models that each trained once on their own
+    loss. The gradient goes through the mean of the current batch alone.
+
+    Args:
+        kappa: Weight :math:`\kappa` of the global mean.
+        mu: Share :math:`\mu` of a batch in the running mean.
+        bias_lr: Step of :math:`\bar z_i` in place of the client's learning rate; 0 leaves it at 0.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    References:
+        Zhang et al., Eliminating Domain Bias for Federated Learning in Representation Space,
+        NeurIPS 2023, https://arxiv.org/abs/2311.14975.
+    """
+
+    needs_head = True
+    temporary = ("running",)
+
+    def __init__(self, kappa: float = 50.0, mu: float = 1.0, bias_lr: float | None = None) -> None:
+        check_range(self, "[0, inf)", kappa=kappa, bias_lr=bias_lr)
+        check_range(self, "[0, 1]", mu=mu)
+        self.kappa = kappa
+        self.mu = mu
+        self.bias_lr = bias_lr
+
+    @property
+    def extra_options(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """Options by which SGD takes plain steps, and others take steps without weight decay."""
+        plain = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
+        return plain if self.bias_lr is None else {**plain, "lr": self.bias_lr}
+
+    def extra(self, module: LightningModule, head: Head) -> nn.Module:
+        """Return the bias."""
+        return DomainBias(head.width)
+
+    def loss(self, c: LocalClient, batch: Any) -> Tensor:
+        """Return the client's own loss plus the distance of the means, but for fine-tuning."""
+        if c.received is None:
+            return c.task_loss(batch)
+        loss, z, _ = c.task_loss_and_features(batch)
+        own, d = c.extra, z.shape[1]
+        mean = (1 - self.mu) * own["running"] + self.mu * c.batch_mean(z)
+        distance = (mean - own["mean"]).square().sum()
+        with torch.no_grad():
+            own["running"].copy_(mean)
+        return loss + own["known"] * self.kappa / (2 * d) * distance
+
+    def finish(
+        self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
+    ) -> TensorDict:
+        """Put each client's mean feature where the global one is not known yet."""
+        if starts[_KNOWN].any():
+            return trained
+        like = {"z": trained[_MEAN][0], "n": trained[_KNOWN][0]}
+        sums = work.sums(clients, trained, _features, like)
+        return trained.update({_MEAN: sums["z"] / sums["n"].unsqueeze(1)})
+
+
+def _features(c: LocalClient, batch: Any) -> dict[str, Tensor]:
+    """Return the sum of a batch's features, and of how many."""
+    _, z, _ = c.task_loss_and_features(batch)
+    return {"z": c.batch_sum(z), "n": c.batch_sum(torch.ones_like(z[:, 0]))}
+
+
+@checked
+class FedDBE(FedAvg):
+    r"""FedAvg with domain bias eliminator (Zhang et al. 2023, algorithm 1).
+
+    Before the first round, clients train once from the initial model on their own loss, report
+    their mean feature over all their samples, and forget the rest; the mean of these by numbers of
+    samples is the global mean from then on. Afterwards the server is FedAvg's, and clients train as
+    in :class:`WithoutBias`. A client is judged by the server's model with its own bias on the
+    features, which never travels; a newcomer's is 0, and ``finetune_epochs`` train it.
+
+    Args:
+        kappa: Weight of the global mean, by default 50; or that of the client module's own half.
+        mu: Share of a batch in the running mean, by default 1.
+        bias_lr: Step of the bias, by default the client's learning rate.
+        init: Who reports a mean feature: ``"all"`` clients, or the first ``"cohort"``.
+        weighting: As in :class:`FedAvg`.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or the clients' network has no head.
+
+    Example:
+        >>> FedDBE(kappa=1.0, mu=0.5).half
+        WithoutBias(kappa=1.0, mu=0.5, bias_lr=None)
+
+    References:
+        Zhang et al., Eliminating Domain Bias for Federated Learning in Representation Space,
+        NeurIPS 2023, https://arxiv.org/abs/2311.14975.
+    """
+
+    def __init__(
+        self,
+        kappa: float | None = None,
+        mu: float | None = None,
+        bias_lr: float | None = None,
+        init: Literal["all", "cohort"] = "all",
+        weighting: Literal["samples", "uniform"] = "samples",
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__(weighting, buffers)
+        self.init = init
+        self.bring(WithoutBias, kappa=kappa, mu=mu, bias_lr=bias_lr)
+
+    def setup_server(self) -> None:
+        """Make the server's model; biases are private."""
+        super().setup_server()
+        own = {*self.private, f"{EXTRA}.bias"}
+        self.private = tuple(name for name in self.clients.layout.names if name in own)
+
+    def round(self, cohort: Tensor) -> None:
+        """Run one round, the first of which begins with the global mean."""
+        state = self.server.tensors(0, (_MEAN, _KNOWN))
+        if not state[_KNOWN]:
+            clients = self.clients.trainable if self.init == "all" else cohort
+            mean = WeightedMean({_MEAN: state[_MEAN]})
+            for updates in self.clients.train(clients, self.broadcast, returns=[_MEAN], aside=True):
+                mean.add(updates.states, updates.num_samples)
+            mean.all_reduce()
+            if mean.weights[0] > 0:
+                state[_MEAN].copy_(mean.compute()[_MEAN][0])
+                state[_KNOWN].fill_(1)
+        self.on_round_start()
+        for updates in self.clients.train(cohort, self.broadcast, returns=self.returned):
+            self.receive(updates)
+        self.step()
+
+    @property
+    def returned(self) -> list[str]:
+        """Names of the entries that clients return in a round: the model."""
+        return [name for name in self.sent_names if name not in (_MEAN, _KNOWN)]
+
+    def on_round_start(self) -> None:
+        """Start a new mean of models."""
+        self.mean = WeightedMean(self.server.tensors(0, self.returned))
+
+    def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
+        """Return the bytes of the model, and once those of the global mean."""
+        size = super().bytes_down(clients, sent.select(*self.returned))
+        known, new = bool(self.server.tensors(0)[_KNOWN]), ~self.clients.has_memory(clients)
+        return size + known * int(new.sum()) * sent[_MEAN][:1].nbytes

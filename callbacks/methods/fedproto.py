@@ -1,0 +1,165 @@
+"""FedProto: clients with models of their own, which share the mean features of their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from lightning import LightningModule
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from pflight.half import LocalWork
+from pflight.head import EXTRA, Head
+from pflight.options import checked
+from pflight.updates import ClientUpdates
+
+from .local import Local
+from .prototypes import COUNTS, MEANS, ClassMeans, Prototypes, Prototypical
+
+_OWN, _NEAREST = f"{EXTRA}.own", f"{EXTRA}.nearest"
+_ID = 8  # bytes of a class's number
+
+
+class NearestPrototype(Prototypes):
+    """Prototypes that can predict in place of the head.
+
+    Args:
+        classes: Number of classes.
+        width: Number of features.
+    """
+
+    own: Tensor
+    nearest: Tensor
+
+    def __init__(self, classes: int, width: int) -> None:
+        super().__init__(classes, width)
+        self.register_buffer("own", torch.zeros(classes))  # numbers of the client's own samples
+        self.register_buffer("nearest", torch.zeros(()))  # whether the nearest one predicts
+
+    def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what the head gives, or less the farther the features are from a prototype.
+
+        Prototypes of the client's own classes count, or all where it has none of them.
+        """
+        logits = head(z)
+        known = self.counts > 0
+        mine = known & (self.own > 0)
+        known = torch.where(mine.any(), mine, known)
+        distances = (z.unsqueeze(1) - self.means).square().sum(2)
+        farthest = distances.amax(1, keepdim=True)
+        nearness = torch.where(known, -distances, -farthest - 1)
+        return torch.where((self.nearest > 0) & known.any(), nearness.to(logits.dtype), logits)
+
+
+@checked
+class ByPrototypes(Prototypical):
+    """Has clients judged by the nearest prototype as well as by their head.
+
+    Args:
+        lam: As in :class:`~pflight.callbacks.methods.prototypes.Prototypical`.
+        align: Likewise.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+    """
+
+    further_models = ("prototype/",)
+
+    def extra(self, module: LightningModule, head: Head) -> nn.Module:
+        """Return the prototypes."""
+        return NearestPrototype(int(module.num_classes), head.width)  # type: ignore[arg-type]
+
+    def finish(
+        self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
+    ) -> TensorDict:
+        """Put the clients' own prototypes, and keep which classes they have."""
+        trained = super().finish(work, clients, starts, trained)
+        return trained.update({_OWN: trained[COUNTS]})
+
+    def further(self, work: LocalWork, clients: Tensor, sent: TensorDict, model: str) -> TensorDict:
+        """Return the clients' own models, which predict by the nearest prototype."""
+        states = self.judged(work, clients, sent)
+        return states.update({_NEAREST: torch.ones_like(states[_NEAREST])})
+
+
+@checked
+class FedProto(Local):
+    r"""Federated prototype learning (Tan et al. 2022, algorithm 1).
+
+    Every client has a model of its own, all of which start from a common one. It sends the mean
+    features :math:`c_{ik}` of its classes, with their numbers of samples, and gets
+
+    .. math:: \bar c_k = \frac{\sum_i n_{ik} c_{ik}}{\sum_i n_{ik}}
+
+    over the clients of the last round with the class that answered; a class that nobody has sent
+    keeps its prototype. What clients do with them is in
+    :class:`~pflight.callbacks.methods.prototypes.Prototypical`. A client is judged by
+    its own model; the tags ``prototype/`` are those of the nearest prototype among the classes of
+    its training samples.
+
+    Args:
+        lam: Weight of the distance to the prototypes, by default 1; or that of the client module's
+            own half. With 0 this is :class:`Local`.
+        align: ``"sample"`` or ``"class"``, as in
+            :class:`~pflight.callbacks.methods.prototypes.Prototypical`.
+        weighting: ``"samples"`` as above, or ``"uniform"`` for the plain mean over the clients that
+            have the class.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or the clients' module has no classes or
+            no head.
+
+    Example:
+        >>> FedProto(lam=0.1).half
+        ByPrototypes(lam=0.1, align='sample')
+
+    References:
+        Tan et al., FedProto: Federated Prototype Learning across Heterogeneous Clients, AAAI 2022,
+        https://arxiv.org/abs/2105.00243.
+    """
+
+    def __init__(
+        self,
+        lam: float | None = None,
+        align: Literal["sample", "class"] | None = None,
+        weighting: Literal["samples", "uniform"] = "samples",
+    ) -> None:
+        super().__init__()
+        self.weighting = weighting
+        self.bring(ByPrototypes, lam=lam, align=align)
+
+    def setup_server(self) -> None:
+        """Keep the initial model and the global prototypes; all else is private to the clients."""
+        super().setup_server()
+        self.private = tuple(n for n in self.private if n not in (MEANS, COUNTS, _NEAREST))
+
+    @property
+    def sent_names(self) -> tuple[str, ...]:
+        """Names of the prototypes, with numbers of samples."""
+        return (MEANS, COUNTS)
+
+    def on_round_start(self) -> None:
+        """Start new sums."""
+        self._means = ClassMeans(*self.server.tensors(0, self.sent_names).values())
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """Add the prototypes of a chunk of clients to the sums."""
+        means, counts = (updates.states[name] for name in self.sent_names)
+        self._means.add(means, counts if self.weighting == "samples" else counts > 0)
+
+    def step(self) -> None:
+        """Take the means of the classes that somebody has sent."""
+        self._means.update()
+
+    def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
+        """Return the bytes of the known prototypes, and once those of the initial model."""
+        known, row = int((sent[COUNTS][:1] > 0).sum()), sent[MEANS][0, 0].nbytes
+        return super().bytes_down(clients, sent) + len(clients) * known * row
+
+    def bytes_up(self, updates: ClientUpdates) -> int:
+        """Return the bytes of the clients' prototypes, with class and number of samples."""
+        counts, row = updates.states[COUNTS], updates.states[MEANS][:1, 0].nbytes
+        number = counts.element_size() * (self.weighting == "samples")
+        return int((counts > 0).sum()) * (row + _ID + number)

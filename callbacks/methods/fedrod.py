@@ -1,0 +1,210 @@
+"""FedRoD: a generic head on a balanced loss, and a personal one beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from lightning import LightningModule
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from pflight.fedavg import FedAvg
+from pflight.half import Half, LocalClient, LocalWork, Phase
+from pflight.head import EXTRA, Head
+from pflight.options import check_range, checked
+
+_ABSENT = -1e4  # takes the place of ln 0, and leaves nothing of a class in the softmax
+_SHARES = f"{EXTRA}.shares"
+
+
+class PersonalHead(nn.Module):
+    r"""Adds :math:`\Phi_i z` to what the head gives for features :math:`z`, at first 0.
+
+    Args:
+        width: Number of features.
+        classes: Number of classes.
+        bias: Whether there is a bias, as in the head.
+    """
+
+    def __init__(self, width: int, classes: int, bias: bool) -> None:
+        super().__init__()
+        self.phi = nn.Linear(width, classes, bias=bias)
+        for parameter in self.phi.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the sum of both heads."""
+        return head(z) + self.phi(z)
+
+
+class HyperHead(nn.Module):
+    r"""The same with :math:`\Phi_i = H(p_i; \nu)`, a network of the client's class shares.
+
+    Without shares, all of which are 0, it is 0.
+
+    Args:
+        width: Number of features.
+        classes: Number of classes.
+        bias: Whether there is a bias, as in the head.
+        hidden: Width of the network's hidden layer.
+    """
+
+    def __init__(self, width: int, classes: int, bias: bool, hidden: int) -> None:
+        super().__init__()
+        size = classes * (width + bias)
+        self.network = nn.Sequential(nn.Linear(classes, hidden), nn.ReLU(), nn.Linear(hidden, size))
+        self.register_buffer("shares", torch.zeros(classes))
+
+    def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the sum of both heads."""
+        known = self.shares.sum() > 0
+        phi = (known * self.network(self.shares)).view(len(self.shares), -1)
+        return head(z) + nn.functional.linear(
+            z, phi[:, : z.shape[1]], phi[:, -1] if phi.shape[1] > z.shape[1] else None
+        )
+
+
+@checked
+class TwoHeads(Half):
+    r"""Trains a body with a generic head on a balanced loss, and a personal head on the plain one.
+
+    With features :math:`z`, the generic head :math:`V` and :math:`\mathrm{sg}` for a stopped
+    gradient, a client minimises (FedRoD, Chen and Chao 2022, eq. 5 to 7)
+
+    .. math:: \mathrm{CE}(V z + \gamma \ln n_i,\, y)
+        + \mathrm{CE}(\mathrm{sg}(V z) + \Phi_i\,\mathrm{sg}(z),\, y)
+
+    where :math:`n_i` are its numbers of samples by class; a class that it does not have is left out
+    of the first softmax. So the body and :math:`V` learn from the balanced loss alone, and
+    :math:`\Phi_i` from the other. Predictions are those of :math:`V + \Phi_i`. Fine-tuning trains
+    only :math:`\Phi_i` where that is the client's own.
+
+    Args:
+        gamma: Exponent :math:`\gamma` of the class counts; 0 gives the plain loss.
+        personal: ``"linear"``, a head of the client's own, or ``"hyper"``, one that a common
+            network makes of the client's class shares.
+        hidden: Width of that network's hidden layer.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    References:
+        Chen and Chao, On Bridging Generic and Personalized Federated Learning for Image
+        Classification, ICLR 2022, https://arxiv.org/abs/2107.00778.
+    """
+
+    needs_head = True
+    needs_classes = True
+
+    def __init__(
+        self,
+        gamma: float = 1.0,
+        personal: Literal["linear", "hyper"] = "linear",
+        hidden: int = 16,
+    ) -> None:
+        check_range(self, "[0, inf)", gamma=gamma)
+        check_range(self, "[1, inf)", hidden=hidden)
+        self.gamma = gamma
+        self.kind = personal
+        self.hidden = hidden
+
+    def extra(self, module: LightningModule, head: Head) -> nn.Module:
+        """Return the personal head, or the network that makes it."""
+        bias = getattr(module.get_submodule(head.name), "bias", None) is not None
+        if self.kind == "linear":
+            return PersonalHead(head.width, head.outputs, bias)
+        return HyperHead(head.width, head.outputs, bias, self.hidden)
+
+    def loss(self, c: LocalClient, batch: Any) -> Tensor:
+        """Return the sum of both losses; in fine-tuning that of the prediction."""
+        if c.received is None:
+            return c.task_loss(batch)
+        counts = c.class_counts
+        known = self.gamma * counts.clamp(min=1).log()
+        offset = torch.where(counts > 0, known, _ABSENT if self.gamma else 0.0)
+        balanced, z, generic = c.task_loss_and_features(batch, lambda _, logits: logits + offset)
+        personal = c.predict(z.detach(), lambda _: generic.detach())
+        return balanced + c.losses(personal, batch)
+
+    def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase] | None:
+        """Have fine-tuning train the client's own head alone."""
+        if anchored or self.kind == "hyper":
+            return None
+        own = [name for name, _ in module.named_parameters() if name.startswith(f"{EXTRA}.")]
+        return [Phase(0, epochs, own)]
+
+    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Lay the class shares into the states."""
+        return self._with_shares(work, clients, super().before_training(work, clients, sent))
+
+    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Lay the class shares into the states."""
+        return self._with_shares(work, clients, super().judged(work, clients, sent))
+
+    def _with_shares(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
+        if self.kind == "hyper" and work.has_samples:
+            counts = work.class_counts_of(clients)
+            shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
+            states[_SHARES] = shares.to(states[_SHARES])
+        return states
+
+
+@checked
+class FedRoD(FedAvg):
+    r"""Federated robust decoupling (Chen and Chao 2022, algorithm 1).
+
+    The server takes the mean of bodies and generic heads, as FedAvg does. Clients train as in
+    :class:`TwoHeads`. With ``personal="linear"`` each has a personal head of its own, which never
+    travels; with ``"hyper"`` the network that makes personal heads is averaged like the rest, and
+    the class shares stay with the clients. A client is judged by the server's model with its
+    personal head, and the tags ``server/`` are the generic model's: the personal head of a newcomer
+    is 0, or what the network makes of its class shares.
+
+    Args:
+        gamma: Exponent of the class counts in the balanced loss, by default 1; or that of the
+            client module's own half.
+        personal: ``"linear"`` or ``"hyper"``.
+        hidden: Width of the hidden layer with ``"hyper"``, by default 16.
+        weighting: As in :class:`FedAvg`.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or the clients' module has no classes or
+            no head.
+
+    Example:
+        >>> FedRoD(personal="hyper").half.kind
+        'hyper'
+
+    References:
+        Chen and Chao, On Bridging Generic and Personalized Federated Learning for Image
+        Classification, ICLR 2022, https://arxiv.org/abs/2107.00778.
+    """
+
+    def __init__(
+        self,
+        gamma: float | None = None,
+        personal: Literal["linear", "hyper"] | None = None,
+        hidden: int | None = None,
+        weighting: Literal["samples", "uniform"] = "samples",
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__(weighting, buffers)
+        self.bring(TwoHeads, gamma=gamma, personal=personal, hidden=hidden)
+
+    @property
+    def algorithm_name(self) -> str:
+        """FedRoD, and whether a network makes the personal heads."""
+        half = self.clients.half
+        assert isinstance(half, TwoHeads)
+        return "FedRoD" + " (hyper)" * (half.kind == "hyper")
+
+    def setup_server(self) -> None:
+        """Make the server's model; personal heads, or class shares, are private."""
+        super().setup_server()
+        half, layout = self.clients.half, self.clients.layout
+        assert isinstance(half, TwoHeads)
+        own = layout.extra if half.kind == "linear" else (_SHARES,)
+        self.private = tuple(n for n in layout.names if n in {*self.private, *own})

@@ -1,0 +1,107 @@
+"""MOON: FedAvg with clients that hold their features to the server's, away from their old ones."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pflight.fedavg import FedAvg
+from pflight.half import Half, LocalClient
+from pflight.options import check_range, checked
+
+_SMALLEST = 1e-8  # product of norms
+
+
+@checked
+class Contrastive(Half):
+    r"""Contrasts a client's features with those of two frozen models.
+
+    Beside its own loss, a client minimises the mean over the batch of
+
+    .. math:: \mu \log\!\left(1 + e^{(\cos(z, z_p) - \cos(z, z_g)) / \tau}\right)
+        = -\mu \log \frac{e^{\cos(z, z_g)/\tau}}{e^{\cos(z, z_g)/\tau} + e^{\cos(z, z_p)/\tau}}
+
+    (MOON, Li et al. 2021, eq. 3 and 4), where :math:`z` are the features of its model,
+    :math:`z_g` those of the model that it was sent, and :math:`z_p` those of its own model after
+    its last participation, both in evaluation mode and without gradients. In a first participation
+    :math:`z_p = z_g`, and the term has no gradient. Fine-tuning is plain. The model after training,
+    buffers included, is kept and never travels.
+
+    Args:
+        mu: Weight of the contrast; 0 gives plain training.
+        tau: Temperature.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    References:
+        Li et al., Model-Contrastive Federated Learning, CVPR 2021,
+        https://arxiv.org/abs/2103.16257.
+    """
+
+    keeps_memory = True
+    needs_head = True
+
+    def __init__(self, mu: float = 1.0, tau: float = 0.5) -> None:
+        check_range(self, "[0, inf)", mu=mu)
+        check_range(self, "(0, inf)", tau=tau)
+        self.mu = mu
+        self.tau = tau
+
+    def loss(self, c: LocalClient, batch: Any) -> Tensor:
+        """Return the client's own loss plus the contrast."""
+        if c.received is None or not self.mu:
+            return c.task_loss(batch)
+        loss, z, _ = c.task_loss_and_features(batch)
+        sent, _ = c.features_with(c.received)
+        past = sent if c.memory is None else c.features_with(c.memory)[0]
+        contrast = F.softplus((_cosine(z, past) - _cosine(z, sent)) / self.tau)
+        return loss + self.mu * c.mean(contrast)
+
+
+def _cosine(one: Tensor, other: Tensor) -> Tensor:
+    """Return the cosine similarity ``[n]`` of rows, 0 without a gradient if one of them is 0."""
+    norms = torch.linalg.vector_norm(one, dim=1) * torch.linalg.vector_norm(other, dim=1)
+    cosines = (one * other).sum(1) / norms.clamp(min=_SMALLEST)
+    return torch.where(norms > 0, cosines, 0)
+
+
+@checked
+class MOON(FedAvg):
+    r"""Model-contrastive federated learning (Li et al. 2021, algorithm 1).
+
+    The server is FedAvg's. A client's features are held to those of the server's model, and away
+    from those of its own model of before, as :class:`Contrastive` says. Clients are judged by the
+    server's model.
+
+    Args:
+        mu: Weight of the contrast; with 0 this is FedAvg. By default 1, or that of the client
+            module's own half.
+        tau: Temperature of the contrast, by default 0.5.
+        weighting: As in :class:`FedAvg`.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or the clients' network has no head.
+
+    Example:
+        >>> MOON(mu=5).half
+        Contrastive(mu=5, tau=0.5)
+
+    References:
+        Li et al., Model-Contrastive Federated Learning, CVPR 2021,
+        https://arxiv.org/abs/2103.16257.
+    """
+
+    def __init__(
+        self,
+        mu: float | None = None,
+        tau: float | None = None,
+        weighting: Literal["samples", "uniform"] = "samples",
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__(weighting, buffers)
+        self.bring(Contrastive, mu=mu, tau=tau)

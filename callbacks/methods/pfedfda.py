@@ -1,0 +1,302 @@
+"""pFedFDA: a shared body under a linear discriminant of each client's features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from lightning import LightningModule
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from pflight.fedavg import FedAvg
+from pflight.half import Half, LocalClient, LocalWork
+from pflight.head import EXTRA, Head
+from pflight.options import check_range, checked
+from pflight.updates import ClientUpdates
+
+_MEANS, _COVARIANCE, _WEIGHT, _BIAS = (
+    f"{EXTRA}.{name}" for name in ("means", "covariance", "weight", "bias")
+)
+
+
+class Gaussians(NamedTuple):
+    """Means ``[K, d]`` of classes, and their common covariance ``[d, d]``."""
+
+    means: Tensor
+    covariance: Tensor
+
+    def mixed(self, local: Gaussians, share: Tensor) -> Gaussians:
+        """Return these, with a share of local ones in the means and one in the covariance."""
+        return Gaussians(
+            torch.lerp(self.means, local.means, share[0]),
+            torch.lerp(self.covariance, local.covariance, share[-1]),
+        )
+
+    def head(self, prior: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return weight ``[K, d]`` and bias ``[K]`` of the linear discriminant.
+
+        Args:
+            prior: Of the classes ``[K]``.
+            eps: Share of a multiple of the identity in the covariance.
+        """
+        d = len(self.covariance)
+        identity = torch.eye(d).to(self.covariance)
+        size = self.covariance.trace() / d
+        regular = (1 - eps) * self.covariance + eps * size * identity
+        weight = torch.linalg.solve(regular, self.means.T).T
+        return weight, prior.log() - (self.means * weight).sum(1) / 2
+
+
+class Discriminant(nn.Module):
+    """Means and covariance of features, and the linear discriminant that predicts.
+
+    Args:
+        classes: Number of classes.
+        width: Number of features.
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, classes: int, width: int) -> None:
+        super().__init__()
+        self.register_buffer("means", torch.rand(classes, width))
+        self.register_buffer("covariance", torch.eye(width))
+        self.register_buffer("weight", torch.zeros(classes, width))
+        self.register_buffer("bias", torch.zeros(classes))
+
+    def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what the discriminant gives, in place of the head."""
+        return nn.functional.linear(z, self.weight, self.bias)
+
+
+@checked
+class Discriminating(Half):
+    r"""Trains a body under the linear discriminant of Gaussian features, at rest.
+
+    Features of class :math:`c` are taken for :math:`\mathcal N(\mu_c, \Sigma)`, so that
+    (pFedFDA, Mclaughlin and Su 2024, eq. 3 to 8)
+
+    .. math:: w_c = S^{-1} \mu_c, \qquad b_c = \ln \pi_{ic} - \tfrac12 \mu_c^\top w_c, \qquad
+        S = (1 - \epsilon) \Sigma + \epsilon \tfrac{\mathrm{tr} \Sigma}{d} I, \qquad
+        \pi_{ic} \propto p_{ic} + \epsilon
+
+    with class shares :math:`p_{ic}`. A client trains by those that it receives. Then it takes its
+    own means, those received for classes that it does not have, and the covariance
+    :math:`\Sigma_i = \frac{1}{\max(n_i - 1, 1)} \sum_b (z_b - \mu_{i y_b})(z_b - \mu_{i
+    y_b})^\top + r I`, and sends :math:`\beta` of these with :math:`1 - \beta` of the received
+    ones. :math:`\beta` in [0, 1] minimises the cross-entropy over two stratified halves of its
+    samples, each judged by the statistics of the other, without classes of a single sample; it is
+    0 if there is no other class. A client is judged by the body that it is sent, and statistics
+    that it takes in this way.
+
+    Args:
+        ridge: :math:`r`.
+        eps: :math:`\epsilon`.
+        betas: 2 for one :math:`\beta` of the means and another of the covariance, or 1.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    References:
+        Mclaughlin and Su, Personalized Federated Learning via Feature Distribution Adaptation,
+        NeurIPS 2024, https://arxiv.org/abs/2411.00329.
+    """
+
+    needs_head = True
+    needs_classes = True
+    temporary = ("weight", "bias")
+
+    def __init__(self, ridge: float = 1.0, eps: float = 1e-4, betas: Literal[1, 2] = 2) -> None:
+        check_range(self, "[0, inf)", ridge=ridge)
+        check_range(self, "(0, 1)", eps=eps)
+        self.ridge = ridge
+        self.eps = eps
+        self.betas = betas
+
+    def extra(self, module: LightningModule, head: Head) -> nn.Module:
+        """Return the discriminant."""
+        return Discriminant(int(module.num_classes), head.width)  # type: ignore[arg-type]
+
+    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Lay the discriminants of what is sent into the states."""
+        states = super().before_training(work, clients, sent)
+        return self._discriminating(work, clients, states)
+
+    def finish(
+        self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
+    ) -> TensorDict:
+        """Put the clients' shares of their own statistics."""
+        return self._adapted(work, clients, trained)
+
+    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Lay the discriminants of the clients' own statistics into the states."""
+        states = super().judged(work, clients, sent)
+        if work.has_samples:
+            states = self._adapted(work, clients, states)
+        return self._discriminating(work, clients, states)
+
+    def _discriminating(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
+        priors = self._priors(work, clients, states)
+        heads = [
+            Gaussians(means.double(), covariance.double()).head(prior, self.eps)
+            for means, covariance, prior in zip(
+                states[_MEANS], states[_COVARIANCE], priors, strict=True
+            )
+        ]
+        weight, bias = (torch.stack(parts) for parts in zip(*heads, strict=True))
+        return states.update({_WEIGHT: weight.to(states[_WEIGHT]), _BIAS: bias.to(states[_BIAS])})
+
+    def _priors(self, work: LocalWork, clients: Tensor, states: TensorDict) -> Tensor:
+        counts = torch.zeros_like(states[_BIAS], dtype=torch.double)
+        if work.has_samples:
+            counts = work.class_counts_of(clients).double()
+        shares = counts / counts.sum(1, keepdim=True).clamp(min=1) + self.eps
+        return shares / shares.sum(1, keepdim=True)
+
+    def _adapted(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
+        priors = self._priors(work, clients, states)
+        means, covariances = states[_MEANS].clone(), states[_COVARIANCE].clone()
+        for row, found in enumerate(work.rows(clients, states, _features)):
+            sent = Gaussians(means[row].double(), covariances[row].double())
+            if found is None:  # it has failed
+                means[row] = torch.nan
+            elif found:
+                z, y = found["z"].double(), found["y"]
+                folds = halves(y, work.random(int(clients[row])))
+                share = self.share(z, y, folds, sent, priors[row])
+                mixed = sent.mixed(self.statistics(z, y, sent), share)
+                means[row], covariances[row] = mixed
+        return states.update({_MEANS: means, _COVARIANCE: covariances})
+
+    def statistics(self, z: Tensor, y: Tensor, sent: Gaussians) -> Gaussians:
+        """Return the statistics of features ``[n, d]`` of classes ``[n]``."""
+        rows = (y.unsqueeze(1) == torch.arange(len(sent.means), device=y.device)).to(z)
+        sizes = rows.sum(0).unsqueeze(1)
+        means = torch.where(sizes > 0, rows.T @ z / sizes.clamp(min=1), sent.means)
+        rest = z - means[y]
+        ridge = self.ridge * torch.eye(z.shape[1]).to(z)
+        return Gaussians(means, rest.T @ rest / max(len(z) - 1, 1) + ridge)
+
+    def share(self, z: Tensor, y: Tensor, folds: Tensor, sent: Gaussians, prior: Tensor) -> Tensor:
+        r"""Return :math:`\beta` of a client: of means and covariance, or of both.
+
+        Args:
+            z: Features of its samples ``[n, d]``.
+            y: Their classes ``[n]``.
+            folds: In which half they are ``[n]``; those that are negative are left out.
+            sent: The statistics that it received.
+            prior: Of the classes ``[K]``.
+        """
+        parts = [(z[folds == fold], y[folds == fold]) for fold in (0, 1)]
+        if not (folds >= 0).any():
+            return torch.zeros(self.betas).to(z)
+        local = [self.statistics(*part, sent) for part in parts]
+
+        def loss(at: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+            share = torch.tensor(at, dtype=z.dtype, device=z.device, requires_grad=True)
+            with torch.enable_grad():
+                total = torch.zeros_like(share[0])
+                for own, (others, classes) in zip(local, reversed(parts), strict=True):
+                    weight, bias = sent.mixed(own, share).head(prior, self.eps)
+                    total = total + nn.functional.cross_entropy(others @ weight.T + bias, classes)
+                (slope,) = torch.autograd.grad(total, share)
+            return float(total.detach()), slope.cpu().double().numpy()
+
+        start, bounds = np.full(self.betas, 0.5), [(0.0, 1.0)] * self.betas
+        found = minimize(loss, start, jac=True, bounds=bounds, method="L-BFGS-B", tol=1e-12)
+        return torch.tensor(found.x).to(z)
+
+
+def halves(y: Tensor, random: torch.Generator) -> Tensor:
+    """Divide samples of classes ``[n]`` into two halves, with about as many of each class in both.
+
+    Args:
+        y: The classes.
+        random: Draws the halves.
+
+    Returns:
+        0 or 1 for each sample, and -1 for one that is the only one of its class ``[n]``.
+    """
+    folds = torch.full_like(y, -1)
+    order = torch.randperm(len(y), generator=random).to(y.device)
+    for label in y.unique():
+        own = order[y[order] == label]
+        if len(own) > 1:
+            folds[own] = torch.arange(len(own), device=y.device) % 2
+    return folds
+
+
+def _features(c: LocalClient, batch: Any) -> dict[str, Tensor]:
+    return {"z": c.task_loss_and_features(batch)[1], "y": c.labels(batch)}
+
+
+@checked
+class PFedFDA(FedAvg):
+    r"""Personalisation by feature distribution adaptation (Mclaughlin and Su 2024, algorithm 1).
+
+    The server takes the means of bodies and of the statistics of features, as FedAvg does; the head
+    of the network is not used and does not travel. What clients do is in :class:`Discriminating`;
+    a client is judged by the server's body under the discriminant of statistics that it adapts to
+    its samples, and newcomers as well. Without data there are only the server's statistics.
+
+    Args:
+        ridge: Multiple of the identity in a client's covariance, by default 1; or that of the
+            client module's own half.
+        eps: Regularisation of covariance and class shares, by default 1e-4.
+        betas: 2, the default, or 1.
+        weighting: As in :class:`FedAvg`.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or the clients' module has no classes or
+            no head.
+
+    Example:
+        >>> PFedFDA(betas=1).half
+        Discriminating(ridge=1.0, eps=0.0001, betas=1)
+
+    References:
+        Mclaughlin and Su, Personalized Federated Learning via Feature Distribution Adaptation,
+        NeurIPS 2024, https://arxiv.org/abs/2411.00329.
+    """
+
+    def __init__(
+        self,
+        ridge: float | None = None,
+        eps: float | None = None,
+        betas: Literal[1, 2] | None = None,
+        weighting: Literal["samples", "uniform"] = "samples",
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__(weighting, buffers)
+        self.bring(Discriminating, ridge=ridge, eps=eps, betas=betas)
+
+    @property
+    def algorithm_name(self) -> str:
+        """The paper's name."""
+        return "pFedFDA"
+
+    @property
+    def sent_names(self) -> tuple[str, ...]:
+        """Names of the entries that travel: all but the head."""
+        head = f"{self.clients.head.name}."
+        return tuple(name for name in super().sent_names if not name.startswith(head))
+
+    def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
+        """Return the bytes of bodies and statistics; a covariance is symmetric."""
+        return super().bytes_down(clients, sent) - len(clients) * self._spared
+
+    def bytes_up(self, updates: ClientUpdates) -> int:
+        """Likewise."""
+        return super().bytes_up(updates) - len(updates.clients) * self._spared
+
+    @property
+    def _spared(self) -> int:
+        covariance = self.clients.layout.template[_COVARIANCE]
+        return len(covariance) * (len(covariance) - 1) // 2 * covariance.element_size()

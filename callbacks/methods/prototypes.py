@@ -1,0 +1,142 @@
+"""Prototypes: the mean features of classes, at a client and over clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from pflight.distributed import all_sum
+from pflight.half import Half, LocalClient, LocalWork
+from pflight.head import EXTRA
+from pflight.options import check_range, checked
+
+MEANS, COUNTS = f"{EXTRA}.means", f"{EXTRA}.counts"
+
+
+class Prototypes(nn.Module):
+    """Prototypes of classes beside a head that predicts.
+
+    Args:
+        classes: Number of classes.
+        width: Number of features.
+    """
+
+    means: Tensor
+    counts: Tensor
+
+    def __init__(self, classes: int, width: int) -> None:
+        super().__init__()
+        self.register_buffer("means", torch.zeros(classes, width))
+        self.register_buffer("counts", torch.zeros(classes))  # 0 where there is no prototype
+
+    def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what the head gives."""
+        return head(z)
+
+
+@checked
+class Prototypical(Half):
+    r"""Pulls a client's features towards the global prototypes of their classes.
+
+    To the loss is added, over a batch of B samples with features :math:`z` of dimension d,
+
+    .. math:: \frac{\lambda}{B d} \sum_b \|z_b - \bar c_{y_b}\|^2
+
+    where samples of a class without prototype :math:`\bar c` add nothing (FedProto, Tan et al.
+    2022, eq. 7, as in its authors' code). With ``align="class"`` it is
+    :math:`\frac{\lambda}{d} \sum_k \|\hat z_k - \bar c_k\|^2`, where :math:`\hat z_k` are the
+    means of the batch's classes. After training, the client's prototypes are its classes' mean
+    features over all its training samples, in evaluation mode (eq. 3).
+
+    Args:
+        lam: Weight :math:`\lambda` of the distance.
+        align: ``"sample"`` or ``"class"``.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    References:
+        Tan et al., FedProto: Federated Prototype Learning across Heterogeneous Clients, AAAI 2022,
+        https://arxiv.org/abs/2105.00243.
+    """
+
+    needs_head = True
+    needs_classes = True
+
+    def __init__(self, lam: float = 1.0, align: Literal["sample", "class"] = "sample") -> None:
+        check_range(self, "[0, inf)", lam=lam)
+        self.lam = lam
+        self.align = align
+
+    def loss(self, c: LocalClient, batch: Any) -> Tensor:
+        """Return the client's own loss plus the distance to the prototypes."""
+        if not self.lam:
+            return c.task_loss(batch)
+        loss, z, _ = c.task_loss_and_features(batch)
+        means, known, rows = c.extra["means"], c.extra["counts"] > 0, c.classes(batch)
+        if self.align == "sample":
+            squares = (z - rows @ means).square().mean(1)
+            return loss + self.lam * c.mean(squares * (rows @ known.to(z.dtype)))
+        sizes = rows.sum(0)
+        centers = (rows.T @ z) / sizes.clamp(min=1).unsqueeze(1)
+        squares = (centers - means).square().mean(1)
+        return loss + self.lam * (squares * (known & (sizes > 0))).sum()
+
+    def finish(
+        self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
+    ) -> TensorDict:
+        """Put the clients' own prototypes, and how many samples they are made of."""
+        means, counts = own_prototypes(work, clients, trained, trained[MEANS][0])
+        return trained.update({MEANS: means, COUNTS: counts})
+
+
+class ClassMeans:
+    """Means over clients of vectors by class, which replace those of before.
+
+    Args:
+        means: Those of before ``[K, d]``; a class that nobody sends keeps its own.
+        weights: Their weights ``[K]``, 0 where there is none.
+    """
+
+    def __init__(self, means: Tensor, weights: Tensor) -> None:
+        self._means = means
+        self._weights = weights
+        self._sums = torch.zeros_like(means, dtype=torch.double)
+        self._totals = torch.zeros_like(weights, dtype=torch.double)
+
+    def add(self, means: Tensor, weights: Tensor) -> None:
+        """Add the vectors of some clients ``[C, K, d]`` with weights ``[C, K]``."""
+        self._sums += torch.einsum("ckd,ck->kd", means.double(), weights.double())
+        self._totals += weights.double().sum(0)
+
+    def update(self) -> None:
+        """Put the means in place of those of before; every rank has to call it."""
+        sums, totals = all_sum(self._sums), all_sum(self._totals).unsqueeze(1)
+        self._means.copy_(torch.where(totals > 0, sums / totals, self._means))
+        self._weights.copy_(torch.where(totals[:, 0] > 0, totals[:, 0], self._weights))
+
+
+def own_prototypes(
+    work: LocalWork, clients: Tensor, states: TensorDict, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return clients' mean features by class ``[C, K, d]``, or 0, and counts ``[C, K]``.
+
+    Args:
+        work: What the clients can do.
+        clients: Ids ``[C]``.
+        states: Their models ``[C]``.
+        like: A tensor ``[K, d]`` of their type.
+    """
+    sums = work.sums(clients, states, class_sums, {"z": like, "n": like[:, 0]})
+    return sums["z"] / sums["n"].clamp(min=1).unsqueeze(2), sums["n"]
+
+
+def class_sums(c: LocalClient, batch: Any) -> dict[str, Tensor]:
+    """Return the sums of a batch's features by class ``[K, d]``, and numbers of samples ``[K]``."""
+    _, z, _ = c.task_loss_and_features(batch)
+    rows = c.classes(batch)
+    return {"z": rows.T @ z, "n": rows.sum(0)}
