@@ -8,8 +8,10 @@ from .methods.cfl import CFL
 from .methods.ditto import Ditto
 from .methods.fedala import FedALA
 from .methods.feddane import FedDANE
+from .methods.feddyn import FedDyn
 from .methods.fedec import FedEC
 from .methods.fedfomo import FedFomo
+from .methods.fednova import FedNova
 from .methods.fedprox import FedProx
 from .methods.fedsgd import FedSGD
 from .methods.fesem import FeSEM, select_num_clusters
@@ -56,8 +58,10 @@ __all__ = [
     "FedAvg",
     "FedCluster",
     "FedDANE",
+    "FedDyn",
     "FedEC",
     "FedFomo",
+    "FedNova",
     "FedProx",
     "FedRep",
     "FedSGD",

@@ -23,8 +23,10 @@ from pflight.callbacks import (
     FedALA,
     FedAvg,
     FedDANE,
+    FedDyn,
     FedEC,
     FedFomo,
+    FedNova,
     FedProx,
     FedRep,
     FedSGD,
@@ -43,7 +45,7 @@ from pflight.datamodules import TensorClients
 from pflight.layers import Layers
 from pflight.models import ClientModule, ElasticClient, ProximalClient
 from pflight.models.halves import Controlled
-from tests.own_methods import FedBABU, FedDyn, Halfway
+from tests import own_methods
 from tests.remote_clients import ask_remote_clients
 from tests.runs import (
     assert_same,
@@ -114,8 +116,12 @@ ALGORITHMS = {
     "SCAFFOLD-I": Algorithm(lambda: SCAFFOLD(option="I")),
     "FedDANE": Algorithm(lambda: FedDANE(same_set=True)),
     "FedDyn": Algorithm(FedDyn),
-    "FedBABU": Algorithm(lambda: FedBABU(Layers(types=nn.BatchNorm1d))),
-    "Halfway": Algorithm(Halfway),
+    "FedDyn-size": Algorithm(lambda: FedDyn(a=0.1, size=True)),
+    "FedNova": Algorithm(FedNova),
+    "FedNova-proximal": Algorithm(lambda: FedNova(mu=0.1, tau_eff="steps")),
+    "FedDyn-own": Algorithm(own_methods.MyFedDyn),
+    "FedBABU-own": Algorithm(lambda: own_methods.MyFedBABU(Layers(types=nn.BatchNorm1d))),
+    "Halfway-own": Algorithm(own_methods.Halfway),
 }
 
 
