@@ -104,7 +104,7 @@ def test_a_path_is_where_gradients_of_one_lead(nesterov: bool, steps: int) -> No
     for _ in range(steps):
         w.grad = 1 + 0.3 * w.detach()
         optimizer.step()
-    assert float(half.path(torch.tensor(steps))) == pytest.approx(-float(w) / 0.05, rel=1e-12)
+    assert float(half.path(torch.tensor(steps))) == pytest.approx(-w.item() / 0.05, rel=1e-12)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
