@@ -7,9 +7,11 @@ from .methods.apfl import APFL
 from .methods.cfl import CFL
 from .methods.ditto import Ditto
 from .methods.fedala import FedALA
+from .methods.fedbabu import FedBABU
 from .methods.feddane import FedDANE
 from .methods.feddyn import FedDyn
 from .methods.fedec import FedEC
+from .methods.fedexp import FedExP
 from .methods.fedfomo import FedFomo
 from .methods.fednova import FedNova
 from .methods.fedprox import FedProx
@@ -56,10 +58,12 @@ __all__ = [
     "FeSEM",
     "FedALA",
     "FedAvg",
+    "FedBABU",
     "FedCluster",
     "FedDANE",
     "FedDyn",
     "FedEC",
+    "FedExP",
     "FedFomo",
     "FedNova",
     "FedProx",

@@ -58,9 +58,13 @@ class HeadFirst(Half):
 
     def _parameters(self, module: LightningModule) -> tuple[list[str], list[str]]:
         """Return the names of the trained parameters of the head, and of the body."""
-        layout, chosen = StateLayout.of(module), {*self.head.of(module)}
-        head = {name for layer in chosen for name in layout.layers[layer]}
+        layout, head = StateLayout.of(module), self.head_names(module)
         return (
             [name for name in layout.parameters if name in head],
             [name for name in layout.parameters if name not in head],
         )
+
+    def head_names(self, module: LightningModule) -> set[str]:
+        """Return the names of all tensors of the head's layers."""
+        layers = StateLayout.of(module).layers
+        return {name for layer in self.head.of(module) for name in layers[layer]}
