@@ -147,7 +147,7 @@ class ServerCallback(L.Callback):
         """
         self.server.add(1)
         if self.buffers == "local":
-            self.private = self.clients.layout.buffers
+            self.private = self._module_buffers
 
     @property
     def bytes_kept(self) -> int:
@@ -239,11 +239,17 @@ class ServerCallback(L.Callback):
     def sent_names(self) -> tuple[str, ...]:
         """Names of the entries of a state that travel."""
         layout = self.clients.layout
-        reset = layout.buffers if self.buffers == "reset" else ()
+        reset = self._module_buffers if self.buffers == "reset" else ()
         temporary = tuple(f"{OWN}{name}" for name in self.clients.half.temporary)
         passing = [name for name in layout.own if name.startswith(temporary)]
         stay = {*self.private, *layout.frozen, *reset, *passing}
         return tuple(name for name in layout.names if name not in stay)
+
+    @property
+    def _module_buffers(self) -> tuple[str, ...]:
+        """Names of the client module's own buffers, without the entries of the half."""
+        own = {*self.clients.layout.own}
+        return tuple(name for name in self.clients.layout.buffers if name not in own)
 
 
 def server_callback_of(trainer: L.Trainer) -> ServerCallback | None:
