@@ -7,7 +7,9 @@ from .methods.apfl import APFL
 from .methods.cfl import CFL
 from .methods.ditto import Ditto
 from .methods.fedala import FedALA
+from .methods.fedamp import FedAMP, HeurFedAMP
 from .methods.fedbabu import FedBABU
+from .methods.fedcac import FedCAC
 from .methods.feddane import FedDANE
 from .methods.feddyn import FedDyn
 from .methods.fedec import FedEC
@@ -57,8 +59,10 @@ __all__ = [
     "EmbeddingTrajectory",
     "FeSEM",
     "FedALA",
+    "FedAMP",
     "FedAvg",
     "FedBABU",
+    "FedCAC",
     "FedCluster",
     "FedDANE",
     "FedDyn",
@@ -70,6 +74,7 @@ __all__ = [
     "FedRep",
     "FedSGD",
     "FederationProgressBar",
+    "HeurFedAMP",
     "HypoCluster",
     "Local",
     "PFedHN",

@@ -85,6 +85,11 @@ class FedBABU(FedAvg):
         self.bring(BodyOnly, head=head, finetune=finetune)
 
     @property
+    def name_in_results(self) -> str:
+        """FedBABU, of which fine-tuning is a part."""
+        return self.algorithm_name
+
+    @property
     def sent_names(self) -> tuple[str, ...]:
         """Names of the entries of a state that travel, those of the body."""
         half = self.clients.half

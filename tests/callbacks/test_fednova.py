@@ -133,6 +133,19 @@ def test_three_rounds(mu: float, tau_eff: str, engine: str) -> None:
     assert statistics(state) == pytest.approx(norms, rel=1e-9, abs=1e-11)
 
 
+@pytest.mark.parametrize("buffers", ["local", "reset"])
+def test_buffers_that_do_not_travel(buffers: str) -> None:
+    """What a client sends besides the model is none of them."""
+    data = small_data((6, 12, 7, 10), torch.float64, cohort_size=3)
+    one, other = (
+        run(batchnorm_client().double(), data, callback(buffers=buffers), 3, local_steps=3)
+        for callback in (FedNova, FedAvg)
+    )
+    for i in range(4):
+        states = one.client_state(i), other.client_state(i)
+        torch.testing.assert_close(*states, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize(("mu", "other"), [(0.0, FedAvg()), (0.5, FedProx(mu=0.5))])
 def test_with_equal_steps_it_is_fedavg_or_fedprox(mu: float, other: FedAvg) -> None:
     def fit(callback: FedAvg) -> Federation:
