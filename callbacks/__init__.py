@@ -4,6 +4,7 @@ from pflight.fedavg import FedAvg
 from pflight.server_callback import ServerCallback
 
 from .methods.apfl import APFL
+from .methods.apple import APPLE
 from .methods.cfl import CFL
 from .methods.ditto import Ditto
 from .methods.fedala import FedALA
@@ -46,6 +47,7 @@ Robust = TrimmedKMeans
 
 __all__ = [
     "APFL",
+    "APPLE",
     "CFL",
     "IFCA",
     "L2GD",

@@ -139,6 +139,12 @@ class ServerCallback(L.Callback):
         """
         return data
 
+    def expect(self, num_clients: int) -> None:
+        """Learn how many clients there are, before the entries of the half are made.
+
+        It is called each time that a Trainer runs the federation, or a checkpoint is loaded.
+        """
+
     def setup_server(self) -> None:
         """Make the server's parameters, by default one model; called once per federation.
 

@@ -15,6 +15,7 @@ from torch import nn
 from pflight import Federation
 from pflight.callbacks import (
     APFL,
+    APPLE,
     CFL,
     IFCA,
     L2GD,
@@ -132,6 +133,7 @@ ALGORITHMS = {
     "HeurFedAMP": Algorithm(HeurFedAMP),
     "FedCAC": Algorithm(lambda: FedCAC(tau=0.15)),
     "FedCAC-local": Algorithm(lambda: FedCAC(tau=0.15, beta=2.0, judged="local")),
+    "APPLE": Algorithm(lambda: APPLE(weights_lr=0.05)),
     "FedDyn-own": Algorithm(own_methods.MyFedDyn),
     "FedBABU-own": Algorithm(lambda: own_methods.MyFedBABU(Layers(types=nn.BatchNorm1d))),
     "Halfway-own": Algorithm(own_methods.Halfway),

@@ -37,6 +37,7 @@ QUICKSTART = "configs/quickstart.yaml"
 ALGORITHMS = {
     "apfl": "APFL",
     "apfl_adaptive": "APFL",
+    "apple": "APPLE",
     "cfl": "CFL",
     "ditto": "Ditto",
     "fedadam": "FedAvg",

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from lightning import LightningModule
 
-from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
 from pflight.half import Phase
 from pflight.layers import Layers
 from pflight.models.halves.fedrep import LAST_LAYER, HeadFirst
 from pflight.options import checked
-from pflight.state import StateLayout
 
 
 @checked
@@ -27,6 +25,8 @@ class BodyOnly(HeadFirst):
         finetune: What is fine-tuned: ``"full"``, ``"head"`` or ``"body"``.
     """
 
+    algorithm = "FedBABU"
+
     def __init__(
         self, head: Layers = LAST_LAYER, finetune: Literal["full", "head", "body"] = "full"
     ) -> None:
@@ -34,20 +34,12 @@ class BodyOnly(HeadFirst):
         self.finetune = finetune
 
     def check(self, module: LightningModule) -> None:
-        """Raise if the head is the whole network, or can't be fine-tuned."""
-        head, body = self._parameters(module)
-        if not body or (self.finetune == "head" and not head):
-            part = "head" if body else "body"
-            raise ConfigurationError(
-                f"FedBABU: no parameter of the {part} is trained; the layers are "
-                f"{', '.join(StateLayout.of(module).layers)}"
-            )
+        """Raise if there is no body, or nothing to fine-tune."""
+        self.check_parts(module, "body", self.finetune)
 
     def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase]:
         """Return a single phase, of the body or of what is fine-tuned."""
-        part, head = "body" if anchored else self.finetune, self.head_names(module)
-        names = StateLayout.of(module).names
-        return [Phase(0, epochs, [n for n in names if part in ("full", _part(n, head))])]
+        return [Phase(0, epochs, self.parts(module)["body" if anchored else self.finetune])]
 
 
 @checked
@@ -92,11 +84,6 @@ class FedBABU(FedAvg):
     @property
     def sent_names(self) -> tuple[str, ...]:
         """Names of the entries of a state that travel, those of the body."""
-        half = self.clients.half
-        assert isinstance(half, BodyOnly)
-        head = half.head_names(self.clients.module)
-        return tuple(name for name in super().sent_names if name not in head)
-
-
-def _part(name: str, head: set[str]) -> str:
-    return "head" if name in head else "body"
+        half: Any = self.clients.half
+        body = half.parts(self.clients.module)["body"]
+        return tuple(name for name in super().sent_names if name in body)
