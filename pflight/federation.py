@@ -384,8 +384,7 @@ class Federation(L.LightningModule):
 
     def _take_half(self, callback: ServerCallback) -> None:
         """Use the callback's client half, or the one that the client module names."""
-        callback.expect(self.clients.num_clients)
-        self.clients.half = chosen_half(callback, self.client)
+        self.clients.half = chosen_half(callback, self.client, self.clients.num_clients)
         self.clients.participation = callback.participation or self.clients.half
         if self.callback is None:
             self.layout = self.clients.layout = layout_with(self.clients.half, self.layout)

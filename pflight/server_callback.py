@@ -272,12 +272,18 @@ def server_callback_of(trainer: L.Trainer) -> ServerCallback | None:
     return given[0] if given else None
 
 
-def chosen_half(callback: ServerCallback, module: L.LightningModule) -> Half:
+def chosen_half(callback: ServerCallback, module: L.LightningModule, num_clients: int) -> Half:
     """Return the client half of a server callback, or the one that the client module names.
+
+    Args:
+        callback: The server callback, which is told how many clients there are.
+        module: The client module.
+        num_clients: How many there are.
 
     Raises:
         ConfigurationError: If both have one with options of its own, and they differ.
     """
+    callback.expect(num_clients)
     brought, named = callback.half, half_of(module)
     if named is None or brought == named:
         return brought
