@@ -28,8 +28,7 @@ class Mixing(Half):
     r"""APPLE's client, which trains its core model and how it mixes this with the others'.
 
     Its model is :math:`w_i = \sum_j p_{ij} c_j`, of its own core :math:`c_i` and those of the
-    others as they were sent. With :math:`g = \nabla f_i(w_i)`, each step is (Luo and Wu 2022,
-    eq. 5 to 8)
+    others as they were sent. With :math:`g = \nabla f_i(w_i)`, each step is (Luo and Wu 2022)
 
     .. math:: c_i \leftarrow c_i - \eta\, p_{ii}\, g, \qquad p_{ij} \leftarrow p_{ij} -
         \eta_2 \big(\langle g, c_j \rangle + \lambda(r)\,\mu\,(p_{ij} - p^0_j)\big),

@@ -25,7 +25,7 @@ _PULL, _CLOUD = f"{OWN}pull", f"{OWN}cloud."
 class Attracted(Half):
     r"""FedAMP's client, which is pulled to the mixture :math:`u_i` that it is sent.
 
-    It minimises :math:`f_i(w) + \frac{p}{2} \|w - u_i\|^2` (Huang et al. 2021, eq. 4), where the
+    It minimises :math:`f_i(w) + \frac{p}{2} \|w - u_i\|^2` (Huang et al. 2021), where the
     pull p is :math:`\lambda / \alpha_k`; the server sends it once it is another than at first.
 
     Args:
@@ -208,7 +208,7 @@ class FedAMP(StoredModels):
 
 @checked
 class HeurFedAMP(FedAMP):
-    r"""FedAMP with weights by the angle between models (Huang et al. 2021, section 4.3).
+    r"""FedAMP with weights by the angle between models (Huang et al. 2021).
 
     A client's own model has a fixed weight, and the others share the rest:
 

@@ -26,7 +26,7 @@ _BITS = 32  # of a number of steps
 class Normalised(Half):
     r"""FedNova's client, which sends how far its steps would lead if all gradients were 1.
 
-    That is :math:`A_i = \|a_i\|_1` (Wang et al. 2020, section 4). With SGD of step :math:`\eta`,
+    That is :math:`A_i = \|a_i\|_1` (Wang et al. 2020). With SGD of step :math:`\eta`,
     momentum :math:`\rho` and the proximal term :math:`\frac{\mu}{2} \|w - \theta\|^2`, it is what u
     comes to from 0 in the steps
 
@@ -87,7 +87,7 @@ class Normalised(Half):
 
 @checked
 class FedNova(FedAvg):
-    r"""Normalised averaging (Wang et al. 2020, eq. 10).
+    r"""Normalised averaging (Wang et al. 2020).
 
     The changes of the clients that answered are divided by the lengths of their paths
     :math:`A_i`, averaged, and multiplied by a common length:
