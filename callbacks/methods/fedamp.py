@@ -98,7 +98,8 @@ class FedAMP(StoredModels):
 
     Args:
         lam: Weight :math:`\lambda`; the pull is :math:`\lambda / \alpha_k`.
-        alpha: :math:`\alpha_k` at first.
+        alpha: :math:`\alpha_k` at first. With 0 nothing is mixed and there is no pull: clients
+            train alone.
         sigma: :math:`\sigma`, the squared distance at which a model counts for little.
         alpha_decay: What :math:`\alpha_k` is multiplied by every ``decay_rounds`` rounds.
         decay_rounds: See ``alpha_decay``.
@@ -127,8 +128,7 @@ class FedAMP(StoredModels):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(buffers)
-        check_range(self, "[0, inf)", lam=lam)
-        check_range(self, "(0, inf)", alpha=alpha)
+        check_range(self, "[0, inf)", lam=lam, alpha=alpha)
         check_range(self, "(0, 1]", alpha_decay=alpha_decay)
         check_range(self, "[1, inf)", decay_rounds=decay_rounds)
         check_range(self, self._sigmas, sigma=sigma)
@@ -137,7 +137,7 @@ class FedAMP(StoredModels):
         self.sigma = sigma
         self.alpha_decay = alpha_decay
         self.decay_rounds = decay_rounds
-        self.half = half_for(self, Attracted, pull=lam / alpha, start=start)
+        self.half = half_for(self, Attracted, pull=lam / alpha if alpha else 0.0, start=start)
 
     @property
     def alpha_now(self) -> float:
@@ -222,7 +222,7 @@ class HeurFedAMP(FedAMP):
         sigma: :math:`\sigma`, the larger the more the nearest models weigh.
         self_weight: :math:`\xi_{ii}`; by default 1 / N, with N the clients that may train.
         lam: As in :class:`FedAMP`, like all that follow.
-        alpha: Only the pull depends on it here.
+        alpha: Only the pull depends on it here; 0 is for none.
         alpha_decay: As in :class:`FedAMP`.
         decay_rounds: As in :class:`FedAMP`.
         start: As in :class:`FedAMP`.

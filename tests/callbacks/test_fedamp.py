@@ -146,9 +146,10 @@ def test_without_angles_it_is_uniform_fedavg_or_fedprox(lam: float, other: FedAv
     assert sent["network.1.num_batches_tracked"] == expected["network.1.num_batches_tracked"]
 
 
-def test_with_a_weight_of_one_it_is_local() -> None:
+@pytest.mark.parametrize("callback", [HeurFedAMP(self_weight=1.0, lam=0.0), FedAMP(alpha=0)])
+def test_where_nothing_is_mixed_it_is_local(callback: FedAMP) -> None:
     case = Normalised.make(cohort_size=6)
-    federation, alone = case.run(HeurFedAMP(self_weight=1.0, lam=0.0)), case.run(Local())
+    federation, alone = case.run(callback), case.run(Local())
     for i in range(6):
         one, other = federation.client_state(i), alone.client_state(i)
         for part in (parameters, statistics):
