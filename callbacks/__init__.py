@@ -4,14 +4,21 @@ from pflight.fedavg import FedAvg
 from pflight.server_callback import ServerCallback
 
 from .methods.apfl import APFL
+from .methods.apple import APPLE
 from .methods.cfl import CFL
 from .methods.ditto import Ditto
 from .methods.fedala import FedALA
+from .methods.fedamp import FedAMP, HeurFedAMP
+from .methods.fedbabu import FedBABU
+from .methods.fedcac import FedCAC
 from .methods.fedcp import FedCP
 from .methods.feddane import FedDANE
 from .methods.feddbe import FedDBE
+from .methods.feddyn import FedDyn
 from .methods.fedec import FedEC
+from .methods.fedexp import FedExP
 from .methods.fedfomo import FedFomo
+from .methods.fednova import FedNova
 from .methods.fedpac import FedPAC
 from .methods.fedproto import FedProto
 from .methods.fedprox import FedProx
@@ -48,6 +55,7 @@ Robust = TrimmedKMeans
 
 __all__ = [
     "APFL",
+    "APPLE",
     "CFL",
     "GPFL",
     "IFCA",
@@ -63,13 +71,19 @@ __all__ = [
     "EmbeddingTrajectory",
     "FeSEM",
     "FedALA",
+    "FedAMP",
     "FedAvg",
+    "FedBABU",
+    "FedCAC",
     "FedCP",
     "FedCluster",
     "FedDANE",
     "FedDBE",
+    "FedDyn",
     "FedEC",
+    "FedExP",
     "FedFomo",
+    "FedNova",
     "FedPAC",
     "FedProto",
     "FedProx",
@@ -77,6 +91,7 @@ __all__ = [
     "FedRoD",
     "FedSGD",
     "FederationProgressBar",
+    "HeurFedAMP",
     "HypoCluster",
     "Local",
     "PFedFDA",

@@ -381,7 +381,7 @@ class Federation(L.LightningModule):
 
     def _take_half(self, callback: ServerCallback, head: Sequence[Any] | None = None) -> None:
         """Use the callback's client half, or the one that the client module names."""
-        half = chosen_half(callback, self.client)
+        half = chosen_half(callback, self.client, self.clients.num_clients)
         self.clients.half, self.clients.participation = half, callback.participation or half
         if self.callback is None:
             self.layout = self.clients.prepare(callback.needs_head, self._trainer, head)

@@ -140,6 +140,12 @@ class ServerCallback(L.Callback):
         """
         return data
 
+    def expect(self, num_clients: int) -> None:
+        """Learn how many clients there are, before the entries of the half are made.
+
+        It is called each time that a Trainer runs the federation, or a checkpoint is loaded.
+        """
+
     def setup_server(self) -> None:
         """Make the server's parameters, by default one model; called once per federation.
 
@@ -238,9 +244,10 @@ class ServerCallback(L.Callback):
 
     @property
     def _module_buffers(self) -> tuple[str, ...]:
-        """Names of the buffers, without those of the module that the half adds."""
+        """Names of the client module's own buffers, without all that the half adds."""
         layout = self.clients.layout
-        return tuple(name for name in layout.buffers if name not in {*layout.extra})
+        added = {*layout.own, *layout.extra}
+        return tuple(name for name in layout.buffers if name not in added)
 
     def bytes_up(self, updates: ClientUpdates) -> int:
         """Return the number of bytes that clients sent, by default that of their states."""
@@ -277,12 +284,18 @@ def server_callback_of(trainer: L.Trainer) -> ServerCallback | None:
     return given[0] if given else None
 
 
-def chosen_half(callback: ServerCallback, module: L.LightningModule) -> Half:
+def chosen_half(callback: ServerCallback, module: L.LightningModule, num_clients: int) -> Half:
     """Return the client half of a server callback, or the one that the client module names.
+
+    Args:
+        callback: The server callback, which is told how many clients there are.
+        module: The client module.
+        num_clients: How many there are.
 
     Raises:
         ConfigurationError: If both have one with options of its own, and they differ.
     """
+    callback.expect(num_clients)
     brought, named = callback.half, half_of(module)
     if named is None or brought == named:
         return brought

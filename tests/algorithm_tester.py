@@ -15,6 +15,7 @@ from torch import nn
 from pflight import Federation
 from pflight.callbacks import (
     APFL,
+    APPLE,
     CFL,
     GPFL,
     IFCA,
@@ -23,12 +24,18 @@ from pflight.callbacks import (
     SCAFFOLD,
     Ditto,
     FedALA,
+    FedAMP,
     FedAvg,
+    FedBABU,
+    FedCAC,
     FedCP,
     FedDANE,
     FedDBE,
+    FedDyn,
     FedEC,
+    FedExP,
     FedFomo,
+    FedNova,
     FedPAC,
     FedProto,
     FedProx,
@@ -36,6 +43,7 @@ from pflight.callbacks import (
     FedRoD,
     FedSGD,
     FeSEM,
+    HeurFedAMP,
     Local,
     PerFedAvg,
     PFedFDA,
@@ -51,7 +59,7 @@ from pflight.datamodules import TensorClients
 from pflight.layers import Layers
 from pflight.models import ClientModule, ElasticClient, ProximalClient
 from pflight.models.halves import Controlled
-from tests.own_methods import FedBABU, FedDyn, Halfway, Scaled
+from tests import own_methods
 from tests.remote_clients import ask_remote_clients
 from tests.runs import (
     assert_same,
@@ -133,9 +141,22 @@ ALGORITHMS = {
     "FedDBE": Algorithm(FedDBE),
     "FedDBE-cohort": Algorithm(lambda: FedDBE(kappa=1.0, mu=0.5, init="cohort")),
     "FedDyn": Algorithm(FedDyn),
-    "FedBABU": Algorithm(lambda: FedBABU(Layers(types=nn.BatchNorm1d))),
-    "Halfway": Algorithm(Halfway),
-    "Scaled": Algorithm(Scaled),
+    "FedDyn-size": Algorithm(lambda: FedDyn(a=0.1, size=True)),
+    "FedNova": Algorithm(FedNova),
+    "FedNova-proximal": Algorithm(lambda: FedNova(mu=0.1, tau_eff="steps")),
+    "FedExP": Algorithm(FedExP),
+    "FedBABU": Algorithm(lambda: FedBABU(head=Layers(types=nn.BatchNorm1d))),
+    "FedBABU-body": Algorithm(lambda: FedBABU(head=Layers(types=nn.BatchNorm1d), finetune="body")),
+    "FedAMP": Algorithm(lambda: FedAMP(alpha=1.0, alpha_decay=0.5, decay_rounds=2)),
+    "FedAMP-personal": Algorithm(lambda: FedAMP(alpha=2.0, start="personal")),
+    "HeurFedAMP": Algorithm(HeurFedAMP),
+    "FedCAC": Algorithm(lambda: FedCAC(tau=0.15)),
+    "FedCAC-local": Algorithm(lambda: FedCAC(tau=0.15, beta=2.0, judged="local")),
+    "APPLE": Algorithm(lambda: APPLE(weights_lr=0.05)),
+    "FedDyn-own": Algorithm(own_methods.MyFedDyn),
+    "FedBABU-own": Algorithm(lambda: own_methods.MyFedBABU(Layers(types=nn.BatchNorm1d))),
+    "Halfway-own": Algorithm(own_methods.Halfway),
+    "Scaled-own": Algorithm(own_methods.Scaled),
 }
 
 

@@ -3,7 +3,7 @@
 from tests.pages import ROOT, modules
 
 _shown = modules(ROOT / "docs" / "own-methods.md")
-FedDyn = _shown["feddyn"].FedDyn
-FedBABU = _shown["fedbabu"].FedBABU
+MyFedDyn = _shown["my_feddyn"].MyFedDyn
+MyFedBABU = _shown["my_fedbabu"].MyFedBABU
 Halfway = _shown["halfway"].Halfway
 Scaled = _shown["scaled"].Scaled

@@ -52,6 +52,74 @@ class Quadratics:
         return self.a[client] * (theta - self.b[client])
 
 
+class NormalisedNetwork:
+    """Mean cross-entropy of ``V relu(g norm(W x + b) + h) + c``, normalised over each batch.
+
+    Theta is ``W`` row by row, ``b``, ``g``, ``h``, ``V`` row by row and ``c``.
+    """
+
+    def __init__(
+        self, samples: Sequence[tuple[Vector, NDArray[np.int64]]], hidden: int, classes: int
+    ) -> None:
+        self.samples = [(np.asarray(x, np.float64), np.asarray(y)) for x, y in samples]
+        self.counts = np.array([len(y) for _, y in self.samples])
+        inputs = self.samples[0][0].shape[1]
+        vector = (hidden,)
+        self.shapes = [(hidden, inputs), vector, vector, vector, (classes, hidden), (classes,)]
+
+    def parts(self, theta: Vector) -> list[Vector]:
+        """Return W, b, g, h, V and c."""
+        ends = np.cumsum([np.prod(shape) for shape in self.shapes])[:-1]
+        pieces = zip(np.split(theta, ends), self.shapes, strict=True)
+        return [piece.reshape(shape) for piece, shape in pieces]
+
+    def gradient(self, theta: Vector, client: int, batch: NDArray[np.int64]) -> Vector:
+        weight, bias, scale, shift, head, offset = self.parts(theta)
+        x, y = (part[batch] for part in self.samples[client])
+        inputs = x @ weight.T + bias
+        deviation = np.sqrt(inputs.var(axis=0) + 1e-5)
+        norm = (inputs - inputs.mean(axis=0)) / deviation
+        active = scale * norm + shift
+        hidden = np.maximum(active, 0)
+        logits = hidden @ head.T + offset
+        excess = np.exp(logits - logits.max(axis=1, keepdims=True))
+        excess /= excess.sum(axis=1, keepdims=True)
+        excess[np.arange(len(y)), y] -= 1
+        excess /= len(y)
+        back = (excess @ head) * (active > 0)
+        through = back * scale
+        through = through - through.mean(axis=0) - norm * (through * norm).mean(axis=0)
+        through /= deviation
+        parts = (
+            *(through.T @ x, through.sum(axis=0), (back * norm).sum(axis=0), back.sum(axis=0)),
+            *(excess.T @ hidden, excess.sum(axis=0)),
+        )
+        return np.concatenate([part.ravel() for part in parts])
+
+    def statistics(self, theta: Vector, client: int, batch: NDArray[np.int64]) -> Vector:
+        """Return mean and unbiased variance of what is normalised."""
+        weight, bias, *_ = self.parts(theta)
+        inputs = self.samples[client][0][batch] @ weight.T + bias
+        return np.concatenate([inputs.mean(axis=0), inputs.var(axis=0, ddof=1)])
+
+
+def normalised_training(
+    world: NormalisedNetwork,
+    theta: Vector,
+    statistics: Vector,
+    client: int,
+    batches: Sequence[NDArray[np.int64]],
+    lr: float,
+    more: Callable[[Vector], Vector | float] = lambda theta: 0.0,
+) -> tuple[Vector, Vector]:
+    """Return weights and running statistics after SGD along the gradient and something more."""
+    for batch in batches:
+        seen = world.statistics(theta, client, batch)
+        theta = theta - lr * (world.gradient(theta, client, batch) + more(theta))
+        statistics = 0.9 * statistics + 0.1 * seen
+    return theta, statistics
+
+
 def local_training(
     world: World,
     start: Vector,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import numpy as np
@@ -23,6 +23,7 @@ from pflight.local.client import SCALARS, AloneClient
 from pflight.local.copies import Copies
 from pflight.models import ClientModule
 from pflight.state import StateLayout
+from tests import reference
 
 FEATURES, CLASSES = 4, 3
 ENGINES = pytest.mark.parametrize("engine", ["sequential", "vectorized"])
@@ -201,6 +202,59 @@ def batches_of(data: FederatedDataModule, round: int, client: int, epochs: int) 
         for epoch in range(epochs)
         for batch in data.order(client, round, epoch).split(size)
     ]
+
+
+class Normalised(NamedTuple):
+    """Unequal clients with BatchNorm in float64, three of six in a round, and their reference."""
+
+    data: TensorClients
+    world: reference.NormalisedNetwork
+    theta: np.ndarray
+    """Where the parameters start."""
+    statistics: np.ndarray
+    """Where BatchNorm's running mean and variance start."""
+
+    @classmethod
+    def make(cls, **options: Any) -> Normalised:
+        counts = (6, 12, 7, 10, 3, 8)  # no last batch of a single sample
+        data = small_data(counts, torch.float64, **{"cohort_size": 3, **options})
+        pairs = [data.samples(i, "train") for i in range(len(counts))]
+        start = batchnorm_client().double().state_dict()
+        world = reference.NormalisedNetwork(pairs, 6, CLASSES)
+        return cls(data, world, parameters(start), statistics(start))
+
+    def batches(self, round: int, client: int) -> list[np.ndarray]:
+        """Return the positions of the samples in each batch of two local epochs."""
+        return batches_of(self.data, round, client, 2)
+
+    def train(
+        self,
+        round: int,
+        client: int,
+        theta: np.ndarray,
+        statistics: np.ndarray,
+        more: Callable[[np.ndarray], Any] = lambda theta: 0.0,
+        lr: float = 0.1,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return what a client's parameters and statistics come to in a round."""
+        batches = self.batches(round, client)
+        known = self.world, theta, statistics, client, batches, lr, more
+        return reference.normalised_training(*known)
+
+    def run(self, callback: ServerCallback, rounds: int = 3, **options: Any) -> Federation:
+        """Fit a federation of it."""
+        client = options.pop("client", batchnorm_client())
+        return run(client.double(), self.data, callback, rounds, **{"local_epochs": 2, **options})
+
+
+def parameters(state: dict[str, Tensor]) -> np.ndarray:
+    """Return the parameters of a state of :func:`batchnorm_client` as one vector."""
+    return flat({n: v for n, v in state.items() if n.endswith(("weight", "bias"))})
+
+
+def statistics(state: dict[str, Tensor]) -> np.ndarray:
+    """Return BatchNorm's running mean and variance likewise."""
+    return flat({name: value for name, value in state.items() if "running" in name})
 
 
 def flat(state: dict[str, Tensor]) -> np.ndarray:

@@ -13,7 +13,7 @@ from pflight.cli import main
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
 from tests.callbacks.test_shared_part import product_client, product_world
-from tests.own_methods import FedBABU, FedDyn, Halfway
+from tests.own_methods import Halfway, MyFedBABU, MyFedDyn
 from tests.pages import ROOT, files
 from tests.runs import (
     ENGINES,
@@ -33,7 +33,7 @@ from tests.runs import (
 PAGE = ROOT / "docs" / "own-methods.md"
 
 
-@pytest.mark.parametrize("name", ["feddyn.py", "fedbabu.py"])
+@pytest.mark.parametrize("name", ["my_feddyn.py", "my_fedbabu.py"])
 def test_a_method_is_forty_lines_of_code(name: str) -> None:
     code = [line for line in files(PAGE)[name].splitlines() if line.strip()]
     assert len(code) <= 40
@@ -42,24 +42,24 @@ def test_a_method_is_forty_lines_of_code(name: str) -> None:
 class TestFedDyn:
     @ENGINES
     def test_d1(self, engine: str) -> None:
-        callback = FedDyn(a=0.5)
+        callback = MyFedDyn(a=0.5)
         one = run(quadratic_client(), world_q(), callback, 1, local_steps=2, engine=engine)
         assert shared(one) == pytest.approx([0.576666667, 0.383333333], abs=1e-8)
         assert callback.h["network.theta"].tolist() == pytest.approx([0.288333, 0.191667], abs=1e-6)
         kept = one.clients.start_states(torch.arange(3), callback.broadcast(torch.arange(3)))
         (name,) = callback.private
         assert kept[name][0].tolist() == pytest.approx([-0.0925, 0.175], abs=1e-12)
-        two = run(quadratic_client(), world_q(), FedDyn(a=0.5), 2, local_steps=2, engine=engine)
+        two = run(quadratic_client(), world_q(), MyFedDyn(a=0.5), 2, local_steps=2, engine=engine)
         assert shared(two) == pytest.approx([1.115025, 0.737708], abs=1e-6)
 
     def test_it_comes_to_rest_where_the_mean_of_the_losses_does(self) -> None:
-        federation = run(quadratic_client(), world_q(), FedDyn(a=0.5), 60, local_steps=20)
+        federation = run(quadratic_client(), world_q(), MyFedDyn(a=0.5), 60, local_steps=20)
         assert shared(federation) == pytest.approx([1.25, 0.75], abs=1e-4)
         plain = run(quadratic_client(), world_q(), FedAvg("uniform"), 60, local_steps=20)
         assert np.abs(shared(plain) - [1.25, 0.75]).max() > 0.1
 
     def test_without_what_it_keeps_it_is_fedprox(self) -> None:
-        class Forgetful(FedDyn):
+        class Forgetful(MyFedDyn):
             def aggregate(self, mean):
                 return mean
 
@@ -87,17 +87,17 @@ def test_halfway_is_where_clients_are_judged() -> None:
 class TestFedBABU:
     @ENGINES
     def test_b1(self, engine: str) -> None:
-        federation = run(product_client(), product_world(), FedBABU(), engine=engine)
+        federation = run(product_client(), product_world(), MyFedBABU(), engine=engine)
         assert flat(federation.server_states()[0]) == pytest.approx([0.95, 1], abs=1e-12)
         options = {"engine": engine, "finetune_epochs": 1}
-        tuned = run(product_client(), product_world(), FedBABU(), **options)
+        tuned = run(product_client(), product_world(), MyFedBABU(), **options)
         assert flat(tuned.client_state(0)) == pytest.approx([1.055, 1.09975], abs=1e-12)
 
     @ENGINES
     def test_the_head_neither_moves_nor_travels(self, engine: str) -> None:
         decayed = sgd(0.1, momentum=0.9, weight_decay=0.1)
         client, data = batchnorm_client(optimizer=decayed), small_data(cohort_size=3)
-        federation = run(client, data, FedBABU(), 2, local_steps=9, engine=engine)
+        federation = run(client, data, MyFedBABU(), 2, local_steps=9, engine=engine)
         state, start = federation.server_states()[0], client.state_dict()
         assert_same({"w": state["network.3.weight"]}, {"w": start["network.3.weight"]})
         assert not torch.equal(state["network.0.weight"], start["network.0.weight"])
@@ -107,23 +107,23 @@ class TestFedBABU:
 
     def test_it_is_fedrep_without_epochs_of_the_head(self) -> None:
         data = small_data()
-        one = run(batchnorm_client(), data, FedBABU(), 3, local_epochs=2)
+        one = run(batchnorm_client(), data, MyFedBABU(), 3, local_epochs=2)
         other = run(batchnorm_client(), data, FedRep(head_epochs=0), 3, local_epochs=2)
         assert_same(one.server_states()[0], other.server_states()[0])
 
     def test_a_network_of_one_layer_is_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="FedBABU: no parameter of the body is"):
-            run(linear_client(), small_data(), FedBABU())
+            run(linear_client(), small_data(), MyFedBABU())
 
     def test_with_no_head_it_is_fedavg(self) -> None:
-        one = run(batchnorm_client(), small_data(), FedBABU(Layers()), 3)
+        one = run(batchnorm_client(), small_data(), MyFedBABU(Layers()), 3)
         assert_same(
             one.server_states()[0],
             run(batchnorm_client(), small_data(), FedAvg(), 3).server_states()[0],
         )
 
 
-@pytest.mark.parametrize("name", ["feddyn", "fedbabu"])
+@pytest.mark.parametrize("name", ["my_feddyn", "my_fedbabu"])
 def test_from_the_command_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,11 +10,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.datamodules.partitions.held_out import HeldOut
-from pflight.distributed import all_max, share_owned
+from pflight.distributed import share_owned
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator
 from pflight.state import entries, rows, state_bytes
-from pflight.updates import ClientUpdates
 
 from .hypernetworks import weighted_sums
 from .stored import StoredModels
@@ -56,7 +55,6 @@ class FedFomo(StoredModels):
 
     Attributes:
         stored: The models of all clients, without buffers; every tensor is ``[num_clients, ...]``.
-        received: BoolTensor ``[num_clients]``, which of them are not the initial model.
         affinity: :math:`P`, ``[num_clients, num_clients]``, a row for each receiving client.
 
     Raises:
@@ -95,7 +93,6 @@ class FedFomo(StoredModels):
         """Store the initial model for every client, and start without scores."""
         super().setup_server()
         count = self.clients.num_clients
-        self.received = torch.zeros(count, dtype=torch.bool)
         self.affinity = torch.zeros(count, count, dtype=torch.double)
 
     def more_memory(self) -> dict[str, int]:
@@ -118,7 +115,7 @@ class FedFomo(StoredModels):
 
     def on_round_start(self) -> None:
         """Start a round without updates and scores."""
-        self._updates: list[ClientUpdates] = []
+        super().on_round_start()
         self._scores = torch.zeros_like(self.affinity)
 
     def broadcast(self, clients: Tensor) -> TensorDict:
@@ -142,10 +139,10 @@ class FedFomo(StoredModels):
         sent = self.choose(clients)
         if not sent.shape[1]:
             return scores
-        own = self._models(clients)
+        own = self.models_of(clients)
         loss = self.clients.losses(clients, own, "held_out")
         for others in sent.unbind(dim=1):
-            models = self._models(others)
+            models = self.models_of(others)
             gain = loss - self.clients.losses(clients, models, "held_out")
             apart = [rows(models[name] - start).double() for name, start in entries(own)]
             distance = torch.linalg.vector_norm(torch.cat(apart, dim=1), dim=1)
@@ -172,29 +169,14 @@ class FedFomo(StoredModels):
             chosen[row, : len(sent)] = torch.tensor(sent)
         return chosen
 
-    def receive(self, updates: ClientUpdates) -> None:
-        """Keep a chunk's models."""
-        self._updates.append(updates)
-
     def step(self) -> None:
         """Store the models of the clients that answered, and add their scores up."""
-        answered = torch.zeros_like(self.received)
-        for updates in self._updates:
-            answered[updates.clients.cpu()] = True
-        answered = all_max(answered.long()).bool()
-        clients = answered.nonzero().flatten()
-        for name, leaf in self.stored.tensors().items():
-            for updates in self._updates:
-                leaf.index_copy_(0, updates.clients, updates.states[name])
-            share_owned(leaf, clients.to(leaf.device))
-        share_owned(self._scores, clients)
+        share_owned(self._scores, self.store_models())
         self.affinity += self._scores
-        self.received |= answered
-        self._updates.clear()
 
     def personalize(self, clients: Tensor) -> TensorDict:
         """Return each client's model as it was last trained."""
-        return self.clients.judged(clients, self._models(clients))
+        return self.clients.judged(clients, self.models_of(clients))
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the bytes of the models sent, and of the initial one until a client answers."""
@@ -202,14 +184,6 @@ class FedFomo(StoredModels):
         models = (self.received.sum() - received).clamp(max=self.num_models)
         return int((models + 1 - received).sum()) * state_bytes(sent)
 
-    def _models(self, clients: Tensor) -> TensorDict:
-        models = {name: leaf[clients] for name, leaf in self.stored.tensors().items()}
-        return TensorDict(models, batch_size=[len(clients)])
-
     def state_dict(self) -> dict[str, Any]:
         """Return which clients have answered and all scores, for the checkpoint."""
-        return {"received": self.received, "affinity": self.affinity}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        vars(self).update(state_dict)
+        return {**super().state_dict(), "affinity": self.affinity}

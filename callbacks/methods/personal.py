@@ -1,4 +1,4 @@
-"""The server half of methods whose clients train a personal model besides the shared one."""
+"""The server half of methods whose clients keep what their half adds to the shared model."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pflight.fedavg import FedAvg
 
 
 class PersonalFedAvg(FedAvg):
-    """FedAvg of the clients' shared models; their personal models stay with the clients.
+    """FedAvg of the clients' shared models; all other entries of their half stay with them.
 
-    What a client does with its personal model, and which model it is judged by, is up to
-    :class:`~pflight.models.halves.Personal`.
+    These may be a personal model, as of :class:`~pflight.models.halves.Personal`, which also says
+    what a client does with it and which model it is judged by.
 
     Args:
         weighting: As in :class:`FedAvg`.
@@ -18,7 +18,7 @@ class PersonalFedAvg(FedAvg):
     """
 
     def setup_server(self) -> None:
-        """Make the server's model; the personal entries are private."""
+        """Make the server's model; the half's own entries are private."""
         super().setup_server()
         layout = self.clients.layout
         private = {*self.private, *layout.own}

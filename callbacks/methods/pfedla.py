@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pflight.distributed import all_max, all_sum, share_owned
+from pflight.distributed import all_sum
 from pflight.errors import ConfigurationError
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
@@ -72,7 +72,6 @@ class PFedLA(StoredModels):
         layers: The names of the tensors of each layer.
         stored: The models of all clients, without buffers; every tensor is ``[num_clients, ...]``.
         hypernetworks: One for each client.
-        seen: BoolTensor ``[num_clients]``, which clients have answered so far.
 
     Raises:
         ConfigurationError: If an option is out of range, or more layers are retained than there
@@ -105,7 +104,6 @@ class PFedLA(StoredModels):
             HyperNetwork, embedding_dim=embedding_dim, hidden_dim=hidden_dim, weights=weights
         )
         self.layers: dict[str, tuple[str, ...]] = {}
-        self.seen = torch.empty(0, dtype=torch.bool)
 
     @property
     def algorithm_name(self) -> str:
@@ -134,7 +132,6 @@ class PFedLA(StoredModels):
         dtype = next(iter(stored.values())).dtype
         self.hypernetworks.to(torch.promote_types(dtype, torch.float))
         self.modules["hypernetworks"] = self.hypernetworks
-        self.seen = torch.zeros(count, dtype=torch.bool)
 
     def more_memory(self) -> dict[str, int]:
         """Return the bytes of all hypernetworks, and of the gradients in a round."""
@@ -176,7 +173,7 @@ class PFedLA(StoredModels):
 
     def on_round_start(self) -> None:
         """Start a round without updates, with inner products of zero."""
-        self._updates: list[ClientUpdates] = []
+        super().on_round_start()
         weights = self.hypernetworks(torch.arange(1))
         self._products = weights.new_zeros(len(self.hypernetworks), *weights.shape[1:])
 
@@ -201,17 +198,13 @@ class PFedLA(StoredModels):
             change = rows(updates.states[name] - mixtures[name])
             products = change.to(self._products) @ rows(leaf).to(self._products).T
             self._products[updates.clients, self._layer_of[name]] += products
-        self._updates.append(updates)
+        super().receive(updates)
 
     def step(self) -> None:
         """Set the hypernetworks' gradients and store the models, of the clients that answered."""
-        answered = torch.zeros_like(self.seen)
-        for updates in self._updates:
-            answered[updates.clients.cpu()] = True
-        answered = all_max(answered.long()).bool()
-        if not answered.any():
+        clients = self.store_models().to(self._products.device)
+        if not len(clients):
             return
-        clients = answered.nonzero().flatten().to(self._products.device)
         products = all_sum(self._products)
         for part in clients.split(BLOCK):  # in blocks, to save memory
             with torch.enable_grad():
@@ -219,12 +212,6 @@ class PFedLA(StoredModels):
             retained = self._retained(part, weights).unsqueeze(2)
             gradients = -products[part].masked_fill(retained, 0)
             self.hypernetworks.set_gradients(part, weights, gradients)
-        for name, leaf in self.stored.tensors().items():
-            for updates in self._updates:
-                leaf.index_copy_(0, updates.clients, updates.states[name])
-            share_owned(leaf, clients)
-        self._updates.clear()
-        self.seen |= answered
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the bytes of the layers that are sent; retained ones are sent only once."""
@@ -234,7 +221,7 @@ class PFedLA(StoredModels):
         for name, leaf in self.stored.tensors().items():
             sizes[self._layer_of[name]] += leaf[0].nbytes
         retained = self._retained(clients, self.hypernetworks(clients)).cpu()
-        travels = ~(retained & self.seen[clients.cpu()].unsqueeze(1))
+        travels = ~(retained & self.received[clients.cpu()].unsqueeze(1))
         return int((travels * sizes).sum())
 
     def _retained(self, clients: Tensor, weights: Tensor) -> Tensor:
@@ -247,11 +234,3 @@ class PFedLA(StoredModels):
         retained = torch.zeros_like(own, dtype=torch.bool)
         retained.scatter_(1, order[:, : self.retain], True)
         return retained & self.hypernetworks.mixed[clients].unsqueeze(1)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return which clients have answered so far, for the checkpoint."""
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        self.seen = state_dict["seen"]

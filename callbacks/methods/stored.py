@@ -2,47 +2,95 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDict
 from torch import Tensor
 
+from pflight.distributed import all_max, share_owned
 from pflight.server_callback import ServerCallback
 from pflight.state import StateModule, entries, expand_state
+from pflight.updates import ClientUpdates
 
 
 class StoredModels(ServerCallback):
-    """Keeps the parameters of a model for every client, at first the initial ones.
+    """Keeps a model for every client, at first the initial one, then what it returned last.
 
-    Buffers stay with the clients. A subclass defines what clients are sent, and what happens to
-    their updates.
+    No stored model changes before all clients of a round have trained. A subclass defines what
+    clients are sent, and calls :meth:`store_models` in its step.
+
+    Args:
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`; shared ones are stored as well.
 
     Attributes:
-        stored: The parameters of all models ``[num_clients, ...]``, a submodule of the federation.
+        stored: What travels of all models ``[num_clients, ...]``, a submodule of the federation.
+        received: BoolTensor ``[num_clients]``, which of them are not the initial model.
     """
 
     stored: StateModule
+    received: Tensor
 
-    def __init__(self) -> None:
-        super().__init__(buffers="local")
+    def __init__(self, buffers: Literal["shared", "local", "reset"] = "local") -> None:
+        super().__init__(buffers)
 
     def setup_server(self) -> None:
         """Store the initial model for every client, after a check that there is memory for it."""
         super().setup_server()
-        initial = {
-            name: self.clients.layout.template[name] for name in self.clients.layout.parameters
-        }
-        models = self.clients.num_clients * sum(value.nbytes for value in initial.values())
+        count, own = self.clients.num_clients, {*self.clients.layout.own}
+        template = self.clients.layout.template
+        initial = {name: template[name] for name in self.sent_names if name not in own}
+        models = count * sum(value.nbytes for value in initial.values())
         parts = {"models": models, **self.more_memory()}
         self.clients.check_memory(type(self).__name__, parts)
-        self.stored = StateModule(dict(entries(expand_state(initial, self.clients.num_clients))))
+        self.stored = StateModule(dict(entries(expand_state(initial, count))))
         self.modules["stored"] = self.stored
+        self.received = torch.zeros(count, dtype=torch.bool)
 
     def more_memory(self) -> dict[str, int]:
         """Return the bytes that the server needs besides the models, by part."""
         return {}
 
+    def on_round_start(self) -> None:
+        """Start a round without updates."""
+        self._updates: list[ClientUpdates] = []
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """Keep a chunk's models."""
+        self._updates.append(updates)
+
+    def store_models(self) -> Tensor:
+        """Store the models of the clients that answered, on all ranks; return their ids ``[S]``."""
+        answered = torch.zeros_like(self.received)
+        for updates in self._updates:
+            answered[updates.clients.cpu()] = True
+        answered = all_max(answered.long()).bool()
+        clients = answered.nonzero().flatten()
+        for name, leaf in self.stored.tensors().items():
+            for updates in self._updates:
+                leaf.index_copy_(0, updates.clients, updates.states[name])
+            share_owned(leaf, clients.to(leaf.device))
+        self.received |= answered
+        self._updates.clear()
+        return clients
+
+    def models_of(self, clients: Tensor) -> TensorDict:
+        """Return the stored models of the clients ``[C]``."""
+        models = {name: leaf[clients] for name, leaf in self.stored.tensors().items()}
+        return TensorDict(models, batch_size=[len(clients)])
+
     def server_states(self) -> list[dict[str, Tensor]]:
-        """Return the stored model of every client, with the initial buffers."""
+        """Return the stored model of every client, with the initial buffers if none are stored."""
         initial, stored = self.server.tensors(0), self.stored.tensors()
         return [
             {**initial, **{name: leaf[client] for name, leaf in stored.items()}}
             for client in range(self.clients.num_clients)
         ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which clients have answered so far, for the checkpoint."""
+        return {"received": self.received}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        vars(self).update(state_dict)

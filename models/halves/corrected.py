@@ -7,18 +7,15 @@ from typing import Literal
 
 import torch
 from lightning import LightningModule
-from lightning.pytorch.core.optimizer import _configure_optimizers
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from tensordict import TensorDict
 from torch import Tensor
-from torch.optim import SGD
 
-from pflight.errors import ConfigurationError
 from pflight.half import OWN, Half, LocalClient, LocalWork, half_for
-from pflight.options import checked, number
+from pflight.options import checked
 from pflight.state import StateLayout, entries
 
 from .proximal import Proximal
+from .sgd import sgd_of
 
 
 class Corrected(Half):
@@ -131,7 +128,8 @@ class Controlled(Corrected):
     def check(self, module: LightningModule) -> None:
         """Raise if option II meets momentum, clipping or another optimizer than SGD."""
         if self.option == "II":
-            self.lr = _plain_step(module)
+            needs = "SCAFFOLD: option II needs plain SGD with one positive lr"
+            self.lr = sgd_of(module, needs, "use option I").lr
 
     def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``control``, c as it comes and the change of c_i as it goes, and ``gradient``."""
@@ -178,42 +176,3 @@ def _own_control(c: LocalClient) -> dict[str, Tensor]:
     if c.memory is None:
         return {name: torch.zeros_like(weight) for name, weight in c.weights.items()}
     return {name: c.seen * c.memory[f"{OWN}control.{name}"] for name in c.weights}
-
-
-def _plain_step(module: LightningModule) -> float:
-    """Return the step of plain SGD, or raise if a module trains by anything else."""
-    try:
-        built = module.configure_optimizers()
-    except Exception as error:  # it may ask for a Trainer, which it has where it trains
-        raise ConfigurationError(
-            "SCAFFOLD: option II needs plain SGD with one positive lr, which "
-            f"{type(module).__name__}.configure_optimizers() does not give before the start "
-            f"({error}); use option I"
-        ) from error
-    optimizers, schedulers, _ = _configure_optimizers(built)  # type: ignore[arg-type]
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    steps = {float(group["lr"]) for group in groups}
-    reason = ""
-    if len(optimizers) != 1:
-        reason = f"{len(optimizers)} optimizers"
-    elif schedulers:
-        reason = "a scheduler"
-    elif type(optimizers[0]) is not SGD:
-        reason = type(optimizers[0]).__name__
-    elif any(group["momentum"] for group in groups):
-        reason = f"momentum={max(group['momentum'] for group in groups)}"
-    elif any(group["maximize"] for group in groups):
-        reason = "maximize=True"
-    elif len(steps) > 1 or not min(map(number, steps)) > 0:
-        reason = f"lr={', '.join(map(str, sorted(steps)))}"
-    elif getattr(module, "gradient_clip_val", None) is not None:
-        reason = f"gradient_clip_val={module.gradient_clip_val}"
-    elif not hasattr(module, "gradient_clip_val") and is_overridden(
-        "configure_gradient_clipping", module
-    ):
-        reason = "its own configure_gradient_clipping"
-    if reason:
-        raise ConfigurationError(
-            f"SCAFFOLD: option II needs plain SGD with one positive lr, got {reason}; use option I"
-        )
-    return steps.pop()

@@ -36,6 +36,8 @@ class HeadFirst(Half):
         2021, https://arxiv.org/abs/2102.07078.
     """
 
+    algorithm = "FedRep"
+
     def __init__(self, head: Layers | None = None, head_epochs: int = 1) -> None:
         check_range(self, "[0, inf)", head_epochs=head_epochs)
         self.head = head
@@ -55,25 +57,32 @@ class HeadFirst(Half):
 
     def check(self, module: LightningModule) -> None:
         """Raise if there is no such head to train."""
-        if self.head_epochs and not self.parameters(module)[0]:
-            layers = StateLayout.of(module).layers
-            raise ConfigurationError(
-                f"FedRep: the head has no parameter that is trained; the layers are "
-                f"{', '.join(layers)}"
-            )
+        if self.head_epochs:
+            self.check_parts(module, "head")
+
+    def check_parts(self, module: LightningModule, *names: str) -> None:
+        """Raise unless there is a parameter to train in each of these :meth:`parts`."""
+        layout, parts = StateLayout.of(module), self.parts(module)
+        for name in names:
+            if parts[name].isdisjoint(layout.parameters):
+                raise ConfigurationError(
+                    f"{self.algorithm}: the {name} has no parameter that is trained; the layers "
+                    f"are {', '.join(layout.layers)}"
+                )
 
     def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase]:
         """Return the epochs of the head, then those of the body."""
-        head, body = self.parameters(module)
-        first = min(epochs, self.head_epochs)
-        found = [Phase(0, first, head), Phase(first, epochs - first, body)]
+        parts, first = self.parts(module), min(epochs, self.head_epochs)
+        found = [Phase(0, first, parts["head"]), Phase(first, epochs - first, parts["body"])]
         return [phase for phase in found if phase.epochs]
 
-    def parameters(self, module: LightningModule) -> tuple[list[str], list[str]]:
+    def parameters(self, module: LightningModule) -> tuple[list[str], ...]:
         """Return the names of the trained parameters of the head, and of the body."""
-        layout, chosen = StateLayout.of(module), {*self.head_in(module).of(module)}
-        head = {name for layer in chosen for name in layout.layers[layer]}
-        return (
-            [name for name in layout.parameters if name in head],
-            [name for name in layout.parameters if name not in head],
-        )
+        parts, names = self.parts(module), StateLayout.of(module).parameters
+        return tuple([n for n in names if n in parts[part]] for part in ("head", "body"))
+
+    def parts(self, module: LightningModule) -> dict[str, set[str]]:
+        """Return the names of all tensors of the ``head``, the ``body``, and both: ``full``."""
+        layers, whole = StateLayout.of(module).layers, {*StateLayout.of(module).names}
+        head = {name for layer in self.head_in(module).of(module) for name in layers[layer]}
+        return {"head": head, "body": whole - head, "full": whole}

@@ -265,7 +265,7 @@ def test_newcomers_are_judged_by_the_initial_model_and_their_first_mixture() -> 
         assert_same(federation.client_state(i), dict(linear_client().state_dict()))
     mixtures = callback.broadcast(newcomers)
     held_out = federation.clients.losses(newcomers, mixtures, "held_out")
-    initial = federation.clients.losses(newcomers, callback._models(newcomers), "held_out")
+    initial = federation.clients.losses(newcomers, callback.models_of(newcomers), "held_out")
     assert (held_out < initial).all()
 
 

@@ -75,7 +75,7 @@ class Stored(PFedLA):
     def __init__(self, models: Sequence[Sequence[float]], **options: object) -> None:
         super().__init__(**options)
         self.models = torch.tensor(models, dtype=torch.float64)
-        self.received: list[ClientUpdates] = []
+        self.answers: list[ClientUpdates] = []
 
     def setup_server(self) -> None:
         super().setup_server()
@@ -84,7 +84,7 @@ class Stored(PFedLA):
 
     def receive(self, updates: ClientUpdates) -> None:
         super().receive(updates)
-        self.received.append(updates)
+        self.answers.append(updates)
 
 
 class Fixed(PFedLA):
@@ -170,7 +170,7 @@ def h2(matrix: Sequence[Sequence[float]], embedding: float, rounds: int = 1) -> 
 class TestVectors:
     def test_h2_one_step_from_the_uniform_mean(self) -> None:
         callback, federation, weights = h2([[0, 0], [0, 0]], 1.0)
-        (updates,) = callback.received
+        (updates,) = callback.answers
         returned = torch.stack(list(updates.states.values()))
         assert returned.flatten().tolist() == pytest.approx([1.9, 0.6], abs=1e-12)
         network = callback.hypernetworks[0]
@@ -192,7 +192,7 @@ class TestVectors:
 
     def test_h2b_one_step_from_other_weights(self) -> None:
         callback, _, _ = h2([[0.3, -0.1], [0.2, 0.4]], 0.5)
-        (updates,) = callback.received
+        (updates,) = callback.answers
         start = torch.tensor([1.9003320, 1.0499584], dtype=torch.float64)
         change = -0.1 * torch.stack([start[0] - 1, 2 * (start[1] + 1)])
         returned = torch.stack(list(updates.states.values())).flatten()
@@ -423,7 +423,7 @@ class TestTraffic:
         federation = run(client, small_data(), callback, rounds=3, engine="sequential")
         size = 4 * (FEATURES * CLASSES + CLASSES)
         assert [entry.bytes_down for entry in federation.history] == [6 * size, size, 0]
-        assert callback.seen.all()
+        assert callback.received.all()
 
 
 class TestParticipation:
@@ -458,7 +458,7 @@ class TestParticipation:
         federation = run(client, small_data(), callback, rounds=3)
         assert torch.equal(callback.snapshot()[3], callback.before[0][3])
         assert_same(federation.server_states()[3], dict(client.state_dict()))
-        assert not callback.seen[3]
+        assert not callback.received[3]
         assert not torch.equal(callback.snapshot()[2], callback.before[0][2])
 
     @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")

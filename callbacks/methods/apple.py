@@ -1,0 +1,214 @@
+"""APPLE: every client mixes the core models of all by weights that it learns as it trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.func import grad_and_value
+
+from pflight.half import OWN, Half, LocalClient, LocalWork
+from pflight.models.halves.apfl import inner_product
+from pflight.options import check_range, checked
+from pflight.state import state_bytes
+
+from .gradients import check_gradients
+from .stored import StoredModels
+
+_SHIFT, _SHARES, _SELF, _PULL = (f"{OWN}{name}" for name in ("shift", "shares", "self", "pull"))
+_BANK = f"{OWN}bank."
+
+
+@checked
+class Mixing(Half):
+    r"""APPLE's client, which trains its core model and how it mixes this with the others'.
+
+    Its model is :math:`w_i = \sum_j p_{ij} c_j`, of its own core :math:`c_i` and those of the
+    others as they were sent. With :math:`g = \nabla f_i(w_i)`, each step is (Luo and Wu 2022)
+
+    .. math:: c_i \leftarrow c_i - \eta\, p_{ii}\, g, \qquad p_{ij} \leftarrow p_{ij} -
+        \eta_2 \big(\langle g, c_j \rangle + \lambda(r)\,\mu\,(p_{ij} - p^0_j)\big),
+
+    the first by the module's own optimizer. It sends :math:`c_i`, keeps :math:`p_i`, and is judged
+    by :math:`w_i` as it was last trained; one that never was, by :math:`p^0` and the cores as they
+    are. Fine-tuning is plain, from there.
+
+    Args:
+        cores: The number of cores.
+        weights_lr: :math:`\eta_2`, the step of the weights.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+    """
+
+    keeps_memory = True
+    judged_by_memory = True
+    temporary = ("shares", "self", "pull", "bank.")
+
+    def __init__(self, cores: int = 1, weights_lr: float = 1e-3) -> None:
+        check_range(self, "[0, inf)", weights_lr=weights_lr)
+        self.cores = cores
+        self.weights_lr = weights_lr
+
+    def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return how far :math:`p_i` is from :math:`p^0`, and what is sent of equal clients."""
+        zeros = next(iter(weights.values())).new_zeros(self.cores)
+        own = torch.cat([zeros.new_ones(1), zeros[1:]])
+        bank = {f"bank.{n}": w.detach().expand(self.cores, *w.shape) for n, w in weights.items()}
+        shares = torch.full_like(zeros, 1 / self.cores)
+        return {"shift": zeros, "shares": shares, "self": own, "pull": zeros.sum(), **bank}
+
+    def mixture(self, c: LocalClient) -> dict[str, Tensor]:
+        """Return :math:`w_i`."""
+        p, own = c.own["shares"] + c.own["shift"], c.own["self"]
+        return {
+            name: torch.tensordot(p * (1 - own), c.own[f"bank.{name}"], 1) + (p * own).sum() * core
+            for name, core in c.weights.items()
+        }
+
+    def loss(self, c: LocalClient, batch: Any) -> Tensor:
+        """Return the loss of the mixture, which depends on the core alone; step the weights."""
+        if c.anchor is None:
+            return c.task_loss(batch)
+        shares, shift, own = c.own["shares"], c.own["shift"].clone(), c.own["self"]
+        weight = ((shares + shift) * own).sum()
+        with torch.no_grad():
+            gradients, loss = grad_and_value(c.task_loss_at)(self.mixture(c), batch, c.buffers)
+            slopes = torch.zeros_like(shift)
+            for name, gradient in gradients.items():
+                bank = c.own[f"bank.{name}"].flatten(1)
+                slopes = slopes + (1 - own) * (bank @ gradient.flatten())
+            slopes = slopes + own * inner_product(gradients, c.weights) + c.own["pull"] * shift
+            # Who may not train has no core of its own, and no weight.
+            c.own["shift"].copy_(torch.where(shares > 0, shift - self.weights_lr * slopes, shift))
+        moved = {name: core - core.detach() for name, core in c.weights.items()}
+        return loss + weight * inner_product(gradients, moved)
+
+    def remember(self, c: LocalClient) -> Mapping[str, Tensor]:
+        """Return :math:`w_i` and the buffers."""
+        return {**c.state(), **self.mixture(c)}
+
+    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return what clients remember or, if nothing, the mixture of what is sent ``[C]``."""
+        states = work.start_states(clients, sent).clone(recurse=False)
+        p = states[_SHARES] + states[_SHIFT]
+        for name in [name for name in work.layout.own if name.startswith(_BANK)]:
+            bank = states[name]
+            weights = p.view(*p.shape, *[1] * (bank.dim() - 2))
+            states[name.removeprefix(_BANK)] = (weights * bank).sum(dim=1)
+        return states.update(work.remembered(clients, states).states)
+
+
+@checked
+class APPLE(StoredModels):
+    r"""Adaptive personalized cross-silo federated learning (Luo and Wu 2022, algorithm 1).
+
+    The server stores a core model of every client and sends all of them to each, which mixes them
+    and trains as :class:`Mixing` says; no mean is taken. Weights start at the clients' shares of
+    all samples, :math:`p^0_j = n_j / \sum_k n_k`, and are held there by a penalty that fades over
+    the rounds r = 0, 1, ... to 0 in round L: by
+    :math:`\lambda(r) = 10^{-3 r / L}` or :math:`\frac12 (\cos(\pi r / L) + 1)`.
+
+    All cores start as the initial model. In the paper all clients take part in all rounds; one that
+    does not keeps core and weights, and its core stays in the others' mixtures. Buffers stay with
+    the clients. Each client is sent the cores of all others, and the server needs memory for all of
+    them, as does a client.
+
+    Args:
+        weights_lr: :math:`\eta_2`, the step of the weights.
+        mu: :math:`\mu`, the weight of the penalty.
+        schedule: How it fades: ``"exponential"`` or ``"cosine"``.
+        penalty_rounds: L, the round from which there is no penalty.
+
+    Attributes:
+        shares: :math:`p^0`, 0 for clients that never train ``[num_clients]``.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    References:
+        Luo and Wu, Adapt to Adaptation: Learning Personalization for Cross-Silo Federated Learning,
+        IJCAI 2022, https://arxiv.org/abs/2110.08394.
+    """
+
+    def __init__(
+        self,
+        weights_lr: float = 1e-3,
+        mu: float = 0.1,
+        schedule: Literal["exponential", "cosine"] = "exponential",
+        penalty_rounds: int = 16,
+    ) -> None:
+        super().__init__()
+        check_range(self, "[0, inf)", weights_lr=weights_lr, mu=mu)
+        check_range(self, "[1, inf)", penalty_rounds=penalty_rounds)
+        self.weights_lr = weights_lr
+        self.mu = mu
+        self.schedule = schedule
+        self.penalty_rounds = penalty_rounds
+        self.half = Mixing(weights_lr=weights_lr)
+
+    def expect(self, num_clients: int) -> None:
+        """Have clients make room for as many cores as there are clients."""
+        self.half = Mixing(num_clients, self.weights_lr)
+
+    def setup_server(self) -> None:
+        """Store the initial model as every client's core."""
+        check_gradients(self.clients.module, "APPLE")
+        super().setup_server()
+        self.private = (*self.private, _SHIFT)
+        self.shares = torch.zeros(self.clients.num_clients, dtype=torch.double)
+        if self.clients.data is not None:
+            able = self.clients.trainable.cpu()
+            self.shares[able] = self.clients.num_samples[able].double()
+            self.shares /= self.shares.sum()
+
+    def more_memory(self) -> dict[str, int]:
+        """Return the bytes of all cores at one client, as it starts and as it ends."""
+        layout = self.clients.layout
+        bank = sum(layout.template[n].nbytes for n in layout.own if n.startswith(_BANK))
+        return {"a client's copies of all models": 2 * bank}
+
+    def broadcast(self, clients: Tensor) -> TensorDict:
+        """Return the clients' cores, and those of all with which to mix them."""
+        count, sent = len(clients), self.models_of(clients)
+        for name, leaf in self.stored.tensors().items():
+            sent[f"{_BANK}{name}"] = leaf.expand(count, *leaf.shape)
+        like = self.clients.layout.template[_SHARES].new_empty(0).to(clients.device)
+        sent[_SHARES] = self.shares.to(like).expand(count, -1)
+        sent[_SELF] = torch.nn.functional.one_hot(clients, len(self.shares)).to(like)
+        sent[_PULL] = like.new_full((count,), self.mu * self.fade(self.clients.rounds))
+        return sent
+
+    def fade(self, round_index: int) -> float:
+        r"""Return :math:`\lambda(r)`."""
+        part = round_index / self.penalty_rounds
+        if part >= 1:
+            return 0.0
+        return 0.001**part if self.schedule == "exponential" else (math.cos(math.pi * part) + 1) / 2
+
+    def weights(self, clients: Tensor) -> Tensor:
+        """Return :math:`p_i` of the clients ``[C, num_clients]``."""
+        states = self.clients.start_states(clients, self.broadcast(clients))
+        return states[_SHARES] + states[_SHIFT]
+
+    def step(self) -> None:
+        """Store the cores of the clients that answered."""
+        self.store_models()
+
+    def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
+        """Return the bytes of the others' cores, and at first of the own one and of the shares.
+
+        Who a client is, and what round it is, it knows.
+        """
+        core = state_bytes(sent.select(*self.stored.tensors()))
+        others = int((self.shares > 0).sum()) - 1
+        new = int((~self.clients.has_memory(clients)).sum())
+        return len(clients) * others * core + new * (core + state_bytes(sent.select(_SHARES)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which clients have answered, and their shares, for the checkpoint."""
+        return {**super().state_dict(), "shares": self.shares}

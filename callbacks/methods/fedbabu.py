@@ -1,0 +1,89 @@
+"""FedBABU: the federation trains the body alone, under one head that nobody trains."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from lightning import LightningModule
+
+from pflight.fedavg import FedAvg
+from pflight.half import Phase
+from pflight.layers import Layers
+from pflight.models.halves.fedrep import LAST_LAYER, HeadFirst
+from pflight.options import checked
+
+
+@checked
+class BodyOnly(HeadFirst):
+    """Trains a client's body in the federation, and a part of its choice when it is fine-tuned.
+
+    What rests has no gradient, so that neither momentum nor weight decay moves it, and is in
+    evaluation mode.
+
+    Args:
+        head: The layers of the head.
+        finetune: What is fine-tuned: ``"full"``, ``"head"`` or ``"body"``.
+    """
+
+    algorithm = "FedBABU"
+
+    def __init__(
+        self, head: Layers = LAST_LAYER, finetune: Literal["full", "head", "body"] = "full"
+    ) -> None:
+        super().__init__(head, head_epochs=0)
+        self.finetune = finetune
+
+    def check(self, module: LightningModule) -> None:
+        """Raise if there is no body, or nothing to fine-tune."""
+        self.check_parts(module, "body", self.finetune)
+
+    def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase]:
+        """Return a single phase, of the body or of what is fine-tuned."""
+        return [Phase(0, epochs, self.parts(module)["body" if anchored else self.finetune])]
+
+
+@checked
+class FedBABU(FedAvg):
+    """FedBABU (Oh et al. 2022, algorithm 1): body aggregation, and no update of the head.
+
+    All clients keep the module's initial head, which neither trains nor travels; the body is that
+    of FedAvg. A client is judged after fine-tuning, with ``finetune_epochs``; before it, with the
+    initial head, it is judged as ``server/``. Newcomers are as all others.
+
+    Args:
+        weighting: As in :class:`FedAvg`.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`, for the body.
+        head: The layers of the head; by default the last one, or what the client's own half says.
+        finetune: What is fine-tuned: ``"full"`` for the whole network, the default, ``"head"`` or
+            ``"body"``.
+
+    Raises:
+        ConfigurationError: If the client module names another half, or if there is no body.
+
+    References:
+        Oh et al., FedBABU: Toward Enhanced Representation for Federated Image Classification, ICLR
+        2022, https://arxiv.org/abs/2106.06042.
+    """
+
+    def __init__(
+        self,
+        weighting: Literal["samples", "uniform"] = "samples",
+        buffers: Literal["shared", "local", "reset"] = "shared",
+        *,
+        head: Layers | None = None,
+        finetune: Literal["full", "head", "body"] | None = None,
+    ) -> None:
+        super().__init__(weighting, buffers)
+        self.bring(BodyOnly, head=head, finetune=finetune)
+
+    @property
+    def name_in_results(self) -> str:
+        """FedBABU, of which fine-tuning is a part."""
+        return self.algorithm_name
+
+    @property
+    def sent_names(self) -> tuple[str, ...]:
+        """Names of the entries of a state that travel, those of the body."""
+        half: Any = self.clients.half
+        body = half.parts(self.clients.module)["body"]
+        return tuple(name for name in super().sent_names if name in body)

@@ -1,0 +1,170 @@
+"""FedCAC: in its critical parameters, each client collaborates with those that share them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.distributed import share_owned
+from pflight.half import Half
+from pflight.options import check_range, checked
+from pflight.state import StateModule, rows
+from pflight.updates import ClientUpdates
+
+from .stored import StoredModels
+
+
+class Remembering(Half):
+    """Keeps a client's model as it was last trained, by which the client is judged."""
+
+    keeps_memory = True
+    judged_by_memory = True
+
+
+@checked
+class FedCAC(StoredModels):
+    r"""Critical-parameter-aware collaboration (Wu et al. 2023, algorithm 1).
+
+    A client that started from :math:`s_i` and returned :math:`\theta_i` is sensitive to parameters
+    by :math:`|(\theta_i - s_i) \odot \theta_i|`; in each tensor, the share :math:`\tau` with the
+    largest values, as long as these are not 0, is its critical part, the mask :math:`M_i`. Clients
+    of a round collaborate on these if the masks overlap enough: with
+
+    .. math:: O_{ij} = 1 - \frac{\|M_i - M_j\|_1}{2 \|M_i\|_1}, \qquad
+        O_{ij} \ge \bar O + \frac{t}{\beta} (O_{\max} - \bar O)
+
+    in round t, counted from 1, over all pairs, :math:`K_i` is the plain mean of the models of
+    client i and of those with which it collaborates, and :math:`\Theta` the mean of all, weighted
+    by samples. Next time it is sent
+
+    .. math:: s_i = M_i \odot K_i + (1 - M_i) \odot \Theta,
+
+    by which it is judged. With :math:`\tau = 0` it is FedAvg. After round :math:`\beta` clients
+    collaborate only if all overlaps are equal. One that was away is sent its last :math:`K_i` with
+    the current :math:`\Theta`, and one that never returned a model :math:`\Theta` alone. Buffers
+    stay with the clients, who train as in FedAvg; the server forms masks and mixtures by itself.
+
+    Args:
+        tau: :math:`\tau`, the share of parameters that are critical.
+        beta: :math:`\beta`, the round by which collaboration has become rare.
+        judged: ``"received"`` to judge clients by what they would be sent, ``"local"`` by what they
+            last returned.
+
+    Attributes:
+        stored: :math:`K_i` of all clients, without buffers ``[num_clients, ...]``.
+        masks: :math:`M_i`, as 0 and 1 ``[num_clients, ...]``.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    References:
+        Wu et al., Bold but Cautious: Unlocking the Potential of Personalized Federated Learning
+        through Cautiously Aggressive Collaboration, ICCV 2023, https://arxiv.org/abs/2309.11103.
+    """
+
+    def __init__(
+        self,
+        tau: float = 0.5,
+        beta: float = 100.0,
+        judged: Literal["received", "local"] = "received",
+    ) -> None:
+        super().__init__()
+        check_range(self, "[0, 1]", tau=tau)
+        check_range(self, "(0, inf)", beta=beta)
+        self.tau = tau
+        self.beta = beta
+        self.judged = judged
+        if judged == "local":
+            self.half = Remembering()
+
+    def setup_server(self) -> None:
+        """Make the server's model, room for those of all clients, and masks of nothing."""
+        super().setup_server()
+        stored = self.stored.tensors().items()
+        self.masks = StateModule({n: torch.zeros_like(v, dtype=torch.uint8) for n, v in stored})
+        self.modules["masks"] = self.masks
+
+    def more_memory(self) -> dict[str, int]:
+        """Return the bytes of the masks."""
+        layout = self.clients.layout
+        parameters = sum(layout.template[name].numel() for name in layout.parameters)
+        return {"masks": self.clients.num_clients * parameters}
+
+    def round(self, cohort: Tensor) -> None:
+        """Run one round; masks are known once clients return."""
+        self.on_round_start()
+        for updates in self.clients.train(cohort, self.send):
+            self.receive(updates)
+        self.step()
+
+    def send(self, clients: Tensor) -> TensorDict:
+        """Return what each of the clients ``[C]`` is sent, and keep it for its mask."""
+        self._sent = clients, self.broadcast(clients)
+        return self._sent[1]
+
+    def broadcast(self, clients: Tensor) -> TensorDict:
+        """Return the clients' own values where these are critical, elsewhere the common ones."""
+        masks, own = self.masks.tensors(), self.models_of(clients)
+        common = self.server.tensors(0, masks)
+        mixed = {n: torch.where(masks[n][clients] > 0, own[n], common[n]) for n in masks}
+        return TensorDict(mixed, batch_size=[len(clients)])
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """Keep a chunk's models, and which of their parameters are critical."""
+        asked, sent = self._sent
+        starts = sent[torch.isin(asked, updates.clients)]
+        for name, masks in self.masks.tensors().items():
+            trained = updates.states[name]
+            masks[updates.clients] = self.critical(starts[name], trained).to(masks)
+        super().receive(updates)
+
+    def critical(self, starts: Tensor, trained: Tensor) -> Tensor:
+        """Return a mask of a tensor's critical values ``[C, ...]``, of equals the first."""
+        sensitivity = rows(((trained - starts) * trained).abs())
+        order = sensitivity.argsort(dim=1, descending=True, stable=True)
+        largest = order[:, : int(self.tau * sensitivity.shape[1])]
+        mask = torch.zeros_like(sensitivity, dtype=torch.bool).scatter_(1, largest, True)
+        return (mask & (sensitivity > 0)).view_as(trained)
+
+    def step(self) -> None:
+        """Average the models of those that collaborate, and those of all that answered."""
+        clients = self.store_models().to(self.clients.device)
+        if not len(clients):
+            return
+        for masks in self.masks.tensors().values():
+            share_owned(masks, clients)
+        groups = self.collaborators(clients).double()
+        counts = self.clients.num_samples[clients.cpu()].to(groups)
+        means = {}
+        for name, leaf in self.stored.tensors().items():
+            trained = rows(leaf[clients]).to(torch.promote_types(leaf.dtype, torch.float))
+            common = (counts / counts.sum()).to(trained) @ trained
+            own = (groups / groups.sum(dim=1, keepdim=True)).to(trained) @ trained
+            means[name] = common.view(leaf.shape[1:]).to(leaf)
+            leaf.index_copy_(0, clients, own.view(-1, *leaf.shape[1:]).to(leaf))
+        self.server.set_pseudo_gradient(0, means)
+
+    def collaborators(self, clients: Tensor) -> Tensor:
+        """Return which clients collaborate with which, and with themselves ``[S, S]``."""
+        overlaps, alone = self.overlaps(clients), torch.eye(len(clients), device=clients.device) > 0
+        pairs = overlaps[~alone]
+        if not len(pairs):
+            return alone
+        share = (self.clients.rounds + 1) / self.beta
+        threshold = pairs.mean() + share * (pairs.max() - pairs.mean())
+        return alone | (overlaps >= threshold - 1e-6)
+
+    def overlaps(self, clients: Tensor) -> Tensor:
+        """Return how much clients' masks have in common, O ``[S, S]``; 0 for an empty mask."""
+        flags = (rows(masks[clients]).float() for masks in self.masks.tensors().values())
+        common = torch.stack([(mask @ mask.T).double() for mask in flags]).sum(dim=0)
+        sizes = common.diag().unsqueeze(1)
+        apart = (sizes + sizes.T - 2 * common) / (2 * sizes.clamp(min=1))
+        return torch.where(sizes > 0, 1 - apart, 0)
+
+    def server_states(self) -> list[dict[str, Tensor]]:
+        r"""Return :math:`\Theta`."""
+        return [self.server.tensors(0)]

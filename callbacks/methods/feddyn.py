@@ -1,0 +1,134 @@
+"""FedDyn: every client's loss is regularised by what it learned before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.half import LocalClient
+from pflight.models.halves.corrected import Corrected
+from pflight.models.halves.proximal import squared_distance
+from pflight.options import check_range, checked
+from pflight.state import StateModule
+
+from .personal import PersonalFedAvg
+
+
+@checked
+class Dynamic(Corrected):
+    r"""FedDyn's client: a proximal one, led by the sum of all that its earlier trainings moved.
+
+    It minimises :math:`f_i(w) - \langle g_i, w \rangle + \frac{a_i}{2} \|w - \theta\|^2` with
+    :math:`\theta` what the server sent, and then (Acar et al. 2021, algorithm 1)
+
+    .. math:: g_i \leftarrow g_i - a_i\,(\theta_i - \theta),
+
+    which starts at 0 and never travels. The loss that is logged has :math:`w - \theta` in place of
+    :math:`w` beside :math:`g_i`, which has the same gradient.
+
+    Args:
+        a: Weight :math:`a_i = a` of the penalty; 0 gives plain training.
+        size: Whether it is :math:`a_i = a\,\bar n / n_i` instead, with :math:`\bar n` the mean
+            number of samples over all clients.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+    """
+
+    def __init__(self, a: float = 0.01, size: bool = False) -> None:
+        check_range(self, "[0, inf)", a=a)
+        self.a = a
+        self.size = size
+
+    def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return :math:`g_i`, which is 0."""
+        return {f"g.{name}": torch.zeros_like(weight) for name, weight in weights.items()}
+
+    def direction(self, c: LocalClient) -> Mapping[str, Tensor]:
+        """Return :math:`-g_i` by parameter name."""
+        return {name: -c.own[f"g.{name}"] for name in c.weights}
+
+    def penalty(self, c: LocalClient) -> Tensor | None:
+        """Return the linear term and the proximal one."""
+        linear = super().penalty(c)
+        if linear is None or c.anchor is None:
+            return None
+        return linear + self._weight(c) / 2 * squared_distance(c.weights, c.anchor)
+
+    def after_training(self, c: LocalClient) -> None:
+        """Move :math:`g_i` by how far this training moved the model."""
+        assert c.anchor is not None
+        for name, sent in c.anchor.items():
+            c.own[f"g.{name}"].sub_(self._weight(c) * (c.weights[name] - sent))
+
+    def _weight(self, c: LocalClient) -> Tensor | float:
+        return self.a * c.mean_samples / c.num_samples if self.size else self.a
+
+
+@checked
+class FedDyn(PersonalFedAvg):
+    r"""Federated learning based on dynamic regularization (Acar et al. 2021, algorithm 1).
+
+    The server adds up how far the models of the clients that answered have moved, relative to all
+    N clients that may take part, and goes beyond their plain mean by that sum:
+
+    .. math:: H \leftarrow H + \frac{1}{N} \sum_{i \in S} (\theta_i - \theta), \qquad
+        \theta \leftarrow \frac{1}{|S|} \sum_{i \in S} \theta_i + H.
+
+    In the paper it is :math:`H = -h / a`. Clients are those of :class:`Dynamic`, so that
+    :math:`H = -\frac{1}{N} \sum_i g_i / a_i` at all times. H is over parameters; buffers are
+    averaged. The first round moves the model by :math:`1 + |S| / N` times the mean change.
+
+    Args:
+        a: Weight of the penalty; by default 0.01, or what the client's own half says. With 0, for
+            which the paper's step is not defined, H stays 0 and it is FedAvg with uniform weights.
+        size: Whether clients with fewer samples have a larger weight, as in :class:`Dynamic`, so
+            that the optimum is that of all samples and not that of all clients.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`.
+
+    Attributes:
+        lead: H by parameter name.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or the client names another half.
+
+    Example:
+        >>> FedDyn(a=0.1).half
+        Dynamic(a=0.1, size=False)
+
+    References:
+        Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021,
+        https://arxiv.org/abs/2111.04263.
+    """
+
+    def __init__(
+        self,
+        a: float | None = None,
+        size: bool | None = None,
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__("uniform", buffers)
+        self.bring(Dynamic, a=a, size=size)
+
+    def setup_server(self) -> None:
+        """Make the server's model, and H."""
+        super().setup_server()
+        models = self.server.tensors(0, self.clients.layout.parameters)
+        self.lead = StateModule({name: torch.zeros_like(theta) for name, theta in models.items()})
+        self.modules["lead"] = self.lead
+
+    def aggregate(self, mean: TensorDict) -> TensorDict:
+        """Return the mean, moved by H."""
+        half = self.clients.half
+        assert isinstance(half, Dynamic)
+        if not half.a:
+            return mean
+        share, lead = self.mean.weights[0] / len(self.clients.trainable), self.lead.tensors()
+        for name, theta in self.server.tensors(0, self.clients.layout.parameters).items():
+            lead[name] += share.to(theta) * (mean[name] - theta)
+            mean[name] = mean[name] + lead[name]
+        return mean

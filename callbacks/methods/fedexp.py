@@ -1,0 +1,118 @@
+"""FedExP: the server's step is the longer, the more the clients' changes cancel."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.distributed import all_sum
+from pflight.fedavg import FedAvg
+from pflight.options import check_range, checked
+from pflight.state import StateModule, expand_state, squared_distance
+from pflight.updates import ClientUpdates
+
+
+@checked
+class FedExP(FedAvg):
+    r"""FedAvg with a server step that is extrapolated (Jhunjhunwala et al. 2023, algorithm 1).
+
+    With the changes of the clients that answered, :math:`D_i = \theta_i - \theta`, and their mean
+    :math:`\bar D = \sum w_i D_i`, the server's model moves by
+
+    .. math:: \theta \leftarrow \theta + \eta_g \bar D, \qquad \eta_g = \max\Big(1,
+        \frac{\sum w_i \|D_i\|^2}{2\,(\|\bar D\|^2 + \epsilon)}\Big).
+
+    Its models oscillate, so that clients are judged by the mean of the last two, after one round by
+    the one there is; they are sent the last. Norms, step and mean are of parameters; buffers are
+    averaged. Clients train as in FedAvg.
+
+    Args:
+        eps: :math:`\epsilon`, which alone bounds the step.
+        eps_decay: What it is multiplied by after each round; the authors lower the clients'
+            learning rate by 0.998 in each round, and :math:`\epsilon` by the square of it.
+        weighting: ``"uniform"`` for :math:`w_i = 1 / |S|`, ``"samples"`` for
+            :math:`w_i = n_i / \sum_{j \in S} n_j`, in all sums, as the authors' code has it.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`.
+
+    Attributes:
+        previous: The parameters of the server's model before the last step.
+        steps: How many steps there have been.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    Example:
+        >>> FedExP(eps=0.1).weighting
+        'uniform'
+
+    References:
+        Jhunjhunwala et al., FedExP: Speeding Up Federated Averaging via Extrapolation, ICLR 2023,
+        https://arxiv.org/abs/2301.09604.
+    """
+
+    def __init__(
+        self,
+        eps: float = 1e-3,
+        eps_decay: float = 1.0,
+        weighting: Literal["samples", "uniform"] = "uniform",
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__(weighting, buffers)
+        check_range(self, "(0, inf)", eps=eps)
+        check_range(self, "(0, 1]", eps_decay=eps_decay)
+        self.eps = eps
+        self.eps_decay = eps_decay
+        self.steps = 0
+
+    def setup_server(self) -> None:
+        """Make the server's model, and room for the one before."""
+        super().setup_server()
+        self.previous = StateModule(self.server.tensors(0, self.clients.layout.parameters))
+        self.modules["previous"] = self.previous
+
+    def on_round_start(self) -> None:
+        """Start a new mean, also of the squared norms."""
+        super().on_round_start()
+        self._squares = self.mean.weights.new_zeros(())
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """Add a chunk's models and the squared norms of their changes."""
+        super().receive(updates)
+        models = self.server.tensors(0, self.clients.layout.parameters)
+        squares = squared_distance(updates.states, models).to(self._squares)
+        weights = updates.num_samples if self.weighting == "samples" else torch.ones(len(squares))
+        self._squares += (squares * weights.to(squares)).sum()
+
+    def aggregate(self, mean: TensorDict) -> TensorDict:
+        """Return the mean, with the parameters where the longer step leads."""
+        models = self.server.tensors(0, self.clients.layout.parameters)
+        spread = all_sum(self._squares) / self.mean.weights[0]
+        changes = {name: mean[name] - theta for name, theta in models.items()}
+        square = torch.stack([change.double().square().sum() for change in changes.values()]).sum()
+        eps = self.eps * self.eps_decay**self.clients.rounds
+        step = (spread / (2 * (square + eps))).clamp(min=1)
+        self.clients.log({"server/step": float(step)})
+        for name, theta in models.items():
+            self.previous.tensors()[name].copy_(theta)
+            mean[name] = theta + step.to(theta) * changes[name]
+        self.steps += 1
+        return mean
+
+    def personalize(self, clients: Tensor) -> TensorDict:
+        """Return the mean of the last two models, from which fine-tuning starts, too."""
+        sent = self.broadcast(clients)
+        if self.steps > 1:
+            previous = expand_state(self.previous.tensors(), len(clients))
+            sent.update({name: (sent[name] + value) / 2 for name, value in previous.items()})
+        return self.clients.judged(clients, sent)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps, for the checkpoint."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        self.steps = state_dict["steps"]

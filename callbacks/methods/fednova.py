@@ -1,0 +1,152 @@
+"""FedNova: clients that take more steps do not weigh more for that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from lightning import LightningModule
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.fedavg import FedAvg
+from pflight.half import OWN, Half, LocalClient, half_for
+from pflight.models.halves.proximal import Proximal
+from pflight.models.halves.sgd import sgd_of
+from pflight.options import checked
+from pflight.state import WeightedMean
+from pflight.updates import ClientUpdates
+
+_PATH, _STEPS = f"{OWN}path", f"{OWN}steps"
+_BITS = 32  # of a number of steps
+
+
+@checked
+class Normalised(Half):
+    r"""FedNova's client, which sends how far its steps would lead if all gradients were 1.
+
+    That is :math:`A_i = \|a_i\|_1` (Wang et al. 2020). With SGD of step :math:`\eta`,
+    momentum :math:`\rho` and the proximal term :math:`\frac{\mu}{2} \|w - \theta\|^2`, it is what u
+    comes to from 0 in the steps
+
+    .. math:: q = 1 - \eta\mu u, \qquad v \leftarrow \rho v + q, \qquad u \leftarrow u + v
+
+    and with Nesterov momentum the last is :math:`u \leftarrow u + q + \rho v`. Weight decay
+    counts as part of the loss.
+
+    Args:
+        mu: Weight :math:`\mu` of the proximal term, which passes through the momentum as well.
+        tells_steps: Whether the client sends the number of its steps, too.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+    """
+
+    def __init__(self, mu: float = 0.0, tells_steps: bool = False) -> None:
+        self.proximal = half_for(self, Proximal, mu=mu)
+        self.tells_steps = tells_steps
+
+    def check(self, module: LightningModule) -> None:
+        """Raise if a module is not trained by SGD without clipping, of which there is no path."""
+        needs = "FedNova: the length of a client's path needs SGD with one positive lr"
+        self.descending = sgd_of(module, needs, momentum=True)
+
+    def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what it sends besides the model, at first 0."""
+        zero = next(iter(weights.values())).new_zeros(())
+        return {"path": zero, **({"steps": zero} if self.tells_steps else {})}
+
+    def penalty(self, c: LocalClient) -> Tensor | None:
+        """Return the proximal term."""
+        return self.proximal.penalty(c) if self.proximal.mu else None
+
+    def after_training(self, c: LocalClient) -> None:
+        """Put down how far it went."""
+        c.own["path"].copy_(self.path(c.num_steps))
+        if self.tells_steps:
+            c.own["steps"].copy_(c.num_steps)
+
+    def path(self, steps: Tensor) -> Tensor:
+        """Return :math:`A_i` after so many steps, a scalar.
+
+        A step maps (u, v, 1) linearly, so that it is squared again and again and applied where the
+        number of steps has a bit.
+        """
+        lr, rho, nesterov = self.descending
+        q = torch.tensor([-lr * self.proximal.mu, 0.0, 1.0], dtype=torch.double)
+        u, v, one = torch.eye(3, dtype=torch.double)
+        moved = rho * v + q
+        step = torch.stack([u + q + rho * moved if nesterov else u + moved, moved, one])
+        place, step = one.to(steps.device), step.to(steps.device)
+        for bit in range(_BITS):
+            place = torch.where((steps.long() >> bit) % 2 == 1, step @ place, place)
+            step = step @ step
+        return place[0]
+
+
+@checked
+class FedNova(FedAvg):
+    r"""Normalised averaging (Wang et al. 2020).
+
+    The changes of the clients that answered are divided by the lengths of their paths
+    :math:`A_i`, averaged, and multiplied by a common length:
+
+    .. math:: \theta \leftarrow \theta + \tau \sum_{i \in S} p_i \frac{\theta_i - \theta}{A_i},
+        \qquad p_i = \frac{n_i}{\sum_{j \in S} n_j}, \qquad \tau = \sum_{i \in S} p_i A_i,
+
+    so that a client does not weigh more for taking more steps. If all :math:`A_i` are equal, it is
+    FedAvg, or FedProx. Clients are those of :class:`Normalised`. Parameters alone are normalised;
+    buffers are averaged with the weights :math:`p_i`. A client that took no step takes no part.
+
+    Args:
+        mu: Weight of the clients' proximal term.
+        tau_eff: The common length: ``"norm"`` for :math:`\sum p_i A_i`, ``"steps"`` for
+            :math:`\sum p_i K_i` with the numbers of steps, as the authors have it if mu is over 0.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or clients are not trained by SGD with a
+            constant step and without clipping.
+
+    References:
+        Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated
+        Optimization, NeurIPS 2020, https://arxiv.org/abs/2007.07481.
+    """
+
+    def __init__(
+        self,
+        mu: float = 0.0,
+        tau_eff: Literal["norm", "steps"] = "norm",
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__("samples", buffers)
+        self.tau_eff = tau_eff
+        self.half = half_for(self, Normalised, mu=mu, tells_steps=tau_eff == "steps")
+
+    def broadcast(self, clients: Tensor) -> TensorDict:
+        """Return the server's model alone: lengths and numbers of steps only come back."""
+        own = {*self.clients.layout.own}
+        names = [name for name in self.sent_names if name not in own]
+        return self.server.expand(0, names, len(clients))
+
+    def on_round_start(self) -> None:
+        """Start the means."""
+        super().on_round_start()
+        self.normalised = WeightedMean(self.server.tensors(0, self.clients.layout.parameters))
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """Add a chunk's models to the means."""
+        updates = updates.where(updates.states[_PATH] > 0)
+        super().receive(updates)
+        paths = updates.states[_PATH].double().cpu()
+        self.normalised.add(updates.states, updates.num_samples / paths)
+
+    def aggregate(self, mean: TensorDict) -> TensorDict:
+        """Return the mean, with the parameters where the normalised changes lead."""
+        self.normalised.all_reduce()
+        models, share = self.normalised.compute()[0], self.normalised.weights / self.mean.weights
+        tau = share[0] * mean[_STEPS if self.tau_eff == "steps" else _PATH]
+        for name, theta in self.server.tensors(0, self.clients.layout.parameters).items():
+            mean[name] = theta + tau.to(theta) * (models[name] - theta)
+        return mean
