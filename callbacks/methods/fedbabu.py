@@ -9,7 +9,7 @@ from lightning import LightningModule
 from pflight.fedavg import FedAvg
 from pflight.half import Phase
 from pflight.layers import Layers
-from pflight.models.halves.fedrep import LAST_LAYER, HeadFirst
+from pflight.models.halves.fedrep import HeadFirst
 from pflight.options import checked
 
 
@@ -21,14 +21,14 @@ class BodyOnly(HeadFirst):
     evaluation mode.
 
     Args:
-        head: The layers of the head.
+        head: The layers of the head, as of :class:`~pflight.models.HeadFirst`.
         finetune: What is fine-tuned: ``"full"``, ``"head"`` or ``"body"``.
     """
 
     algorithm = "FedBABU"
 
     def __init__(
-        self, head: Layers = LAST_LAYER, finetune: Literal["full", "head", "body"] = "full"
+        self, head: Layers | None = None, finetune: Literal["full", "head", "body"] = "full"
     ) -> None:
         super().__init__(head, head_epochs=0)
         self.finetune = finetune
@@ -53,7 +53,8 @@ class FedBABU(FedAvg):
     Args:
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`, for the body.
-        head: The layers of the head; by default the last one, or what the client's own half says.
+        head: The layers of the head; by default the last linear layer, or what the client's own half
+            says.
         finetune: What is fine-tuned: ``"full"`` for the whole network, the default, ``"head"`` or
             ``"body"``.
 
