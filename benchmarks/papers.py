@@ -247,7 +247,8 @@ def runs_of(
 
 def make(options: argparse.Namespace) -> None:
     """Make the runs that are asked for."""
-    said = [f"--data.root={options.root}", *(f"--{setting}" for setting in options.set)]
+    root = [f"data.root={options.root}"] if options.root else []
+    said = [f"--{setting}" for setting in (*root, *options.set)]
     for run in runs_of(
         options.experiment, options.columns, options.methods, options.seeds, options
     ):
@@ -266,7 +267,7 @@ def main() -> None:
     running.add_argument("--columns", nargs="+", help="by default all")
     running.add_argument("--methods", nargs="+", help="by default all")
     running.add_argument("--seeds", type=int, nargs="+", default=[0])
-    running.add_argument("--root", default="data", help="folder of the data sets")
+    running.add_argument("--root", help="folder of the data sets, by default data")
     running.add_argument("--set", nargs="+", default=[], metavar="OPTION=VALUE")
     running.set_defaults(do=make)
     writing.add_argument("--page", type=Path, default=Path("docs/papers.md"))
