@@ -6,9 +6,9 @@
 
 ``papers.yaml`` has the experiments. A run is what ``pflight fit`` makes of a column's and a
 method's configuration, in a run folder of its own, ``OUT/fedec/cifar10_100_2/fedec_1/0``. After
-each of the last rounds all clients are tested, and what each of them reached becomes a line of the
-folder's ``tests.jsonl``. A run that was killed goes on with the same command; one that is done is
-not made again. ``write`` makes the tables of the page from the runs that are done.
+each of the last rounds all clients are tested, and what each of them reached becomes a file in the
+folder ``tests`` there. A run that was killed goes on with the same command; one that is done is not
+made again. ``write`` makes the tables of the page from the runs that are done.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import yaml
 from pflight.cli import FederationCLI
 
 Test = dict[str, Any]
-"""A line of a run's tests: the round, its clients, and each client's accuracy and F1 by model."""
+"""The tests after a round: its clients, and each client's accuracy and F1 by model."""
 
 CONFIGS = Path(str(files("pflight.configs")))
 EXPERIMENTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
@@ -77,9 +77,9 @@ class Run:
 
     @property
     def tests(self) -> list[Test]:
-        """The tests so far."""
-        file = self.path / "tests.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        """The tests so far, by round."""
+        found = [json.loads(file.read_text()) for file in self.path.glob("tests/*.json")]
+        return sorted(found, key=lambda test: test["round"])
 
     @property
     def missing(self) -> list[int]:
@@ -116,8 +116,11 @@ class Run:
             clients = cli.model.history[-1].clients
             test = {"round": last, "clients": clients, **found}
             test |= {"seconds": seconds / trained if trained else None}
-            with (self.path / "tests.jsonl").open("a") as lines:
-                lines.write(json.dumps(test) + "\n")
+            file = self.path / "tests" / f"{last}.json"
+            file.parent.mkdir(exist_ok=True)
+            unfinished = file.with_suffix(".partial")
+            unfinished.write_text(json.dumps(test))
+            unfinished.rename(file)
             print(f"{time.strftime('%H:%M')} {self.path}, round {last}: {mean(test, 'own'):.2f}")
 
 
@@ -148,7 +151,7 @@ def mean(
     """Return the mean over clients of a metric of a model, in percent.
 
     Args:
-        test: A line of a run's tests.
+        test: The tests after a round.
         model: ``"own"``, ``"server"`` or ``"adapted"``.
         name: ``"acc"`` or ``"f1"``.
         kind: ``"macro"``, or ``"micro"`` if clients weigh by their samples.
