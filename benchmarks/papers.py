@@ -111,9 +111,9 @@ class Run:
             with redirect_stdout(StringIO()):
                 cli = FederationCLI([*command, f"--trainer.max_epochs={last}"])
                 seconds = time.process_time() - started
+                if len(cli.model.history) != last:
+                    raise SystemExit(f"{self.path} is past round {last}, which was not tested")
                 found = judged(cli, last == self.rounds and "adapted" in experiment["measures"])
-            if len(cli.model.history) != last:
-                raise SystemExit(f"{self.path} is past round {last}, which was not tested")
             trained = len(cli.trainer.profiler.recorded_durations["run_training_batch"])
             clients = cli.model.history[-1].clients
             test = {"round": last, "clients": clients, **found}
