@@ -2,13 +2,15 @@
 
     python benchmarks/pfedla.py time
     python benchmarks/pfedla.py chain digits
+    python benchmarks/pfedla.py steps --root data
 
 ``time`` measures the server's part of rounds in which all clients take part, with the CNN of the
 paper's tables: medians of the seconds in which it mixes models, multiplies what clients have
 changed with the stored models, and steps the hypernetworks. ``chain`` has eight clients with four
 classes each, of which neighbours share three, as in figure 6 of the paper, and says what a client's
 own model, those of its neighbours and those of clients with none of its classes weigh. Where all
-weigh the same it is 1/8.
+weigh the same it is 1/8. ``steps`` tries rules and sizes of the hypernetworks' step on four data
+sets: the paper's step, the one that is divided by the square of a layer's change, and Adam.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import lightning as L
 import torch
+from accuracy import cell
 from stopwatch import timing
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -34,14 +38,23 @@ from torch import Tensor, nn
 from pflight import Federation, keep_freed_memory
 from pflight.callbacks import PFedLA, ServerCallback
 from pflight.datamodules import (
+    CIFAR10,
+    ClassesPerClient,
     ConsecutiveClasses,
     Digits,
     FashionMNIST,
     FederatedDataModule,
+    Synthetic,
     TensorClients,
 )
 from pflight.engines import ClientUpdates
-from pflight.models import MLP, ClientModule, PFedHNCNN
+from pflight.models import MLP, ClientModule, LogisticRegression, PFedHNCNN
+
+RULES = {
+    "the paper's": [0.05, 0.5, 5.0, 50.0],
+    "scale-free": [0.01, 0.1, 1.0, 10.0],
+    "Adam": [0.0001, 0.001, 0.01, 0.1],
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,23 @@ class Task:
     samples: int
 
 
+SPLIT = {"val_fraction": 0.2, "test_fraction": 0.3}
+SOME = {"num_clients": 10, "partition": ClassesPerClient(4, samples_per_client=300), **SPLIT}
+ALL = {"num_clients": 20, "partition": ClassesPerClient(4), **SPLIT}
+CLIENTS = {
+    "digits": partial(Digits, **ALL),
+    "fashion_mnist": partial(FashionMNIST, **SOME),
+    "cifar10": partial(CIFAR10, **SOME),
+    "synthetic": partial(Synthetic, alpha=1.0, beta=1.0, num_clients=20, **SPLIT),
+}
+NETWORKS = {
+    "digits": (partial(MLP, 64, [64], 10), 0.1),
+    "fashion_mnist": (partial(MLP, 784, [100], 10), 0.05),
+    "cifar10": (partial(PFedHNCNN, 10, 3, 32), 0.02),
+    "synthetic": (partial(LogisticRegression, 60, 10), 0.01),
+}
+
+
 def task_of(options: argparse.Namespace) -> Task:
     """Return the task that was asked for."""
     if options.task == "digits":
@@ -64,8 +94,8 @@ def task_of(options: argparse.Namespace) -> Task:
 
 def fit(
     federation: Federation, server: ServerCallback, data: FederatedDataModule, rounds: int
-) -> None:
-    """Train a federation under a Trainer that writes nothing."""
+) -> L.Trainer:
+    """Train a federation under a Trainer that writes nothing, and return that."""
     trainer = L.Trainer(
         max_epochs=rounds,
         accelerator="cpu",
@@ -78,6 +108,7 @@ def fit(
         num_sanity_val_steps=0,
     )
     trainer.fit(federation, datamodule=data)
+    return trainer
 
 
 class TimedFederation(Federation):
@@ -146,6 +177,37 @@ def print_times(options: argparse.Namespace) -> None:
         print(f"| {count} | {' | '.join(cells)} | {min(server):.3f} |", flush=True)
 
 
+def print_steps(options: argparse.Namespace) -> None:
+    """Print what each rule and size of the step reaches on each data set."""
+    print("| data set | step | validation | test | own weight |")
+    print("|---|---|---|---|---|")
+    for name, (rule, sizes) in product(options.tasks, RULES.items()):
+        for lr in sizes:
+            found = [judged(name, rule, lr, seed, options) for seed in range(options.seeds)]
+            cells = [cell([100 * values[place] for values in found]) for place in range(3)]
+            print(f"| {name} | {rule}, {lr:g} | {' | '.join(cells)} |", flush=True)
+
+
+def judged(
+    name: str, rule: str, lr: float, seed: int, options: argparse.Namespace
+) -> tuple[float, float, float]:
+    """Return validation and test accuracy of a run, and the mean weight of a client's own model."""
+    network, step = NETWORKS[name]
+    root = {"root": options.root} if name in ("fashion_mnist", "cifar10") else {}
+    data = CLIENTS[name](**root, batch_size=10, seed=seed)
+    server = PFedLA(lr=lr, scale_free=rule == "scale-free")
+    torch.manual_seed(seed)
+    client = ClientModule(network(), 10, optimizer=partial(torch.optim.SGD, lr=step))
+    adam = partial(torch.optim.Adam, lr=lr) if rule == "Adam" else None
+    federation = Federation(client, local_epochs=2, server_optimizer=adam, seed=seed)
+    trainer = fit(federation, server, data, options.rounds)
+    (values,) = trainer.test(federation, datamodule=data, verbose=False)
+    clients = range(federation.num_clients)
+    own = [weights.diagonal().mean() for weights in server.layer_weights(clients).values()]
+    validation = federation.history[-1].metrics["val/macro_acc"]
+    return validation, values["test/macro_acc"], float(torch.stack(own).mean())
+
+
 def print_chain(options: argparse.Namespace) -> None:
     """Print what models weigh for eight clients in a chain, by layer."""
     task = task_of(options)
@@ -192,6 +254,12 @@ def main() -> None:
     chain.add_argument("--rounds", type=int, default=50)
     chain.add_argument("--seeds", type=int, default=3)
     chain.set_defaults(run=print_chain)
+    steps = commands.add_parser("steps")
+    steps.add_argument("--tasks", choices=CLIENTS, nargs="+", default=list(CLIENTS))
+    steps.add_argument("--root", default="data", help="folder of Fashion-MNIST and CIFAR-10")
+    steps.add_argument("--rounds", type=int, default=40)
+    steps.add_argument("--seeds", type=int, default=3)
+    steps.set_defaults(run=print_steps)
     options = parser.parse_args()
     keep_freed_memory()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

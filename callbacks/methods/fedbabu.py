@@ -53,8 +53,8 @@ class FedBABU(FedAvg):
     Args:
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`, for the body.
-        head: The layers of the head; by default the last linear layer, or what the client's own half
-            says.
+        head: The layers of the head; by default the last linear layer, or what the client's own
+            half says.
         finetune: What is fine-tuned: ``"full"`` for the whole network, the default, ``"head"`` or
             ``"body"``.
 

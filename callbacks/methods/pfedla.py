@@ -54,6 +54,11 @@ class PFedLA(StoredModels):
     the largest weight. It starts these from its own last values, which are sent only at its first
     participation, and they don't train its hypernetwork. Clients always return all layers.
 
+    The products grow with the square of the change, so that the right step size depends on the
+    data. With ``scale_free``, which is not in the paper, they are those of each layer divided by
+    :math:`\|\Delta\theta_i^l\|^2`: the difference between two models then counts in units of the
+    client's change.
+
     Args:
         retain: k, the number of layers that a client keeps.
         weights: How logits become weights: ``"softmax"``, starting from the uniform mean, or
@@ -63,7 +68,8 @@ class PFedLA(StoredModels):
         hidden_dim: Width of the hypernetworks' hidden layers.
         lr: Step size of the default server optimizer, SGD, which trains the hypernetworks. Their
             gradients have the size of the clients' squared changes in a round: the smaller these
-            are, the larger the step size has to be.
+            are, the larger the step size has to be, unless ``scale_free``.
+        scale_free: Whether a layer's products are divided by the square of its change.
 
     Attributes:
         hypernetwork: Builds one client's hypernetwork, a module without inputs that returns logits
@@ -93,6 +99,7 @@ class PFedLA(StoredModels):
         embedding_dim: int = 100,
         hidden_dim: int = 100,
         lr: float = 0.5,
+        scale_free: bool = False,
     ) -> None:
         super().__init__()
         check_range(self, "[0, inf)", retain=retain, lr=lr)
@@ -100,6 +107,7 @@ class PFedLA(StoredModels):
         self.retain = retain
         self.weights = weights
         self.lr = lr
+        self.scale_free = scale_free
         self.hypernetwork: Callable[[int, int], nn.Module] = partial(
             HyperNetwork, embedding_dim=embedding_dim, hidden_dim=hidden_dim, weights=weights
         )
@@ -172,10 +180,11 @@ class PFedLA(StoredModels):
         return self._sent[1]
 
     def on_round_start(self) -> None:
-        """Start a round without updates, with inner products of zero."""
+        """Start a round without updates, with inner products and changes of zero."""
         super().on_round_start()
         weights = self.hypernetworks(torch.arange(1))
         self._products = weights.new_zeros(len(self.hypernetworks), *weights.shape[1:])
+        self._squares = self._products.new_zeros(self._products.shape[:2])
 
     def broadcast(self, clients: Tensor) -> TensorDict:
         """Return each client's mixture, with its own last values in the layers that it retains."""
@@ -195,9 +204,11 @@ class PFedLA(StoredModels):
         if len(updates.clients) < len(asked):
             mixtures = mixtures[torch.isin(asked, updates.clients)]
         for name, leaf in self.stored.tensors().items():
-            change = rows(updates.states[name] - mixtures[name])
-            products = change.to(self._products) @ rows(leaf).to(self._products).T
-            self._products[updates.clients, self._layer_of[name]] += products
+            change = rows(updates.states[name] - mixtures[name]).to(self._products)
+            place = updates.clients, self._layer_of[name]
+            self._products[place] += change @ rows(leaf).to(self._products).T
+            if self.scale_free:
+                self._squares[place] += change.square().sum(dim=1)
         super().receive(updates)
 
     def step(self) -> None:
@@ -206,6 +217,9 @@ class PFedLA(StoredModels):
         if not len(clients):
             return
         products = all_sum(self._products)
+        if self.scale_free:  # a layer that has not changed has products of zero
+            squares = all_sum(self._squares).unsqueeze(2)
+            products = products / torch.where(squares > 0, squares, 1)
         for part in clients.split(BLOCK):  # in blocks, to save memory
             with torch.enable_grad():
                 weights = self.hypernetworks(part)

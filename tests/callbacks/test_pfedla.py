@@ -158,8 +158,10 @@ def loss_of_client_one(theta: Tensor) -> float:
     return 0.5 * (first - 1) ** 2 + (second + 1) ** 2
 
 
-def h2(matrix: Sequence[Sequence[float]], embedding: float, rounds: int = 1) -> tuple:
-    callback = Stored([(1, 0), (3, 2)], lr=1.0)
+def h2(
+    matrix: Sequence[Sequence[float]], embedding: float, rounds: int = 1, **options: object
+) -> tuple:
+    callback = Stored([(1, 0), (3, 2)], **{"lr": 1.0, **options})
     callback.hypernetwork = lambda *_: LinearHyperNetwork(matrix, embedding)
     federation = run(two_layers(), client_one(), callback, rounds)
     weights = torch.stack([rows[0] for rows in callback.layer_weights([0]).values()])
@@ -202,6 +204,16 @@ class TestVectors:
         assert network["embedding"].item() == pytest.approx(0.5 - 0.0230691, abs=5e-8)
         assert network["matrix"].flatten().tolist() == pytest.approx(
             [0.3 + d1 / 2, -0.1 - d1 / 2, 0.2 + d2 / 2, 0.4 - d2 / 2], abs=5e-8
+        )
+
+    def test_h2_with_a_scale_free_step(self) -> None:
+        callback, _, weights = h2([[0, 0], [0, 0]], 1.0, lr=0.1, scale_free=True)
+        # The changes are -0.1 and -0.4: 0.05 and 0.2 of above are divided by 0.01 and 0.16.
+        assert callback.hypernetworks[0]["matrix"].flatten().tolist() == pytest.approx(
+            [0.5, -0.5, 0.125, -0.125], abs=1e-12
+        )
+        assert weights.flatten().tolist() == pytest.approx(
+            [0.7310586, 0.2689414, 0.5621765, 0.4378235], abs=5e-8
         )
 
     def test_the_other_client_contributes_but_does_not_move(self) -> None:
@@ -267,6 +279,7 @@ def reference(
     lr: float,
     retain: int,
     kind: str,
+    scale_free: bool,
 ) -> list[State]:
     """Return the model by which each client is judged."""
     clients, epochs = range(data.num_clients), 2
@@ -289,12 +302,14 @@ def reference(
             start, mixed = start_of(i)
             samples = data.samples(i, "train")
             trained[i] = train(client, start, batches_of(data, round_, i, epochs), samples)
-            names = [name for layer in mixed for name in layers[layer]]
-            if names:
-                torch.autograd.backward(
-                    [start[name] for name in names],
-                    [start[name].detach() - trained[i][name] for name in names],
-                )
+            starts, gradients = [], []
+            for layer in mixed:
+                change = [trained[i][name] - start[name].detach() for name in layers[layer]]
+                square = sum(part.square().sum() for part in change) if scale_free else 1
+                starts += [start[name] for name in layers[layer]]
+                gradients += [-part / square for part in change]
+            if starts:
+                torch.autograd.backward(starts, gradients)
         for i in cohort:
             last[i] = trained[i]
             for name, parameter in networks[i].items():
@@ -304,12 +319,16 @@ def reference(
     return [{n: v.detach() for n, v in start_of(i)[0].items()} for i in clients]
 
 
+@pytest.mark.parametrize("scale_free", [False, True])
 @pytest.mark.parametrize("retain", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["softmax", "relu_norm"])
-def test_rounds_of_unequal_clients_with_momentum_and_batchnorm(kind: str, retain: int) -> None:
+def test_rounds_of_unequal_clients_with_momentum_and_batchnorm(
+    kind: str, retain: int, scale_free: bool
+) -> None:
     data = small_data(UNEQUAL, cohort_size=3, dtype=torch.float64)
     client = batchnorm_client(optimizer=sgd(0.1, momentum=0.9)).double()
-    callback = Shuffled(retain, kind, embedding_dim=5, hidden_dim=7, lr=2.0)
+    options = {"lr": 0.02 if scale_free else 2.0, "scale_free": scale_free}
+    callback = Shuffled(retain, kind, embedding_dim=5, hidden_dim=7, **options)
     federation = run(client, data, callback, rounds=5, local_epochs=2)
     layers = [
         ("network.0.weight", "network.0.bias"),
@@ -322,9 +341,9 @@ def test_rounds_of_unequal_clients_with_momentum_and_batchnorm(kind: str, retain
         [entry.clients for entry in federation.history],
         callback.first,
         layers,
-        lr=2.0,
         retain=retain,
         kind=kind,
+        **options,
     )
     for i in range(6):
         assert_close(federation.client_state(i), expected[i], rtol=1e-10, atol=1e-12)
@@ -424,6 +443,33 @@ class TestTraffic:
         size = 4 * (FEATURES * CLASSES + CLASSES)
         assert [entry.bytes_down for entry in federation.history] == [6 * size, size, 0]
         assert callback.received.all()
+
+
+class TestScaleFree:
+    @pytest.mark.parametrize("scale_free", [False, True])
+    def test_weights_do_not_depend_on_the_size_of_changes(self, scale_free: bool) -> None:
+        """Features times 2 and steps over 4: all that the first layer learns is half as large."""
+
+        def trained(scale: float) -> Tensor:
+            data = small_data(dtype=torch.float64)
+            pairs = [data.samples(i, "train") for i in range(6)]
+            scaled = TensorClients([(x * scale, y) for x, y in pairs], num_classes=CLASSES)
+            client = linear_client(double=True, optimizer=sgd(0.1 / scale**2))
+            client.network.weight.data.div_(scale), client.network.bias.data.zero_()
+            client.network.bias.requires_grad_(False)
+            callback = PFedLA(lr=0.5, scale_free=scale_free)
+            run(client, scaled, callback, rounds=4)
+            (weights,) = callback.layer_weights(range(6)).values()
+            return weights
+
+        same = torch.allclose(trained(1.0), trained(2.0), rtol=0, atol=1e-9)
+        assert same == scale_free
+
+    def test_a_layer_that_does_not_change_has_no_gradient(self) -> None:
+        callback = PFedLA(lr=1.0, scale_free=True)
+        run(linear_client(optimizer=sgd(0.0)), small_data(), callback, rounds=3)
+        for weights in callback.layer_weights(range(6)).values():
+            assert_close(weights, torch.full((6, 6), 1 / 6))
 
 
 class TestParticipation:

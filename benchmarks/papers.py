@@ -1,0 +1,288 @@
+"""The papers' own experiments, with as many rounds as they say, beside the figures that they print.
+
+    python benchmarks/papers.py run fedec --columns cifar10_100_2 --methods fedec_wo fedec_1 \
+        --seeds 0 --root data --out runs/papers
+    python benchmarks/papers.py write --out runs/papers --page docs/papers.md
+
+``papers.yaml`` has the experiments. A run is what ``pflight fit`` makes of a column's and a
+method's configuration, in a run folder of its own, ``OUT/fedec/cifar10_100_2/fedec_1/0``. After
+each of the last rounds all clients are tested, and what each of them reached becomes a file in the
+folder ``tests`` there. A run that was killed goes on with the same command; one that is done is not
+made again. ``write`` makes the tables of the page from the runs that are done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import re
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.resources import files
+from io import StringIO
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from pflight.cli import FederationCLI
+
+Test = dict[str, Any]
+"""The tests after a round: its clients, and each client's accuracy and F1 by model."""
+
+CONFIGS = Path(str(files("pflight.configs")))
+EXPERIMENTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+MODELS = {"own": "", "server": "server/", "adapted": "finetuned/"}
+MOST_SEEDS = 10
+TABLE = re.compile(r"(<!-- (\w+)/(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+QUIET = [
+    "--trainer.accelerator=cpu",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.profiler=simple",
+]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A method in a column of a paper's table, at one seed.
+
+    Attributes:
+        experiment: Its name in ``papers.yaml``.
+        column: Likewise.
+        method: Likewise.
+        seed: Of partition, network, batches and cohorts.
+        folder: Of all runs.
+        rounds: How many there are.
+    """
+
+    experiment: str
+    column: str
+    method: str
+    seed: int
+    folder: Path
+    rounds: int
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return self.folder / self.experiment / self.column / self.method / str(self.seed)
+
+    @property
+    def tests(self) -> list[Test]:
+        """The tests so far, by round."""
+        found = [json.loads(file.read_text()) for file in self.path.glob("tests/*.json")]
+        return sorted(found, key=lambda test: test["round"])
+
+    @property
+    def missing(self) -> list[int]:
+        """The rounds after which the clients are still to be tested."""
+        tested = {test["round"] for test in self.tests}
+        first = max(1, self.rounds - EXPERIMENTS[self.experiment]["tested"] + 1)
+        return [last for last in range(first, self.rounds + 1) if last not in tested]
+
+    def make(self, options: Sequence[str]) -> None:
+        """Make the run, or what is left of it.
+
+        Args:
+            options: What is said beside the configurations.
+        """
+        experiment = EXPERIMENTS[self.experiment]
+        parts = experiment["columns"][self.column], experiment["methods"][self.method]
+        command = [
+            "fit",
+            *(f"--config=configs/{part['config']}.yaml" for part in parts),
+            *(f"--{setting}" for part in parts for setting in part.get("set", [])),
+            *options,
+            f"--seed_everything={self.seed}",
+            f"--trainer.default_root_dir={self.path}",
+            "--ckpt_path=last",
+            *QUIET,
+        ]
+        for last in self.missing:
+            started = time.process_time()
+            with redirect_stdout(StringIO()):
+                cli = FederationCLI([*command, f"--trainer.max_epochs={last}"])
+                seconds = time.process_time() - started
+                if len(cli.model.history) != last:
+                    raise SystemExit(f"{self.path} is past round {last}, which was not tested")
+                found = judged(cli, last == self.rounds and "adapted" in experiment["measures"])
+            trained = len(cli.trainer.profiler.recorded_durations["run_training_batch"])
+            clients = cli.model.history[-1].clients
+            test = {"round": last, "clients": clients, **found}
+            test |= {"seconds": seconds / trained if trained else None}
+            file = self.path / "tests" / f"{last}.json"
+            file.parent.mkdir(exist_ok=True)
+            unfinished = file.with_suffix(".partial")
+            unfinished.write_text(json.dumps(test))
+            unfinished.rename(file)
+            print(f"{time.strftime('%H:%M')} {self.path}, round {last}: {mean(test, 'own'):.2f}")
+
+
+def judged(cli: FederationCLI, adapt: bool) -> Test:
+    """Test all clients, and return each one's samples, and its accuracy and F1 by model.
+
+    Args:
+        cli: A run that has been trained.
+        adapt: Whether to test copies of what the server sends too, trained as in one more round.
+    """
+    federation, found = cli.model, {}
+    training = federation.clients.training
+    for models, epochs in ((("own", "server"), 0), (("adapted",), training.epochs)):
+        if epochs and not adapt:
+            break
+        federation.clients.training = replace(training, finetune_epochs=epochs)
+        cli.trainer.test(federation, datamodule=cli.datamodule, verbose=False)
+        for model in models:
+            metrics = federation.client_metrics("test", MODELS[model])
+            found[model] = {name: metrics[name].tolist() for name in ("acc", "f1")}
+            found["samples"] = metrics["num_samples"].tolist()
+    return found
+
+
+def mean(
+    test: Test, model: str, name: str = "acc", kind: str = "macro", ids: Sequence[int] | None = None
+) -> float:
+    """Return the mean over clients of a metric of a model, in percent.
+
+    Args:
+        test: The tests after a round.
+        model: ``"own"``, ``"server"`` or ``"adapted"``.
+        name: ``"acc"`` or ``"f1"``.
+        kind: ``"macro"``, or ``"micro"`` if clients weigh by their samples.
+        ids: The clients, by default all.
+    """
+    values, samples = np.array(test[model][name]), np.array(test["samples"])
+    chosen = samples > 0
+    if ids is not None:
+        chosen &= np.isin(np.arange(len(values)), ids)
+    weights = samples[chosen] if kind == "micro" else None
+    return float(100 * np.average(values[chosen], weights=weights))
+
+
+def over_rounds(tests: Sequence[Test], model: str, trained: bool) -> float:
+    """Return the mean over tests, of all clients or of those that took part in the round."""
+    ids = [test["clients"] if trained else None for test in tests]
+    return statistics.mean(mean(test, model, ids=own) for test, own in zip(tests, ids, strict=True))
+
+
+def after_last(tests: Sequence[Test], model: str, name: str, kind: str) -> float:
+    """Return the mean over clients after the last round."""
+    return mean(tests[-1], model, name, kind)
+
+
+MEASURES: dict[str, tuple[str, Callable[[Sequence[Test], str], float]]] = {
+    "trained": ("trained in the round", partial(over_rounds, trained=True)),
+    "own": ("all clients", partial(over_rounds, trained=False)),
+    "adapted": ("adapted", lambda tests, _: after_last(tests, "adapted", "acc", "macro")),
+    "last": ("last round", partial(after_last, name="acc", kind="macro")),
+    **{
+        f"{kind}_{name}": (f"{kind} {title}", partial(after_last, name=name, kind=kind))
+        for kind, (name, title) in product(("micro", "macro"), {"acc": "acc.", "f1": "F1"}.items())
+    },
+}
+
+
+def table(experiment: str, column: str, runs: Sequence[Run]) -> str:
+    """Return the table of a column, in which a method has a line once its runs are done."""
+    spec = EXPERIMENTS[experiment]
+    measures = [MEASURES[name] for name in spec["measures"]]
+    published = spec.get("published", {}).get(column)
+    head = ["method", *(["paper"] if published else []), *(title for title, _ in measures)]
+    head += ["seeds", "s a round"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for name, method in spec["methods"].items():
+        made = [run.tests for run in runs if run.method == method.get("run", name)]
+        if not made:
+            continue
+        cells = [method["title"]]
+        if published:
+            figure = published.get(re.split(r"[,(]", method["title"])[0])
+            cells.append("" if figure is None else f"{figure:.2f}")
+        for _, measure in measures:
+            values = [measure(tests, method.get("model", "own")) for tests in made]
+            spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+            cells.append(f"{statistics.mean(values):.2f}{spread}")
+        seconds = [test["seconds"] for tests in made for test in tests if test["seconds"]]
+        cells += [
+            str(len(made)),
+            f"{min(seconds):.0f}" if min(seconds) >= 10 else f"{min(seconds):.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def write(options: argparse.Namespace) -> None:
+    """Put the tables of all runs that are done between the marks of the page."""
+
+    def made(match: re.Match[str]) -> str:
+        start, experiment, column, end = match.groups()
+        runs = runs_of(experiment, [column], None, range(MOST_SEEDS), options)
+        done = [run for run in runs if not run.missing]
+        return f"{start}\n{table(experiment, column, done)}\n\n{end}"
+
+    page = options.page.read_text(encoding="utf-8")
+    options.page.write_text(TABLE.sub(made, page), encoding="utf-8")
+
+
+def runs_of(
+    experiment: str,
+    columns: Sequence[str] | None,
+    methods: Sequence[str] | None,
+    seeds: Sequence[int],
+    options: argparse.Namespace,
+) -> list[Run]:
+    """Return the runs of an experiment, by default of all its columns and methods."""
+    spec, found = EXPERIMENTS[experiment], []
+    names = [name for name in methods or spec["methods"] if "config" in spec["methods"][name]]
+    for seed, column, name in product(seeds, columns or spec["columns"], names):
+        config = CONFIGS / f"{spec['columns'][column]['config']}.yaml"
+        rounds = options.rounds or spec.get("rounds")
+        rounds = rounds or yaml.safe_load(config.read_text())["trainer"]["max_epochs"]
+        found.append(Run(experiment, column, name, seed, options.out, rounds))
+    return found
+
+
+def make(options: argparse.Namespace) -> None:
+    """Make the runs that are asked for."""
+    root = [f"data.root={options.root}"] if options.root else []
+    said = [f"--{setting}" for setting in (*root, *options.set)]
+    for run in runs_of(
+        options.experiment, options.columns, options.methods, options.seeds, options
+    ):
+        run.make(said)
+
+
+def main() -> None:
+    """Make runs, or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(required=True)
+    running, writing = commands.add_parser("run"), commands.add_parser("write")
+    for command in (running, writing):
+        command.add_argument("--out", type=Path, default=Path("runs/papers"))
+        command.add_argument("--rounds", type=int, help="by default the experiment's own")
+    running.add_argument("experiment", choices=EXPERIMENTS)
+    running.add_argument("--columns", nargs="+", help="by default all")
+    running.add_argument("--methods", nargs="+", help="by default all")
+    running.add_argument("--seeds", type=int, nargs="+", default=[0])
+    running.add_argument("--root", help="folder of the data sets, by default data")
+    running.add_argument("--set", nargs="+", default=[], metavar="OPTION=VALUE")
+    running.set_defaults(do=make)
+    writing.add_argument("--page", type=Path, default=Path("docs/papers.md"))
+    writing.set_defaults(do=write)
+    options = parser.parse_args()
+    for name in ("lightning.fabric", "lightning.pytorch", "lightning.pytorch.pflight"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    options.do(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The papers' experiments: what is run, what is made of it, and that a run goes on."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALL = [
+    "data.num_clients=4",
+    "data.cohort_size=2",
+    "data.partition.samples_per_client=20",
+    "data.val_fraction=0",
+    "data.test_fraction=0.5",
+    "model.local_epochs=3",
+]
+TOY = {
+    "tested": 2,
+    "rounds": 3,
+    "measures": ["trained", "own", "adapted", "micro_f1"],
+    "columns": {"digits": {"title": "Digits", "config": "data/digits", "set": SMALL}},
+    "methods": {
+        "fedavg": {"title": "FedAvg", "run": "fedec_wo", "model": "server"},
+        "really": {"title": "FedAvg, itself", "config": "algorithm/fedavg"},
+        "fedec_wo": {"title": "FedEC-wo", "config": "algorithm/fedec_wo"},
+        "fedec_2": {
+            "title": "FedEC, 2",
+            "config": "algorithm/fedec",
+            "set": ["trainer.callbacks.alpha=2"],
+        },
+    },
+    "published": {"digits": {"FedAvg": 42.654, "FedEC": 92.35}},
+}
+
+
+@pytest.fixture
+def papers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    module = importlib.import_module("papers")
+    monkeypatch.setitem(module.EXPERIMENTS, "toy", TOY)
+    return module
+
+
+def options(folder: Path, **others: Any) -> argparse.Namespace:
+    asked = {"experiment": "toy", "columns": None, "methods": None, "seeds": [0]}
+    return argparse.Namespace(
+        **{**asked, "out": folder, "root": None, "rounds": None, "set": [], **others}
+    )
+
+
+def read(folder: Path, method: str) -> list[dict[str, Any]]:
+    files = sorted((folder / f"toy/digits/{method}/0/tests").iterdir())
+    return [{**json.loads(file.read_text()), "seconds": None} for file in files]
+
+
+def test_every_experiment_is_of_configurations_that_exist(papers: Any) -> None:
+    for name, spec in papers.EXPERIMENTS.items():
+        assert {*spec["measures"]} <= {*papers.MEASURES}
+        for part in (*spec["columns"].values(), *spec["methods"].values()):
+            if "config" in part:
+                assert (papers.CONFIGS / f"{part['config']}.yaml").is_file(), part
+            else:
+                assert part["run"] in spec["methods"]
+        assert {*spec.get("published", {})} <= {*spec["columns"]}, name
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
+    once, again, page = tmp_path / "once", tmp_path / "again", tmp_path / "page.md"
+    papers.make(options(once))
+    papers.make(options(again, methods=["fedec_2"], rounds=2))
+    papers.make(options(again, methods=["fedec_2"]))
+    (again / "toy/digits/fedec_2/0/tests/3.json").unlink()  # as if killed before the test
+    papers.make(options(again, methods=["fedec_2"]))
+    tests = {name: read(once, name) for name in ("really", "fedec_wo", "fedec_2")}
+    assert [test["round"] for test in tests["fedec_2"]] == [2, 3]
+    assert read(again, "fedec_2")[-1] == tests["fedec_2"][-1]
+    # The server of FedEC-wo is FedAvg's, where clients are equally large.
+    for one, other in zip(tests["really"], tests["fedec_wo"], strict=True):
+        assert one["server"] == other["server"] == one["own"]
+        assert other["own"] != other["server"]
+
+    page.write_text("# Toy\n\n<!-- toy/digits -->\nold\n<!-- end -->\n\nEnd.\n")
+    papers.write(options(once, page=page))
+    head, _, *lines = page.read_text().split("-->\n")[1].strip().splitlines()[:6]
+    assert head.split(" | ")[:6] == [
+        "| method", "paper", "trained in the round", "all clients", "adapted", "micro F1",
+    ]  # fmt: skip
+    names = {"FedAvg": "42.65", "FedAvg, itself": "42.65", "FedEC-wo": "", "FedEC, 2": "92.35"}
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
+    assert {row[0]: row[1] for row in rows} == names
+    assert rows[0][2:6] == rows[1][2:6]
+    two, three = tests["fedec_2"]
+    own = [statistics_of(test["own"]["acc"], range(4)) for test in (two, three)]
+    took_part = [statistics_of(test["own"]["acc"], test["clients"]) for test in (two, three)]
+    assert rows[3][2:5] == [
+        f"{50 * sum(took_part):.2f}",
+        f"{50 * sum(own):.2f}",
+        f"{100 * statistics_of(three['adapted']['acc'], range(4)):.2f}",
+    ]
+    assert page.read_text().startswith("# Toy\n\n<!-- toy/digits -->\n")
+    assert page.read_text().endswith("<!-- end -->\n\nEnd.\n")
+
+
+def statistics_of(values: list[float], clients: Any) -> float:
+    return math.fsum(values[client] for client in clients) / len(clients)
+
+
+def test_micro_means_weigh_clients_by_samples(papers: Any) -> None:
+    test = {"samples": [1, 3, 0], "own": {"f1": [0.5, 0.9, math.nan]}}
+    assert papers.mean(test, "own", "f1") == pytest.approx(70)
+    assert papers.mean(test, "own", "f1", "micro") == pytest.approx(80)
+    assert papers.mean(test, "own", "f1", ids=[1]) == pytest.approx(90)
