@@ -109,13 +109,16 @@ def test_what_a_package_index_shows_has_no_relative_addresses() -> None:
     assert " ".join(introduction.split()).startswith(" ".join(description.split("\n\n")[0].split()))
 
 
-def test_the_first_pages_have_the_numbers_of_the_quick_start() -> None:
+def test_the_first_page_has_the_numbers_of_the_quick_start() -> None:
     config = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text(encoding="utf-8"))
-    rounds, data, model = config["trainer"]["max_epochs"], config["data"], config["model"]
-    pages = [ROOT / "docs" / "index.md", ROOT / "README.md"]
-    home, readme = (page.read_text(encoding="utf-8") for page in pages)
-    assert f"the same federation for {rounds} rounds" in home
-    for text in (home, readme):
-        for name in ("num_clients", "batch_size"):
-            assert f"{name}={data['init_args'][name]}" in text
-        assert f"local_epochs={model['local_epochs']}" in text
+    rounds, data, model = (config[name] for name in ("trainer", "data", "model"))
+    home = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert f"the same federation for {rounds['max_epochs']} rounds" in home
+    options = data["init_args"] | data["init_args"]["data"]["init_args"]
+    for name in ("num_clients", "batch_size", "val_fraction", "test_fraction", "num_clusters"):
+        assert f"{name}={options[name]}" in home
+    assert f"local_epochs={model['local_epochs']}" in home
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150
