@@ -105,7 +105,7 @@ class Study:
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.tuning = tuning
-        self.space = {option: _distribution(option, told) for option, told in space.items()}
+        self.space = {o: _distribution(o, told, before.get(o)) for o, told in space.items()}
         # What is drawn for a method depends on nothing but the method.
         seed = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16)
         sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=seed)
@@ -114,8 +114,8 @@ class Study:
             self._free = _FREE
             sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_FREE)
         self._study = optuna.create_study(direction="maximize", sampler=sampler)
-        first = {o: before[o] for o, values in self.space.items() if _has(values, before.get(o))}
-        self._study.enqueue_trial(first)
+        first = {o: _drawn(values, before.get(o)) for o, values in self.space.items()}
+        self._study.enqueue_trial({o: v for o, v in first.items() if v is not None})
         self._trials: list[optuna.Trial] = []
         self._told = 0
 
@@ -155,12 +155,16 @@ class Study:
         return _settings(trial.params), trial.value
 
 
-def _distribution(option: str, told: Any) -> Any:
+def _distribution(option: str, told: Any, before: Any = None) -> Any:
     """Return Optuna's form of a range or of a list of values.
+
+    A range between whole numbers has whole numbers only, unless the option's own value is a float.
 
     Example:
         >>> _distribution("lr", {"low": 0.01, "high": 1, "log": True})
         FloatDistribution(high=1.0, log=True, low=0.01, step=None)
+        >>> _distribution("lr", {"low": 0, "high": 1}, before=0.1)
+        FloatDistribution(high=1.0, log=False, low=0.0, step=None)
         >>> _distribution("mu", [0.1, 1.0])
         CategoricalDistribution(choices=('0.1', '1.0'))
     """
@@ -171,7 +175,7 @@ def _distribution(option: str, told: Any) -> Any:
     try:
         low, high = told["low"], told["high"]
         more = {name: told[name] for name in told if name not in ("low", "high")}
-        if isinstance(low, int) and isinstance(high, int) and not more.get("log"):
+        if isinstance(low, int) and isinstance(high, int) and not isinstance(before, float):
             return distributions.IntDistribution(low, high, **more)
         return distributions.FloatDistribution(low, high, **more)
     except (KeyError, TypeError, ValueError) as error:
@@ -181,13 +185,14 @@ def _distribution(option: str, told: Any) -> Any:
         ) from error
 
 
-def _has(distribution: Any, value: Any) -> bool:
-    """Return whether a value, as an option has it, can be drawn."""
+def _drawn(distribution: Any, value: Any) -> Any:
+    """Return an option's value as if it had been drawn; ``None`` if it can't be."""
     from optuna.distributions import CategoricalDistribution
 
     if isinstance(distribution, CategoricalDistribution):
-        return json.dumps(value) in distribution.choices
-    return isinstance(value, int | float) and distribution.low <= value <= distribution.high
+        return next((text for text in distribution.choices if json.loads(text) == value), None)
+    number = isinstance(value, int | float)
+    return value if number and distribution.low <= value <= distribution.high else None
 
 
 def _settings(params: Mapping[str, Any]) -> dict[str, Any]:
