@@ -111,7 +111,8 @@ class ReadRun(FederationCLI):
 
     def __init__(self, folder: Path) -> None:
         config = f"--config={folder / CONFIG}"
-        super().__init__(["test", config, "--trainer.logger=false", "--ckpt_path=last"])
+        here = f"--trainer.default_root_dir={folder}"  # it may have been moved
+        super().__init__(["test", config, here, "--trainer.logger=false", "--ckpt_path=last"])
 
     def _run_subcommand(self, subcommand: str) -> None:
         pass
@@ -261,7 +262,7 @@ def fingerprints(run: FederationCLI) -> dict[str, str]:
     ``cohorts``: who trains in which round; ``batches``: batch size, and the order of the samples of
     the first and the last cohort.
     """
-    federation, data, rounds = run.model, run.datamodule, run.trainer.max_epochs or 0
+    federation, data, rounds = run.model, run.datamodule, max(run.trainer.max_epochs or 0, 0)
     record = record_of(data)
     parameters = {*StateLayout.of(federation.client).parameters}
     state = federation.client.state_dict()
@@ -269,7 +270,7 @@ def fingerprints(run: FederationCLI) -> dict[str, str]:
     cohorts = [data.cohorts.sample(index) for index in range(rounds)]
     orders = [
         data.order(client, index)
-        for index in {0, rounds - 1} - {-1}
+        for index in {0, rounds - 1}.intersection(range(rounds))
         for client in cohorts[index].tolist()
     ]
     return {

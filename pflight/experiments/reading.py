@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pflight.config_files import check_config_file, load
-from pflight.errors import described
+from pflight.errors import ConfigurationError, described
 from pflight.runs import CONFIG, RESULTS, RunFolder
 
 from .measuring import ReadRun, Task, measured
@@ -24,6 +24,8 @@ def read_run(folder: Path) -> Outcome | Failure:
     """
     check_config_file(str(folder / CONFIG))
     config = load((folder / CONFIG).read_text("utf-8-sig"))
+    if any(not isinstance(config.get(name), Mapping) for name in ("model", "data", "trainer")):
+        raise ConfigurationError(f"{folder / CONFIG} is not that of a run: it lacks options")
     seed, options = int(config.get("seed_everything") or 0), without_place(config)
     for part in (options["model"], options["data"]):
         if (part.get("init_args") or {}).get("seed") == seed:  # as the command line passes it on
@@ -31,7 +33,8 @@ def read_run(folder: Path) -> Outcome | Failure:
     flat = dict(_flat(options))
     with suppress(ResultError):
         known = Outcome.read(folder / RESULTS)
-        if known.last.round == RunFolder(folder).rounds_saved():
+        tested = known.last.per_client  # trials are not
+        if tested and known.last.round == RunFolder(folder).rounds_saved():
             return replace(known, settings=flat)
     task = Task(key_of(options), "", {}, seed, [], str(folder))
     try:

@@ -94,6 +94,9 @@ class Study:
         before: The options' values in the method's configuration.
         name: The method's, for messages; it also keys what is drawn.
 
+    Attributes:
+        told: Number of trials that have ended.
+
     Raises:
         ConfigurationError: If a range is none.
     """
@@ -117,7 +120,7 @@ class Study:
         first = {o: _drawn(values, before.get(o)) for o, values in self.space.items()}
         self._study.enqueue_trial({o: v for o, v in first.items() if v is not None})
         self._trials: list[optuna.Trial] = []
-        self._told = 0
+        self.told = 0
 
     def pending(self) -> list[dict[str, Any]]:
         """Return the settings of the trials that have begun, or can, and of which nothing is told.
@@ -125,24 +128,24 @@ class Study:
         They are in order, and :meth:`tell` takes them in that order.
         """
         while len(self._trials) < self.tuning.trials and (
-            len(self._trials) < self._free or self._told == len(self._trials)
+            len(self._trials) < self._free or self.told == len(self._trials)
         ):
             self._trials.append(self._study.ask(self.space))
-        return [_settings(trial.params) for trial in self._trials[self._told :]]
+        return [_settings(trial.params) for trial in self._trials[self.told :]]
 
-    def tell(self, value: float | None) -> None:
-        """Take what the first pending trial reached, the more the better; ``None`` if it failed."""
+    def tell(self, value: float) -> None:
+        """Take what the first pending trial reached, the more the better; NaN if it failed."""
         from optuna.trial import TrialState
 
-        trial = self._trials[self._told]
-        failed = value is None or not math.isfinite(value)
+        trial = self._trials[self.told]
+        failed = not math.isfinite(value)
         self._study.tell(trial, None if failed else value, TrialState.FAIL if failed else None)
-        self._told += 1
+        self.told += 1
 
     @property
     def done(self) -> bool:
         """Whether all trials have ended."""
-        return self._told == self.tuning.trials
+        return self.told == self.tuning.trials
 
     @property
     def best(self) -> tuple[dict[str, Any], float] | None:
