@@ -136,6 +136,8 @@ def measured(run: MeasuredRun | ReadRun, task: Task, last: str | None = None) ->
     end = _tested(run, last) if task.tests else Moment(len(federation.history), None, {}, {})
     if split not in federation.evaluators:
         trainer.validate(federation, data, verbose=False)
+    if split not in federation.evaluators:
+        raise ConfigurationError("no client has validation samples, on which settings are chosen")
     history = list(federation.history)
     directions = dict(federation.evaluators[split].directions)
     checkpoint = _monitored(run)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from pflight.callbacks import FedAvg
-from pflight.datamodules import DatasetClients, TensorClients
+from pflight.datamodules import DatasetClients
 
 
 class Raising(FedAvg):
@@ -72,16 +72,20 @@ class Hospitals(DatasetClients):
         super().__init__(samples, samples, samples, batch_size=batch_size)
 
 
-class Secret(TensorClients):
-    """Clients at whose test samples nobody may look."""
+class Sealed(TensorDataset):
+    """Samples at which nobody may look."""
 
-    def __init__(self, seed: int = 0):
-        random = torch.Generator().manual_seed(seed)
-        x = torch.randn(3, 12, 2, generator=random)
-        clients = [(one, (one[:, 0] > 0).long()) for one in x]
-        super().__init__(clients, clients, clients, num_classes=2, batch_size=4)
+    def __getitem__(self, index):
+        raise RuntimeError("somebody looks at test samples")
 
-    def samples(self, client, split="train"):
-        if split == "test":
-            raise RuntimeError("somebody looks at test samples")
-        return super().samples(client, split)
+    __getitems__ = __getitem__
+
+
+class Secret(DatasetClients):
+    """Clients whose test samples are sealed."""
+
+    def __init__(self):
+        x = torch.randn(3, 12, 2, generator=torch.Generator().manual_seed(0))
+        parts = [(one, one[:, :1]) for one in x]
+        samples = [TensorDataset(*part) for part in parts]
+        super().__init__(samples, samples, [Sealed(*part) for part in parts], batch_size=4)

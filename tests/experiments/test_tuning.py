@@ -15,7 +15,7 @@ from pflight.experiments.outcome import Failure, Outcome
 from pflight.experiments.plan import option_of
 from pflight.experiments.tuning import FIRST_SEED, Study, Tuning
 
-from .small import DATA, comparison, finish
+from .small import DATA, comparison, finish, method_config
 
 LR, KIND, STEPS = "model.client.optimizer.lr", "trainer.callbacks.kind", "model.local_epochs"
 SPACE: dict[str, Any] = {
@@ -155,30 +155,27 @@ def test_what_tune_does_not_take(told, message):
 
 OF_SECRETS = """
 data: {class_path: tests.experiments.hers.Secret}
-model:
-  client:
-    init_args:
-      num_classes: 2
-      network: {class_path: torch.nn.Linear, init_args: {in_features: 2, out_features: 2}}
-      optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}
+model: {client: {class_path: tests.experiments.hers.Line}}
 trainer: {max_epochs: 2, accelerator: cpu}
+monitor: val/macro_mae
+mode: min
+search_space: {model.client.lr: {low: 0.01, high: 0.1}}
 """
 
 
 class TestTrials:
     def test_never_ask_for_test_samples_nor_for_reported_seeds(self, tmp_path):
-        found = comparison(tmp_path, ["fedavg", "fedprox"], tuning=Tuning(3, 2), text=OF_SECRETS)
+        own = method_config(tmp_path, "mine", "{class_path: FedAvg}")
+        found = comparison(tmp_path, [own], tuning=Tuning(2, 2), text=OF_SECRETS)
         made = finish(found)
-        trials, reported = made[:12], made[12:]
-        assert [task.tests for task in made] == [False] * 12 + [True] * 2
-        assert [task.seed for task in trials] == [FIRST_SEED, FIRST_SEED + 1] * 6
-        for task in trials:
+        assert [task.tests for task in made] == [False] * 4 + [True]
+        assert [task.seed for task in made] == [FIRST_SEED, FIRST_SEED + 1] * 2 + [0]
+        for task in made[:4]:
             outcome = Outcome.read(Path(task.folder, "results.json"))
             assert outcome.last.per_client == outcome.last.values == {}
             assert outcome.last.validation is not None
-        for task in reported:
-            failure = Failure.read(Path(task.folder, "failure.json"))
-            assert "somebody looks at test samples" in failure.reason
+        failure = Failure.read(Path(made[4].folder, "failure.json"))
+        assert "somebody looks at test samples" in failure.reason
 
     def test_choose_what_was_best_on_validation_samples(self, tmp_path):
         found = comparison(tmp_path, ["local"], tuning=Tuning(3), seeds=2)
@@ -199,13 +196,13 @@ class TestTrials:
             assert f"lr: {best.settings[LR]}" in config
 
     def test_that_exist_are_not_made_again(self, tmp_path):
-        first = finish(comparison(tmp_path, ["local"], tuning=Tuning(3)))
-        more = finish(comparison(tmp_path, ["local"], tuning=Tuning(4)))
+        first = finish(comparison(tmp_path, ["local"], tuning=Tuning(1)))
+        more = finish(comparison(tmp_path, ["local"], tuning=Tuning(2)))
         folders = {task.folder for task in first}
         assert len([task for task in more if task.folder not in folders]) in (1, 2)
         assert not [task for task in more if task.folder in folders]
-        (row,) = comparison_results(tmp_path, Tuning(4)).findings.rows
-        assert row.tuned.trials == 4
+        (row,) = comparison_results(tmp_path, Tuning(2)).findings.rows
+        assert row.tuned.trials == 2
 
     def test_without_validation_samples_are_a_row_that_says_so(self, tmp_path):
         text = DATA.replace("val_fraction: 0.2, ", "val_fraction: 0, ")
@@ -217,7 +214,7 @@ class TestTrials:
 
     def test_that_fail_leave_the_others(self, tmp_path):
         text = DATA + "search_space: {model.local_epochs: [0, 1]}\n"
-        found = comparison(tmp_path, ["local"], tuning=Tuning(5), text=text)
+        found = comparison(tmp_path, ["local"], tuning=Tuning(4), text=text)
         finish(found)
         (row,) = found.results().findings.rows
         assert row.settings["model.local_epochs"] == 1
