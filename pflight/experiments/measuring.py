@@ -16,6 +16,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from pflight.callbacks.monitors.report import ResultTable
 from pflight.checkpoint import rounds_so_far
 from pflight.cli import FederationCLI
 from pflight.errors import ConfigurationError
@@ -114,6 +115,13 @@ class ReadRun(FederationCLI):
         here = f"--trainer.default_root_dir={folder}"  # it may have been moved
         super().__init__(["test", config, here, "--trainer.logger=false", "--ckpt_path=last"])
 
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """Make the Trainer, without the table of a single test."""
+        trainer = super().instantiate_trainer(**kwargs)
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks[:] = [one for one in callbacks if not isinstance(one, ResultTable)]
+        return trainer
+
     def _run_subcommand(self, subcommand: str) -> None:
         pass
 
@@ -145,6 +153,7 @@ def measured(run: MeasuredRun | ReadRun, task: Task, last: str | None = None) ->
     best = run.folder.checkpoints / "best.ckpt"
     if not best.is_file() and checkpoint is not None:
         best = Path(checkpoint.best_model_path)
+        best = best if best.is_file() else run.folder.checkpoints / best.name  # it was moved
     rounds = rounds_so_far(best) if best.is_file() else None
     chosen = end
     if rounds not in (None, end.round):

@@ -14,9 +14,10 @@ from pflight.errors import ConfigurationError
 from pflight.experiments.comparing import compare, report
 from pflight.experiments.comparison import Described
 from pflight.experiments.outcome import Outcome, ResultError
+from pflight.experiments.plan import values_of
 from pflight.experiments.tuning import Tuning
 from pflight.experiments.worker import make
-from pflight.runs import FAILURE, RESULTS
+from pflight.runs import FAILURE, RESULTS, RunFolder
 from tests.event_files import read_events
 
 from .small import DATA, comparison, data_config, finish, method_config
@@ -26,16 +27,17 @@ def outcomes(made: Any) -> list[Outcome]:
     return [Outcome.read(Path(task.folder, RESULTS)) for task in made]
 
 
-class TestRun:
-    @pytest.fixture(scope="class")
-    def made(self, tmp_path_factory: pytest.TempPathFactory) -> Any:
-        """A run of a comparison; the best of its rounds is not the last."""
-        folder = tmp_path_factory.mktemp("made")
-        text = DATA.replace("lr: 0.1", "lr: 1.0").replace("max_epochs: 3", "max_epochs: 6")
-        (task,) = finish(comparison(folder, ["fedprox"], text=text))
-        (outcome,) = outcomes([task])
-        return folder, task, outcome
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run of a comparison; the best of its rounds is not the last."""
+    folder = tmp_path_factory.mktemp("made")
+    text = DATA.replace("lr: 0.1", "lr: 1.0").replace("max_epochs: 3", "max_epochs: 6")
+    (task,) = finish(comparison(folder, ["fedprox"], text=text))
+    (outcome,) = outcomes([task])
+    return folder, task, outcome
 
+
+class TestRun:
     def test_gives_what_fit_and_test_log(self, made, tmp_path):
         folder, task, outcome = made
         config = [f"--config={folder}/data.yaml", "--config=configs/algorithm/fedprox.yaml"]
@@ -71,7 +73,7 @@ class TestRun:
     def test_continues_and_is_tested_by_the_ordinary_commands(self, made, capfd):
         _, task, outcome = made
         main(["test", f"--config={task.folder}/config.yaml"])
-        assert f"{100 * outcome.chosen.values['test/macro_acc']:.2f}" in capfd.readouterr().out
+        assert f"{outcome.chosen.values['test/macro_acc']:.4f}" in capfd.readouterr().out
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
@@ -84,12 +86,13 @@ def assert_same_weights(one: Path, other: Path) -> None:
         assert all(torch.equal(left[entry], right[entry]) for entry in left)
 
 
-class TestFairness:
-    @pytest.fixture(scope="class")
-    def plain(self, tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
-        methods = ["fedavg", "local", "ditto"]
-        return outcomes(finish(comparison(tmp_path_factory.mktemp("plain"), methods, seeds=2)))
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
+    methods = ["fedavg", "local", "ditto"]
+    return outcomes(finish(comparison(tmp_path_factory.mktemp("plain"), methods, seeds=2)))
 
+
+class TestFairness:
     def test_methods_see_the_same_at_a_seed_and_something_else_at_another(self, plain):
         by_seed = [
             {json.dumps(run.fingerprints) for run in plain if run.seed == seed} for seed in (0, 1)
@@ -109,8 +112,6 @@ class TestFairness:
         ],
     )
     def test_the_hashes_tell_what_differs(self, plain, option, kinds, tmp_path):
-        from pflight.experiments.plan import values_of
-
         (other,) = outcomes(finish(comparison(tmp_path, ["fedavg"], values_of([option]))))
         known = plain[0].fingerprints
         assert {kind for kind in known if known[kind] != other.fingerprints[kind]} == kinds
@@ -167,8 +168,6 @@ class TestAgain:
         assert len(found.results().findings.finished) == 1
 
     def test_a_run_that_another_process_makes_is_left_to_it(self, tmp_path):
-        from pflight.runs import RunFolder
-
         (task,) = comparison(tmp_path, ["fedavg"]).due()
         for work in ("compare", "fit"):
             with RunFolder(task.folder).claimed(work):
@@ -223,11 +222,15 @@ class TestFolder:
         ],
     )
     def test_that_is_damaged(self, text, tmp_path):
-        comparison(tmp_path)
-        (tmp_path / "out" / "comparison.json").write_text(text)
-        for use in (lambda: comparison(tmp_path), lambda: report(tmp_path / "out")):
-            with pytest.raises(ResultError, match=r"comparison.json is damaged"):
-                use()
+        (tmp_path / "comparison.json").write_text(text)
+        with pytest.raises(ResultError, match=r"comparison.json is damaged"):
+            report(tmp_path)
+
+    def test_that_is_damaged_is_left_alone(self, tmp_path):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "comparison.json").write_text("{")
+        with pytest.raises(ResultError, match=r"is damaged.*give another folder"):
+            comparison(tmp_path)
 
     def test_is_described_for_others(self, tmp_path):
         found = comparison(tmp_path, ["fedavg", "fedprox"], {"trainer.callbacks.mu": [1, 2]})

@@ -96,7 +96,7 @@ class TestRows:
         out = folder / "out"
         assert (out / "table.md").read_text() == results.to_markdown()
         assert (out / "curves.png").stat().st_size > 1000
-        assert not [*out.glob("**/*.partial"), *out.glob("**/.*.lock")]
+        assert not [*out.glob("**/*.partial")]
 
     def test_runs_are_equal_to_those_in_one_process(self, done, tmp_path):
         _, results, _ = done

@@ -58,10 +58,11 @@ class TestRuns:
     def test_are_rows_with_the_options_by_which_they_differ(self, runs, capfd):
         folders = [runs / name for name in ("fedavg-0", "fedavg-1", "fedprox-0.5", "fedprox-1")]
         results = report(folders)
+        assert capfd.readouterr().out == ""
         assert {row.label: [*row.runs] for row in results.findings.rows} == {
             "FedAvg": [0, 1],
             "FedProx, mu=0.5": [0],
-            "FedProx, mu=1.0": [0],
+            "FedProx, mu=1": [0],
         }
         assert "all rows had the same clients' data" in results.to_markdown()
         assert not any(row.failures for row in results.findings.rows)
@@ -125,10 +126,11 @@ def test_a_run_with_its_own_checkpoints(tmp_path):
     text = DATA.replace(
         "trainer: {",
         "trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.ModelCheckpoint, "
-        "init_args: {monitor: val/macro_f1, mode: max, save_last: true}}], ",
+        "init_args: {monitor: val/macro_f1, mode: max, save_top_k: -1}}], ",
     )
     fit(data_config(tmp_path, text), "fedavg", tmp_path / "run")
-    (row,) = report(tmp_path / "run").findings.rows
+    (tmp_path / "run").rename(tmp_path / "moved")
+    (row,) = report(tmp_path / "moved").findings.rows
     assert row.runs[0].metric == "f1"
     assert row.runs[0].last.round == 3
     curve = row.runs[0].curve.values["val/macro_f1"]
@@ -137,7 +139,7 @@ def test_a_run_with_its_own_checkpoints(tmp_path):
 
 def test_centralized_training_is_a_row_that_says_that_it_is_no_federation(tmp_path):
     root = tmp_path / "run"
-    options = ["--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--data.num_clients=4"]
+    options = ["--trainer.max_epochs=1", "--trainer.accelerator=cpu"]
     main(
         ["fit", "--config=configs/centralized.yaml", f"--trainer.default_root_dir={root}", *options]
     )
