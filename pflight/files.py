@@ -7,22 +7,29 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
+PARTIAL = ".partial"
+"""The suffix of files that are being written."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, quota or file
 
 
 def partial_of(path: Path) -> Path:
     """Return the path to which a file is written before it is renamed."""
-    return path.with_name(f".{path.name}.partial")
+    return path.with_name(f".{path.name}{PARTIAL}")
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, shared: bool = False) -> Iterator[Path]:
     """Yield a path beside a file to write to; at the end it replaces the file.
 
     A kill leaves either the old file or the new one, an error only the old file.
+
+    Args:
+        path: The file.
+        shared: Whether other processes may write it at the same time, also on other machines.
     """
-    partial = partial_of(path)
+    partial = partial_of(path.with_name(f"{path.name}.{uuid4().hex}") if shared else path)
     try:
         yield partial
         os.replace(partial, path)

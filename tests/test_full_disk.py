@@ -16,8 +16,10 @@ from pflight.callbacks import Local
 from pflight.callbacks.monitors.pictures.picture import new_figure
 from pflight.checkpoint import AtomicCheckpointIO
 from pflight.cli import main
+from pflight.experiments.worker import make
 from pflight.files import causes, full_disk
 from tests.event_files import read_events
+from tests.experiments.small import comparison, finish
 from tests.pages import DIGITS
 
 OPTIONS = [f"--config={DIGITS}", "--data.num_clients=6", "--model.local_epochs=1"]
@@ -148,6 +150,25 @@ class TestFit:
         pflight("fit", picture, rounds=1)
         filling(monkeypatch, disk, type(new_figure()), "draw", call=1, left=0)
         assert_one_line(capfd, lambda: pflight("fit", picture, "--ckpt_path=last", rounds=2))
+
+
+def test_a_run_of_a_comparison(disk, tmp_path, monkeypatch):
+    (tmp_path / "out").symlink_to(disk.folder)
+    found = comparison(tmp_path, ["fedavg"])
+    (task,) = found.due()
+    folder = Path(task.folder).resolve()
+    with monkeypatch.context() as patch:
+        filling(patch, disk, AtomicCheckpointIO, "save_checkpoint", call=3, left=0)
+        answer = make(task, lambda _: None)
+    assert "No space left on device" in answer["failed"]
+    disk.make_room()
+    found.forget_failures()
+    finish(found)
+    assert found.results().findings.finished
+    (tmp_path / "out").unlink()
+    straight = comparison(tmp_path, ["fedavg"])
+    finish(straight)
+    assert_same_runs(folder, Path(task.folder))
 
 
 def test_predictions(disk, capfd):

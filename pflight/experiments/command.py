@@ -58,9 +58,11 @@ def _in_one_line() -> Iterator[None]:
     except (ConfigurationError, ResultError) as error:
         sys.exit(_line(str(error)))
     except OSError as error:
-        if full_disk(error) is None:
+        if error.filename is None:
             raise
-        sys.exit(_line(f"{error.strerror} ({error.filename}): the same command goes on", 1))
+        full = full_disk(error) is not None
+        more = ": the same command goes on" if full else ""
+        sys.exit(_line(f"{error.strerror} ({error.filename}){more}", 1 if full else 2))
 
 
 def _line(message: str, status: int = 2) -> int:

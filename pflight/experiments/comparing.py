@@ -12,7 +12,7 @@ from rich.console import Console
 from pflight.errors import ConfigurationError
 from pflight.runs import CONFIG
 
-from .comparison import FILE, Comparison, Ended, described_in, results_of, runs_of
+from .comparison import FILE, Comparison, Described, Ended, results_of, runs_of
 from .jobs import Jobs
 from .outcome import Failure, Outcome
 from .plan import Plan, methods_of, of_data
@@ -82,7 +82,6 @@ def compare(
     comparison.forget_failures()
     with RunsProgress(comparison.count, lambda: comparison.ended, console or Console()) as shown:
         Jobs(comparison, jobs, shown).work()
-    comparison.save()  # with the settings that were chosen
     results = comparison.results(baseline=baseline, target=target)
     results.save(comparison.folder)
     return results
@@ -107,7 +106,7 @@ def report(folders: Paths, *, baseline: str | None = None, target: float | None 
     single: list[Outcome | Failure] = []
     for folder in map(Path, _listed(folders)):
         if (folder / FILE).is_file():
-            found += runs_of(described_in(folder), folder)
+            found += runs_of(Described.read(folder / FILE), folder)
         elif (folder / CONFIG).is_file():
             single.append(read_run(folder))
         else:

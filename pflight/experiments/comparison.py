@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pflight.errors import ConfigurationError
-from pflight.files import replacing
+from pflight.files import PARTIAL
 from pflight.runs import FAILURE
 
 from .measuring import Task, ended_in
-from .outcome import Failure, Outcome, Waiting
+from .outcome import VERSION, Failure, Outcome, Record, Tuned, Waiting
 from .plan import Method, Plan, Row, Run, flat
 from .results import Results
 from .tuning import FIRST_SEED, Study, Tuning
@@ -23,6 +23,48 @@ Ended = Outcome | Failure | Waiting
 """A run as far as it is."""
 TRIALS = "tuning"
 """The folder of the trials."""
+_UNJUDGED = "the metric that chooses rounds has no value on validation samples"
+
+
+@dataclass(frozen=True)
+class DescribedRow:
+    """A row, for those who read the results.
+
+    Attributes:
+        key: As in :class:`~pflight.experiments.outcome.Outcome`, like the next two.
+        method: Its method's title.
+        settings: By which it differs from its method's configuration.
+        tuned: How these were chosen, if they were.
+        folder: The folder of its runs; ``None`` as long as its settings are being chosen.
+        failed: Why they could not be chosen.
+    """
+
+    key: str
+    method: str
+    settings: dict[str, Any]
+    tuned: Tuned | None
+    folder: str | None
+    failed: str | None
+
+
+@dataclass(frozen=True)
+class Described(Record):
+    """What a comparison consists of: ``comparison.json`` in its folder.
+
+    Attributes:
+        data: The options of its data.
+        seeds: Its seeds.
+        rows: Its rows.
+        version: Version of this format.
+    """
+
+    title: ClassVar[str] = "comparison"
+    remedy: ClassVar[str] = "give another folder"
+
+    data: dict[str, Any]
+    seeds: list[int]
+    rows: list[DescribedRow]
+    version: int = VERSION
 
 
 @dataclass
@@ -34,14 +76,14 @@ class Choice:
         space: The options that are chosen.
         study: The trials.
         tuned: The row with the settings that were chosen.
-        failures: Why trials failed.
+        failure: Why a trial failed, if one did.
     """
 
     row: Row
     space: Mapping[str, Any]
     study: Study
     tuned: Row | None = None
-    failures: list[str] = field(default_factory=list)
+    failure: str = ""
 
 
 class Comparison:
@@ -90,6 +132,7 @@ class Comparison:
             raise ConfigurationError(f"search_space: no run has {', '.join(sorted(absent))}")
         self.rows: list[Row | Choice] = [self._with_choice(row) for row in rows]
         self._ended: dict[Path, Outcome | Failure] = {}
+        self._folders: dict[tuple[Path, str], Path] = {}
 
     def _with_choice(self, row: Row) -> Row | Choice:
         space = {**self.plan.space, **row.method.space}
@@ -110,7 +153,7 @@ class Comparison:
                 key=run.row.key,
                 method=run.row.method.title,
                 settings=dict(run.row.settings),
-                tuned=None if run.row.tuned is None else dict(run.row.tuned),
+                tuned=None if run.row.tuned is None else asdict(run.row.tuned),
                 seed=run.seed,
                 arguments=run.arguments,
                 folder=str(run.folder),
@@ -122,11 +165,6 @@ class Comparison:
         ]
 
     @property
-    def done(self) -> bool:
-        """Whether all runs have ended."""
-        return not self.due()
-
-    @property
     def count(self) -> int:
         """Number of all runs, those of trials included."""
         trials = self.tuning.trials * self.tuning.seeds if self.tuning else 0
@@ -136,8 +174,10 @@ class Comparison:
     @property
     def ended(self) -> int:
         """Number of runs that have ended."""
-        self.due()
-        return len(self._ended)
+        self._advance()
+        told = sum(row.study.told for row in self.rows if isinstance(row, Choice))
+        trials = told * self.tuning.seeds if self.tuning else 0
+        return trials + sum(self._result(run) is not None for run in self._runs())
 
     def forget_failures(self) -> None:
         """Make the runs again that failed when the comparison was last worked on."""
@@ -153,15 +193,24 @@ class Comparison:
         for row in self.rows:
             reported = row.tuned if isinstance(row, Choice) else row
             if reported is not None:
+                folder = self._folder_of(reported, self.folder)
                 for seed in self.seeds:
-                    yield Run(reported, seed, self.folder / reported.folder / f"seed-{seed}")
+                    yield Run(reported, seed, folder / f"seed-{seed}")
 
     def _trial(self, row: Row, settings: Mapping[str, Any]) -> list[Run]:
         """Return the runs of a trial, one for each of its seeds."""
         assert self.tuning is not None
         tried = self.plan.row(row.method, {**row.settings, **settings}, row.fixed)
-        folder = self.folder / TRIALS / tried.folder
+        folder = self._folder_of(tried, self.folder / TRIALS)
         return [Run(tried, seed, folder / f"seed-{seed}", False) for seed in self.tuning.used_seeds]
+
+    def _folder_of(self, row: Row, root: Path) -> Path:
+        """Return the folder of a row's runs, which may be named by other settings that it had."""
+        place = root, row.key
+        if place not in self._folders:
+            known = [root / row.folder, *sorted(root.glob(f"*-{row.key[:8]}"))]
+            self._folders[place] = next((path for path in known if path.is_dir()), known[0])
+        return self._folders[place]
 
     def _advance(self) -> None:
         """Tell each study what its trials have reached, and take the settings that it chooses."""
@@ -177,10 +226,13 @@ class Comparison:
                 return
             reached = [_worth(result) for result in ended if isinstance(result, Outcome)]
             failed = [result.reason for result in ended if isinstance(result, Failure)]
-            study.tell(None if failed else sum(reached) / len(reached))
-            choice.failures += failed
+            worth = math.nan if failed else sum(reached) / len(reached)
+            if math.isnan(worth):
+                choice.failure = choice.failure or [*failed, _UNJUDGED][0]
+            study.tell(worth)
         if study.best is not None:
             choice.tuned = self._chosen(choice)
+        self.save()  # for those who read the results meanwhile
 
     def _chosen(self, choice: Choice) -> Row:
         assert self.tuning is not None
@@ -188,14 +240,14 @@ class Comparison:
         settings, worth = choice.study.best
         first = self._result(self._trial(choice.row, settings)[0])
         assert isinstance(first, Outcome)
-        tuned = {
-            "trials": self.tuning.trials,
-            "sampler": self.tuning.sampler,
-            "seeds": self.tuning.used_seeds,
-            "chosen": settings,
-            "validation": worth if first.mode == "max" else -worth,
-            "space": dict(choice.space),
-        }
+        tuned = Tuned(
+            trials=self.tuning.trials,
+            sampler=self.tuning.sampler,
+            seeds=self.tuning.used_seeds,
+            chosen=settings,
+            validation=worth if first.mode == "max" else -worth,
+            space=dict(choice.space),
+        )
         row = self.plan.row(
             choice.row.method, {**choice.row.settings, **settings}, choice.row.fixed
         )
@@ -226,36 +278,35 @@ class Comparison:
         Raises:
             ConfigurationError: If that can't be written.
         """
-        text = json.dumps(self._described(), indent=1)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with replacing(self.folder / FILE) as partial:
-                partial.write_text(f"{text}\n", encoding="utf-8")
+            self._described().write(self.folder / FILE, shared=True)
         except OSError as error:
             raise ConfigurationError(
                 f"the comparison can't be written to {self.folder}: {error.strerror}"
             ) from error
 
-    def _described(self) -> dict[str, Any]:
+    def _described(self) -> Described:
         rows = []
         for known in self.rows:
             row, failed = known, None
             if isinstance(known, Choice):
                 row = known.tuned or known.row
                 if known.study.done and known.tuned is None:
-                    failed = f"all {len(known.failures)} trials failed: {known.failures[0]}"
+                    failed = f"all {known.study.tuning.trials} trials failed: {known.failure}"
             assert isinstance(row, Row)
             waits = isinstance(known, Choice) and known.tuned is None
             rows.append(
-                {
-                    "key": row.key,
-                    "method": row.method.title,
-                    "settings": dict(row.settings),
-                    "folder": None if waits else row.folder,
-                    "failed": failed,
-                }
+                DescribedRow(
+                    key=row.key,
+                    method=row.method.title,
+                    settings=dict(row.settings),
+                    tuned=row.tuned,
+                    folder=None if waits else self._folder_of(row, self.folder).name,
+                    failed=failed,
+                )
             )
-        return {"version": 1, "data": self.plan.data, "seeds": [*self.seeds], "rows": rows}
+        return Described(self.plan.data, [*self.seeds], rows)
 
     def _check_folder(self) -> None:
         """Raise if the folder has a comparison on other data, or something else."""
@@ -264,51 +315,36 @@ class Comparison:
         if not self.folder.is_dir():
             raise ConfigurationError(f"--out {self.folder} is a file: give a folder")
         if not (self.folder / FILE).is_file():
-            if any(self.folder.iterdir()):
+            if any(path.suffix != PARTIAL for path in self.folder.iterdir()):
                 raise ConfigurationError(
                     f"--out {self.folder} holds other files, and no comparison: give another folder"
                 )
             return
-        if differing := _difference(described_in(self.folder)["data"], self.plan.data):
+        if differing := _difference(Described.read(self.folder / FILE).data, self.plan.data):
             raise ConfigurationError(
                 f"--out {self.folder} holds a comparison on other data ({differing}): give "
                 "another folder"
             )
 
 
-def described_in(folder: Path) -> dict[str, Any]:
-    """Return what :meth:`Comparison.save` wrote.
-
-    Raises:
-        ConfigurationError: If there is no such file, or it is damaged.
-    """
-    try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        if found["version"] != 1 or not isinstance(found["rows"], list):
-            raise ValueError("it is of another version")
-    except OSError as error:
-        raise ConfigurationError(f"{folder / FILE} can't be read: {error.strerror}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"{folder / FILE} is damaged: {error}") from error
-    return dict(found)
-
-
-def runs_of(described: Mapping[str, Any], folder: Path) -> list[Ended]:
+def runs_of(described: Described, folder: Path) -> list[Ended]:
     """Return all runs of a comparison, as far as they are.
 
     Args:
-        described: What :func:`described_in` returns.
+        described: What it consists of.
         folder: Where its runs are.
     """
     found: list[Ended] = []
-    for row in described["rows"]:
-        for seed in described["seeds"]:
-            whose = row["key"], row["method"], row["settings"], seed
+    for row in described.rows:
+        for seed in described.seeds:
+            whose = row.key, row.method, row.settings, seed
             ended: Ended | None = None
-            if row["failed"]:
-                ended = Failure(*whose, reason=row["failed"], log=str(folder / TRIALS))
-            elif row["folder"]:
-                ended = ended_in(folder / row["folder"] / f"seed-{seed}")
+            if row.failed:
+                ended = Failure(*whose, reason=row.failed, log=str(folder / TRIALS))
+            elif row.folder:
+                ended = ended_in(folder / row.folder / f"seed-{seed}")
+            if isinstance(ended, Outcome):  # which other settings may have led to
+                ended = replace(ended, method=row.method, settings=row.settings, tuned=row.tuned)
             found.append(ended or Waiting(*whose))
     return found
 
@@ -330,7 +366,7 @@ def _worth(outcome: Outcome) -> float:
     """Return what a trial has reached on validation samples, the more the better."""
     moment = outcome.chosen or outcome.last
     if moment.validation is None:
-        return float("nan")
+        return math.nan
     return moment.validation if outcome.mode == "max" else -moment.validation
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -31,11 +31,7 @@ class Agenda(Protocol):
     """What is to be done, in the order in which it is."""
 
     def due(self) -> list[Task]:
-        """Return the runs that can be made now and that nobody has finished."""
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing is left."""
+        """Return the runs that can be made now and that nobody has finished; none at the end."""
 
 
 class Watcher(Protocol):
@@ -53,7 +49,7 @@ class Watcher(Protocol):
     def taken(self, task: Task, by: str) -> None:
         """Another process makes a run."""
 
-    def stopping(self, signal: str) -> None:
+    def stopping(self, signum: int) -> None:
         """A signal has come; the rounds that go on are the last."""
 
 
@@ -70,13 +66,15 @@ class Worker:
         own["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             own.setdefault(name, str(threads))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "pflight.experiments.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=own,
-        )
+        with _ctrl_c_blocked():  # for the process too, which ends with its input
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pflight.experiments.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=own,
+            )
         self.task: Task | None = None
+        self._read = b""
 
     def start(self, task: Task) -> None:
         """Let it make a run."""
@@ -86,11 +84,12 @@ class Worker:
             self.process.stdin.write(f"{json.dumps(asdict(task))}\n".encode())
             self.process.stdin.flush()
 
-    def answer(self) -> dict[str, Any] | None:
-        """Return its next answer; ``None`` if it has ended."""
+    def answers(self) -> list[dict[str, Any]] | None:
+        """Return the answers that have come; ``None`` if it has ended."""
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        return json.loads(line) if line.endswith(b"\n") else None
+        read = os.read(self.process.stdout.fileno(), 1 << 16)
+        *lines, self._read = (self._read + read).split(b"\n")
+        return [json.loads(line) for line in lines] if read else None
 
     def end(self) -> None:
         """Let it end after the round that goes on."""
@@ -116,6 +115,7 @@ class Jobs:
         self._workers: list[Worker] = []
         self._events = selectors.DefaultSelector()
         self._elsewhere: dict[str, float] = {}  # when a folder was last found taken
+        self._failed: set[str] = set()  # folders: that a run failed can't be written to a full disk
         self._deaths: dict[str, int] = {}
         self._signum = 0
 
@@ -126,10 +126,12 @@ class Jobs:
         """
         with self._signals_noted():
             try:
-                while not (self._signum or self.agenda.done):
-                    self._assign()
+                while not self._signum and (due := self._due()):
+                    self._assign(due)
                     for key, _ in self._events.select(_LOOK):
                         self._hear(key.data)
+                if self._signum:
+                    self.watcher.stopping(self._signum)
             finally:
                 self._end()
         if self._signum:
@@ -155,12 +157,14 @@ class Jobs:
                 worker.process.kill()
             os._exit(128 + signum)
         self._signum = self._signum or int(signum)
-        self.watcher.stopping(signal.Signals(signum).name)
 
-    def _assign(self) -> None:
+    def _due(self) -> list[Task]:
+        return [task for task in self.agenda.due() if task.folder not in self._failed]
+
+    def _assign(self, due: Sequence[Task]) -> None:
         now = time.monotonic()
         busy = {worker.task.folder for worker in self._workers if worker.task}
-        for task in self.agenda.due():
+        for task in due:
             if len(busy) == self.count:
                 return
             if task.folder in busy or now - self._elsewhere.get(task.folder, -_AGAIN) < _AGAIN:
@@ -179,20 +183,21 @@ class Jobs:
         return worker
 
     def _hear(self, worker: Worker) -> None:
-        task, answer = worker.task, worker.answer()
-        if answer is None:
+        answers = worker.answers()
+        if answers is None:
             self._bury(worker)
-        elif task is None:
-            return
-        elif "round" in answer:
-            self.watcher.advanced(task, *answer["round"])
-        else:
+        for answer in answers or ():
+            task = worker.task
+            assert task is not None
+            if "round" in answer:
+                self.watcher.advanced(task, *answer["round"])
+                continue
             worker.task = None
             if "taken" in answer:
                 self._elsewhere[task.folder] = time.monotonic()
                 self.watcher.taken(task, answer["taken"])
             else:
-                self.watcher.ended(task, answer.get("failed"))
+                self._ended(task, answer.get("failed"))
 
     def _bury(self, worker: Worker) -> None:
         """Forget a process that has died; its run is begun again once."""
@@ -210,12 +215,28 @@ class Jobs:
             reason = f"its process {why}, {_DEATHS} times"
             log = str(Path(task.folder, LOG))
             failure = Failure(task.key, task.method, task.settings, task.seed, reason, log)
-            Path(task.folder).mkdir(parents=True, exist_ok=True)
-            failure.write(Path(task.folder, FAILURE))
-            self.watcher.ended(task, reason)
+            with suppress(OSError):
+                Path(task.folder).mkdir(parents=True, exist_ok=True)
+                failure.write(Path(task.folder, FAILURE))
+            self._ended(task, reason)
+
+    def _ended(self, task: Task, failure: str | None) -> None:
+        if failure is not None:
+            self._failed.add(task.folder)
+        self.watcher.ended(task, failure)
 
     def _end(self) -> None:
         for worker in self._workers:
             worker.end()
         for worker in self._workers:
             worker.process.wait()
+
+
+@contextmanager
+def _ctrl_c_blocked() -> Iterator[None]:
+    """Let Ctrl-C wait inside."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -16,6 +16,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from pflight.callbacks.monitors.report import ResultTable
 from pflight.checkpoint import rounds_so_far
 from pflight.cli import FederationCLI
 from pflight.errors import ConfigurationError
@@ -111,7 +112,15 @@ class ReadRun(FederationCLI):
 
     def __init__(self, folder: Path) -> None:
         config = f"--config={folder / CONFIG}"
-        super().__init__(["test", config, "--trainer.logger=false", "--ckpt_path=last"])
+        here = f"--trainer.default_root_dir={folder}"  # it may have been moved
+        super().__init__(["test", config, here, "--trainer.logger=false", "--ckpt_path=last"])
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """Make the Trainer, without the table of a single test."""
+        trainer = super().instantiate_trainer(**kwargs)
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks[:] = [one for one in callbacks if not isinstance(one, ResultTable)]
+        return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:
         pass
@@ -135,6 +144,8 @@ def measured(run: MeasuredRun | ReadRun, task: Task, last: str | None = None) ->
     end = _tested(run, last) if task.tests else Moment(len(federation.history), None, {}, {})
     if split not in federation.evaluators:
         trainer.validate(federation, data, verbose=False)
+    if split not in federation.evaluators:
+        raise ConfigurationError("no client has validation samples, on which settings are chosen")
     history = list(federation.history)
     directions = dict(federation.evaluators[split].directions)
     checkpoint = _monitored(run)
@@ -142,6 +153,7 @@ def measured(run: MeasuredRun | ReadRun, task: Task, last: str | None = None) ->
     best = run.folder.checkpoints / "best.ckpt"
     if not best.is_file() and checkpoint is not None:
         best = Path(checkpoint.best_model_path)
+        best = best if best.is_file() else run.folder.checkpoints / best.name  # it was moved
     rounds = rounds_so_far(best) if best.is_file() else None
     chosen = end
     if rounds not in (None, end.round):
@@ -261,7 +273,7 @@ def fingerprints(run: FederationCLI) -> dict[str, str]:
     ``cohorts``: who trains in which round; ``batches``: batch size, and the order of the samples of
     the first and the last cohort.
     """
-    federation, data, rounds = run.model, run.datamodule, run.trainer.max_epochs or 0
+    federation, data, rounds = run.model, run.datamodule, max(run.trainer.max_epochs or 0, 0)
     record = record_of(data)
     parameters = {*StateLayout.of(federation.client).parameters}
     state = federation.client.state_dict()
@@ -269,7 +281,7 @@ def fingerprints(run: FederationCLI) -> dict[str, str]:
     cohorts = [data.cohorts.sample(index) for index in range(rounds)]
     orders = [
         data.order(client, index)
-        for index in {0, rounds - 1} - {-1}
+        for index in {0, rounds - 1}.intersection(range(rounds))
         for client in cohorts[index].tolist()
     ]
     return {

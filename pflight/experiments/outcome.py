@@ -29,11 +29,12 @@ class Record:
     """A frozen dataclass that is kept as a file of JSON, with null for NaN and infinity."""
 
     title: ClassVar[str] = "record"
+    remedy: ClassVar[str] = "without it, the run is made again"
 
-    def write(self, path: Path) -> None:
-        """Write the file whole or not at all."""
+    def write(self, path: Path, shared: bool = False) -> None:
+        """Write the file whole or not at all, as :func:`~pflight.files.replacing` does."""
         text = json.dumps(_finite(asdict(self)), allow_nan=False)  # type: ignore[call-overload]
-        with replacing(path) as partial:
+        with replacing(path, shared) as partial:
             partial.write_text(f"{text}\n", encoding="utf-8")
 
     @classmethod
@@ -48,17 +49,14 @@ class Record:
         except OSError as error:
             raise ResultError(f"can't read {path}: {error.strerror}") from error
         except ValueError as error:
-            raise ResultError(
-                f"{path} is damaged: {error}; without it, the run is made again"
-            ) from error
+            raise ResultError(f"{path} is damaged: {error}; {cls.remedy}") from error
         try:
             if isinstance(found, dict) and found.get("version", VERSION) != VERSION:
                 raise ResultError(f"version {found['version']!r} is not {VERSION}, which is known")
             record: Self = _understood(cls, found, cls.title)
         except ResultError as error:
             raise ResultError(
-                f"{path} is damaged or of another version: {error}; without it, the run is made "
-                "again"
+                f"{path} is damaged or of another version: {error}; {cls.remedy}"
             ) from error
         return record
 
@@ -274,8 +272,7 @@ def _understood(kind: Any, value: Any, where: str) -> Any:
     if origin is list:
         _check(list, value, where)
         if not {*map(type, value)} <= _types(parts[0]):  # one look at what may be a long list
-            for item in value:
-                _understood(parts[0], item, f"an element of {where}")
+            return [_understood(parts[0], item, f"an element of {where}") for item in value]
         return value
     _check(kind, value, where)
     return value

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, product
 from pathlib import Path
@@ -17,6 +18,7 @@ import yaml  # type: ignore[import-untyped]
 
 from pflight import catalogue
 from pflight.cli import FederationCLI, config_file
+from pflight.config_files import load
 from pflight.errors import ConfigurationError, UnknownOptionError
 from pflight.parser import specs
 from pflight.server_callback import ServerCallback
@@ -24,8 +26,11 @@ from pflight.shipped import find_config, summary
 from pflight.spelling import closest, question
 from pflight.version import __version__
 
+from .outcome import Tuned
+
 APART = ("config", "seed_everything", "search_space", "ckpt_path")
 """Options that make no other run."""
+_PLACE = "trainer.default_root_dir"
 _MOST = 60  # characters of settings in the name of a folder
 
 
@@ -64,7 +69,7 @@ class Row:
     fixed: Mapping[str, Any]
     arguments: Sequence[str]
     config: Mapping[str, Any]
-    tuned: Mapping[str, Any] | None = None
+    tuned: Tuned | None = None
 
     @cached_property
     def key(self) -> str:
@@ -149,6 +154,10 @@ class Plan:
             UnknownOptionError: If a setting is of no method.
             ConfigurationError: If a value is none that its option can have.
         """
+        if own := sorted({*settings} & {*APART, _PLACE}):
+            raise ConfigurationError(
+                f"--set {own[0]}: a comparison gives each run its own (see --seeds and --out)"
+            )
         rows: dict[str, Row] = {}
         lacking: dict[str, UnknownOptionError] = {}
         used: set[str] = set()
@@ -169,7 +178,11 @@ class Plan:
                         absent |= missing
                         lacking |= dict.fromkeys(missing, error)
                 used |= {*own}
-                rows.setdefault(row.key, row)
+                other = rows.setdefault(row.key, row).method
+            if method not in (row.method for row in rows.values()):
+                raise ConfigurationError(
+                    f"{method.name} and {other.name} have the same options: leave one of them out"
+                )
         for name, why in lacking.items():
             if name not in used:
                 raise UnknownOptionError(f"--set {name}: no method has it: {why}", [name])
@@ -203,7 +216,13 @@ def methods_of(names: Sequence[str]) -> list[Method]:
                 f"two methods are called {method.name}: {found[method.name].config} and "
                 f"{method.config}; rename a file"
             )
-    return list(found.values())
+    titles = Counter(method.title for method in found.values())
+    return [
+        replace(method, title=method.name)  # a copy of a shipped configuration, say
+        if titles[method.title] > 1 and method.name not in names
+        else method
+        for method in found.values()
+    ]
 
 
 def _method(name: str) -> Method:
@@ -336,7 +355,11 @@ def values_of(settings: Iterable[str]) -> dict[str, list[Any]]:
             raise ConfigurationError(f"--set takes option=value,value, got {setting!r}")
         if name in found:
             raise ConfigurationError(f"--set has {name} twice: give its values in one list")
-        found[name] = [yaml.safe_load(value) for value in values]
+        try:
+            found[name] = [load(value) for value in values]
+        except yaml.YAMLError as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigurationError(f"--set {setting}: a value is not YAML: {reason}") from error
     return found
 
 

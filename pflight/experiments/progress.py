@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .measuring import Task
+from .rows import settings_text
 from .tuning import FIRST_SEED
 
 
@@ -75,10 +77,10 @@ class RunsProgress:
             self._taken.add(task.folder)
             self.say(f"{_name(task)}: {by}")
 
-    def stopping(self, signal: str) -> None:
+    def stopping(self, signum: int) -> None:
         """A signal has come; the rounds that go on are the last."""
-        more = "; a second Ctrl-C stops at once" if signal == "SIGINT" else ""
-        self.say(f"stopping after the rounds that go on{more}")
+        more = "; a second Ctrl-C stops at once" if signum == signal.SIGINT else ""
+        self.say(f"stopping after the rounds that go on: the same command continues{more}")
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
@@ -92,6 +94,6 @@ class RunsProgress:
 
 
 def _name(task: Task) -> str:
-    told = [f"{name.rpartition('.')[2]}={value}" for name, value in task.settings.items()]
+    told = filter(None, [task.method, settings_text(task.settings)])
     trial = "trial, " if task.seed >= FIRST_SEED else ""
-    return f"{', '.join([task.method, *told])} ({trial}seed {task.seed})"
+    return f"{', '.join(told)} ({trial}seed {task.seed})"

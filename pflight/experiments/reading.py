@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from pflight.config_files import check_config_file, load
-from pflight.errors import described
+from pflight.errors import ConfigurationError, described
 from pflight.runs import CONFIG, RESULTS, RunFolder
 
 from .measuring import ReadRun, Task, measured
@@ -23,6 +23,8 @@ def read_run(folder: Path) -> Outcome | Failure:
     """
     check_config_file(str(folder / CONFIG))
     config = load((folder / CONFIG).read_text("utf-8-sig"))
+    if any(not isinstance(config.get(name), Mapping) for name in ("model", "data", "trainer")):
+        raise ConfigurationError(f"{folder / CONFIG} is not that of a run: it lacks options")
     seed, options = int(config.get("seed_everything") or 0), without_place(config)
     for part in (options["model"], options["data"]):
         if (part.get("init_args") or {}).get("seed") == seed:  # as the command line passes it on
@@ -30,7 +32,8 @@ def read_run(folder: Path) -> Outcome | Failure:
     settings = dict(flat(options))
     with suppress(ResultError):
         known = Outcome.read(folder / RESULTS)
-        if known.last.round == RunFolder(folder).rounds_saved():
+        tested = known.last.per_client  # trials are not
+        if tested and known.last.round == RunFolder(folder).rounds_saved():
             return replace(known, settings=settings)
     task = Task(key_of(options), "", {}, seed, [], str(folder))
     try:

@@ -274,7 +274,7 @@ class Results:
         files |= {f"{name}.png": png for name, png in pngs.items()}
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            with replacing(folder / name) as partial:
+            with replacing(folder / name, shared=True) as partial:
                 partial.write_bytes(content)
         return [folder / name for name in files]
 

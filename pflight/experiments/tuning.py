@@ -94,6 +94,9 @@ class Study:
         before: The options' values in the method's configuration.
         name: The method's, for messages; it also keys what is drawn.
 
+    Attributes:
+        told: Number of trials that have ended.
+
     Raises:
         ConfigurationError: If a range is none.
     """
@@ -105,7 +108,7 @@ class Study:
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.tuning = tuning
-        self.space = {option: _distribution(option, told) for option, told in space.items()}
+        self.space = {o: _distribution(o, told, before.get(o)) for o, told in space.items()}
         # What is drawn for a method depends on nothing but the method.
         seed = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16)
         sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=seed)
@@ -114,12 +117,10 @@ class Study:
             self._free = _FREE
             sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_FREE)
         self._study = optuna.create_study(direction="maximize", sampler=sampler)
-        drawn = {
-            option: _drawn(range_, before.get(option)) for option, range_ in self.space.items()
-        }
-        self._study.enqueue_trial({o: value for o, value in drawn.items() if value is not None})
+        first = {o: _drawn(values, before.get(o)) for o, values in self.space.items()}
+        self._study.enqueue_trial({o: v for o, v in first.items() if v is not None})
         self._trials: list[optuna.Trial] = []
-        self._told = 0
+        self.told = 0
 
     def pending(self) -> list[dict[str, Any]]:
         """Return the settings of the trials that have begun, or can, and of which nothing is told.
@@ -127,24 +128,24 @@ class Study:
         They are in order, and :meth:`tell` takes them in that order.
         """
         while len(self._trials) < self.tuning.trials and (
-            len(self._trials) < self._free or self._told == len(self._trials)
+            len(self._trials) < self._free or self.told == len(self._trials)
         ):
             self._trials.append(self._study.ask(self.space))
-        return [_settings(trial.params) for trial in self._trials[self._told :]]
+        return [_settings(trial.params) for trial in self._trials[self.told :]]
 
-    def tell(self, value: float | None) -> None:
-        """Take what the first pending trial reached, the more the better; ``None`` if it failed."""
+    def tell(self, value: float) -> None:
+        """Take what the first pending trial reached, the more the better; NaN if it failed."""
         from optuna.trial import TrialState
 
-        trial = self._trials[self._told]
-        failed = value is None or not math.isfinite(value)
+        trial = self._trials[self.told]
+        failed = not math.isfinite(value)
         self._study.tell(trial, None if failed else value, TrialState.FAIL if failed else None)
-        self._told += 1
+        self.told += 1
 
     @property
     def done(self) -> bool:
         """Whether all trials have ended."""
-        return self._told == self.tuning.trials
+        return self.told == self.tuning.trials
 
     @property
     def best(self) -> tuple[dict[str, Any], float] | None:
@@ -157,12 +158,16 @@ class Study:
         return _settings(trial.params), trial.value
 
 
-def _distribution(option: str, told: Any) -> Any:
+def _distribution(option: str, told: Any, before: Any = None) -> Any:
     """Return Optuna's form of a range or of a list of values.
+
+    A range between whole numbers has whole numbers only, unless the option's own value is a float.
 
     Example:
         >>> _distribution("lr", {"low": 0.01, "high": 1, "log": True})
         FloatDistribution(high=1.0, log=True, low=0.01, step=None)
+        >>> _distribution("lr", {"low": 0, "high": 1}, before=0.1)
+        FloatDistribution(high=1.0, log=False, low=0.0, step=None)
         >>> _distribution("mu", [0.1, 1.0])
         CategoricalDistribution(choices=('0.1', '1.0'))
     """
@@ -173,7 +178,7 @@ def _distribution(option: str, told: Any) -> Any:
     try:
         low, high = told["low"], told["high"]
         more = {name: told[name] for name in told if name not in ("low", "high")}
-        if isinstance(low, int) and isinstance(high, int) and not more.get("log"):
+        if isinstance(low, int) and isinstance(high, int) and not isinstance(before, float):
             return distributions.IntDistribution(low, high, **more)
         return distributions.FloatDistribution(low, high, **more)
     except (KeyError, TypeError, ValueError) as error:
@@ -184,12 +189,12 @@ def _distribution(option: str, told: Any) -> Any:
 
 
 def _drawn(distribution: Any, value: Any) -> Any:
-    """Return an option's value as Optuna would draw it; ``None`` if it can't be drawn."""
+    """Return an option's value as if it had been drawn; ``None`` if it can't be."""
     from optuna.distributions import CategoricalDistribution
 
     if isinstance(distribution, CategoricalDistribution):
-        return text if (text := json.dumps(value)) in distribution.choices else None
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+        return next((text for text in distribution.choices if json.loads(text) == value), None)
+    number = isinstance(value, int | float)
     return value if number and distribution.low <= value <= distribution.high else None
 
 

@@ -57,6 +57,8 @@ def make(task: Task, say: Say) -> dict[str, Any]:
             with _logged(folder.path / LOG):
                 try:
                     _run(task, say)
+                except TakenError:
+                    raise
                 except Exception as error:
                     traceback.print_exc()
                     reason = _reason(error)
@@ -114,11 +116,12 @@ def _logged(path: Path) -> Iterator[None]:
 def _tasks() -> Iterator[Task]:
     """Yield tasks as they come; when there can be no more, end the run that goes on."""
     tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-    busy = threading.Event()
+    busy, over = threading.Event(), threading.Event()
 
     def listen() -> None:
         for line in sys.stdin:
             tasks.put(Task(**json.loads(line)))
+        over.set()
         tasks.put(None)
         if busy.is_set():
             os.kill(os.getpid(), signal.SIGTERM)
@@ -126,6 +129,8 @@ def _tasks() -> Iterator[Task]:
     threading.Thread(target=listen, daemon=True).start()
     while (task := tasks.get()) is not None:
         busy.set()
+        if over.is_set():  # also if the task came together with the end
+            return
         yield task
         busy.clear()
 
