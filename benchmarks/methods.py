@@ -55,7 +55,8 @@ VARIANTS = (
     "perfedavg_hf",
     "pfedhn_pc",
 )
-LEFT_OUT = {"fedbn", *VARIANTS}  # these networks have no BatchNorm, without which FedBN is FedAvg
+# These networks have no BatchNorm, without which FedBN is FedAvg; fedavg is fine-tuned as well.
+LEFT_OUT = {"fedbn", "fedavg_ft", *VARIANTS}
 AS_WELL = {"fedavg": TUNED}
 INSTEAD = {"reptile": "Reptile + fine-tuning"}  # a start for a few steps, judged after them
 CLUSTERED = "fesem", "fesem_ma", "ifca", "trimmed_kmeans"

@@ -116,5 +116,5 @@ def test_every_configuration_has_a_title(methods: Any) -> None:
     configs = {path.stem for path in (ROOT / "configs" / "algorithm").glob("*.yaml")}
     assert {method.config.stem for method in found} == configs - methods.LEFT_OUT
     assert configs >= methods.LEFT_OUT
-    every = methods.methods_of(configs)
-    assert len({method.title for method in every}) == len(every) == len(configs) + 1
+    every = methods.methods_of(configs - {"fedavg_ft"})
+    assert len({method.title for method in every}) == len(every) == len(configs)
