@@ -182,6 +182,7 @@ class ServerCallback(L.Callback):
         self.on_round_start()
         for updates in self.clients.train(cohort, self.broadcast):
             self.receive(updates)
+            del updates  # before the next chunk trains
         self.step()
 
     def on_round_start(self) -> None:

@@ -84,7 +84,8 @@ def cluster_updates(
     if answered.sum() < num_clusters:
         return None
     clusters = torch.full((len(clients),), -1)
-    clusters[answered] = kmeans(points[answered], num_clusters, restarts, seed)
+    points = points[answered]  # those of all are freed
+    clusters[answered] = kmeans(points, num_clusters, restarts, seed)
     return clusters
 
 

@@ -687,6 +687,7 @@ class VectorizedEngine:
             first = phase.first
         several = any(plan.steps > len(plan.sizes) for plan in plans)
         cached: dict[int, list[Tensor]] = {}
+        held: list[Tensor] = []
 
         def load(rows: range, epoch: int, count: int) -> Iterator[tuple[list[Tensor], Tensor]]:
             clients = chunk.clients[rows.start : rows.stop]
@@ -701,19 +702,18 @@ class VectorizedEngine:
                 check_order(counts[row], order)
                 yield self.setting.augmented(leaves, client, *when), order[:count].to(self.device)
             if isinstance(task := self.setting.client, Task) and self.setting.has_loss_of_its_kind:
-                labels = batches.held[1][rows.start : rows.stop, :count]
+                labels = held[1][rows.start : rows.stop, :count]
                 task.check_targets(labels.flatten(0, 1))
 
         def reserve(count: int) -> list[Tensor]:
             shape = len(chunk.clients), count
-            return [
-                self._reuse(f"{place}", (*shape, *leaf.shape[1:]), leaf.dtype)
-                for place, leaf in enumerate(self._some)
-            ]
+            for place, leaf in enumerate(self._some):
+                held.append(self._reuse(f"{place}", (*shape, *leaf.shape[1:]), leaf.dtype))
+            return held
 
-        filled = self._dependence[work.mode.anchored].weighs_samples
-        batches = Batches(plans, reserve, load, filled)
-        return batches
+        # Nothing that `load` holds may hold the batches: in a cycle, the chunk would stay in memory
+        # until Python's garbage collector comes by.
+        return Batches(plans, reserve, load, self._dependence[work.mode.anchored].weighs_samples)
 
     def _stacked_context(self) -> AbstractContextManager[Any]:
         """Return what stacked passes run in."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import re
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
@@ -15,6 +17,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from lightning import Callback
+from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
@@ -26,8 +30,10 @@ from pflight.errors import ClientError, ConfigurationError
 from pflight.half import OWN, Half, LocalClient
 from pflight.models import ClientModule, ElasticClient, ProximalClient
 from pflight.state import StateLayout
+from pflight.updates import ClientUpdates
 from tests.runs import (
     CLASSES,
+    ENGINES,
     FEATURES,
     assert_same,
     batchnorm_client,
@@ -588,6 +594,58 @@ def test_memory_does_not_grow_with_clients() -> None:
         return sum(tensor.nbytes for tensor in engine._reused.values())
 
     assert held(10) == held(200)
+
+
+class Leftovers(Callback):
+    """Finds the tensors that a round leaves to Python's garbage collector."""
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        gc.collect()
+        gc.disable()
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        self.found += [thing for thing in gc.garbage if isinstance(thing, Tensor)]
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+@ENGINES
+@pytest.mark.parametrize(
+    ("callback", "kind"),
+    [(partial(FeSEM, 2), ProximalClient), (Reptile, ElasticClient), (FedSGD, ClientModule)],
+)
+def test_a_chunk_is_freed_before_the_next(
+    callback: Callable[[], ServerCallback], kind: type[ClientModule], engine: str
+) -> None:
+    """It is large, and the collector counts objects, not bytes: it comes by after many chunks."""
+    leftovers, no_metrics = Leftovers(), {"limit_val_batches": 0}
+    client, data = linear_client(kind), small_data()
+    run(client, data, callback(), 2, leftovers, trainer=no_metrics, engine=engine)
+    assert leftovers.found == []
+
+
+def test_updates_are_freed_before_the_next_chunk_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Watchful(FedAvg):
+        def broadcast(self, clients: Tensor) -> TensorDict:
+            alive.append(sum(updates() is not None for updates in received))
+            return super().broadcast(clients)
+
+        def receive(self, updates: ClientUpdates) -> None:
+            received.append(weakref.ref(updates))
+            super().receive(updates)
+
+    received: list[weakref.ref[ClientUpdates]] = []
+    alive: list[int] = []
+    monkeypatch.setattr("pflight.clients._CHUNK_BYTES", 0)
+    run(linear_client(), small_data(), Watchful(), engine="vectorized", clients_at_once=2)
+    assert alive[:3] == [0, 0, 0]
+    assert len(received) == 3
 
 
 # Evaluation
