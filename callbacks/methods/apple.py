@@ -21,6 +21,7 @@ from .stored import StoredModels
 
 _SHIFT, _SHARES, _SELF, _PULL = (f"{OWN}{name}" for name in ("shift", "shares", "self", "pull"))
 _BANK = f"{OWN}bank."
+_HELD = 2**28  # bytes of cores that clients hold at once, unless it is a single client
 
 
 @checked
@@ -97,9 +98,9 @@ class Mixing(Half):
         states = work.start_states(clients, sent).clone(recurse=False)
         p = states[_SHARES] + states[_SHIFT]
         for name in [name for name in work.layout.own if name.startswith(_BANK)]:
-            bank = states[name]
-            weights = p.view(*p.shape, *[1] * (bank.dim() - 2))
-            states[name.removeprefix(_BANK)] = (weights * bank).sum(dim=1)
+            mixtures = [torch.tensordot(*each, 1) for each in zip(p, states[name], strict=True)]
+            if mixtures:  # one by one: the banks of many clients are one in memory
+                states[name.removeprefix(_BANK)] = torch.stack(mixtures)
         return states.update(work.remembered(clients, states).states)
 
 
@@ -167,10 +168,22 @@ class APPLE(StoredModels):
             self.shares /= self.shares.sum()
 
     def more_memory(self) -> dict[str, int]:
-        """Return the bytes of all cores at one client, as it starts and as it ends."""
+        """Return the bytes of all cores at the clients that train at once, at start and end."""
+        bank, at_once = self._held()
+        return {"clients' copies of all models": 2 * bank * min(at_once, self.clients.cohort_size)}
+
+    def _held(self) -> tuple[int, int]:
+        """Return the bytes of all cores, and how many clients may hold them at once."""
         layout = self.clients.layout
         bank = sum(layout.template[n].nbytes for n in layout.own if n.startswith(_BANK))
-        return {"a client's copies of all models": 2 * bank}
+        return bank, max(1, _HELD // max(bank, 1))
+
+    def round(self, cohort: Tensor) -> None:
+        """Run one round, with so many clients at once as there should be copies of all cores."""
+        self.on_round_start()
+        for updates in self.clients.train(cohort, self.broadcast, at_once=self._held()[1]):
+            self.receive(updates)
+        self.step()
 
     def broadcast(self, clients: Tensor) -> TensorDict:
         """Return the clients' cores, and those of all with which to mix them."""

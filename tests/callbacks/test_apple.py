@@ -165,6 +165,33 @@ def test_newcomers_mix_by_shares_and_are_in_no_mixture() -> None:
     assert parameters(state) == pytest.approx(mixed, rel=1e-9)
 
 
+@ENGINES
+def test_only_so_many_clients_hold_all_cores_at_once(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, sizes = small_data(cohort_size=5, dtype=torch.float64), []
+
+    class Counting(APPLE):
+        def receive(self, updates):
+            sizes.append(len(updates.clients))
+            super().receive(updates)
+
+    def fit() -> Federation:
+        client = batchnorm_client().double()
+        return run(client, data, Counting(weights_lr=0.1), 2, engine=engine)
+
+    whole = fit()
+    assert sizes == [5, 5]
+    bank = 6 * 8 * sum(p.numel() for p in batchnorm_client().parameters())
+    monkeypatch.setattr("pflight.callbacks.methods.apple._HELD", 2 * bank)
+    sizes.clear()
+    parts = fit()
+    assert sorted(sizes) == [1, 1, 2, 2, 2, 2]
+    for i in range(6):
+        states = parts.client_state(i), whole.client_state(i)
+        torch.testing.assert_close(*states, rtol=1e-9, atol=1e-11)
+
+
 def test_what_travels() -> None:
     """The others' cores down, at first also the own one and the shares; the own one up."""
     data = small_data(cohort_size=3)
