@@ -12,6 +12,7 @@ from .methods.feddane import FedDANE
 from .methods.feddbe import FedDBE
 from .methods.fedec import FedEC
 from .methods.fedfomo import FedFomo
+from .methods.fedgh import FedGH
 from .methods.fedpac import FedPAC
 from .methods.fedproto import FedProto
 from .methods.fedprox import FedProx
@@ -20,6 +21,7 @@ from .methods.fedsgd import FedSGD
 from .methods.fesem import FeSEM, select_num_clusters
 from .methods.gpfl import GPFL
 from .methods.ifca import IFCA
+from .methods.knn_per import KNNPer
 from .methods.l2gd import L2GD
 from .methods.local import Local
 from .methods.moon import MOON
@@ -70,6 +72,7 @@ __all__ = [
     "FedDBE",
     "FedEC",
     "FedFomo",
+    "FedGH",
     "FedPAC",
     "FedProto",
     "FedProx",
@@ -78,6 +81,7 @@ __all__ = [
     "FedSGD",
     "FederationProgressBar",
     "HypoCluster",
+    "KNNPer",
     "Local",
     "PFedFDA",
     "PFedHN",

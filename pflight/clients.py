@@ -562,10 +562,10 @@ class Clients:
         return sums
 
     def rows(
-        self, clients: Tensor, states: TensorDict, measure: Measure
+        self, clients: Tensor, states: TensorDict, measure: Measure, split: Split = "train"
     ) -> list[dict[str, Tensor] | None]:
-        """Return what each of a client's training samples gives, by client."""
-        rows, failures = self.attached_engine.rows(clients, states, measure)
+        """Return what each of a client's samples of a split gives, by client."""
+        rows, failures = self.attached_engine.rows(clients, states, measure, split)
         self.note_failures(failures, "to look through its samples")
         failed = {failure.client for failure in failures}
         ids = clients.tolist()

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from .errors import ConfigurationError
 from .head import Head, Outputs, add_extra, head_of, mark
+from .loaders import Split
 from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .state import StateLayout
 from .updates import ClientUpdates, Kept
@@ -273,9 +274,9 @@ class LocalWork(Protocol):
         """
 
     def rows(
-        self, clients: Tensor, states: TensorDict, measure: Measure
+        self, clients: Tensor, states: TensorDict, measure: Measure, split: Split = "train"
     ) -> list[dict[str, Tensor] | None]:
-        """Return what each of a client's training samples gives, in evaluation mode, by client.
+        """Return what each of a client's samples of a split gives, in evaluation mode, by client.
 
         ``None`` for a client whose pass fails, and an empty dictionary without samples.
 
@@ -283,6 +284,7 @@ class LocalWork(Protocol):
             clients: Ids ``[C]``.
             states: Their models ``[C]``.
             measure: Gets a client and a batch; returns tensors ``[n, ...]`` of the batch's samples.
+            split: Of their samples.
         """
 
     def num_batches(self, clients: Tensor) -> Tensor:
@@ -375,6 +377,21 @@ class Participation:
             return states
         return states.update(work.remembered(clients, states).states)
 
+    def after_finetuning(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
+        """Return the states ``[C]`` by which clients are judged whose models were fine-tuned."""
+        return states
+
+    def further(self, work: LocalWork, clients: Tensor, sent: TensorDict, model: str) -> TensorDict:
+        """Return one of :attr:`further_models` of the clients ``[C]``: full states.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]``.
+            sent: What the server sends them now ``[C]``.
+            model: Which.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define further()")
+
 
 class Phase(NamedTuple):
     """Successive local epochs in which a client trains the same parameters."""
@@ -389,17 +406,6 @@ class Phase(NamedTuple):
     """
     lr: float | None = None
     """Learning rate in place of the optimizer's own."""
-
-    def further(self, work: LocalWork, clients: Tensor, sent: TensorDict, model: str) -> TensorDict:
-        """Return one of :attr:`further_models` of the clients ``[C]``: full states.
-
-        Args:
-            work: What the clients can do.
-            clients: Ids ``[C]``.
-            sent: What the server sends them now ``[C]``.
-            model: Which.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not define further()")
 
 
 class Half(Participation):

@@ -116,14 +116,15 @@ class Engine(Protocol):
         """
 
     def rows(
-        self, clients: Tensor, states: TensorDict, measure: Measure
+        self, clients: Tensor, states: TensorDict, measure: Measure, split: Split
     ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
-        """Return what each of a client's training samples gives, in evaluation mode, by client.
+        """Return what each of a client's samples of a split gives, in evaluation mode, by client.
 
         Args:
             clients: Ids ``[C]``.
             states: Their models ``[C]``.
             measure: Gets a client and a batch; returns tensors ``[n, ...]`` of the batch's samples.
+            split: Of their samples.
         """
 
 

@@ -319,7 +319,7 @@ class SequentialEngine:
 
     @torch.no_grad()
     def rows(
-        self, clients: Tensor, states: TensorDict, measure: Measure
+        self, clients: Tensor, states: TensorDict, measure: Measure, split: Split
     ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
         """See :class:`~pflight.engines.base.Engine`."""
         rows: list[dict[str, Tensor]] = [{} for _ in clients]
@@ -329,7 +329,7 @@ class SequentialEngine:
             rows[row] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
         with threads(self._threads):
-            failures = self._visit_each(clients, states, "train", note)
+            failures = self._visit_each(clients, states, split, note)
         return rows, failures
 
     def _measured(

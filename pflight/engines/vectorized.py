@@ -308,10 +308,10 @@ class VectorizedEngine:
         return self.alone.sums(clients, states, measure, like)
 
     def rows(
-        self, clients: Tensor, states: TensorDict, measure: Measure
+        self, clients: Tensor, states: TensorDict, measure: Measure, split: Split
     ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
         """See :class:`~pflight.engines.base.Engine`."""
-        return self.alone.rows(clients, states, measure)
+        return self.alone.rows(clients, states, measure, split)
 
     def _stacked_sums(
         self, clients: Tensor, states: TensorDict, measure: Measure, like: Mapping[str, Tensor]
