@@ -7,6 +7,7 @@ from .methods.apfl import APFL
 from .methods.cfl import CFL
 from .methods.ditto import Ditto
 from .methods.fedala import FedALA
+from .methods.fedas import FedAS
 from .methods.fedcp import FedCP
 from .methods.feddane import FedDANE
 from .methods.feddbe import FedDBE
@@ -65,6 +66,7 @@ __all__ = [
     "EmbeddingTrajectory",
     "FeSEM",
     "FedALA",
+    "FedAS",
     "FedAvg",
     "FedCP",
     "FedCluster",

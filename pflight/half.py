@@ -249,6 +249,10 @@ class LocalWork(Protocol):
     def has_samples(self) -> bool:
         """Whether there are samples: not where a federation is loaded without its data."""
 
+    @property
+    def batch_size(self) -> int:
+        """Samples in a batch of local training, at most."""
+
     def num_samples_of(self, clients: Tensor) -> Tensor:
         """Return the clients' numbers of training samples ``[C]``."""
 
@@ -261,6 +265,7 @@ class LocalWork(Protocol):
         states: TensorDict,
         measure: Measure,
         like: Mapping[str, Tensor],
+        batch_size: int | None = None,
     ) -> TensorDict:
         """Return sums over each client's training samples ``[C]``, in evaluation mode.
 
@@ -271,6 +276,7 @@ class LocalWork(Protocol):
             states: Their models ``[C]``.
             measure: Gets a client and a batch; returns the sums over the samples of the batch.
             like: Zeros of the sums' shapes and types, by their names.
+            batch_size: Of the batches, where it matters; clients are then asked one by one.
         """
 
     def rows(
@@ -296,8 +302,9 @@ class LocalWork(Protocol):
         clients: Tensor,
         starts: TensorDict,
         *,
-        steps: int,
         doing: str,
+        epochs: int = 1,
+        steps: int | None = None,
     ) -> TensorDict:
         """Return ``starts`` ``[C]`` as another module than the clients' own trains them.
 
@@ -307,8 +314,9 @@ class LocalWork(Protocol):
             build: Makes that module of the client module, always the same one.
             clients: Ids ``[C]``.
             starts: Its states; a client whose training fails keeps its own.
-            steps: Batches.
             doing: What they do, for messages.
+            epochs: Local epochs.
+            steps: Batches in place of epochs.
         """
 
 

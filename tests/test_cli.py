@@ -41,6 +41,7 @@ ALGORITHMS = {
     "ditto": "Ditto",
     "fedadam": "FedAvg",
     "fedala": "FedALA",
+    "fedas": "FedAS",
     "fedavg": "FedAvg",
     "fedavgm": "FedAvg",
     "fedbn": "SharedPart",
