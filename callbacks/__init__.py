@@ -9,6 +9,7 @@ from .methods.cfl import CFL
 from .methods.ditto import Ditto
 from .methods.fedala import FedALA
 from .methods.fedamp import FedAMP, HeurFedAMP
+from .methods.fedas import FedAS
 from .methods.fedbabu import FedBABU
 from .methods.fedcac import FedCAC
 from .methods.fedcp import FedCP
@@ -18,6 +19,7 @@ from .methods.feddyn import FedDyn
 from .methods.fedec import FedEC
 from .methods.fedexp import FedExP
 from .methods.fedfomo import FedFomo
+from .methods.fedgh import FedGH
 from .methods.fednova import FedNova
 from .methods.fedpac import FedPAC
 from .methods.fedproto import FedProto
@@ -27,6 +29,7 @@ from .methods.fedsgd import FedSGD
 from .methods.fesem import FeSEM, select_num_clusters
 from .methods.gpfl import GPFL
 from .methods.ifca import IFCA
+from .methods.knn_per import KNNPer
 from .methods.l2gd import L2GD
 from .methods.local import Local
 from .methods.moon import MOON
@@ -72,6 +75,7 @@ __all__ = [
     "FeSEM",
     "FedALA",
     "FedAMP",
+    "FedAS",
     "FedAvg",
     "FedBABU",
     "FedCAC",
@@ -83,6 +87,7 @@ __all__ = [
     "FedEC",
     "FedExP",
     "FedFomo",
+    "FedGH",
     "FedNova",
     "FedPAC",
     "FedProto",
@@ -93,6 +98,7 @@ __all__ = [
     "FederationProgressBar",
     "HeurFedAMP",
     "HypoCluster",
+    "KNNPer",
     "Local",
     "PFedFDA",
     "PFedHN",

@@ -366,7 +366,8 @@ class Clients:
             at_once: Clients in a chunk, at most.
             aside: Whether the clients keep nothing of it.
         """
-        work = partial(self._train, epochs=epochs, **({"aside": True} if aside else {}))
+        work = partial(self._train, epochs=epochs)
+        work = partial(work, aside=True) if aside else work
         for chunk in self._chunks(clients, whole, at_once):
             yield self._ask(chunk, send(chunk), work, returns)
 
@@ -542,6 +543,11 @@ class Clients:
         """Whether there are samples: not where a federation is loaded without its data."""
         return self.engine is not None
 
+    @property
+    def batch_size(self) -> int:
+        """Samples in a batch of local training, at most."""
+        return self.attached_data.batch_size or int(self.num_samples.max())
+
     def num_samples_of(self, clients: Tensor) -> Tensor:
         """Return the clients' numbers of training samples ``[C]``."""
         return self.num_samples[clients.cpu()].to(self.device)
@@ -552,20 +558,25 @@ class Clients:
         return counts[clients.to(counts.device)]
 
     def sums(
-        self, clients: Tensor, states: TensorDict, measure: Measure, like: Mapping[str, Tensor]
+        self,
+        clients: Tensor,
+        states: TensorDict,
+        measure: Measure,
+        like: Mapping[str, Tensor],
+        batch_size: int | None = None,
     ) -> TensorDict:
         """Return sums over each client's training samples ``[C]``."""
-        sums, failures = self.attached_engine.sums(clients, states, measure, like)
+        sums, failures = self.attached_engine.sums(clients, states, measure, like, batch_size)
         self.note_failures(failures, "to look through its samples")
         failed = torch.tensor([failure.client for failure in failures], dtype=torch.long)
         sums[torch.isin(clients.cpu(), failed).to(self.device)] = torch.nan
         return sums
 
     def rows(
-        self, clients: Tensor, states: TensorDict, measure: Measure
+        self, clients: Tensor, states: TensorDict, measure: Measure, split: Split = "train"
     ) -> list[dict[str, Tensor] | None]:
-        """Return what each of a client's training samples gives, by client."""
-        rows, failures = self.attached_engine.rows(clients, states, measure)
+        """Return what each of a client's samples of a split gives, by client."""
+        rows, failures = self.attached_engine.rows(clients, states, measure, split)
         self.note_failures(failures, "to look through its samples")
         failed = {failure.client for failure in failures}
         ids = clients.tolist()
@@ -582,8 +593,9 @@ class Clients:
         clients: Tensor,
         starts: TensorDict,
         *,
-        steps: int,
         doing: str,
+        epochs: int = 1,
+        steps: int | None = None,
     ) -> TensorDict:
         """Return ``starts`` ``[C]`` as another module than the clients' own trains them."""
         if self._learner is None:
@@ -595,7 +607,7 @@ class Clients:
             self._learner.check_input()
         index, purpose = self.current.entry.index, Purpose.FINETUNE
         updates = self._learner.train(
-            clients, starts, round_index=index, steps=steps, purpose=purpose
+            clients, starts, round_index=index, epochs=epochs, steps=steps, purpose=purpose
         )
         self.note_failures(updates.failures, doing)
         return _laid_over(updates, clients, starts)

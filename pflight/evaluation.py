@@ -216,6 +216,7 @@ class ClientModels(NamedTuple):
             return cls(callback.personalize(ids), None)
         if callback.judges_otherwise or not clients.participation.judged_by_memory:
             tuned = clients.finetune(ids, callback.personalize(ids), epochs=epochs)
+            tuned = clients.participation.after_finetuning(clients, ids, tuned)
             return cls(tuned, tuned)
         starts = clients.start_states(ids, callback.broadcast(ids))
         tuned = clients.finetune(ids, starts, epochs=epochs)

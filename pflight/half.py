@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from .errors import ConfigurationError
 from .head import Head, Outputs, add_extra, head_of, mark
+from .loaders import Split
 from .randomness import Purpose, derive_seed, isolated, seed_everything
 from .state import StateLayout
 from .updates import ClientUpdates, Kept
@@ -248,6 +249,10 @@ class LocalWork(Protocol):
     def has_samples(self) -> bool:
         """Whether there are samples: not where a federation is loaded without its data."""
 
+    @property
+    def batch_size(self) -> int:
+        """Samples in a batch of local training, at most."""
+
     def num_samples_of(self, clients: Tensor) -> Tensor:
         """Return the clients' numbers of training samples ``[C]``."""
 
@@ -260,6 +265,7 @@ class LocalWork(Protocol):
         states: TensorDict,
         measure: Measure,
         like: Mapping[str, Tensor],
+        batch_size: int | None = None,
     ) -> TensorDict:
         """Return sums over each client's training samples ``[C]``, in evaluation mode.
 
@@ -270,12 +276,13 @@ class LocalWork(Protocol):
             states: Their models ``[C]``.
             measure: Gets a client and a batch; returns the sums over the samples of the batch.
             like: Zeros of the sums' shapes and types, by their names.
+            batch_size: Of the batches, where it matters; clients are then asked one by one.
         """
 
     def rows(
-        self, clients: Tensor, states: TensorDict, measure: Measure
+        self, clients: Tensor, states: TensorDict, measure: Measure, split: Split = "train"
     ) -> list[dict[str, Tensor] | None]:
-        """Return what each of a client's training samples gives, in evaluation mode, by client.
+        """Return what each of a client's samples of a split gives, in evaluation mode, by client.
 
         ``None`` for a client whose pass fails, and an empty dictionary without samples.
 
@@ -283,6 +290,7 @@ class LocalWork(Protocol):
             clients: Ids ``[C]``.
             states: Their models ``[C]``.
             measure: Gets a client and a batch; returns tensors ``[n, ...]`` of the batch's samples.
+            split: Of their samples.
         """
 
     def num_batches(self, clients: Tensor) -> Tensor:
@@ -294,8 +302,9 @@ class LocalWork(Protocol):
         clients: Tensor,
         starts: TensorDict,
         *,
-        steps: int,
         doing: str,
+        epochs: int = 1,
+        steps: int | None = None,
     ) -> TensorDict:
         """Return ``starts`` ``[C]`` as another module than the clients' own trains them.
 
@@ -305,8 +314,9 @@ class LocalWork(Protocol):
             build: Makes that module of the client module, always the same one.
             clients: Ids ``[C]``.
             starts: Its states; a client whose training fails keeps its own.
-            steps: Batches.
             doing: What they do, for messages.
+            epochs: Local epochs.
+            steps: Batches in place of epochs.
         """
 
 
@@ -375,6 +385,21 @@ class Participation:
             return states
         return states.update(work.remembered(clients, states).states)
 
+    def after_finetuning(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
+        """Return the states ``[C]`` by which clients are judged whose models were fine-tuned."""
+        return states
+
+    def further(self, work: LocalWork, clients: Tensor, sent: TensorDict, model: str) -> TensorDict:
+        """Return one of :attr:`further_models` of the clients ``[C]``: full states.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]``.
+            sent: What the server sends them now ``[C]``.
+            model: Which.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define further()")
+
 
 class Phase(NamedTuple):
     """Successive local epochs in which a client trains the same parameters."""
@@ -389,17 +414,6 @@ class Phase(NamedTuple):
     """
     lr: float | None = None
     """Learning rate in place of the optimizer's own."""
-
-    def further(self, work: LocalWork, clients: Tensor, sent: TensorDict, model: str) -> TensorDict:
-        """Return one of :attr:`further_models` of the clients ``[C]``: full states.
-
-        Args:
-            work: What the clients can do.
-            clients: Ids ``[C]``.
-            sent: What the server sends them now ``[C]``.
-            model: Which.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not define further()")
 
 
 class Half(Participation):

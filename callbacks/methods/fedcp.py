@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
 from pflight.half import Half, LocalClient, LocalWork, Phase
-from pflight.head import EXTRA, Head, head_of
+from pflight.head import EXTRA, Head, body_names
 from pflight.options import check_range, checked
 
 _CONTEXT = f"{EXTRA}.context"
@@ -102,9 +102,7 @@ class Policed(Half):
 
     def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase]:
         """Have all parameters train but those of the head of all."""
-        head = f"{head_of(module).name}."
-        parameters = [n for n, p in module.named_parameters() if p.requires_grad]
-        return [Phase(0, epochs, [n for n in parameters if not n.startswith(head)])]
+        return [Phase(0, epochs, body_names(module))]
 
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
         """Return the client's own loss plus the discrepancy, without which it is in fine-tuning."""

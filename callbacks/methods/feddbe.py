@@ -29,6 +29,8 @@ class DomainBias(nn.Module):
         width: Number of features.
     """
 
+    known: Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(width))

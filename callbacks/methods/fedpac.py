@@ -18,6 +18,7 @@ from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
 from pflight.half import LocalClient, LocalWork, Phase
 from pflight.head import EXTRA, Head
+from pflight.layers import Layers
 from pflight.models.halves.fedrep import HeadFirst
 from pflight.options import check_range, checked
 from pflight.state import WeightedMean
@@ -27,6 +28,7 @@ from .clustering import gather_states
 from .prototypes import COUNTS, MEANS, ClassMeans, Prototypes, Prototypical, class_sums
 
 _SHARED, _SPREAD = f"{EXTRA}.shared", f"{EXTRA}.spread"
+_HEAD = Layers(head=True)
 _SMALLEST = 1e-3  # weight of a head that is not left out
 _RIDGE = 1e-12  # so that equal clients have equal weights
 
@@ -92,7 +94,7 @@ class Aligned(Prototypical):
 
     def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase]:
         """Return the epochs of the head, then those of the body."""
-        phases = HeadFirst(head_epochs=self.head_epochs).phases(module, epochs, anchored)
+        phases = HeadFirst(_HEAD, self.head_epochs).phases(module, epochs, anchored)
         first = phases[0]._replace(lr=self.head_lr) if self.head_epochs else phases[0]
         return [first, *phases[1:]]
 
@@ -187,7 +189,7 @@ class FedPAC(FedAvg):
             raise ConfigurationError(
                 "FedPAC counts local epochs: give local_epochs instead of local_steps"
             )
-        self._head = HeadFirst().parameters(self.clients.module)[0]
+        self._head = HeadFirst(_HEAD).parameters(self.clients.module)[0]
 
     def round(self, cohort: Tensor) -> None:
         """Run one round, of the head's epochs and then the local epochs of the body."""

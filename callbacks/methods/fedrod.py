@@ -51,6 +51,8 @@ class HyperHead(nn.Module):
         hidden: Width of the network's hidden layer.
     """
 
+    shares: Tensor
+
     def __init__(self, width: int, classes: int, bias: bool, hidden: int) -> None:
         super().__init__()
         size = classes * (width + bias)
@@ -59,11 +61,10 @@ class HyperHead(nn.Module):
 
     def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the sum of both heads."""
-        known = self.shares.sum() > 0
-        phi = (known * self.network(self.shares)).view(len(self.shares), -1)
-        return head(z) + nn.functional.linear(
-            z, phi[:, : z.shape[1]], phi[:, -1] if phi.shape[1] > z.shape[1] else None
-        )
+        made = self.network(self.shares) * (self.shares.sum() > 0)
+        phi = made.view(len(self.shares), -1)
+        bias = phi[:, -1] if phi.shape[1] > z.shape[1] else None
+        return head(z) + nn.functional.linear(z, phi[:, : z.shape[1]], bias)
 
 
 @checked

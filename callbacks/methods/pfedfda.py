@@ -14,8 +14,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
-from pflight.half import Half, LocalClient, LocalWork
-from pflight.head import EXTRA, Head
+from pflight.half import Half, LocalClient, LocalWork, Phase
+from pflight.head import EXTRA, Head, body_names
 from pflight.options import check_range, checked
 from pflight.updates import ClientUpdates
 
@@ -123,6 +123,10 @@ class Discriminating(Half):
         """Return the discriminant."""
         return Discriminant(int(module.num_classes), head.width)  # type: ignore[arg-type]
 
+    def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase]:
+        """Have the body train alone."""
+        return [Phase(0, epochs, body_names(module))]
+
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Lay the discriminants of what is sent into the states."""
         states = super().before_training(work, clients, sent)
@@ -140,6 +144,10 @@ class Discriminating(Half):
         if work.has_samples:
             states = self._adapted(work, clients, states)
         return self._discriminating(work, clients, states)
+
+    def after_finetuning(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
+        """Take the statistics anew."""
+        return self._discriminating(work, clients, self._adapted(work, clients, states))
 
     def _discriminating(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
         priors = self._priors(work, clients, states)

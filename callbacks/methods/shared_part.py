@@ -191,6 +191,12 @@ class FedRep(SharedPart):
         super().__init__(private=Layers(), weighting=weighting, buffers=buffers)
         self.bring(HeadFirst, head=head, head_epochs=head_epochs)
 
+    @property
+    def needs_head(self) -> bool:
+        """Whether it is the head that is private, and not other layers."""
+        layers = getattr(self.half, "head", None)
+        return layers is None or layers.head
+
     def setup_server(self) -> None:
         """Make the client's head private."""
         half = self.clients.half

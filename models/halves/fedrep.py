@@ -24,8 +24,8 @@ class HeadFirst(Half):
     uses its running statistics and leaves them as they are.
 
     Args:
-        head: The layers of the head; by default the head of :func:`~pflight.head.head_of` or, in a
-            network without linear layers, the last layer.
+        head: The layers of the head; by default the head of :func:`~pflight.head.head_of` or, if
+            none is named and the last layer is not linear, that.
         head_epochs: Local epochs in which the head is trained.
 
     Raises:
@@ -43,17 +43,13 @@ class HeadFirst(Half):
         self.head = head
         self.head_epochs = head_epochs
 
-    @property
-    def needs_head(self) -> bool:  # type: ignore[override]
-        """Whether it is the head that is trained first, and not other layers."""
-        return self.head is None or self.head.head
-
     def head_in(self, module: LightningModule) -> Layers:
         """Return the layers of the head of a client module."""
         if self.head is not None:
             return self.head
-        linear = any(isinstance(part, nn.Linear) for part in module.modules())
-        return Layers(head=True) if linear or named_head(module) else Layers(last=1)
+        (name,) = (last := Layers(last=1)).of(module)
+        linear = isinstance(module.get_submodule(name), nn.Linear)
+        return Layers(head=True) if linear or named_head(module) else last
 
     def check(self, module: LightningModule) -> None:
         """Raise if there is no such head to train."""

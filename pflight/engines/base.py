@@ -103,7 +103,12 @@ class Engine(Protocol):
         """
 
     def sums(
-        self, clients: Tensor, states: TensorDict, measure: Measure, like: Mapping[str, Tensor]
+        self,
+        clients: Tensor,
+        states: TensorDict,
+        measure: Measure,
+        like: Mapping[str, Tensor],
+        batch_size: int | None = None,
     ) -> tuple[TensorDict, list[ClientFailure]]:
         """Return sums over each client's training samples ``[C]``, in evaluation mode.
 
@@ -113,17 +118,19 @@ class Engine(Protocol):
             measure: Gets a client and a batch; returns the sums over the samples of the batch.
             like: Zeros of the sums' shapes and types, by their names; a client without samples, or
                 that fails, has these.
+            batch_size: Of the batches, where it matters.
         """
 
     def rows(
-        self, clients: Tensor, states: TensorDict, measure: Measure
+        self, clients: Tensor, states: TensorDict, measure: Measure, split: Split
     ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
-        """Return what each of a client's training samples gives, in evaluation mode, by client.
+        """Return what each of a client's samples of a split gives, in evaluation mode, by client.
 
         Args:
             clients: Ids ``[C]``.
             states: Their models ``[C]``.
             measure: Gets a client and a batch; returns tensors ``[n, ...]`` of the batch's samples.
+            split: Of their samples.
         """
 
 

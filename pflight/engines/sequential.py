@@ -296,7 +296,12 @@ class SequentialEngine:
 
     @torch.no_grad()
     def sums(
-        self, clients: Tensor, states: TensorDict, measure: Measure, like: Mapping[str, Tensor]
+        self,
+        clients: Tensor,
+        states: TensorDict,
+        measure: Measure,
+        like: Mapping[str, Tensor],
+        batch_size: int | None = None,
     ) -> tuple[TensorDict, list[ClientFailure]]:
         """See :class:`~pflight.engines.base.Engine`."""
         totals = TensorDict(
@@ -314,12 +319,12 @@ class SequentialEngine:
             totals[row] = own
 
         with threads(self._threads):
-            failures = self._visit_each(clients, states, "train", add)
+            failures = self._visit_each(clients, states, "train", add, batch_size)
         return totals, failures
 
     @torch.no_grad()
     def rows(
-        self, clients: Tensor, states: TensorDict, measure: Measure
+        self, clients: Tensor, states: TensorDict, measure: Measure, split: Split
     ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
         """See :class:`~pflight.engines.base.Engine`."""
         rows: list[dict[str, Tensor]] = [{} for _ in clients]
@@ -329,7 +334,7 @@ class SequentialEngine:
             rows[row] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
         with threads(self._threads):
-            failures = self._visit_each(clients, states, "train", note)
+            failures = self._visit_each(clients, states, split, note)
         return rows, failures
 
     def _measured(
@@ -348,6 +353,7 @@ class SequentialEngine:
         states: TensorDict,
         split: Split,
         work: Callable[[int, int, Visit, Iterator[Any]], None],
+        batch_size: int | None = None,
     ) -> list[ClientFailure]:
         """Do something with each client's model and samples, of which some have none.
 
@@ -356,11 +362,12 @@ class SequentialEngine:
             states: Their models ``[C]``.
             split: Of their samples.
             work: Gets the client's row, its id, what is visited, and the batches.
+            batch_size: Of these, in place of that of an evaluation.
         """
         failures: list[ClientFailure] = []
 
         def plan(client: int) -> list[Visit]:
-            return evaluation_visits(self.setting, client, split)
+            return evaluation_visits(self.setting, client, split, batch_size)
 
         visits = visits_to(clients, self.setting, split, plan)
         counts = self.setting.data.num_samples(split)

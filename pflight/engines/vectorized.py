@@ -291,10 +291,15 @@ class VectorizedEngine:
 
     @torch.no_grad()
     def sums(
-        self, clients: Tensor, states: TensorDict, measure: Measure, like: Mapping[str, Tensor]
+        self,
+        clients: Tensor,
+        states: TensorDict,
+        measure: Measure,
+        like: Mapping[str, Tensor],
+        batch_size: int | None = None,
     ) -> tuple[TensorDict, list[ClientFailure]]:
         """See :class:`~pflight.engines.base.Engine`."""
-        if self.obstacle is None:
+        if self.obstacle is None and batch_size is None:
             try:
                 totals = self._stacked_sums(clients, states, measure, like)
             except STOPS:
@@ -305,13 +310,13 @@ class VectorizedEngine:
             else:
                 if all(finite_rows(totals)):
                     return totals, []
-        return self.alone.sums(clients, states, measure, like)
+        return self.alone.sums(clients, states, measure, like, batch_size)
 
     def rows(
-        self, clients: Tensor, states: TensorDict, measure: Measure
+        self, clients: Tensor, states: TensorDict, measure: Measure, split: Split
     ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
         """See :class:`~pflight.engines.base.Engine`."""
-        return self.alone.rows(clients, states, measure)
+        return self.alone.rows(clients, states, measure, split)
 
     def _stacked_sums(
         self, clients: Tensor, states: TensorDict, measure: Measure, like: Mapping[str, Tensor]
@@ -531,8 +536,9 @@ class VectorizedEngine:
         stacked = self._stacked
         dependence = self._dependence[stacked.mode.anchored]
         single, by_half = stacked.optimizer()
-        for group in single.param_groups if phase is not None and phase.lr is not None else ():
-            group["lr"] = phase.lr
+        if phase is not None and phase.lr is not None:
+            for group in single.param_groups:
+                group["lr"] = phase.lr
         stepped = {id(p) for group in single.param_groups for p in group["params"]}
         trained = {
             name: parameter

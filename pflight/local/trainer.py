@@ -52,7 +52,7 @@ STEP_HOOKS = (
     "on_train_batch_end",
 )
 """What a module may do of its own around a step, apart from clipping gradients."""
-LossT = TypeVar("LossT", Tensor, Tensor | None)
+LossT = TypeVar("LossT")
 Step = Callable[[Callable[[], Any], Any], Any]
 """Takes the module's own training step and its batch; returns what stands for its output."""
 

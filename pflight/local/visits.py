@@ -50,10 +50,13 @@ def gradient_visits(
     return [Visit(client, round_index, 0, order.split(size) if sizes else ())]
 
 
-def evaluation_visits(setting: Setting, client: int, split: Split) -> list[Visit]:
-    """Return a visit to a client that has samples in a split."""
+def evaluation_visits(
+    setting: Setting, client: int, split: Split, batch_size: int | None = None
+) -> list[Visit]:
+    """Return a visit to a client that has samples in a split, in batches as for evaluation."""
     count = int(setting.data.num_samples(split)[client])
-    parts = torch.arange(count).split(setting.data.eval_batch_size or max(count, 1))
+    size = batch_size or setting.data.eval_batch_size or max(count, 1)
+    parts = torch.arange(count).split(size)
     return [Visit(client, None, 0, parts)] if count else []
 
 

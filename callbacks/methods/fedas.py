@@ -1,0 +1,243 @@
+"""FedAS: bodies that are aligned with clients' own features, and weighted by their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.func import grad
+
+from pflight.fedavg import FedAvg
+from pflight.half import Half, LocalClient, LocalWork
+from pflight.head import EXTRA, Head, body_names, watched
+from pflight.local.client import task_loss
+from pflight.local.copies import ready
+from pflight.options import check_range, checked
+from pflight.state import entries
+from pflight.updates import ClientUpdates
+
+from .prototypes import own_prototypes
+
+_FISHER = f"{EXTRA}.fisher"
+_LEAST = 1e-30  # weight of a sample, which counts where nobody has a gradient
+
+Align = Literal["sample", "class"]
+
+
+class Information(nn.Module):
+    """Says how large a client's gradients are; the head predicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("fisher", torch.zeros(()))
+
+    def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what the head gives."""
+        return head(z)
+
+
+class Aligning(L.LightningModule):
+    """Aligns the features of a client module with the means of classes, in evaluation mode.
+
+    Args:
+        module: Whose copy is aligned; its head stays as it is.
+        width: Number of features.
+        lr: Step of SGD.
+        align: As in :class:`Synchronised`.
+    """
+
+    means: Tensor
+
+    def __init__(self, module: L.LightningModule, width: int, lr: float, align: Align) -> None:
+        super().__init__()
+        self.module = ready(module)
+        classes: Any = module.num_classes
+        weight = next(self.module.parameters())
+        self.register_buffer("means", weight.new_zeros(classes, width))
+        self.lr = lr
+        self.align = align
+
+    def on_train_start(self) -> None:
+        """Leave BatchNorm's statistics as they are."""
+        self.module.eval()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the distance of a batch's features from the means of their classes."""
+        with watched(self.module) as seen:
+            task_loss(self.module, batch)
+        z = seen[-1][0]
+        rows = (batch[1].unsqueeze(1) == torch.arange(len(self.means), device=z.device)).to(z)
+        sizes = rows.sum(0)
+        if self.align == "sample":
+            return ((z - rows @ self.means).square().mean(1) / (rows @ sizes)).sum()
+        centers = (rows.T @ z) / sizes.clamp(min=1).unsqueeze(1)
+        return ((centers - self.means).square().mean(1) * (sizes > 0)).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD for the body."""
+        body = {*body_names(self.module)}
+        trained = [p for name, p in self.module.named_parameters() if name in body]
+        return torch.optim.SGD(trained, lr=self.lr)
+
+
+@checked
+class Synchronised(Half):
+    r"""Aligns the body that a client receives with its own features, before it trains.
+
+    By its model of its last participation, a client takes the means :math:`c_{ik}` of its features
+    by class. It aligns the body that it receives, in evaluation mode and with a new SGD, on each
+    batch by a step along the gradient of
+
+    .. math:: \sum_{k \in B} \frac{1}{n_k d} \sum_{b \in k} \|z_b - c_{ik}\|^2
+
+    with :math:`n_k` the batch's samples of class k (FedAS, Yang et al. 2024, eq. 4 to 6); with
+    ``align="class"`` of :math:`\frac{1}{d} \sum_k \|\bar z_k - c_{ik}\|^2`. Then it trains the body
+    with its own head, and tells
+
+    .. math:: F_i = \sum_B \|\nabla f_i(B)\|^2
+
+    over all parameters and batches, in evaluation mode (eq. 8). In its first participation there is
+    nothing to align with. It keeps its model, by which it is judged.
+
+    Args:
+        align: ``"sample"`` or ``"class"``.
+        align_lr: Step of the alignment.
+        align_epochs: Epochs of the alignment; with 0 there is none.
+        fisher: ``"batch"`` as above, or ``"sample"`` for the mean over samples.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    References:
+        Yang et al., FedAS: Bridging Inconsistency in Personalized Federated Learning, CVPR 2024.
+    """
+
+    needs_head = True
+    needs_classes = True
+    keeps_memory = True
+
+    def __init__(
+        self,
+        align: Align = "sample",
+        align_lr: float = 0.01,
+        align_epochs: int = 1,
+        fisher: Literal["batch", "sample"] = "batch",
+    ) -> None:
+        check_range(self, "(0, inf)", align_lr=align_lr)
+        check_range(self, "[0, inf)", align_epochs=align_epochs)
+        self.align: Align = align
+        self.align_lr = align_lr
+        self.align_epochs = align_epochs
+        self.fisher = fisher
+
+    def extra(self, module: L.LightningModule, head: Head) -> nn.Module:
+        """Return room for what a client tells."""
+        return Information()
+
+    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the bodies that were sent, aligned, with the clients' own heads."""
+        states = super().before_training(work, clients, sent)
+        kept = work.remembered(clients, states)
+        seen = kept.seen.to(clients.device)
+        if not seen.any() or not self.align_epochs:
+            return states
+        before = states.clone(recurse=False).update(kept.states)
+        like = torch.zeros(work.head.outputs, work.head.width).to(states[_FISHER])
+        means, _ = own_prototypes(work, clients, before, like)
+        own = {f"module.{n}": v for n, v in entries(states) if n not in {*work.layout.own}}
+        starts = TensorDict({**own, "means": means}, batch_size=[len(clients)])
+        aligned = states.clone()
+        width, names = work.head.width, [n for n in work.layout.parameters if f"module.{n}" in own]
+        trained = work.learn(
+            lambda module: Aligning(module, width, self.align_lr, self.align),
+            clients[seen],
+            starts[seen],
+            doing="to align its body",
+            epochs=self.align_epochs,
+        )
+        for name in names:
+            aligned[name][seen] = trained[f"module.{name}"]
+        return aligned
+
+    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the models that clients had after their last training."""
+        states = super().judged(work, clients, sent)
+        return states.update(work.remembered(clients, states).states)
+
+    def finish(
+        self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
+    ) -> TensorDict:
+        """Put how large the clients' gradients are."""
+        alone = self.fisher == "sample"
+        size, like = 1 if alone else work.batch_size, {"fisher": trained[_FISHER][0]}
+        fisher = work.sums(clients, trained, _squared_gradient, like, size)["fisher"]
+        if alone:
+            fisher = fisher / work.num_samples_of(clients)
+        return trained.update({_FISHER: fisher})
+
+
+def _squared_gradient(c: LocalClient, batch: Any) -> dict[str, Tensor]:
+    buffers = {name: buffer.clone() for name, buffer in c.buffers.items()}
+    slopes = grad(c.task_loss_at)({**c.weights}, batch, buffers)
+    return {"fisher": torch.stack([slope.square().sum() for slope in slopes.values()]).sum()}
+
+
+@checked
+class FedAS(FedAvg):
+    r"""Federated learning with alignment and client-synchronisation (Yang et al. 2024).
+
+    Heads are the clients' own. The server takes the mean of bodies with the weights
+    :math:`F_i / \sum_j F_j`, or by numbers of samples if all are 0. What clients do, and
+    :math:`F_i`, are in :class:`Synchronised`. A newcomer has the server's body with the initial
+    head.
+
+    Args:
+        align: ``"sample"``, the default, or ``"class"``; or that of the client module's own half.
+        align_lr: Step of the alignment, by default 0.01.
+        align_epochs: Its epochs, by default 1.
+        fisher: ``"batch"``, the default, or ``"sample"``.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or the clients' module has no classes or
+            no head.
+
+    Example:
+        >>> FedAS(align_epochs=2).half.align_lr
+        0.01
+
+    References:
+        Yang et al., FedAS: Bridging Inconsistency in Personalized Federated Learning, CVPR 2024.
+    """
+
+    def __init__(
+        self,
+        align: Align | None = None,
+        align_lr: float | None = None,
+        align_epochs: int | None = None,
+        fisher: Literal["batch", "sample"] | None = None,
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__("samples", buffers)
+        how = {"align": align, "align_lr": align_lr, "align_epochs": align_epochs}
+        self.bring(Synchronised, **how, fisher=fisher)
+
+    def setup_server(self) -> None:
+        """Make the server's model; heads are private."""
+        super().setup_server()
+        layout, head = self.clients.layout, f"{self.clients.head.name}."
+        own = {*self.private, *(n for n in layout.moving if n.startswith(head))}
+        self.private = tuple(name for name in layout.names if name in own)
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """Add a chunk's bodies to the mean, by their gradients."""
+        counts = updates.num_samples.to(updates.states[_FISHER].device)
+        self.mean.add(updates.states, updates.states[_FISHER].double() + _LEAST * counts)
+
+    def broadcast(self, clients: Tensor) -> TensorDict:
+        """Return the body."""
+        return super().broadcast(clients).exclude(_FISHER)

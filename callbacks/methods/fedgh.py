@@ -1,0 +1,156 @@
+"""FedGH: clients with bodies of their own, and a head that the server trains on mean features."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from lightning import LightningModule
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from pflight.half import LocalWork
+from pflight.head import Head
+from pflight.options import check_range, checked
+from pflight.server_callback import ServerCallback
+from pflight.state import call_with
+from pflight.updates import ClientUpdates
+
+from .clustering import gather_states
+from .prototypes import COUNTS, MEANS, Prototypes, Prototypical
+
+_ID = 8  # bytes of a class's number
+
+
+@checked
+class Reporting(Prototypical):
+    """Trains a client's own model from the head that it receives, and reports its prototypes.
+
+    Its body, with buffers, is the one of its last participation. Body and head train together, on
+    the client's own loss; then it takes the mean features of its classes over all its training
+    samples, in evaluation mode. It keeps its model.
+    """
+
+    keeps_memory = True
+    further_models = ("received/",)
+
+    def __init__(self) -> None:
+        super().__init__(lam=0.0)
+
+    def extra(self, module: LightningModule, head: Head) -> nn.Module:
+        """Return room for the prototypes."""
+        return Prototypes(int(module.num_classes), head.width)  # type: ignore[arg-type]
+
+    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the clients' own models, with the head that is sent."""
+        return self.judged(work, clients, sent).update(sent)
+
+    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the clients' own models as they were trained."""
+        states = work.start_states(clients, sent)
+        return states.update(work.remembered(clients, states).states)
+
+    def further(self, work: LocalWork, clients: Tensor, sent: TensorDict, model: str) -> TensorDict:
+        """Return the clients' own models, with the head that is sent."""
+        return self.before_training(work, clients, sent)
+
+
+@checked
+class FedGH(ServerCallback):
+    r"""Federated learning with a global header (Yi et al. 2023, algorithm 1).
+
+    Every client has a body of its own, of which nothing travels. It gets the head :math:`\varphi`,
+    trains it together with its body, and sends the mean feature :math:`\bar z_{ik}` of each class k
+    that it has. For each of these, by client and then by class, the server takes a step
+
+    .. math:: \varphi \leftarrow \varphi
+        - \eta_s \nabla_\varphi\, \mathrm{CE}(\varphi(\bar z_{ik}), k).
+
+    A client is judged by its own model as it was trained; the tags ``received/`` are those of its
+    body with :math:`\varphi`. A newcomer has the initial body with :math:`\varphi`.
+
+    Args:
+        server_lr: Step :math:`\eta_s`; with 0 nothing crosses between clients.
+        server_batch: Pairs of a mean feature and its class in a step.
+        server_epochs: How often the server goes through them.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or the clients' module has no classes or
+            no head.
+
+    Example:
+        >>> FedGH(server_lr=0.1).server_batch
+        1
+
+    References:
+        Yi et al., FedGH: Heterogeneous Federated Learning with Generalized Global Header, ACM MM
+        2023, https://arxiv.org/abs/2303.13137.
+    """
+
+    half = Reporting()
+
+    def __init__(
+        self, server_lr: float = 0.01, server_batch: int = 1, server_epochs: int = 1
+    ) -> None:
+        super().__init__()
+        check_range(self, "[0, inf)", server_lr=server_lr)
+        check_range(self, "[1, inf)", server_batch=server_batch, server_epochs=server_epochs)
+        self.server_lr = server_lr
+        self.server_batch = server_batch
+        self.server_epochs = server_epochs
+
+    @property
+    def head_names(self) -> tuple[str, ...]:
+        """Names of the entries of the head that travel."""
+        head = f"{self.clients.head.name}."
+        return tuple(name for name in super().sent_names if name.startswith(head))
+
+    @property
+    def sent_names(self) -> tuple[str, ...]:
+        """Names of the entries that travel: those of the head, and of the prototypes."""
+        return (*self.head_names, MEANS, COUNTS)
+
+    def round(self, cohort: Tensor) -> None:
+        """Run one round; clients return their prototypes."""
+        self._updates: list[ClientUpdates] = []
+        for updates in self.clients.train(cohort, self.broadcast, returns=(MEANS, COUNTS)):
+            self.receive(updates)
+        self.step()
+
+    def broadcast(self, clients: Tensor) -> TensorDict:
+        """Return the head."""
+        return self.server.expand(0, self.head_names, len(clients))
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """Keep the prototypes of a chunk of clients."""
+        self._updates.append(updates)
+
+    def step(self) -> None:
+        """Train the head on the prototypes, by client and class."""
+        _, states = gather_states(self._updates, self.clients.device)
+        self._updates.clear()
+        place = states[COUNTS] > 0
+        features, classes = states[MEANS][place], place.nonzero()[:, 1]
+        head = {n: t.detach().clone() for n, t in self.server.tensors(0, self.head_names).items()}
+        prefix = f"{self.clients.head.name}."
+        module = self.clients.module.get_submodule(self.clients.head.name)
+        for _ in range(self.server_epochs):
+            for z, y in zip(
+                features.split(self.server_batch), classes.split(self.server_batch), strict=True
+            ):
+                leaves = {name: value.requires_grad_() for name, value in head.items()}
+                tensors = {name.removeprefix(prefix): leaf for name, leaf in leaves.items()}
+                with torch.enable_grad():
+                    logits = call_with(module, tensors, lambda part, z: part.forward(z), z)
+                    loss = F.cross_entropy(logits, y)
+                slopes = torch.autograd.grad(loss, list(leaves.values()))
+                head = {
+                    name: leaf.detach() - self.server_lr * slope
+                    for (name, leaf), slope in zip(leaves.items(), slopes, strict=True)
+                }
+        if len(features):
+            self.server.set_pseudo_gradient(0, head)
+
+    def bytes_up(self, updates: ClientUpdates) -> int:
+        """Return the bytes of the clients' prototypes, each with its class."""
+        row = updates.states[MEANS][:1, 0].nbytes
+        return int((updates.states[COUNTS] > 0).sum()) * (row + _ID)
