@@ -71,6 +71,7 @@ class Worker:
                 [sys.executable, "-m", "pflight.experiments.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                bufsize=0,  # what is read ahead would be missed by a selector
                 env=own,
             )
         self.task: Task | None = None
@@ -82,7 +83,6 @@ class Worker:
         self.task = task
         with suppress(BrokenPipeError):  # it has died, which its output will tell
             self.process.stdin.write(f"{json.dumps(asdict(task))}\n".encode())
-            self.process.stdin.flush()
 
     def answers(self) -> list[dict[str, Any]] | None:
         """Return the answers that have come; ``None`` if it has ended."""
@@ -94,8 +94,13 @@ class Worker:
     def end(self) -> None:
         """Let it end after the round that goes on."""
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):
-            self.process.stdin.close()
+        self.process.stdin.close()
+
+    def wait(self) -> int:
+        """Wait until it has ended, and return its status."""
+        self.process.wait()
+        with self.process:  # closes the pipes
+            return self.process.returncode
 
 
 class Jobs:
@@ -204,7 +209,7 @@ class Jobs:
         assert worker.process.stdout is not None
         self._events.unregister(worker.process.stdout)
         self._workers.remove(worker)
-        code, task = worker.process.wait(), worker.task
+        code, task = worker.wait(), worker.task
         if task is None:
             return
         self._deaths[task.folder] = self._deaths.get(task.folder, 0) + 1
@@ -229,7 +234,8 @@ class Jobs:
         for worker in self._workers:
             worker.end()
         for worker in self._workers:
-            worker.process.wait()
+            worker.wait()
+        self._events.close()
 
 
 @contextmanager
