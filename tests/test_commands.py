@@ -243,7 +243,7 @@ def test_completion_in_bash() -> None:
     assert methods == {f"configs/algorithm/fesem{end}.yaml" for end in ("", "_auto", "_ma")}
     assert joined == {"configs/quickstart.yaml"}
     assert trainer == {"--trainer.max_epochs"}
-    assert data == {"--data.num_clients"}
+    assert data == {"--data.num_clusters"}
     assert values == {"Dirichlet"}
 
 
