@@ -122,7 +122,7 @@ ALGORITHMS = {
     "SCAFFOLD-I": Algorithm(lambda: SCAFFOLD(option="I")),
     "FedDANE": Algorithm(lambda: FedDANE(same_set=True)),
     "FedDyn": Algorithm(FedDyn),
-    "FedDyn-size": Algorithm(lambda: FedDyn(a=0.1, size=True)),
+    "FedDyn-size": Algorithm(lambda: FedDyn(a=0.1, size=True, judged="mean")),
     "FedNova": Algorithm(FedNova),
     "FedNova-proximal": Algorithm(lambda: FedNova(mu=0.1, tau_eff="steps")),
     "FedExP": Algorithm(FedExP),
