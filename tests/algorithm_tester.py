@@ -147,7 +147,7 @@ ALGORITHMS = {
     "FedDBE": Algorithm(FedDBE),
     "FedDBE-cohort": Algorithm(lambda: FedDBE(kappa=1.0, mu=0.5, init="cohort")),
     "FedDyn": Algorithm(FedDyn),
-    "FedDyn-size": Algorithm(lambda: FedDyn(a=0.1, size=True)),
+    "FedDyn-size": Algorithm(lambda: FedDyn(a=0.1, size=True, judged="mean")),
     "FedNova": Algorithm(FedNova),
     "FedNova-proximal": Algorithm(lambda: FedNova(mu=0.1, tau_eff="steps")),
     "FedExP": Algorithm(FedExP),

@@ -13,7 +13,8 @@ from pflight.half import LocalClient
 from pflight.models.halves.corrected import Corrected
 from pflight.models.halves.proximal import squared_distance
 from pflight.options import check_range, checked
-from pflight.state import StateModule
+from pflight.state import StateModule, WeightedMean, entries, expand_state
+from pflight.updates import ClientUpdates
 
 from .personal import PersonalFedAvg
 
@@ -88,6 +89,9 @@ class FedDyn(PersonalFedAvg):
             which the paper's step is not defined, H stays 0 and it is FedAvg with uniform weights.
         size: Whether clients with fewer samples have a larger weight, as in :class:`Dynamic`, so
             that the optimum is that of all samples and not that of all clients.
+        judged: ``"received"`` to judge clients by the server's model, ``"mean"`` by the mean of the
+            models that all N clients returned last, at first the initial one, as the authors' code
+            does; the server stores them.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
     Attributes:
@@ -109,9 +113,11 @@ class FedDyn(PersonalFedAvg):
         self,
         a: float | None = None,
         size: bool | None = None,
+        judged: Literal["received", "mean"] = "received",
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__("uniform", buffers)
+        self.judged = judged
         self.bring(Dynamic, a=a, size=size)
 
     def setup_server(self) -> None:
@@ -120,14 +126,55 @@ class FedDyn(PersonalFedAvg):
         models = self.server.tensors(0, self.clients.layout.parameters)
         self.lead = StateModule({name: torch.zeros_like(theta) for name, theta in models.items()})
         self.modules["lead"] = self.lead
+        if self.judged == "mean":
+            self.last = StateModule(models)
+            self.modules["last"] = self.last
+
+    @property
+    def bytes_kept(self) -> int:
+        """Bytes that are kept for each client, with the model that it returned last."""
+        layout = self.clients.layout
+        last = sum(layout.template[name].nbytes for name in layout.parameters)
+        return super().bytes_kept + last * (self.judged == "mean")
+
+    @property
+    def judges_otherwise(self) -> bool:
+        """Whether clients are judged by another model than the one that they are sent."""
+        return self.judged == "mean"
+
+    def on_round_start(self) -> None:
+        """Start a new mean, also of how far clients' last models have moved."""
+        super().on_round_start()
+        self._moved = WeightedMean(self.lead.tensors())
+
+    def receive(self, updates: ClientUpdates) -> None:
+        """Add a chunk's models to the mean, and store them if need be."""
+        if self.judged == "mean":
+            ids, models = updates.clients, updates.states.select(*self.clients.layout.parameters)
+            initial = {n: self.clients.layout.template[n].to(model) for n, model in entries(models)}
+            before = self.clients.stored(ids, expand_state(initial, len(ids)))
+            self._moved.add(models - before, torch.ones(len(ids)))
+            self.clients.store(ids, models)
+        super().receive(updates)
+
+    def personalize(self, clients: Tensor) -> TensorDict:
+        """Return the server's model or, in its place, the mean of the clients' last models."""
+        sent = self.broadcast(clients)
+        if self.judged == "mean":
+            sent.update(expand_state(self.last.tensors(), len(clients)))
+        return self.clients.judged(clients, sent)
 
     def aggregate(self, mean: TensorDict) -> TensorDict:
         """Return the mean, moved by H."""
+        share, lead = self.mean.weights[0] / len(self.clients.trainable), self.lead.tensors()
+        if self.judged == "mean":
+            self._moved.all_reduce()
+            for name, change in entries(self._moved.compute()[0]):
+                self.last.tensors()[name].add_(share.to(change) * change)
         half = self.clients.half
         assert isinstance(half, Dynamic)
         if not half.a:
             return mean
-        share, lead = self.mean.weights[0] / len(self.clients.trainable), self.lead.tensors()
         for name, theta in self.server.tensors(0, self.clients.layout.parameters).items():
             lead[name] += share.to(theta) * (mean[name] - theta)
             mean[name] = mean[name] + lead[name]

@@ -106,6 +106,34 @@ def test_three_rounds(size: bool) -> None:
         assert own(federation, i) == pytest.approx(g[i], rel=1e-9, abs=1e-11)
 
 
+def test_judged_by_the_mean_of_all_clients_last_models() -> None:
+    """Also of those that have not taken part, as in the initial model."""
+    case = Normalised.make()
+    callback = FedDyn(0.3, judged="mean")
+    federation = case.run(callback)
+    assert len({i for entry in federation.history for i in entry.clients}) < 6
+    last, theta, norms = np.tile(case.theta, (6, 1)), case.theta, case.statistics
+    h, g = 0.0, np.zeros((6, len(theta)))
+    for round_, entry in enumerate(federation.history):
+        ends = {}
+        for i in entry.clients:
+
+            def more(w, i=i, start=theta):
+                return 0.3 * (w - start) - g[i]
+
+            ends[i] = case.train(round_, i, theta, norms, more)
+            g[i] -= 0.3 * (ends[i][0] - theta)
+            last[i] = ends[i][0]
+        h = h + np.sum([w - theta for w, _ in ends.values()], axis=0) / 6
+        theta = np.mean([w for w, _ in ends.values()], axis=0) + h
+        norms = np.mean([s for _, s in ends.values()], axis=0)
+    for i in range(6):
+        state = federation.client_state(i)
+        assert parameters(state) == pytest.approx(last.mean(axis=0), rel=1e-9, abs=1e-11)
+        assert statistics(state) == pytest.approx(norms, rel=1e-9, abs=1e-11)
+    assert parameters(federation.server_states()[0]) == pytest.approx(theta, rel=1e-9, abs=1e-11)
+
+
 @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 @pytest.mark.parametrize("size", [False, True])
 def test_the_servers_sum_is_minus_the_mean_of_the_clients(size: bool) -> None:
