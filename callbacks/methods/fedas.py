@@ -143,15 +143,17 @@ class Synchronised(Half):
         states = super().before_training(work, clients, sent)
         kept = work.remembered(clients, states)
         seen = kept.seen.to(clients.device)
-        if not seen.any() or not self.align_epochs:
+        head, own = f"{work.head.name}.", {*work.layout.own}
+        body = [n for n in work.layout.parameters if not n.startswith(head) and n not in own]
+        if not (seen.any() and self.align_epochs and body):
             return states
         before = states.clone(recurse=False).update(kept.states)
         like = torch.zeros(work.head.outputs, work.head.width).to(states[_FISHER])
         means, _ = own_prototypes(work, clients, before, like)
-        own = {f"module.{n}": v for n, v in entries(states) if n not in {*work.layout.own}}
-        starts = TensorDict({**own, "means": means}, batch_size=[len(clients)])
+        given = {f"module.{n}": value for n, value in entries(states) if n not in own}
+        starts = TensorDict({**given, "means": means}, batch_size=[len(clients)])
         aligned = states.clone()
-        width, names = work.head.width, [n for n in work.layout.parameters if f"module.{n}" in own]
+        width = work.head.width
         trained = work.learn(
             lambda module: Aligning(module, width, self.align_lr, self.align),
             clients[seen],
@@ -159,7 +161,7 @@ class Synchronised(Half):
             doing="to align its body",
             epochs=self.align_epochs,
         )
-        for name in names:
+        for name in body:
             aligned[name][seen] = trained[f"module.{name}"]
         return aligned
 

@@ -19,9 +19,8 @@ from pflight.head import EXTRA, Head, body_names
 from pflight.options import check_range, checked
 from pflight.updates import ClientUpdates
 
-_MEANS, _COVARIANCE, _WEIGHT, _BIAS = (
-    f"{EXTRA}.{name}" for name in ("means", "covariance", "weight", "bias")
-)
+_MEANS, _COVARIANCE = f"{EXTRA}.means", f"{EXTRA}.covariance"
+_WEIGHT, _BIAS = f"{EXTRA}.weight", f"{EXTRA}.bias"
 
 
 class Gaussians(NamedTuple):
@@ -44,10 +43,8 @@ class Gaussians(NamedTuple):
             prior: Of the classes ``[K]``.
             eps: Share of a multiple of the identity in the covariance.
         """
-        d = len(self.covariance)
-        identity = torch.eye(d).to(self.covariance)
-        size = self.covariance.trace() / d
-        regular = (1 - eps) * self.covariance + eps * size * identity
+        ridge = self.covariance.diagonal().mean() * torch.eye(len(self.covariance)).to(self.means)
+        regular = torch.lerp(self.covariance, ridge, eps)
         weight = torch.linalg.solve(regular, self.means.T).T
         return weight, prior.log() - (self.means * weight).sum(1) / 2
 
@@ -129,8 +126,7 @@ class Discriminating(Half):
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Lay the discriminants of what is sent into the states."""
-        states = super().before_training(work, clients, sent)
-        return self._discriminating(work, clients, states)
+        return self._discriminating(work, clients, super().before_training(work, clients, sent))
 
     def finish(
         self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
@@ -140,10 +136,8 @@ class Discriminating(Half):
 
     def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Lay the discriminants of the clients' own statistics into the states."""
-        states = super().judged(work, clients, sent)
-        if work.has_samples:
-            states = self._adapted(work, clients, states)
-        return self._discriminating(work, clients, states)
+        lay = self.after_finetuning if work.has_samples else self._discriminating
+        return lay(work, clients, super().judged(work, clients, sent))
 
     def after_finetuning(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
         """Take the statistics anew."""
@@ -151,20 +145,14 @@ class Discriminating(Half):
 
     def _discriminating(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
         priors = self._priors(work, clients, states)
-        heads = [
-            Gaussians(means.double(), covariance.double()).head(prior, self.eps)
-            for means, covariance, prior in zip(
-                states[_MEANS], states[_COVARIANCE], priors, strict=True
-            )
-        ]
+        sent = zip(states[_MEANS].double(), states[_COVARIANCE].double(), priors, strict=True)
+        heads = [Gaussians(*own).head(prior, self.eps) for *own, prior in sent]
         weight, bias = (torch.stack(parts) for parts in zip(*heads, strict=True))
         return states.update({_WEIGHT: weight.to(states[_WEIGHT]), _BIAS: bias.to(states[_BIAS])})
 
     def _priors(self, work: LocalWork, clients: Tensor, states: TensorDict) -> Tensor:
-        counts = torch.zeros_like(states[_BIAS], dtype=torch.double)
-        if work.has_samples:
-            counts = work.class_counts_of(clients).double()
-        shares = counts / counts.sum(1, keepdim=True).clamp(min=1) + self.eps
+        counts = work.class_counts_of(clients) if work.has_samples else 0 * states[_BIAS]
+        shares = counts.double() / counts.sum(1, keepdim=True).clamp(min=1) + self.eps
         return shares / shares.sum(1, keepdim=True)
 
     def _adapted(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
@@ -178,8 +166,7 @@ class Discriminating(Half):
                 z, y = found["z"].double(), found["y"]
                 folds = halves(y, work.random(int(clients[row])))
                 share = self.share(z, y, folds, sent, priors[row])
-                mixed = sent.mixed(self.statistics(z, y, sent), share)
-                means[row], covariances[row] = mixed
+                means[row], covariances[row] = sent.mixed(self.statistics(z, y, sent), share)
         return states.update({_MEANS: means, _COVARIANCE: covariances})
 
     def statistics(self, z: Tensor, y: Tensor, sent: Gaussians) -> Gaussians:
@@ -235,8 +222,7 @@ def halves(y: Tensor, random: torch.Generator) -> Tensor:
     order = torch.randperm(len(y), generator=random).to(y.device)
     for label in y.unique():
         own = order[y[order] == label]
-        if len(own) > 1:
-            folds[own] = torch.arange(len(own), device=y.device) % 2
+        folds[own] = torch.arange(len(own)).to(y) % 2 if len(own) > 1 else -1
     return folds
 
 
