@@ -20,11 +20,13 @@ from .methods.fedec import FedEC
 from .methods.fedexp import FedExP
 from .methods.fedfomo import FedFomo
 from .methods.fedgh import FedGH
+from .methods.fedlc import FedLC
 from .methods.fednova import FedNova
 from .methods.fedpac import FedPAC
 from .methods.fedproto import FedProto
 from .methods.fedprox import FedProx
 from .methods.fedrod import FedRoD
+from .methods.fedrs import FedRS
 from .methods.fedsgd import FedSGD
 from .methods.fesem import FeSEM, select_num_clusters
 from .methods.gpfl import GPFL
@@ -88,10 +90,12 @@ __all__ = [
     "FedExP",
     "FedFomo",
     "FedGH",
+    "FedLC",
     "FedNova",
     "FedPAC",
     "FedProto",
     "FedProx",
+    "FedRS",
     "FedRep",
     "FedRoD",
     "FedSGD",

@@ -1,0 +1,83 @@
+"""FedLC: clients lower the logits of the classes of which they have few samples."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pflight.fedavg import FedAvg
+from pflight.options import check_range, checked
+
+from .logits import AdjustedLogits
+
+_ABSENT = -1e4  # leaves nothing of a class in the softmax
+_FEW = 1e-8  # samples of a class that has none, where it counts
+
+
+@checked
+class CalibratedLogits(AdjustedLogits):
+    r"""FedLC's client, which minimises :math:`\mathrm{CE}(z - \tau n_i^{-1/4}, y)` of its logits.
+
+    The fewer samples of a class, the further its logit :math:`z_c` has to be above the others to
+    be right (Zhang et al. 2022, with the true class in the denominator, as all code has it:
+    without it the loss has no lower bound).
+
+    Args:
+        tau: :math:`\tau`.
+        absent: What becomes of classes without samples: ``"masked"``, so that they leave the
+            softmax, or ``"counted"`` as :math:`10^{-8}` samples, which shifts them by
+            :math:`100\,\tau`.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+    """
+
+    def __init__(self, tau: float = 1.0, absent: Literal["masked", "counted"] = "masked") -> None:
+        check_range(self, "[0, inf)", tau=tau)
+        self.tau = tau
+        self.absent = absent
+
+    def adjusted(self, logits: Tensor, counts: Tensor) -> Tensor:
+        """Return the logits ``[n, K]``, shifted by class."""
+        shifted = logits - self.tau * counts.clamp(min=_FEW) ** -0.25
+        return torch.where(counts > 0, shifted, _ABSENT) if self.absent == "masked" else shifted
+
+
+@checked
+class FedLC(FedAvg):
+    r"""Federated learning via logits calibration (Zhang et al. 2022): FedAvg of such clients.
+
+    What they minimise is :class:`CalibratedLogits`'. They are judged by the logits as they are. A
+    client with a single class has nothing to learn: it returns the model that it was sent, and
+    weighs as much as its samples.
+
+    Args:
+        tau: :math:`\tau`; by default 1, or what the client's own half says. With 0 and
+            ``absent="counted"`` it is FedAvg.
+        absent: ``"masked"``, the default, or ``"counted"``, as in :class:`CalibratedLogits`.
+        weighting: As in :class:`FedAvg`.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or the client has no classes or no head.
+
+    Example:
+        >>> FedLC(tau=0.5).half.tau
+        0.5
+
+    References:
+        Zhang et al., Federated Learning with Label Distribution Skew via Logits Calibration, ICML
+        2022, https://arxiv.org/abs/2209.00189.
+    """
+
+    def __init__(
+        self,
+        tau: float | None = None,
+        absent: Literal["masked", "counted"] | None = None,
+        weighting: Literal["samples", "uniform"] = "samples",
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__(weighting, buffers)
+        self.bring(CalibratedLogits, tau=tau, absent=absent)

@@ -1,0 +1,77 @@
+"""FedRS: clients hold back the logits of classes that they don't have."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from pflight.fedavg import FedAvg
+from pflight.options import check_range, checked
+
+from .logits import AdjustedLogits
+
+
+@checked
+class RestrictedSoftmax(AdjustedLogits):
+    r"""FedRS' client, which minimises :math:`\mathrm{CE}(s_i \odot z, y)` of its logits :math:`z`.
+
+    Without scaling, every step of a client lowers the logits of the classes that it does not have,
+    for all inputs; a smaller :math:`s_{ic}` holds that back (Li and Zhan 2021).
+
+    Args:
+        a: :math:`\alpha`, the scale of a class without samples; 1 gives plain training, and with 0
+            its logit is the constant 0.
+        scaling: ``"hard"`` for :math:`s_{ic} = 1` where there are samples and a elsewhere, as in
+            the paper, or ``"soft"`` for :math:`s_{ic} = a + (1 - a)\, n_{ic} / \max_k n_{ik}`, as
+            in the authors' code.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+    """
+
+    def __init__(self, a: float = 0.5, scaling: Literal["hard", "soft"] = "hard") -> None:
+        check_range(self, "[0, 1]", a=a)
+        self.a = a
+        self.scaling = scaling
+
+    def adjusted(self, logits: Tensor, counts: Tensor) -> Tensor:
+        """Return the logits ``[n, K]``, scaled by class."""
+        share = counts / counts.amax().clamp(min=1) if self.scaling == "soft" else counts > 0
+        return logits * (self.a + (1 - self.a) * share)
+
+
+@checked
+class FedRS(FedAvg):
+    r"""Federated learning with a restricted softmax (Li and Zhan 2021): FedAvg of such clients.
+
+    What they minimise is :class:`RestrictedSoftmax`'s. They are judged by the logits as they are.
+
+    Args:
+        a: :math:`\alpha`, the scale of the logits of classes that a client does not have; by
+            default 0.5, or what the client's own half says. 1 is FedAvg.
+        scaling: ``"hard"``, the default, or ``"soft"``, as in :class:`RestrictedSoftmax`.
+        weighting: As in :class:`FedAvg`.
+        buffers: As in :class:`~pflight.callbacks.ServerCallback`.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or the client has no classes or no head.
+
+    Example:
+        >>> FedRS(a=0.1).half.a
+        0.1
+
+    References:
+        Li and Zhan, FedRS: Federated Learning with Restricted Softmax for Label Distribution
+        Non-IID Data, KDD 2021, https://doi.org/10.1145/3447548.3467254.
+    """
+
+    def __init__(
+        self,
+        a: float | None = None,
+        scaling: Literal["hard", "soft"] | None = None,
+        weighting: Literal["samples", "uniform"] = "samples",
+        buffers: Literal["shared", "local", "reset"] = "shared",
+    ) -> None:
+        super().__init__(weighting, buffers)
+        self.bring(RestrictedSoftmax, a=a, scaling=scaling)

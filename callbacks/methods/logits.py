@@ -1,0 +1,28 @@
+"""The client half of methods that adjust a client's logits by its class counts in training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from pflight.half import Half, LocalClient
+
+
+class AdjustedLogits(Half):
+    """Trains a client on its task's loss of adjusted logits, in fine-tuning as well.
+
+    Predictions are by the logits as they are. A subclass says what the adjustment is.
+    """
+
+    needs_head = True
+    needs_classes = True
+
+    def adjusted(self, logits: Tensor, counts: Tensor) -> Tensor:
+        """Return the logits ``[n, K]`` to train on, by the client's class counts ``[K]``."""
+        raise NotImplementedError(f"{type(self).__name__} does not define adjusted()")
+
+    def loss(self, c: LocalClient, batch: Any) -> Tensor:
+        """Return the task's loss of the adjusted logits."""
+        counts = c.class_counts
+        return c.task_loss_and_features(batch, lambda _, logits: self.adjusted(logits, counts))[0]
