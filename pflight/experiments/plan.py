@@ -209,7 +209,8 @@ def methods_of(names: Sequence[str]) -> list[Method]:
     """
     found: dict[str, Method] = {}
     shipped = [entry.name for entry in catalogue.methods()]
-    for name in chain.from_iterable(shipped if name == "all" else [name] for name in names):
+    names = [*chain.from_iterable(shipped if name == "all" else [name] for name in names)]
+    for name in names:
         method = _method(name)
         if found.setdefault(method.name, method) != method:
             raise ConfigurationError(

@@ -163,6 +163,9 @@ class TestMethods:
         copy.write_text(Path(config_file("configs/algorithm/local.yaml")).read_text())
         assert [method.title for method in methods_of([str(copy), "local"])] == ["mine", "Local"]
         assert [method.title for method in methods_of([str(copy)])] == ["Local"]
+        titles = [method.title for method in methods_of([str(copy), "all"])]
+        assert titles[0] == "mine"
+        assert "Local" in titles
 
     def test_with_the_same_options_are_named(self, plan, tmp_path):
         own = method_config(tmp_path, "mine", "{class_path: FedAvg}")

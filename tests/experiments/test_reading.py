@@ -122,6 +122,7 @@ class TestRuns:
             report([runs / "fedavg-0", runs / "fedavg-0"])
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:there is no last.ckpt")
 def test_a_run_with_its_own_checkpoints(tmp_path):
     text = DATA.replace(
         "trainer: {",
@@ -131,6 +132,7 @@ def test_a_run_with_its_own_checkpoints(tmp_path):
     fit(data_config(tmp_path, text), "fedavg", tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "moved")
     (row,) = report(tmp_path / "moved").findings.rows
+    assert not row.failures
     assert row.runs[0].metric == "f1"
     assert row.runs[0].last.round == 3
     curve = row.runs[0].curve.values["val/macro_f1"]
