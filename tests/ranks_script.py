@@ -35,6 +35,7 @@ ON_DISK = "Local on disk"
 DROPOUT = {"CFL-splitting", "FeSEM", "FeSEM-MA", "IFCA", "L2GD", "Local", ON_DISK, "TrimmedKMeans"}
 BATCHNORM = {"APFL", "Ditto", "FedALA", "FedAvg", "FedBN", "FedEC", "FedFomo", "FedRep"}
 BATCHNORM |= {"FedBABU", "FedDyn", "HeurpFedLA", "SCAFFOLD", "pFedHN"}
+BATCHNORM |= {"FedDBE", "FedGH", "FedPAC", "FedProto"}
 OTHERS = {  # which the common tester has without what needs the data of newcomers
     "FedDANE": Algorithm(FedDANE),
     "Per-FedAvg": Algorithm(PerFedAvg),
