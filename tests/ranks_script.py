@@ -35,7 +35,7 @@ ON_DISK = "Local on disk"
 DROPOUT = {"CFL-splitting", "FeSEM", "FeSEM-MA", "IFCA", "L2GD", "Local", ON_DISK, "TrimmedKMeans"}
 BATCHNORM = {"APFL", "Ditto", "FedALA", "FedAvg", "FedBN", "FedEC", "FedFomo", "FedRep"}
 BATCHNORM |= {"APPLE", "FedAMP", "FedBABU", "FedCAC", "FedDyn", "FedExP", "FedNova"}
-BATCHNORM |= {"HeurpFedLA", "SCAFFOLD", "pFedHN"}
+BATCHNORM |= {"FedDBE", "FedGH", "FedPAC", "FedProto", "HeurpFedLA", "SCAFFOLD", "pFedHN"}
 OTHERS = {  # which the common tester has without what needs the data of newcomers
     "FedDANE": Algorithm(FedDANE),
     "Per-FedAvg": Algorithm(PerFedAvg),
