@@ -154,9 +154,9 @@ class Plan:
             UnknownOptionError: If a setting is of no method.
             ConfigurationError: If a value is none that its option can have.
         """
-        if own := sorted({*settings} & {*APART, _PLACE}):
+        if reserved := sorted({*settings} & {*APART, _PLACE}):
             raise ConfigurationError(
-                f"--set {own[0]}: a comparison gives each run its own (see --seeds and --out)"
+                f"--set {reserved[0]}: a comparison gives each run its own (see --seeds and --out)"
             )
         rows: dict[str, Row] = {}
         lacking: dict[str, UnknownOptionError] = {}
