@@ -73,8 +73,8 @@ class Row:
 
     @cached_property
     def key(self) -> str:
-        """A hash of its options."""
-        return key_of(self.config)
+        """A hash of its method's name and of its options."""
+        return key_of({"method": self.method.name, **self.config})
 
     @property
     def folder(self) -> str:
@@ -178,11 +178,7 @@ class Plan:
                         absent |= missing
                         lacking |= dict.fromkeys(missing, error)
                 used |= {*own}
-                other = rows.setdefault(row.key, row).method
-            if method not in (row.method for row in rows.values()):
-                raise ConfigurationError(
-                    f"{method.name} and {other.name} have the same options: leave one of them out"
-                )
+                rows.setdefault(row.key, row)
         for name, why in lacking.items():
             if name not in used:
                 raise UnknownOptionError(f"--set {name}: no method has it: {why}", [name])

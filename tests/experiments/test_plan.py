@@ -167,10 +167,11 @@ class TestMethods:
         assert titles[0] == "mine"
         assert "Local" in titles
 
-    def test_with_the_same_options_are_named(self, plan, tmp_path):
+    def test_with_the_same_options_are_two_rows(self, plan, tmp_path):
         own = method_config(tmp_path, "mine", "{class_path: FedAvg}")
-        with pytest.raises(ConfigurationError, match="mine and fedavg have the same options"):
-            rows_of(plan, "fedavg", own)
+        one, other = rows_of(plan, "fedavg", own)
+        assert one.config == other.config
+        assert one.key != other.key
 
     @pytest.mark.parametrize(
         ("names", "message"),
