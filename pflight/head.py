@@ -151,10 +151,17 @@ def watched(
         return outputs(*seen[-1])
 
     hooks = [head.register_forward_hook(note, prepend=True)]
-    hooks += [] if outputs is None else [head.register_forward_hook(replace)]
+    replaced = []
+    if outputs is not None:
+        hooks.append(head.register_forward_hook(replace))
+        replaced = [one for one in head._forward_hooks.values() if isinstance(one, _Prediction)]
+    for one in replaced:
+        one.rests = True
     try:
         yield seen
     finally:
+        for one in replaced:
+            one.rests = False
         for hook in hooks:
             hook.remove()
 
@@ -178,8 +185,11 @@ class _Prediction:
 
     def __init__(self, extra: nn.Module) -> None:
         self.extra = extra
+        self.rests = False  # where something else takes its place
 
     def __call__(self, head: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        if self.rests:
+            return output
         (x,) = args
         features = x.flatten(1)
 
