@@ -193,7 +193,7 @@ def _drawn(distribution: Any, value: Any) -> Any:
     from optuna.distributions import CategoricalDistribution
 
     if isinstance(distribution, CategoricalDistribution):
-        return next((text for text in distribution.choices if json.loads(text) == value), None)
+        return next((text for text in distribution.choices if json.loads(str(text)) == value), None)
     number = isinstance(value, int | float)
     return value if number and distribution.low <= value <= distribution.high else None
 
