@@ -33,6 +33,10 @@ class ClientError(RuntimeError):
     """A client failed, and the federation's ``on_client_error`` is ``"raise"``."""
 
 
+class Stopped(BaseException):
+    """Raised to end a run after a signal; what catches all that a client raises lets it pass."""
+
+
 def said_by(error: BaseException) -> str:
     """Return what an exception says, if it can: one of a user's own may raise another.
 

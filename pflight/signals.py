@@ -22,6 +22,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from .distributed import all_max, lost_rank
+from .errors import Stopped
 from .files import causes
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -30,10 +31,6 @@ _END = 0  # the byte that ends the thread; the others are numbers of signals
 _SAME = 0.2  # seconds in which the same signal may come twice, from the terminal and a parent
 _LOOK = 1.0  # seconds between two checks of the other ranks
 _GRACE = 5.0  # seconds for a rank to end by itself after another one has ended
-
-
-class Stopped(BaseException):
-    """Raised inside :class:`StopBetweenRounds` to end the run after a signal."""
 
 
 class StopBetweenRounds(L.Callback):

@@ -10,10 +10,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from tensordict import TensorDict
 from torch import Tensor
 
-from .errors import described, said_by
+from .errors import Stopped, described, said_by
 from .history import Logs
 
-STOPS = (KeyboardInterrupt, SIGTERMException, MisconfigurationException)
+STOPS = (KeyboardInterrupt, Stopped, SIGTERMException, MisconfigurationException)
 """What ends a run wherever it is raised: a signal, or a mistake that is not one client's. All else
 is the failure of the client that raises it, ``SystemExit`` as well."""
 _REASON = 500  # characters

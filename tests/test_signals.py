@@ -22,6 +22,7 @@ from pflight.callbacks import FedAvg
 from pflight.checkpoint import AtomicCheckpointIO
 from pflight.cli import main
 from pflight.clients import Clients
+from pflight.models import MLP
 from pflight.signals import StopBetweenRounds
 from tests.event_files import read_events
 from tests.pages import DIGITS
@@ -323,3 +324,19 @@ class TestSlurm:
         pflight("fit", root="straight")
         assert read_events("run").values == read_events("straight").values
         assert not Path("run.1").exists()
+
+
+def test_a_signal_while_a_client_is_judged_is_not_its_failure(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    raising(monkeypatch, MLP, "forward", signal.SIGTERM)
+    assert stopped("test", "--model.engine=sequential", root=str(trained)) == 143
+    assert "client" not in error_line(capfd)
+
+
+def test_a_signal_while_stacking_is_tried_is_no_obstacle(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    raising(monkeypatch, MLP, "forward", signal.SIGTERM)
+    assert stopped("fit", "--model.engine=vectorized") == 143
+    assert "stacked" not in error_line(capfd)

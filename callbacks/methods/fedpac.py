@@ -164,7 +164,7 @@ class FedPAC(FedAvg):
 
     Example:
         >>> FedPAC(lam=0.1).half
-        Aligned(lam=0.1, head_lr=0.1, head_epochs=1)
+        Aligned(lam=0.1, align='sample', head_lr=0.1, head_epochs=1)
 
     References:
         Xu et al., Personalized Federated Learning with Feature Alignment and Classifier
