@@ -45,6 +45,7 @@ ALGORITHMS = {
     "fedamp": "FedAMP",
     "fedas": "FedAS",
     "fedavg": "FedAvg",
+    "fedavg_ft": "FedAvg",
     "fedavgm": "FedAvg",
     "fedbabu": "FedBABU",
     "fedbn": "SharedPart",
