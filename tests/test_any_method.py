@@ -26,7 +26,19 @@ NEED_CLASSES = {  # and what is said before the start
     "fesem_ma": "FeSEM: matching, .* needs logits and classes: .* not Diabetes",
     "fesem_auto": "FeSEM: criterion 'accuracy', unlike 'distance', needs logits and classes",
     **dict.fromkeys(
-        "fedas fedgh fedlc fedpac fedproto fedrod fedrod_hyper fedrs gpfl knnper pfedfda".split(),
+        [
+            "fedas",
+            "fedgh",
+            "fedlc",
+            "fedpac",
+            "fedproto",
+            "fedrod",
+            "fedrod_hyper",
+            "fedrs",
+            "gpfl",
+            "knnper",
+            "pfedfda",
+        ],
         "the algorithm needs classes, and Diabetes has no num_classes",
     ),
 }
