@@ -756,7 +756,7 @@ class Clients:
         self, clients: Tensor, starts: TensorDict, updates: ClientUpdates
     ) -> ClientUpdates:
         """Return what clients make of their training; those that get a NaN have failed."""
-        if type(self.participation).finish is Participation.finish:
+        if type(self.participation).finish is Participation.finish or not len(updates.clients):
             return updates
         if len(updates.clients) < len(clients):
             starts = starts[torch.isin(clients, updates.clients)]

@@ -19,7 +19,7 @@ from .shipped import find_config, no_config
 from .signatures import PACKAGES, Source, defined_names, find, names
 from .spelling import OF_THE_PARSER, closest, no_class, no_option
 
-_OF_A_RUN = ("seed_everything", "trainer", "model", "data", "monitor", "mode")
+_OF_A_RUN = ("seed_everything", "trainer", "model", "data", "monitor", "mode", "search_space")
 _TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
 _DEFAULTS = {"model": "pflight.Federation", "model.client": "pflight.models.Classifier"}
 _KNOWN_BY_SHORT_NAMES = (

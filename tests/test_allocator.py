@@ -19,7 +19,7 @@ for option in (-1, -3):  # all that is freed goes back, as by default it may
     ctypes.CDLL(None).mallopt(option, 2**16)
 told = "tell" in sys.argv and pflight.keep_freed_memory()
 if "command" in sys.argv:
-    sys.argv[1:] = ["--version"]
+    sys.argv[1:] = ["fit", "--help"]
     try:
         pflight.__main__.main()
     except SystemExit:

@@ -68,9 +68,15 @@ class HeadFirst(Half):
 
     def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase]:
         """Return the epochs of the head, then those of the body."""
-        parts, first = self.parts(module), min(epochs, self.head_epochs)
-        found = [Phase(0, first, parts["head"]), Phase(first, epochs - first, parts["body"])]
+        first = min(epochs, self.head_epochs)
+        head, body = (self.trained(module, part) for part in ("head", "body"))
+        found = [Phase(0, first, head), Phase(first, epochs - first, body)]
         return [phase for phase in found if phase.epochs]
+
+    def trained(self, module: LightningModule, part: str) -> set[str]:
+        """Return the names of a part's tensors, none if it has no parameter that is trained."""
+        names = self.parts(module)[part]
+        return set() if names.isdisjoint(StateLayout.of(module).parameters) else names
 
     def parameters(self, module: LightningModule) -> tuple[list[str], ...]:
         """Return the names of the trained parameters of the head, and of the body."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results, str]:
             method_config(folder, name, f"{{class_path: {HERS}.Killed, {where}}}", f"{name}: so.")
         )
     methods.append(method_config(folder, "raising", f"{{class_path: {HERS}.Raising}}"))
-    console = Console(record=True, width=200, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(record=True, width=200, file=StringIO())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_JOB_ID", "7")  # as in a job with four tasks
         patch.setenv("SLURM_NTASKS", "4")
