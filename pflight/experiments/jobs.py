@@ -133,8 +133,7 @@ class Jobs:
             try:
                 while not self._signum and (due := self._due()):
                     self._assign(due)
-                    for key, _ in self._events.select(_LOOK):
-                        self._hear(key.data)
+                    self._listen()
                 if self._signum:
                     self.watcher.stopping(self._signum)
             finally:
@@ -168,7 +167,7 @@ class Jobs:
 
     def _assign(self, due: Sequence[Task]) -> None:
         now = time.monotonic()
-        busy = {worker.task.folder for worker in self._workers if worker.task}
+        busy = self._busy()
         for task in due:
             if len(busy) == self.count:
                 return
@@ -186,6 +185,17 @@ class Jobs:
         assert worker.process.stdout is not None
         self._events.register(worker.process.stdout, selectors.EVENT_READ, worker)
         return worker
+
+    def _listen(self) -> None:
+        """Hear the workers until one of them has ended its run, or for a while."""
+        busy, end = self._busy(), time.monotonic() + _LOOK
+        while self._busy() == busy and not self._signum and (left := end - time.monotonic()) > 0:
+            for key, _ in self._events.select(left):
+                self._hear(key.data)
+
+    def _busy(self) -> set[str]:
+        """Return the folders of the runs that go on here."""
+        return {worker.task.folder for worker in self._workers if worker.task}
 
     def _hear(self, worker: Worker) -> None:
         answers = worker.answers()

@@ -140,7 +140,7 @@ class Plan:
         if config.get("data") is None:
             raise ConfigurationError("the configuration of a comparison has no data")
         self.space = _declared(self.configs)
-        self._configs: dict[tuple[str, ...], dict[str, Any]] = {}
+        self._rows: dict[tuple[str, ...], Row] = {}
         self.data = _plain(config)["data"]
 
     def rows(self, methods: Iterable[Method], settings: Mapping[str, Sequence[Any]]) -> list[Row]:
@@ -189,10 +189,11 @@ class Plan:
         options = {**fixed, **settings}
         told = [f"--{name}={_text(value)}" for name, value in options.items()]
         arguments = [*self.arguments, f"--config={method.config}", *told]
-        known = tuple(arguments)
-        if known not in self._configs:  # parsing takes a quarter of a second
-            self._configs[known] = _plain(parsed(arguments))
-        return Row(method, settings, fixed, arguments, self._configs[known])
+        known = (*arguments, *settings)
+        if known not in self._rows:  # parsing takes a quarter of a second
+            config = _plain(parsed(arguments))
+            self._rows[known] = Row(method, settings, fixed, arguments, config)
+        return self._rows[known]
 
 
 def methods_of(names: Sequence[str]) -> list[Method]:

@@ -40,8 +40,9 @@ class RunsProgress:
             console=console,
             disable=not console.is_terminal,
         )
-        before = ended()
-        self._bar = self._progress.add_task("", total=count, completed=before, done=before, now="")
+        self._done = ended()
+        done = {"completed": self._done, "done": self._done}
+        self._bar = self._progress.add_task("", total=count, **done, now="")
 
     def __enter__(self) -> RunsProgress:
         """Begin to draw."""
@@ -56,6 +57,7 @@ class RunsProgress:
         """A run has begun, or goes on."""
         self._parts[task.folder] = 0.0
         self._since[task.folder] = time.monotonic()
+        self._done = self._ended()
         self._draw(task)
 
     def advanced(self, task: Task, rounds: int, of: int) -> None:
@@ -68,7 +70,8 @@ class RunsProgress:
         self._parts.pop(task.folder, None)
         seconds = time.monotonic() - self._since.get(task.folder, time.monotonic())
         said = f"failed: {failure}" if failure else f"{seconds:.0f} s"
-        self.say(f"{self._ended()}/{self.count} {_name(task)}: {said}")
+        self._done = self._ended()
+        self.say(f"{self._done}/{self.count} {_name(task)}: {said}")
         self._draw(task)
 
     def taken(self, task: Task, by: str) -> None:
@@ -87,10 +90,9 @@ class RunsProgress:
         self.console.print(f"pflight: {line}", markup=False, highlight=False, soft_wrap=True)
 
     def _draw(self, task: Task, more: str = "") -> None:
-        ended = self._ended()
-        shown = ended + sum(self._parts.values())
+        shown = self._done + sum(self._parts.values())
         now = f"{_name(task)}{more}"
-        self._progress.update(self._bar, completed=shown, done=ended, now=now)
+        self._progress.update(self._bar, completed=shown, done=self._done, now=now)
 
 
 def _name(task: Task) -> str:
