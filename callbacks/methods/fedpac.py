@@ -189,7 +189,8 @@ class FedPAC(FedAvg):
             raise ConfigurationError(
                 "FedPAC counts local epochs: give local_epochs instead of local_steps"
             )
-        self._head = HeadFirst(_HEAD).parameters(self.clients.module)[0]
+        head = HeadFirst(_HEAD).parts(self.clients.module)["head"]
+        self._head = [name for name in self.clients.layout.parameters if name in head]
 
     def round(self, cohort: Tensor) -> None:
         """Run one round, of the head's epochs and then the local epochs of the body."""

@@ -58,30 +58,25 @@ class HeadFirst(Half):
 
     def check_parts(self, module: LightningModule, *names: str) -> None:
         """Raise unless there is a parameter to train in each of these :meth:`parts`."""
-        layout, parts = StateLayout.of(module), self.parts(module)
+        parts = self.trained(module)
         for name in names:
-            if parts[name].isdisjoint(layout.parameters):
+            if not parts[name]:
+                layers = StateLayout.of(module).layers
                 raise ConfigurationError(
                     f"{self.algorithm}: the {name} has no parameter that is trained; the layers "
-                    f"are {', '.join(layout.layers)}"
+                    f"are {', '.join(layers)}"
                 )
 
     def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase]:
         """Return the epochs of the head, then those of the body."""
-        first = min(epochs, self.head_epochs)
-        head, body = (self.trained(module, part) for part in ("head", "body"))
-        found = [Phase(0, first, head), Phase(first, epochs - first, body)]
+        parts, first = self.trained(module), min(epochs, self.head_epochs)
+        found = [Phase(0, first, parts["head"]), Phase(first, epochs - first, parts["body"])]
         return [phase for phase in found if phase.epochs]
 
-    def trained(self, module: LightningModule, part: str) -> set[str]:
-        """Return the names of a part's tensors, none if it has no parameter that is trained."""
-        names = self.parts(module)[part]
-        return set() if names.isdisjoint(StateLayout.of(module).parameters) else names
-
-    def parameters(self, module: LightningModule) -> tuple[list[str], ...]:
-        """Return the names of the trained parameters of the head, and of the body."""
-        parts, names = self.parts(module), StateLayout.of(module).parameters
-        return tuple([n for n in names if n in parts[part]] for part in ("head", "body"))
+    def trained(self, module: LightningModule) -> dict[str, set[str]]:
+        """Return the :meth:`parts`, without the names of those in which no parameter is trained."""
+        trained, parts = StateLayout.of(module).parameters, self.parts(module)
+        return {part: set() if n.isdisjoint(trained) else n for part, n in parts.items()}
 
     def parts(self, module: LightningModule) -> dict[str, set[str]]:
         """Return the names of all tensors of the ``head``, the ``body``, and both: ``full``."""
