@@ -473,16 +473,16 @@ def main(args: Sequence[str] | None = None) -> None:
         with stop, _left_to_the_main_thread():
             FederationCLI(None if args is None else list(args), stop)
     except Exception as error:
-        full, cause = full_disk(error), _configuration_error(error)
+        full, cause = full_disk(error), configuration_error(error)
         if full is not None:
             where = f" ({full.filename})" if full.filename else ""
             notes = " ".join(getattr(error, "__notes__", ()))
-            _fail(f"{cause or f'{full.strerror}{where}'} {stop.advice() or notes}", status=1)
+            fail(f"{cause or f'{full.strerror}{where}'} {stop.advice() or notes}", status=1)
         if isinstance(error, ClientError):
-            _fail(f"{error}; the run ended {stop.advice()}", status=1)
+            fail(f"{error}; the run ended {stop.advice()}", status=1)
         if cause is None:
             raise
-        _fail(str(cause))
+        fail(str(cause))
     finally:
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()  # Lightning leaves gloo's threads running
@@ -504,7 +504,7 @@ def _left_to_the_main_thread() -> Iterator[None]:
         threading.excepthook = report
 
 
-def _fail(message: str, status: int = 2) -> NoReturn:
+def fail(message: str, status: int = 2) -> NoReturn:
     """Print one line and exit; other ranks wait for rank 0, which ends them if it fails as well."""
     rank = getattr(rank_zero_only, "rank", None) or 0
     if rank:
@@ -514,7 +514,7 @@ def _fail(message: str, status: int = 2) -> NoReturn:
     sys.exit(status)
 
 
-def _configuration_error(error: BaseException) -> BaseException | None:
+def configuration_error(error: BaseException) -> BaseException | None:
     """Return the configuration error, pflight's or Lightning's, that caused an exception."""
     kinds = (ConfigurationError, MisconfigurationException)
     return next((cause for cause in causes(error) if isinstance(cause, kinds)), None)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
-from pflight.cli import quieten
+from pflight.cli import fail, quieten
 from pflight.errors import ConfigurationError
 from pflight.files import full_disk
 
@@ -56,15 +55,10 @@ def _in_one_line() -> Iterator[None]:
     try:
         yield
     except (ConfigurationError, ResultError) as error:
-        sys.exit(_line(str(error)))
+        fail(str(error))
     except OSError as error:
         if error.filename is None:
             raise
         full = full_disk(error) is not None
         more = ": the same command goes on" if full else ""
-        sys.exit(_line(f"{error.strerror} ({error.filename}){more}", 1 if full else 2))
-
-
-def _line(message: str, status: int = 2) -> int:
-    sys.stderr.write(f"pflight: error: {' '.join(message.split())}\n")
-    return status
+        fail(f"{error.strerror} ({error.filename}){more}", 1 if full else 2)

@@ -13,14 +13,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from pflight.runs import FAILURE, LOG
-
-from .measuring import Task
-from .outcome import Failure
+from .measuring import Task, note_failure
 
 _LOOK = 1.0  # seconds between two looks at what others have finished
 _AGAIN = 5.0  # seconds before a run is asked for again that another process makes
@@ -228,11 +224,7 @@ class Jobs:
                 f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
             )
             reason = f"its process {why}, {_DEATHS} times"
-            log = str(Path(task.folder, LOG))
-            failure = Failure(task.key, task.method, task.settings, task.seed, reason, log)
-            with suppress(OSError):
-                Path(task.folder).mkdir(parents=True, exist_ok=True)
-                failure.write(Path(task.folder, FAILURE))
+            note_failure(task, reason)
             self._ended(task, reason)
 
     def _ended(self, task: Task, failure: str | None) -> None:

@@ -8,6 +8,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.history import Round
 from pflight.metrics import Direction
-from pflight.runs import CONFIG, FAILURE, RESULTS
+from pflight.runs import CONFIG, FAILURE, LOG, RESULTS
 from pflight.same_data import record_of
 from pflight.signals import StopBetweenRounds
 from pflight.state import StateLayout
@@ -202,6 +203,15 @@ def ended_in(folder: Path) -> Outcome | Failure | None:
             except ResultError as error:
                 warnings.warn(f"{error}; the run counts as not ended", stacklevel=2)
     return None
+
+
+def note_failure(task: Task, reason: str) -> None:
+    """Write down that a run failed, if there is space."""
+    folder = Path(task.folder)
+    whose = task.key, task.method, task.settings, task.seed
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        Failure(*whose, reason=reason, log=str(folder / LOG)).write(folder / FAILURE)
 
 
 def _tested(run: FederationCLI, checkpoint: str | None) -> Moment:

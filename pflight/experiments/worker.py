@@ -20,14 +20,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pflight.cli import quieten
+from pflight.cli import configuration_error, quieten
 from pflight.errors import TakenError, described
-from pflight.files import causes
 from pflight.runs import FAILURE, LOG, RESULTS, RunFolder
 from pflight.signals import StopBetweenRounds
 
-from .measuring import Clock, MeasuredRun, Task, ended_in, measured
-from .outcome import Failure, Outcome
+from .measuring import Clock, MeasuredRun, Task, ended_in, measured, note_failure
+from .outcome import Outcome
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -62,7 +61,7 @@ def make(task: Task, say: Say) -> dict[str, Any]:
                 except Exception as error:
                     traceback.print_exc()
                     reason = _reason(error)
-                    _note(task, reason)
+                    note_failure(task, reason)
                     return {"failed": reason}
     except TakenError as error:
         return {"taken": str(error)}
@@ -79,21 +78,10 @@ def _run(task: Task, say: Say) -> None:
     outcome.write(Path(task.folder, RESULTS))
 
 
-def _note(task: Task, reason: str) -> None:
-    """Write down that a run failed, if there is space."""
-    log = str(Path(task.folder, LOG))
-    with suppress(OSError):
-        failure = Failure(task.key, task.method, task.settings, task.seed, reason, log)
-        failure.write(Path(task.folder, FAILURE))
-
-
 def _reason(error: BaseException) -> str:
     """Return why a run failed, in one line; an error that a user can mend says enough itself."""
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
-    own = (cause for cause in causes(error) if isinstance(cause, MisconfigurationException))
-    found = next(own, None)
-    return described(error) if found is None else " ".join(str(found).split())
+    own = configuration_error(error)
+    return described(error) if own is None else " ".join(str(own).split())
 
 
 @contextmanager
