@@ -41,8 +41,9 @@ class RunsProgress:
             disable=not console.is_terminal,
         )
         self._done = ended()
-        done = {"completed": self._done, "done": self._done}
-        self._bar = self._progress.add_task("", total=count, **done, now="")
+        self._bar = self._progress.add_task(
+            "", total=count, completed=self._done, done=self._done, now=""
+        )
 
     def __enter__(self) -> RunsProgress:
         """Begin to draw."""
