@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from pflight import Federation
+from pflight import Federation, compare_command
 from pflight.callbacks import Local
 from pflight.callbacks.monitors.pictures.picture import new_figure
 from pflight.checkpoint import AtomicCheckpointIO
 from pflight.cli import main
+from pflight.commands import parser as front_door
 from pflight.experiments.worker import make
 from pflight.files import causes, full_disk
 from tests.event_files import read_events
-from tests.experiments.small import comparison, finish
+from tests.experiments.small import comparison, data_config, finish
 from tests.pages import DIGITS
 
 OPTIONS = [f"--config={DIGITS}", "--data.num_clients=6", "--model.local_epochs=1"]
@@ -160,15 +161,30 @@ def test_a_run_of_a_comparison(disk, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         filling(patch, disk, AtomicCheckpointIO, "save_checkpoint", call=3, left=0)
         answer = make(task, lambda _: None)
-    assert "No space left on device" in answer["failed"]
+    assert Path(answer["full"]).resolve().is_relative_to(folder)
     disk.make_room()
-    found.forget_failures()
     finish(found)
     assert found.results().findings.finished
     (tmp_path / "out").unlink()
     straight = comparison(tmp_path, ["fedavg"])
     finish(straight)
     assert_same_runs(folder, Path(task.folder))
+
+
+def test_a_comparison_stops_at_its_first_run(disk, tmp_path, capfd):
+    """What fails for want of room is no failure of a method; the same command goes on."""
+    data, out = data_config(tmp_path), tmp_path / "disk" / "results"
+    options = front_door()[0].parse_args(
+        ["compare", f"--config={data}", "--methods", "fedavg", "local", f"--out={out}"]
+    )
+    disk.fill(left=40_000)
+    line = assert_one_line(capfd, lambda: compare_command.run(options))
+    assert line.endswith(": the same command goes on")
+    assert len([*out.glob("*/seed-*")]) == 1
+    assert not [*out.glob("*/seed-*/failure.json")]
+    disk.make_room()
+    compare_command.run(options)
+    assert len([*out.glob("*/seed-*/results.json")]) == 6
 
 
 def test_predictions(disk, capfd):

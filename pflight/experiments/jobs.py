@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import selectors
@@ -116,18 +117,22 @@ class Jobs:
         self._workers: list[Worker] = []
         self._events = selectors.DefaultSelector()
         self._elsewhere: dict[str, float] = {}  # when a folder was last found taken
-        self._failed: set[str] = set()  # folders: that a run failed can't be written to a full disk
+        self._failed: set[str] = set()  # folders: that a run failed can't always be written there
         self._deaths: dict[str, int] = {}
         self._signum = 0
+        self._full: OSError | None = None
 
     def work(self) -> None:
         """Make all runs, and wait for those that other processes make.
 
         A signal ends it after the rounds that go on, with ``SystemExit``; a second Ctrl-C at once.
+
+        Raises:
+            OSError: If the disk is full; the other runs have ended after the rounds that went on.
         """
         with self._signals_noted():
             try:
-                while not self._signum and (due := self._due()):
+                while not (self._signum or self._full) and (due := self._due()):
                     self._assign(due)
                     self._listen()
                 if self._signum:
@@ -136,6 +141,8 @@ class Jobs:
                 self._end()
         if self._signum:
             raise SystemExit(128 + self._signum)
+        if self._full:
+            raise self._full
 
     @contextmanager
     def _signals_noted(self) -> Iterator[None]:
@@ -207,6 +214,8 @@ class Jobs:
             if "taken" in answer:
                 self._elsewhere[task.folder] = time.monotonic()
                 self.watcher.taken(task, answer["taken"])
+            elif "full" in answer:
+                self._full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), answer["full"])
             else:
                 self._ended(task, answer.get("failed"))
 

@@ -2,8 +2,8 @@
 
 It reads a task, a line of JSON, from standard input, and answers with lines of JSON on standard
 output: ``{"round": [3, 40]}`` after a round, and at the end ``{"done": null}``, ``{"failed":
-"why"}``, or ``{"taken": "by whom"}`` if another process makes that run. It ends with its input,
-after the round that goes on.
+"why"}``, ``{"full": "which file"}`` if the disk is, or ``{"taken": "by whom"}`` if another process
+makes that run. It ends with its input, after the round that goes on.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 from pflight.cli import configuration_error, quieten
 from pflight.errors import TakenError, described
+from pflight.files import full_disk
 from pflight.runs import FAILURE, LOG, RESULTS, RunFolder
 from pflight.signals import StopBetweenRounds
 
@@ -59,6 +60,8 @@ def make(task: Task, say: Say) -> dict[str, Any]:
                 except TakenError:
                     raise
                 except Exception as error:
+                    if full_disk(error):
+                        raise
                     traceback.print_exc()
                     reason = _reason(error)
                     note_failure(task, reason)
@@ -66,6 +69,8 @@ def make(task: Task, say: Say) -> dict[str, Any]:
     except TakenError as error:
         return {"taken": str(error)}
     except Exception as error:
+        if full := full_disk(error):
+            return {"full": full.filename or task.folder}
         return {"failed": _reason(error)}
     return {"done": None}
 
