@@ -131,6 +131,7 @@ class Comparison:
         if absent:
             raise ConfigurationError(f"search_space: no run has {', '.join(sorted(absent))}")
         self.rows: list[Row | Choice] = [self._with_choice(row) for row in rows]
+        self._check_own_space()
         self._ended: dict[Path, Outcome | Failure] = {}
         self._folders: dict[tuple[Path, str], Path] = {}
 
@@ -142,6 +143,16 @@ class Comparison:
         if self.tuning is None or not space:
             return row
         return Choice(row, space, Study(self.tuning, space, options, row.method.name))
+
+    def _check_own_space(self) -> None:
+        """Raise for values in the search space of the data's configuration that no option has."""
+        choices = [row for row in self.rows if isinstance(row, Choice)]
+        for option in self.plan.space:
+            choice = next((choice for choice in choices if option in choice.space), None)
+            if choice is not None:
+                row = choice.row
+                for value in choice.study.limits(option):
+                    self.plan.row(row.method, {**row.settings, option: value}, row.fixed)
 
     # What is to be done
 
@@ -200,7 +211,7 @@ class Comparison:
     def _trial(self, row: Row, settings: Mapping[str, Any]) -> list[Run]:
         """Return the runs of a trial, one for each of its seeds."""
         assert self.tuning is not None
-        tried = self.plan.row(row.method, {**row.settings, **settings}, row.fixed)
+        tried = row.trial(settings)
         folder = self._folder_of(tried, self.folder / TRIALS)
         return [Run(tried, seed, folder / f"seed-{seed}", False) for seed in self.tuning.used_seeds]
 

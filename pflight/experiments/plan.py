@@ -8,13 +8,15 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain, product
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+from jsonargparse import Namespace
+from lightning.pytorch.cli import ArgsType
 
 from pflight import catalogue
 from pflight.cli import FederationCLI, config_file
@@ -83,6 +85,16 @@ class Row:
         name = ",".join(filter(None, [self.method.name, told[:_MOST]]))
         return re.sub(r"[^\w.,=+-]", "_", f"{name}-{self.key[:8]}")
 
+    def trial(self, settings: Mapping[str, Any]) -> Row:
+        """Return the row with settings that are tried, which its runs will check."""
+        return Row(
+            self.method,
+            {**self.settings, **settings},
+            self.fixed,
+            [*self.arguments, *_told(settings)],
+            {**self.config, "tried": dict(settings)},
+        )
+
 
 @dataclass(frozen=True)
 class Run:
@@ -129,7 +141,7 @@ class Plan:
             )
         self.configs = [config_file(path) for path in configs]
         self.arguments = [*(f"--config={path}" for path in self.configs), *options]
-        config = parsed(self.arguments)
+        config = _parser().options(self.arguments)
         for name, spec in specs(config):
             kind = resolve_name(spec.class_path)
             if isinstance(kind, type) and issubclass(kind, ServerCallback):
@@ -187,11 +199,10 @@ class Plan:
     def row(self, method: Method, settings: Mapping[str, Any], fixed: Mapping[str, Any]) -> Row:
         """Return the row of a method with some settings."""
         options = {**fixed, **settings}
-        told = [f"--{name}={_text(value)}" for name, value in options.items()]
-        arguments = [*self.arguments, f"--config={method.config}", *told]
+        arguments = [*self.arguments, f"--config={method.config}", *_told(options)]
         known = (*arguments, *settings)
-        if known not in self._rows:  # parsing takes a quarter of a second
-            config = _plain(parsed(arguments))
+        if known not in self._rows:  # parsing takes a while
+            config = _plain(_parser().options(arguments))
             self._rows[known] = Row(method, settings, fixed, arguments, config)
         return self._rows[known]
 
@@ -249,8 +260,16 @@ def _declared(configs: Iterable[str | Path]) -> dict[str, Any]:
     return space
 
 
-class _Parsed(FederationCLI):
-    """The arguments of a fit, checked, without anything made of them."""
+class _Parser(FederationCLI):
+    """Parses and checks the arguments of a fit, without anything made of them."""
+
+    def options(self, arguments: Sequence[str]) -> Any:
+        """Return the options of a fit with such arguments, defaults included."""
+        super().parse_arguments(self.parser, ["fit", *arguments])
+        return self.config.fit
+
+    def parse_arguments(self, parser: Any, args: ArgsType) -> None:
+        self.config = Namespace(subcommand="fit")
 
     def _set_seed(self) -> None:
         pass
@@ -265,9 +284,9 @@ class _Parsed(FederationCLI):
         pass
 
 
-def parsed(arguments: Sequence[str]) -> Any:
-    """Return the options of a fit with such arguments, defaults included."""
-    return _Parsed(["fit", *arguments]).config.fit
+@cache
+def _parser() -> _Parser:
+    return _Parser([])  # to make it takes as long as to parse a configuration
 
 
 def key_of(config: Mapping[str, Any]) -> str:
@@ -286,6 +305,11 @@ def without_place(options: Mapping[str, Any]) -> dict[str, Any]:
     left = {name: value for name, value in options.items() if name not in APART}
     left["trainer"] = {n: v for n, v in options["trainer"].items() if n != "default_root_dir"}
     return left
+
+
+def _told(options: Mapping[str, Any]) -> list[str]:
+    """Return options as arguments."""
+    return [f"--{name}={_text(value)}" for name, value in options.items()]
 
 
 def _text(value: Any) -> str:

@@ -142,6 +142,11 @@ class Study:
         self._study.tell(trial, None if failed else value, TrialState.FAIL if failed else None)
         self.told += 1
 
+    def limits(self, option: str) -> list[Any]:
+        """Return the values of an option, or the ends of its range."""
+        values = self.space[option]
+        return [json.loads(v) for v in getattr(values, "choices", [])] or [values.low, values.high]
+
     @property
     def done(self) -> bool:
         """Whether all trials have ended."""

@@ -216,6 +216,12 @@ class TestTrials:
         (row,) = found.results().findings.rows
         assert row.settings["model.local_epochs"] == 1
 
+    @pytest.mark.parametrize("told", ["[one, 2]", "{low: 0.5, high: 2}"])
+    def test_of_values_that_the_option_cannot_have_are_not_begun(self, told, tmp_path):
+        text = DATA + f"search_space: {{model.local_epochs: {told}}}\n"
+        with pytest.raises(ConfigurationError, match="local_epochs: expected a whole"):
+            comparison(tmp_path, ["local"], tuning=Tuning(4), text=text)
+
     def test_of_options_that_are_set_are_not_made(self, tmp_path):
         found = comparison(tmp_path, ["fedavg"], {LR: [0.3]}, tuning=Tuning(2))
         for task in found.due():
