@@ -72,6 +72,9 @@ class FederatedDataModule(L.LightningDataModule):
     num_classes: int
     """Number of classes; labels are ``0 .. num_classes - 1``."""
 
+    clusters: Tensor | None = None
+    """The true cluster of each client, ``[num_clients]``, where it is known after ``setup``."""
+
     fill = torch.tensor(0.0)
     """Pixel values outside an image ``[C, H, W]``, in a shape that expands to it."""
 

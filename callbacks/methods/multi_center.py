@@ -109,10 +109,16 @@ class MultiCenter(ServerCallback):
         self.log_sizes()
 
     def log_sizes(self) -> None:
-        """Log how many clients each cluster has, and the assignments."""
-        known = self.assignments[self.assignments >= 0]
-        sizes = known.bincount(minlength=self.num_clusters).tolist()
+        """Log how many clients each cluster has, the assignments, and how true they are."""
+        known = self.assignments >= 0
+        found = self.assignments[known]
+        sizes = found.bincount(minlength=self.num_clusters).tolist()
         self.clients.log({f"{self.tag}/size_{k}": float(n) for k, n in enumerate(sizes)})
+        if (true := self.clients.attached_data.clusters) is not None:
+            from sklearn.metrics import adjusted_rand_score
+
+            agreement = adjusted_rand_score(true[known], found)
+            self.clients.log({f"{self.tag}/rand_index": float(agreement)})
         self.clients.current.histograms[f"{self.tag}/assignments"] = self.assignments
 
     def on_round_start(self) -> None:

@@ -96,7 +96,7 @@ class KnownClusters(FederatedDataModule):
         return self.data.fill
 
     @cached_property
-    def clusters(self) -> Tensor:
+    def clusters(self) -> Tensor:  # type: ignore[override]
         """The cluster of each client, ``[num_clients]``; known after ``setup``."""
         random = generator(Purpose.PARTITION, self.seed, 3)
         return torch.randperm(self.num_clients, generator=random) % self.num_clusters

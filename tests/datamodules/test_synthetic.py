@@ -176,8 +176,9 @@ class TestClusteredSynthetic:
         network = LogisticRegression(in_features=4, num_classes=10)
         client = ProximalClient(network, 10, optimizer=sgd(0.3), mu=0.05)
         callback = FeSEM(4)
-        run(client, data, callback, rounds=2, local_epochs=3)
+        federation = run(client, data, callback, rounds=2, local_epochs=3)
         assert adjusted_rand_score(data.clusters, callback.assignments) == 1
+        assert federation.history[-1].metrics["fesem/rand_index"] == 1
 
     def test_a_client_is_the_same_among_few_and_among_many_but_for_its_cluster(self):
         few, many = (ready(ClusteredSynthetic(1, num_clients=n)) for n in (3, 9))
