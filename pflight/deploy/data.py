@@ -17,39 +17,27 @@ OPTIONS = tuple(inspect.signature(FederatedDataModule).parameters)
 """What any federated data can be told, such as ``cohort_size``."""
 
 
-def forget_who_trains(data: FederatedDataModule) -> None:
-    """Have data find out anew which clients can train."""
-    for name in ("new_clients", "train_clients", "cohorts"):
-        vars(data).pop(name, None)
-
-
 class OwnData(FederatedDataModule):
     """One client's samples as its node has them; all other clients have none.
 
     Args:
         data: The node's data, of one client or of many.
         own: Which of the clients in ``data`` it is.
-
-    Attributes:
-        place: Its id in the federation, which the server knows.
+        place: Its id in the federation.
+        num_clients: How many clients the federation has.
     """
 
-    def __init__(self, data: FederatedDataModule, own: int = 0) -> None:
+    def __init__(self, data: FederatedDataModule, own: int, place: int, num_clients: int) -> None:
         data.check_client(own)
+        if not 0 <= place < num_clients:
+            raise ConfigurationError(f"there is no client {place} among {num_clients}")
         given: dict[str, Any] = {name: getattr(data, name, None) for name in OPTIONS}
         alone = {"cohort_size": None, "participation": None, "holdout_clients": 0.0}
         super().__init__(**{**given, **alone})
         self.data = data
         self.own = own
         self.fill = data.fill
-        self.place, self.num_clients = 0, 1
-
-    def take_place(self, place: int, num_clients: int) -> None:
-        """Be the client of this id, of so many."""
-        if not 0 <= place < num_clients:
-            raise ConfigurationError(f"there is no client {place} among {num_clients}")
         self.place, self.num_clients = place, num_clients
-        forget_who_trains(self)
 
     def samples(self, client: int, split: Split) -> Any:
         """See :meth:`FederatedDataModule.samples`."""
@@ -68,9 +56,11 @@ class OwnData(FederatedDataModule):
 
     def num_samples(self, split: Split = "train") -> Tensor:
         """Return each client's number of samples, ``[num_clients]``: 0 for all others."""
-        counts = torch.zeros(self.num_clients, dtype=torch.long)
-        counts[self.place] = self.data.num_samples(split)[self.own]
-        return counts
+        return self._in_place(self.data.num_samples(split))
+
+    def class_counts(self, split: Split = "train") -> Tensor:
+        """Return each client's samples by class ``[num_clients, K]``: 0 for all others."""
+        return self._in_place(self.data.class_counts(split))
 
     def batches(self, split: Split, visits: Sequence[Visit]) -> Iterator[Any]:
         """See :meth:`FederatedDataModule.batches`."""
@@ -80,9 +70,7 @@ class OwnData(FederatedDataModule):
 
     def fingerprint(self) -> Tensor:
         """Return a number that identifies the samples, for each client."""
-        fingerprints = torch.zeros(self.num_clients, dtype=torch.long)
-        fingerprints[self.place] = self.data.fingerprint()[self.own]
-        return fingerprints
+        return self._in_place(self.data.fingerprint())
 
     def prepare_data(self) -> None:
         """Prepare the node's data."""
@@ -90,6 +78,11 @@ class OwnData(FederatedDataModule):
 
     def teardown(self, stage: str | None = None) -> None:
         """Leave the workers of the node's data alone: there will be more messages."""
+
+    def _in_place(self, values: Tensor) -> Tensor:
+        placed = values.new_zeros((self.num_clients, *values.shape[1:]))
+        placed[self.place] = values[self.own]
+        return placed
 
     def _check_own(self, client: int) -> None:
         if client != self.place:

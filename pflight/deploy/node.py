@@ -24,16 +24,16 @@ from pflight.evaluation import Evaluator, WhichModel
 from pflight.federation import Federation
 from pflight.fingerprint import checksum_of
 from pflight.half import OWN, Participation
+from pflight.head import marked
 from pflight.history import Round
 from pflight.loaders import SPLITS, Split
 from pflight.metrics import ClientMetrics, ClientValues, LoggedMetrics
-from pflight.randomness import isolated
-from pflight.server import ServerModels
+from pflight.server import ServerModels, server_work
 from pflight.server_callback import ServerCallback
 from pflight.updates import ClientFailure, ClientUpdates
 
 from .agreement import agreement_on, check_agreement
-from .data import OwnData, forget_who_trains
+from .data import OwnData
 from .memory import NodeMemory
 from .messages import MessageError, group_of, number_of, packed, words_of
 
@@ -82,6 +82,16 @@ class Seat(ServerCallback):
     def local_data(self, data: FederatedDataModule) -> FederatedDataModule:
         """Return the data that the client uses."""
         return self.callback.local_data(data)
+
+    def expect(self, num_clients: int) -> None:
+        """Learn how many clients there are."""
+        self.callback.expect(num_clients)
+        self.half = self.callback.half
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether the head of the client's network has to be known."""
+        return self.callback.needs_head
 
     def learn_names(self, clients: Clients) -> None:
         """Find out what travels, from what the server half does there: the server is not asked."""
@@ -166,37 +176,37 @@ class Node:
         own: int = 0,
         config: Mapping[str, str] | None = None,
     ) -> None:
-        self.folder = folder
+        self.folder, self.own = folder, own
         data.prepare_data()
         data.setup("fit")
         self.agreement = agreement_on(federation, callback, data, config)
         federation.engine, federation.clients_at_once = "sequential", None
+        self._configured, self._samples = (federation, callback), data
+        self._trainer = {
+            **(trainer or {}),
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+        }
+        self._become(0, 1)
+
+    def _become(self, place: int, num_clients: int) -> None:
+        """Set everything up for one of so many clients."""
+        federation, callback = copy.deepcopy(self._configured)
+        self.data = OwnData(self._samples, self.own, place, num_clients)
         self.seat = Seat(callback)
-        before = federation.clients
-        self.clients = HomeClients(
-            before.module,
-            before.layout,
-            before.half,
-            before.server,
-            NodeMemory(folder),
-            before.training,
-        )
-        federation.clients = self.clients
-        federation.record.clients = self.clients
-        self.data = OwnData(data, own)
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        before, self.memory = federation.clients, NodeMemory(self.folder)
+        how = before.module, before.layout, before.half, before.server, self.memory, before.training
+        self.clients = federation.clients = federation.record.clients = HomeClients(*how)
         runner = L.Trainer(
-            max_epochs=0,
-            num_sanity_val_steps=0,
-            callbacks=[self.seat],
-            enable_model_summary=False,
-            default_root_dir=folder,
-            **{**(trainer or {}), **quiet},
+            max_epochs=0, callbacks=[self.seat], default_root_dir=self.folder, **self._trainer
         )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*max_epochs=0")
             runner.fit(federation, datamodule=self.data)  # which sets all up, and trains nothing
-        self.clients.memory = self.memory = NodeMemory(folder)
+        self.clients.memory = self.memory = NodeMemory(self.folder)
         federation.to(self.clients.attached_engine.device)
         self.federation = federation
 
@@ -204,8 +214,7 @@ class Node:
         """Return the answer to a message, which is the reason if there is none."""
         self.clients.failed.clear()
         try:
-            with isolated(self.clients.device):
-                return self._answer(content)
+            return self._answer(content)
         except (ConfigurationError, MessageError) as error:
             reason = str(error)
         except Exception as error:  # whatever a message, a module or data can bring about
@@ -227,14 +236,14 @@ class Node:
             raise MessageError(f"there is nothing that is called {asked!r}")
         place, count = (int(number_of(content, name)) for name in ("client", "clients"))
         if (place, count) != (self.data.place, self.data.num_clients):
-            self.data.take_place(place, count)
-        if self.clients.num_clients != count or not self.seat.names:
-            self.clients.num_clients = self.data.num_clients
-            forget_who_trains(self.clients.attached_data)
+            self._become(place, count)
+        if not self.seat.names:
             self.seat.learn_names(self.clients)
         if asked != "describe":
             self._prepare(content)
-        return works[asked](content)
+        clients = self.clients
+        with server_work(clients.device, clients.seed, clients.rounds):
+            return works[asked](content)
 
     def _describe(self, content: RecordDict) -> RecordDict:
         """Say whether both sides agree, and how many samples there are."""
@@ -246,8 +255,16 @@ class Node:
             sizes[f"samples.{split}"] = int(self.data.num_samples(split)[place])
         salted = torch.tensor([self._salt(), int(self.data.fingerprint()[place])])
         counted = self.clients.attached_engine.setting.task is not None
+        head = marked(self.clients.module)
+        name, *shape = head or ("", 0, 0)
         return packed(
-            numbers={**sizes, "fingerprint": checksum_of(salted), "counted": int(counted)},
+            numbers={
+                **sizes,
+                "fingerprint": checksum_of(salted),
+                "counted": int(counted),
+                "head": shape,
+            },
+            words={} if head is None else {"head": name},
         )
 
     def _salt(self) -> int:
@@ -338,9 +355,8 @@ class Node:
         split, clients = words_of(content, "split"), self.clients
         if split not in ("val", "test"):
             raise MessageError(f"clients are not judged on {split!r} samples")
-        with torch.inference_mode():
-            judge = Judge(clients, self.seat, split, self.federation.f1_average)
-            judge.judge(self._client)
+        judge = Judge(clients, self.seat, split, self.federation.f1_average)
+        judge.judge(self._client)
         entries: dict[str, dict[str, Tensor]] = {}
         numbers: dict[str, float] = {}
         words: dict[str, str | list[str]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, cast
 
 import lightning as L
@@ -20,6 +21,7 @@ from pflight.engines.sequential import SequentialEngine
 from pflight.errors import ConfigurationError
 from pflight.evaluation import Evaluator, WhichModel
 from pflight.federation import Federation
+from pflight.head import Head
 from pflight.history import Logs, merge_logs
 from pflight.loaders import SPLITS, Split
 from pflight.local.setting import Setting
@@ -80,6 +82,7 @@ class RemoteClients(Clients):
         self.post = post
         self.after = torch.empty(0, dtype=torch.long)
         self.counted = False
+        self._head: Head | None = None
         self._judging = False
 
     # Who they are
@@ -114,11 +117,16 @@ class RemoteClients(Clients):
                     sizes[split][client] = _count(answer, f"samples.{split}")
                 fingerprint[client] = _count(answer, "fingerprint")
                 counted.append(bool(number_of(answer, "counted")))
+                self._head = _head_of(answer) or self._head
             except MessageError as error:
                 failed[client] = str(error)
         data.know(sizes, fingerprint)
         self.counted = bool(counted) and all(counted)
         return failed
+
+    def _find_head(self, strategy: Strategy) -> Head | None:
+        """Return the head of the clients' network, which a pass at a node has shown."""
+        return self._head
 
     def choose_engine(
         self,
@@ -137,10 +145,18 @@ class RemoteClients(Clients):
 
     # What they are asked for
 
-    def train(self, clients: Tensor, send: Any, **how: Any) -> Iterator[ClientUpdates]:
+    def train(
+        self,
+        clients: Tensor,
+        send: Any,
+        *,
+        epochs: int | None = None,
+        aside: bool = False,
+        **how: Any,
+    ) -> Iterator[ClientUpdates]:
         """See :class:`~pflight.clients.Clients`."""
-        numbers = {"epochs": how.pop("epochs", None) or 0}
-        return self._work("train", clients, send, numbers, **how)
+        numbers = {"epochs": epochs or 0, "as_round": self.current.entry.index}
+        return self._work("aside" if aside else "train", clients, send, numbers, **how)
 
     def gradients(self, clients: Tensor, send: Any, **how: Any) -> Iterator[ClientUpdates]:
         """See :class:`~pflight.clients.Clients`."""
@@ -168,7 +184,7 @@ class RemoteClients(Clients):
             self._send(work, asked[awake], {SENT: sent[awake]}, numbers, words)
             for chunk in group:
                 rows = sent[torch.isin(asked, chunk)]
-                yield self._ask(chunk, rows, lambda ids, own: self._updates(ids, own, names), names)
+                yield self._ask(chunk, rows, partial(self._updates, names=names, work=work), names)
 
     def _returns(self, returns: Iterable[str] | None) -> list[str]:
         assert self.server_half is not None
@@ -205,7 +221,7 @@ class RemoteClients(Clients):
         known = [name for name in names if name in sent]
         sent = sent.select(*known)
         self._send("aside", clients, {SENT: sent}, numbers, {"returns": names})
-        updates = self._updates(clients, sent, names, aside=True)
+        updates = self._updates(clients, sent, names, "aside")
         self.note_failures(updates.failures, "to find its place")
         return updates
 
@@ -237,7 +253,7 @@ class RemoteClients(Clients):
         """Have clients judge their models on their own samples; yield what they count."""
         assert self.server_half is not None
         names, sent = self._returns(None), callback.broadcast(clients)
-        groups = {SENT: sent}
+        groups = {SENT: TensorDict({**self._made(sent), **sent}, batch_size=sent.batch_size)}
         if type(callback).personalize is not ServerCallback.personalize:
             self._judging = True
             try:
@@ -250,6 +266,13 @@ class RemoteClients(Clients):
                 yield client, self._received(client)
             except MessageError as error:
                 yield client, ClientFailure(client, str(error))
+
+    def _made(self, sent: TensorDict) -> dict[str, Tensor]:
+        """Return what the server has made of further entries, for the model that it has ``[C]``."""
+        model, template = self.server.expand(0, self.layout.names, len(sent)), self.layout.template
+        others = (name for name in self.layout.names if name not in sent)
+        changed = (name for name in others if not torch.equal(model[name][0].cpu(), template[name]))
+        return {name: model[name] for name in changed}
 
     # Messages
 
@@ -295,7 +318,7 @@ class RemoteClients(Clients):
         return answer
 
     def _updates(
-        self, clients: Tensor, sent: TensorDict, names: list[str], aside: bool = False
+        self, clients: Tensor, sent: TensorDict, names: list[str], work: Work
     ) -> ClientUpdates:
         """Return the updates of clients, as they arrive, without those that can't be used."""
         template, device = self.layout.template, self.device
@@ -314,7 +337,7 @@ class RemoteClients(Clients):
                 continue
             states[client] = state
             logs.append(logged)
-            if not aside:
+            if work != "aside":
                 self.after[client] = self.current.entry.index
                 if self.on_client_end is not None:
                     self.on_client_end(client)
@@ -432,6 +455,15 @@ def _count(answer: RecordDict, name: str) -> int:
     if not (isinstance(value, int) and 0 <= value < 2**40):
         raise MessageError(f"its {name} is {value}, which is no number of samples")
     return value
+
+
+def _head_of(answer: RecordDict) -> Head | None:
+    name, shape = words_of(answer, "head"), numbers_of(answer).get("head")
+    if not name:
+        return None
+    if not (isinstance(shape, list) and [type(one) for one in shape] == [int, int]):
+        raise MessageError("it says of its network's head what nobody can read")
+    return Head(name, *shape)
 
 
 def _logs_of(answer: RecordDict) -> Logs:
