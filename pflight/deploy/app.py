@@ -28,8 +28,8 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     keys = list(keys_in(Path(str(config["keys"]))).values())
     timeout, patience = (float(config.get(name, 0)) for name in ("round-timeout", "patience"))
-    post = GridPost(grid, keys, timeout or None)
-    cli = partial(ServerCLI, post=post, keys=keys, patience=patience or 600.0)
+    post = GridPost(grid, keys, timeout or None, patience or 600.0)
+    cli = partial(ServerCLI, post=post)
     command_line(["fit", "--config", *str(config["config"]).split()], cli)
 
 

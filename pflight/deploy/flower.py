@@ -391,18 +391,21 @@ class GridPost:
         grid: Flower's.
         keys: The clients' public keys, in the order of their ids.
         timeout: Seconds in which a client has to answer, or ``None``.
+        patience: Likewise, before the first round.
 
     Attributes:
         carried: By kind of work, the messages that were sent, and the bytes of their contents and
             of the answers' as Flower sends them.
     """
 
-    def __init__(self, grid: Grid, keys: Iterable[bytes], timeout: float | None) -> None:
+    def __init__(
+        self, grid: Grid, keys: Iterable[bytes], timeout: float | None, patience: float
+    ) -> None:
         self.grid = grid
         self.keys = list(keys)
-        self.timeout = timeout
+        self.timeout, self.patience = timeout, patience
         self.carried: dict[Work, Counter[str]] = defaultdict(Counter)
-        self._waiting: dict[int, tuple[str, float, Work]] = {}
+        self._waiting: dict[int, tuple[str, float, float, Work]] = {}
         self._lost: dict[int, str] = {}
 
     def online(self) -> dict[int, int]:
@@ -412,23 +415,24 @@ class GridPost:
 
     def send(self, messages: Iterable[Asked]) -> None:
         """See :class:`~pflight.deploy.remote.Post`."""
-        online, letters, whose = self.online(), [], []
+        online, letters, whose = self.online(), [], list[tuple[Asked, float]]()
         for asked in messages:
             self._waiting.pop(asked.client, None)
             if asked.client not in online:
                 self._lost[asked.client] = "its node is not connected"
                 continue
             kind, node = _KINDS[asked.work], online[asked.client]
-            ttl = _LONGEST if self.timeout is None else self.timeout + 60
-            letters.append(Message(asked.content, node, kind, ttl=ttl, group_id=str(asked.round)))
-            whose.append(asked)
+            timeout = self.patience if asked.work == "describe" else self.timeout or _LONGEST
+            ttl, group = timeout + 60, str(asked.round)
+            letters.append(Message(asked.content, node, kind, ttl=ttl, group_id=group))
+            whose.append((asked, timeout))
             down = bytes_of(asked.content)
             self.carried[asked.work].update({"messages": 1, "down": down})
-        end = time.monotonic() + (_LONGEST if self.timeout is None else self.timeout)
+        now = time.monotonic()
         ids = self.grid.push_messages(letters) if letters else []
-        for asked, id_ in zip(whose, ids, strict=True):
+        for (asked, timeout), id_ in zip(whose, ids, strict=True):
             if id_:
-                self._waiting[asked.client] = id_, end, asked.work
+                self._waiting[asked.client] = id_, now + timeout, timeout, asked.work
             else:
                 self._lost[asked.client] = "Flower did not take the message for its node"
 
@@ -436,7 +440,7 @@ class GridPost:
         """See :class:`~pflight.deploy.remote.Post`."""
         if client not in self._waiting:
             return self._lost.pop(client)
-        id_, end, work = self._waiting.pop(client)
+        id_, end, timeout, work = self._waiting.pop(client)
         while True:
             for message in self.grid.pull_messages([id_]):
                 if message.has_error():
@@ -444,7 +448,7 @@ class GridPost:
                 self.carried[work]["up"] += bytes_of(message.content)
                 return message.content
             if time.monotonic() > end:
-                return f"its node did not answer within {self.timeout:g} s"
+                return f"its node did not answer within {timeout:g} s"
             time.sleep(_LOOK)
 
 

@@ -34,19 +34,12 @@ class ServerCLI(FederationCLI):
         args: Arguments, with ``fit`` as the first.
         stop: Ends a run when a signal comes.
         post: Carries messages to the nodes.
-        keys: Their public keys, in the order of the clients' ids.
-        patience: Seconds to wait for nodes before the start.
     """
 
     def __init__(
-        self,
-        args: list[str] | None,
-        stop: StopBetweenRounds | None,
-        post: GridPost,
-        keys: list[bytes],
-        patience: float,
+        self, args: list[str] | None, stop: StopBetweenRounds | None, post: GridPost
     ) -> None:
-        self._post, self._keys, self._patience = post, keys, patience
+        self._post = post
         super().__init__(args, stop)
 
     def before_instantiate_classes(self) -> None:
@@ -71,25 +64,25 @@ class ServerCLI(FederationCLI):
         agreement = agreement_on(self.model, callback, self.datamodule, text_of_model(config))
         clients = ask_nodes(self.model, self._post)
         self._wait()
-        failed = clients.meet(self.datamodule, len(self._keys), agreement)
+        failed = clients.meet(self.datamodule, len(self._post.keys), agreement)
         if failed:
             raise ConfigurationError(
                 "; ".join(f"client {client}'s node says: {said}" for client, said in failed.items())
             )
-        names = {client: key.decode() for client, key in enumerate(self._keys)}
+        names = {client: key.decode() for client, key in enumerate(self._post.keys)}
         trainer.callbacks.insert(0, Roster(clients, names))  # type: ignore[attr-defined]
         super().fit(**kwargs)
 
     def _wait(self) -> None:
         """Wait until all nodes are connected."""
         begun = said = time.monotonic()
-        while len(online := self._post.online()) < len(self._keys):
+        while len(online := self._post.online()) < len(self._post.keys):
             now = time.monotonic()
-            missing = [client for client in range(len(self._keys)) if client not in online]
-            if now - begun > self._patience:
+            missing = [client for client in range(len(self._post.keys)) if client not in online]
+            if now - begun > self._post.patience:
                 raise ConfigurationError(
-                    f"the nodes of clients {missing} did not connect within {self._patience:g} s: "
-                    "start them, or give more --patience"
+                    f"the nodes of clients {missing} did not connect within "
+                    f"{self._post.patience:g} s: start them, or give more --patience"
                 )
             if said == begun or now - said > _REMIND:
                 said = now
@@ -119,8 +112,8 @@ def run(given: argparse.Namespace) -> None:
     print(f"pflight: starting flower-superlink at {given.host}:{given.port}, log in {folder}")
     held = list(keys.values())
     with superlink(folder, given.host, given.port, certificates, held) as grid:
-        post = GridPost(grid, held, given.round_timeout)
-        cli = partial(ServerCLI, post=post, keys=held, patience=given.patience)
+        post = GridPost(grid, held, given.round_timeout, given.patience)
+        cli = partial(ServerCLI, post=post)
         command_line(["fit", *given.run_options], cli)
     for work, carried in post.carried.items():
         sizes = " and ".join(f"{readable(carried[way])} {way}" for way in ("down", "up"))
