@@ -28,6 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="for which it waits for its nodes before it starts (default: %(default)g)",
     )
+    add("--places", type=int, metavar="N", help="for clients (default: as many as there are keys)")
+    add(
+        "--run",
+        default="fit",
+        choices=("fit", "validate", "test"),
+        metavar="command",
+        help="what to do: fit (the default), validate or test",
+    )
     client = commands.add_parser(
         "client",
         help="be one of its nodes",

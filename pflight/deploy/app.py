@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from pflight.cli import main as command_line
 from pflight.errors import ConfigurationError
 
 from .client import NodeCLI
-from .flower import GridPost, keys_in
+from .flower import GridPost
 from .node import Node
 from .server import ServerCLI
 
@@ -26,10 +27,10 @@ client = ClientApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the server of a federation, with ``config`` and ``keys`` of the app's run config."""
     config = context.run_config
-    keys = list(keys_in(Path(str(config["keys"]))).values())
     timeout, patience = (float(config.get(name, 0)) for name in ("round-timeout", "patience"))
-    post = GridPost(grid, keys, timeout or None, patience or 600.0)
-    cli = partial(ServerCLI, post=post)
+    post = GridPost(grid, timeout or None, patience or 600.0)
+    keys, connect = Path(str(config["keys"])), partial(nullcontext, post)
+    cli = partial(ServerCLI, connect=connect, folder=keys, places=config.get("places"))
     command_line(["fit", "--config", *str(config["config"]).split()], cli)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -92,10 +92,13 @@ class OwnData(FederatedDataModule):
 class NodeData(FederatedDataModule):
     """What a server knows of its clients' data: how many samples there are.
 
-    The samples stay with the nodes. Options are those of any federated data.
+    The samples stay with the nodes. A client of which nothing is known yet has none.
 
     Args:
         **options: As for :class:`~pflight.datamodules.FederatedDataModule`.
+
+    Attributes:
+        known: The clients of which something is known.
     """
 
     def __init__(
@@ -105,31 +108,33 @@ class NodeData(FederatedDataModule):
         **options: Any,
     ) -> None:
         super().__init__(num_classes=None, **options)
-        self._sizes: dict[Split, Tensor] = {}
-        self._fingerprint = torch.zeros(0, dtype=torch.long)
+        self.num_clients = 0
+        self.known: dict[int, tuple[dict[Split, int], int]] = {}
 
-    def know(self, sizes: Mapping[Split, Tensor], fingerprint: Tensor) -> None:
-        """Take what the nodes have said of their data.
+    def know(self, client: int, sizes: dict[Split, int], fingerprint: int) -> None:
+        """Take what a node has said of its data.
 
         Args:
-            sizes: Each client's number of samples ``[num_clients]``, by split.
-            fingerprint: A number for each client that changes with its samples ``[num_clients]``.
+            client: Whose they are.
+            sizes: Its numbers of samples, by split.
+            fingerprint: A number that changes with its samples.
         """
-        self._sizes, self._fingerprint = dict(sizes), fingerprint
-        self.num_clients = len(fingerprint)
+        self.known[client] = sizes, fingerprint
+        for name in ("train_clients", "cohorts"):
+            vars(self).pop(name, None)
 
     def setup(self, stage: str | None = None) -> None:
         """Check the options against the data."""
-        if not self._sizes:
+        if not self.known:
             raise ConfigurationError("the nodes have not said yet how many samples they have")
         super().setup(stage)
 
     def num_samples(self, split: Split = "train") -> Tensor:
         """Return each client's number of samples, ``[num_clients]``."""
-        if split not in self._sizes:
+        if split not in SPLITS:
             known = ", ".join(SPLITS)
             raise ConfigurationError(f"nodes say how many samples they have for {known} alone")
-        return self._sizes[split]
+        return self._of_all({client: sizes[split] for client, (sizes, _) in self.known.items()})
 
     def samples(self, client: int, split: Split) -> Any:
         """Raise, since no samples are here.
@@ -154,4 +159,9 @@ class NodeData(FederatedDataModule):
 
     def fingerprint(self) -> Tensor:
         """Return what each node gives as its samples' fingerprint."""
-        return self._fingerprint
+        return self._of_all({client: number for client, (_, number) in self.known.items()})
+
+    def _of_all(self, numbers: dict[int, int]) -> Tensor:
+        everyone = torch.zeros(self.num_clients, dtype=torch.long)
+        everyone[[*numbers]] = torch.tensor([*numbers.values()], dtype=torch.long)
+        return everyone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import secrets
 import signal
@@ -14,7 +15,7 @@ import sysconfig
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -29,7 +30,12 @@ from flwr.app import Context, Message, RecordDict
 from flwr.cli.build import build_fab_from_files
 from flwr.common.constant import SubStatus
 from flwr.common.serde import context_from_proto, fab_to_proto, run_from_proto
-from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, StartRunRequest
+from flwr.proto.control_pb2 import (
+    ListNodesRequest,
+    RegisterNodeRequest,
+    StartRunRequest,
+    UnregisterNodeRequest,
+)
 from flwr.proto.node_pb2 import Node
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
@@ -61,6 +67,7 @@ from flwr.supernode.runtime.run_clientapp import push_message, push_task_output
 
 from pflight.errors import ConfigurationError
 
+from .certificates import write_private
 from .messages import bytes_of
 from .remote import Asked, Work
 
@@ -276,23 +283,25 @@ def keys_in(folder: Path) -> dict[str, bytes]:
 
 @contextmanager
 def superlink(
-    folder: Path, host: str, port: int, certificates: Path, keys: Iterable[bytes]
-) -> Iterator[Grid]:
-    """Start a SuperLink for a run; yield the grid of its nodes.
+    host: str, port: int, certificates: Path, timeout: float | None, patience: float
+) -> Iterator[GridPost]:
+    """Start a SuperLink for a run; yield what carries messages to its nodes.
 
     Args:
-        folder: Where it keeps its things.
         host: Where it listens.
         port: Likewise.
-        certificates: With ``ca.pem``, ``server.pem`` and ``server.key``.
-        keys: Public keys of the nodes that may connect.
+        certificates: With ``ca.pem``, ``server.pem`` and ``server.key``; it keeps its things there.
+        timeout: As in :class:`GridPost`.
+        patience: Likewise.
 
     Raises:
         ConfigurationError: If it can't be started.
     """
     check_port(host, port)
+    folder = certificates / "superlink"
     folder.mkdir(parents=True, exist_ok=True)
-    secret = _secret(folder)
+    write_private(folder / "secret", secret := secrets.token_hex(32).encode())
+    print(f"pflight: starting flower-superlink at {host}:{port}, log in {folder}", flush=True)
     command = ["flower-superlink", "--host", host, "--port", str(port), "--isolation", "process"]
     command += ["--ssl-ca-certfile", str(certificates / "ca.pem")]
     command += ["--ssl-certfile", str(certificates / "server.pem")]
@@ -305,21 +314,11 @@ def superlink(
     try:
         _wait(process, lambda: check_server(address, certificates / "ca.pem"))
         control = authority.control(address)
-        _register(control, keys)
-        run_id = _start_run(control)
+        with _task(authority, address, secret, _start_run(control)) as grid:
+            yield GridPost(grid, timeout, patience, control)
         control.close()
-        with _task(authority, address, secret, run_id) as grid:
-            yield grid
     finally:
         process.stop()
-
-
-def _secret(folder: Path) -> bytes:
-    path = folder / "secret"
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(secret := secrets.token_hex(32).encode())
-    return secret
 
 
 def _wait(process: Process, ready: Callable[[], bool]) -> None:
@@ -331,17 +330,7 @@ def _wait(process: Process, ready: Callable[[], bool]) -> None:
         time.sleep(_LOOK)
 
 
-def _register(control: ControlHttpClient, keys: Iterable[bytes]) -> None:
-    """Let the nodes with these keys connect, and no others."""
-    known = {node.public_key for node in control.ListNodes(ListNodesRequest()).nodes_info}
-    for key in keys:
-        if key not in known:
-            control.RegisterNode(RegisterNodeRequest(public_key=key))
-
-
 def _start_run(control: ControlHttpClient) -> int:
-    import hashlib
-
     content, _ = build_fab_from_files({"pyproject.toml": APP.encode()})
     fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
     return int(control.StartRun(StartRunRequest(fab=fab_to_proto(fab))).run_id)
@@ -389,21 +378,26 @@ class GridPost:
 
     Args:
         grid: Flower's.
-        keys: The clients' public keys, in the order of their ids.
         timeout: Seconds in which a client has to answer, or ``None``.
         patience: Likewise, before the first round.
+        control: Of the SuperLink; ``None`` if others say who may connect.
 
     Attributes:
+        keys: The nodes' public keys, by client.
         carried: By kind of work, the messages that were sent, and the bytes of their contents and
             of the answers' as Flower sends them.
     """
 
     def __init__(
-        self, grid: Grid, keys: Iterable[bytes], timeout: float | None, patience: float
+        self,
+        grid: Grid,
+        timeout: float | None,
+        patience: float,
+        control: ControlHttpClient | None = None,
     ) -> None:
-        self.grid = grid
-        self.keys = list(keys)
+        self.grid, self.control = grid, control
         self.timeout, self.patience = timeout, patience
+        self.keys: dict[int, bytes] = {}
         self.carried: dict[Work, Counter[str]] = defaultdict(Counter)
         self._waiting: dict[int, tuple[str, float, float, Work]] = {}
         self._lost: dict[int, str] = {}
@@ -411,7 +405,19 @@ class GridPost:
     def online(self) -> dict[int, int]:
         """Return Flower's ids of the nodes that are connected, by client."""
         found = {node.public_key: node.node_id for node in self.grid.get_nodes()}
-        return {client: found[key] for client, key in enumerate(self.keys) if key in found}
+        return {client: found[key] for client, key in self.keys.items() if key in found}
+
+    def register(self, keys: Set[bytes]) -> None:
+        """Let the nodes with these keys connect, and no others."""
+        if self.control is None:
+            return
+        known = {
+            node.public_key: node for node in self.control.ListNodes(ListNodesRequest()).nodes_info
+        }
+        for key in keys - known.keys():
+            self.control.RegisterNode(RegisterNodeRequest(public_key=key))
+        for key in known.keys() - keys:
+            self.control.UnregisterNode(UnregisterNodeRequest(node_id=known[key].node_id))
 
     def send(self, messages: Iterable[Asked]) -> None:
         """See :class:`~pflight.deploy.remote.Post`."""

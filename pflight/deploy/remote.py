@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, cast
 
-import lightning as L
 import torch
 from flwr.app import RecordDict
 from lightning.pytorch.strategies import Strategy
@@ -73,7 +72,8 @@ class RemoteClients(Clients):
     Attributes:
         after: The last round of which each client's answer was used ``[num_clients]``, by which its
             node knows which memory it is to go on from.
-        counted: Whether the answers of clients are counted right or wrong, by class.
+        counted: Whether the answers of clients are counted right or wrong, by class; ``None`` until
+            that is known.
     """
 
     def __init__(self, post: Post, like: Clients) -> None:
@@ -81,47 +81,49 @@ class RemoteClients(Clients):
         super().__init__(*arguments)
         self.post = post
         self.after = torch.empty(0, dtype=torch.long)
-        self.counted = False
+        self.counted: bool | None = None
         self._head: Head | None = None
         self._judging = False
 
     # Who they are
 
-    def meet(
-        self, data: NodeData, num_clients: int, agreement: Mapping[str, str]
+    def expect(self, num_clients: int) -> None:
+        """Learn for how many clients there is room."""
+        self.num_clients = num_clients
+        self.after = torch.full((num_clients,), NEVER)
+
+    def describe(
+        self, clients: list[int], data: NodeData, agreement: Mapping[str, str]
     ) -> dict[int, str]:
-        """Ask all nodes how many samples they have, and whether they have the same run in mind.
+        """Ask nodes how many samples they have, and whether they have the same run in mind.
 
         Args:
+            clients: Whose.
             data: Gets to know the answers.
-            num_clients: Number of clients.
             agreement: What both sides must agree on.
 
         Returns:
             The clients that gave no answer that can be used, and why.
         """
-        self.num_clients = num_clients
-        if not len(self.after):
-            self.after = torch.full((num_clients,), NEVER)
         words = {"names": [*agreement], "digests": [*agreement.values()]}
-        everyone = torch.arange(num_clients)
+        self._send("describe", torch.tensor(clients, dtype=torch.long), {}, {}, words)
         failed: dict[int, str] = {}
-        sizes = {split: torch.zeros(num_clients, dtype=torch.long) for split in SPLITS}
-        fingerprint = torch.zeros(num_clients, dtype=torch.long)
-        self._send("describe", everyone, {}, {}, words)
-        counted = []
-        for client in range(num_clients):
+        for client in clients:
             try:
                 answer = self._received(client)
-                for split in SPLITS:
-                    sizes[split][client] = _count(answer, f"samples.{split}")
-                fingerprint[client] = _count(answer, "fingerprint")
-                counted.append(bool(number_of(answer, "counted")))
-                self._head = _head_of(answer) or self._head
+                sizes = {split: _count(answer, f"samples.{split}") for split in SPLITS}
+                fingerprint, head = _count(answer, "fingerprint"), _head_of(answer)
+                counted = bool(number_of(answer, "counted"))
+                if self.counted not in (None, counted):
+                    raise MessageError(
+                        "its samples are read in another way than the others', one by one or as "
+                        "tensors, so that what it is judged by can't be added to theirs"
+                    )
             except MessageError as error:
                 failed[client] = str(error)
-        data.know(sizes, fingerprint)
-        self.counted = bool(counted) and all(counted)
+                continue
+            self.counted, self._head = counted, head or self._head
+            data.know(client, sizes, fingerprint)
         return failed
 
     def _find_head(self, strategy: Strategy) -> Head | None:
@@ -285,12 +287,11 @@ class RemoteClients(Clients):
         words: Mapping[str, Any],
     ) -> None:
         groups = {group: dict(entries(states)) for group, states in sent.items()}
-        engine = self.engine
         common = {
             "clients": self.num_clients,
             "round": self.current.entry.index,
             "rounds": self.rounds,
-            "mean_samples": 0.0 if engine is None else engine.setting.mean_samples,
+            "mean_samples": 0.0 if self.data is None else self._mean_samples,
             **numbers,
         }
         messages = []
@@ -303,6 +304,10 @@ class RemoteClients(Clients):
             content = packed(rows, own, {"do": work, **words})
             messages.append(Asked(client, work, self.current.entry.index, content))
         self.post.send(messages)
+
+    @property
+    def _mean_samples(self) -> float:
+        return float(self.num_samples[self.attached_data.train_clients].double().mean())
 
     def _received(self, client: int) -> RecordDict:
         """Return a client's answer.
@@ -408,37 +413,6 @@ class RemoteEvaluator(Evaluator):
                 counting.update(*[torch.empty(0, device=clients.device)] * 4)  # as it has to be
                 return counting
         return super()._new_metrics()
-
-
-class Roster(L.Callback):
-    """Keeps in checkpoints which node is which client, and how far each of them is.
-
-    Args:
-        clients: The clients.
-        nodes: The nodes' public keys by client.
-    """
-
-    def __init__(self, clients: RemoteClients, nodes: Mapping[int, str]) -> None:
-        self.clients = clients
-        self.nodes = dict(nodes)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as tensors and primitives."""
-        return {"after": self.clients.after, "nodes": self.nodes}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned.
-
-        Raises:
-            ConfigurationError: If a client was another node.
-        """
-        moved = [c for c, key in state_dict["nodes"].items() if self.nodes.get(c) != key]
-        if moved:
-            raise ConfigurationError(
-                f"client {moved[0]} was another node when the checkpoint was saved: give the "
-                "nodes' keys in the order in which the run began"
-            )
-        self.clients.after.copy_(state_dict["after"])
 
 
 def ask_nodes(federation: Federation, post: Post) -> RemoteClients:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
 
+from pflight.checkpoint import read_checkpoint
 from pflight.cli import FederationCLI
 from pflight.cli import main as command_line
 from pflight.errors import ConfigurationError
@@ -20,26 +22,32 @@ from pflight.signals import StopBetweenRounds
 from .agreement import agreement_on, server_callback, text_of_model
 from .data import OPTIONS, NodeData
 from .flower import GridPost, keys_in, superlink
-from .remote import Roster, ask_nodes
+from .remote import ask_nodes
+from .roster import Roster
 
 _DATA = f"{NodeData.__module__}.{NodeData.__name__}"
-_LOOK = 2.0  # seconds from one look at who is there to the next
-_REMIND = 15.0  # seconds from one line on who is missing to the next
 
 
 class ServerCLI(FederationCLI):
-    """``pflight fit`` with clients that are nodes.
+    """``pflight fit``, ``validate`` and ``test`` with clients that are nodes.
 
     Args:
-        args: Arguments, with ``fit`` as the first.
+        args: Arguments, with the command as the first.
         stop: Ends a run when a signal comes.
-        post: Carries messages to the nodes.
+        connect: Connects to what carries messages to the nodes.
+        folder: With the nodes' public keys.
+        places: As in :meth:`~pflight.deploy.roster.Roster.meet`.
     """
 
     def __init__(
-        self, args: list[str] | None, stop: StopBetweenRounds | None, post: GridPost
+        self,
+        args: list[str] | None,
+        stop: StopBetweenRounds | None,
+        connect: Callable[[], AbstractContextManager[GridPost]],
+        folder: Path,
+        places: int | None = None,
     ) -> None:
-        self._post = post
+        self._connect, self._keys, self._places = connect, folder, places
         super().__init__(args, stop)
 
     def before_instantiate_classes(self) -> None:
@@ -49,9 +57,21 @@ class ServerCLI(FederationCLI):
         given = (config.data or {}).get("init_args") or {}
         known = {name: given[name] for name in OPTIONS if name in given and name != "num_classes"}
         config.data = Namespace(class_path=_DATA, init_args=Namespace(**known))
+        config.trainer.reload_dataloaders_every_n_epochs = 1  # for those that join
 
     def fit(self, **kwargs: Any) -> None:
         """Meet the nodes, and train with them."""
+        self._with_nodes(super().fit, kwargs)
+
+    def validate(self, **kwargs: Any) -> None:
+        """Have the nodes evaluate their models on their validation samples."""
+        self._with_nodes(super().validate, kwargs)
+
+    def test(self, **kwargs: Any) -> None:
+        """Have the nodes evaluate their models on their test samples."""
+        self._with_nodes(super().test, kwargs)
+
+    def _with_nodes(self, work: Callable[..., None], given: dict[str, Any]) -> None:
         config, trainer = self.config[self.config.subcommand], self.trainer
         if not isinstance(self.model, Federation):
             raise ConfigurationError("deploy is for a federation: the model must be a Federation")
@@ -62,32 +82,25 @@ class ServerCLI(FederationCLI):
             )
         callback = server_callback(trainer.callbacks)  # type: ignore[attr-defined]
         agreement = agreement_on(self.model, callback, self.datamodule, text_of_model(config))
-        clients = ask_nodes(self.model, self._post)
-        self._wait()
-        failed = clients.meet(self.datamodule, len(self._post.keys), agreement)
-        if failed:
-            raise ConfigurationError(
-                "; ".join(f"client {client}'s node says: {said}" for client, said in failed.items())
-            )
-        names = {client: key.decode() for client, key in enumerate(self._post.keys)}
-        trainer.callbacks.insert(0, Roster(clients, names))  # type: ignore[attr-defined]
-        super().fit(**kwargs)
-
-    def _wait(self) -> None:
-        """Wait until all nodes are connected."""
-        begun = said = time.monotonic()
-        while len(online := self._post.online()) < len(self._post.keys):
-            now = time.monotonic()
-            missing = [client for client in range(len(self._post.keys)) if client not in online]
-            if now - begun > self._post.patience:
-                raise ConfigurationError(
-                    f"the nodes of clients {missing} did not connect within "
-                    f"{self._post.patience:g} s: start them, or give more --patience"
-                )
-            if said == begun or now - said > _REMIND:
-                said = now
-                print(f"pflight: waiting for the nodes of clients {missing}", flush=True)
-            time.sleep(_LOOK)
+        path = config.get("ckpt_path")
+        saved = (
+            None if path is None else read_checkpoint(path)["callbacks"].get(Roster.__qualname__)
+        )
+        with self._connect() as post:
+            try:
+                clients = ask_nodes(self.model, post)
+                roster = Roster(clients, self.datamodule, post, self._keys, agreement)
+                roster.meet(self._places, saved)
+                trainer.callbacks.insert(0, roster)  # type: ignore[attr-defined]
+                work(**given)
+            finally:
+                for kind, carried in post.carried.items():
+                    sizes = (f"{readable(carried[way])} {way}" for way in ("down", "up"))
+                    print(
+                        f"pflight: {carried['messages']:,} messages to {kind} carried "
+                        f"{' and '.join(sizes)}, all in all",
+                        flush=True,
+                    )
 
 
 def run(given: argparse.Namespace) -> None:
@@ -97,7 +110,7 @@ def run(given: argparse.Namespace) -> None:
         given: What ``pflight deploy server`` was given.
 
     Raises:
-        ConfigurationError: If certificates or keys are missing, or the port is taken.
+        ConfigurationError: If certificates or keys are missing.
     """
     certificates: Path = given.certificates
     for name in ("ca.pem", "server.pem", "server.key"):
@@ -105,16 +118,9 @@ def run(given: argparse.Namespace) -> None:
             raise ConfigurationError(
                 f"there is no {certificates / name}: make it with pflight deploy certificates"
             )
-    keys = keys_in(certificates / "nodes")
-    for client, name in enumerate(keys):
-        print(f"pflight: client {client} is the node with {name}")
-    folder = certificates / "superlink"
-    print(f"pflight: starting flower-superlink at {given.host}:{given.port}, log in {folder}")
-    held = list(keys.values())
-    with superlink(folder, given.host, given.port, certificates, held) as grid:
-        post = GridPost(grid, held, given.round_timeout, given.patience)
-        cli = partial(ServerCLI, post=post)
-        command_line(["fit", *given.run_options], cli)
-    for work, carried in post.carried.items():
-        sizes = " and ".join(f"{readable(carried[way])} {way}" for way in ("down", "up"))
-        print(f"pflight: {carried['messages']:,} messages to {work} carried {sizes}, all in all")
+    folder = certificates / "nodes"
+    keys_in(folder)
+    where = given.host, given.port, certificates
+    connect = partial(superlink, *where, given.round_timeout, given.patience)
+    cli = partial(ServerCLI, connect=connect, folder=folder, places=given.places)
+    command_line([given.run, *given.run_options], cli)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from flwr.app import RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
@@ -16,10 +17,12 @@ from pflight import Federation
 from pflight.callbacks import ServerCallback
 from pflight.datamodules import FederatedDataModule
 from pflight.deploy.agreement import agreement_on
+from pflight.deploy.certificates import make_key
 from pflight.deploy.data import OPTIONS, NodeData
 from pflight.deploy.messages import bytes_of
 from pflight.deploy.node import Node
-from pflight.deploy.remote import Asked, Roster, ask_nodes
+from pflight.deploy.remote import Asked, ask_nodes
+from pflight.deploy.roster import Roster
 from tests.runs import quiet_trainer
 
 
@@ -33,20 +36,33 @@ class InProcess:
     """Carries messages to nodes in this process.
 
     Attributes:
-        nodes: The nodes, by client.
+        nodes: The nodes that are connected, by client.
+        keys: Their public keys, likewise.
         on_answer: Changes an answer, as a node that lies does, or says why there is none.
         carried: Bytes of what was sent and of what was answered, by kind of work.
     """
 
+    patience = 0.0
+
     def __init__(self, nodes: dict[int, Node]) -> None:
         self.nodes = nodes
+        self.keys: dict[int, bytes] = {}
         self.on_answer: Callable[[Asked, RecordDict], RecordDict | str] = lambda _, answer: answer
         self.carried: dict[str, list[tuple[int, int]]] = {}
         self._answers: dict[int, RecordDict | str] = {}
 
+    def online(self) -> dict[int, int]:
+        return {client: client for client in self.keys if client in self.nodes}
+
+    def register(self, keys: Set[bytes]) -> None:
+        assert keys == {*self.keys.values()}
+
     def send(self, messages: Iterable[Asked]) -> None:
         for asked in messages:
             assert asked.client not in self._answers, "a client is asked before it has answered"
+            if asked.client not in self.online():
+                self._answers[asked.client] = "its node is not connected"
+                continue
             answer = across(self.nodes[asked.client].answer(across(asked.content)))
             sizes = bytes_of(asked.content), bytes_of(answer)
             self.carried.setdefault(asked.work, []).append(sizes)
@@ -78,6 +94,13 @@ class Deployed:
         self.make, self.folder, self.options = make, folder, options
         self.data, self.callback = data, callback
         self.post = InProcess({i: self.node(i) for i in range(data.num_clients)})
+        for client in self.post.nodes:
+            make_key(self.keys / f"{client}.key")
+
+    @property
+    def keys(self) -> Path:
+        """Where the nodes' keys are."""
+        return self.folder / "keys"
 
     def node(self, client: int) -> Node:
         """Start a client's node."""
@@ -86,16 +109,23 @@ class Deployed:
         data = copy.deepcopy(self.data)
         return Node(federation, self.callback(), data, self.folder / f"{client}", how, client)
 
-    def server(self, rounds: int, *callbacks: L.Callback, **trainer: Any) -> Federation:
+    def server(
+        self,
+        rounds: int,
+        *callbacks: L.Callback,
+        places: int | None = None,
+        ckpt_path: Path | None = None,
+        **trainer: Any,
+    ) -> Federation:
         """Run the server for some rounds."""
         federation, server = Federation(self.make(), **self.options), self.callback()
         known = NodeData(**{n: getattr(self.data, n) for n in OPTIONS if n != "num_classes"})
         self.clients = ask_nodes(federation, self.post)
         agreement = agreement_on(federation, server, known)
-        failed = self.clients.meet(known, len(self.post.nodes), agreement)
-        assert not failed, failed
-        ckpt_path = trainer.pop("ckpt_path", None)
-        roster = Roster(self.clients, {client: str(client) for client in self.post.nodes})
-        fitter = quiet_trainer(rounds, server, roster, *callbacks, **trainer)
+        self.roster = Roster(self.clients, known, self.post, self.keys, agreement)
+        saved = torch.load(ckpt_path, weights_only=True)["callbacks"] if ckpt_path else {}
+        self.roster.meet(places, saved.get("Roster"))
+        options = {"reload_dataloaders_every_n_epochs": 1, **trainer}
+        fitter = quiet_trainer(rounds, server, self.roster, *callbacks, **options)
         fitter.fit(federation, datamodule=known, ckpt_path=ckpt_path)
         return federation

@@ -15,7 +15,16 @@ from flwr.app import RecordDict
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from pflight.callbacks import APFL, Ditto, FedAvg, FedEC, FedRep, ServerCallback, SharedPart
+from pflight.callbacks import (
+    APFL,
+    Ditto,
+    FedAvg,
+    FedEC,
+    FedRep,
+    FeSEM,
+    ServerCallback,
+    SharedPart,
+)
 from pflight.deploy.messages import entries_of, packed
 from pflight.deploy.node import COUNTS, STATE
 from pflight.deploy.remote import Asked
@@ -271,7 +280,8 @@ def test_a_node_with_another_configuration_is_told(name: str, tmp_path: Path) ->
     vars(run).update(change)
     run.post.nodes[3] = run.node(3)
     vars(run).update(before)
-    with pytest.raises(AssertionError, match=rf"3: 'the server has another configuration.*{said}"):
+    says = rf"client 3's node says: the server has another configuration.*{said}"
+    with pytest.raises(ConfigurationError, match=says):
         run.server(1)
 
 
@@ -280,5 +290,56 @@ def test_a_node_with_another_version_is_told(
 ) -> None:
     run = deployed(tmp_path)
     monkeypatch.setattr("pflight.deploy.agreement.__version__", "9.9")
-    with pytest.raises(AssertionError, match=r"the server has pflight 9\.9, and here is"):
+    with pytest.raises(ConfigurationError, match=r"the server has pflight 9\.9, and here is"):
         run.server(1)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", ["FedAvg", "FedEC", "FeSEM"])
+def test_a_newcomer_joins_between_rounds_and_keeps_its_id(name: str, tmp_path: Path) -> None:
+    """Its key is the first by name, but it is the last client, also for a server that resumes."""
+    callback = {"FedAvg": FedAvg, "FedEC": FedEC, "FeSEM": lambda: FeSEM(2)}[name]
+    whole, broken = (deployed(tmp_path / part, callback) for part in ("whole", "broken"))
+    for run in (whole, broken):
+        late = run.keys / "3.pub"
+        late.rename(tmp_path / "late.pub")
+        key = (tmp_path / "late.pub").read_bytes()
+
+        def arrive(run: Deployed = run, key: bytes = key) -> None:
+            (run.keys / "0-late.pub").write_bytes(key)
+
+        every = partial(ModelCheckpoint, run.folder, filename="{epoch}", save_top_k=-1)
+        rounds = 5 if run is whole else 3
+        run.server(rounds, AfterRound(0, arrive), every(), places=5)
+        if run is broken:
+            run.server(5, every(), ckpt_path=run.folder / "epoch=2.ckpt")
+        assert [*run.post.online()] == [0, 1, 2, 3]
+    history = whole.roster.clients.history
+    assert [entry.clients for entry in history] == [[0, 1, 2]] * 2 + [[0, 1, 2, 3]] * 3
+    assert [entry.failed for entry in history] == [[]] * 5
+    assert history == broken.roster.clients.history
+    assert whole.roster.nodes == {**dict(enumerate(whole.roster.nodes.values()))}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Checkpoint directory", "ignore:round .*client 1 failed", "ignore::FutureWarning"
+)
+def test_a_run_goes_on_without_a_node_that_is_not_back(tmp_path: Path) -> None:
+    run = deployed(tmp_path)
+    last = partial(ModelCheckpoint, tmp_path, filename="last", enable_version_counter=False)
+    run.server(2, last())
+    gone = run.post.nodes.pop(1)
+    with pytest.warns(UserWarning, match=r"clients \[1\] did not connect .* goes on without them"):
+        federation = run.server(3, last(), ckpt_path=tmp_path / "last.ckpt")
+    assert [entry.failed for entry in federation.history] == [[], [], [1]]
+    run.post.nodes[1] = gone
+    with pytest.raises(ConfigurationError, match=r"there are 4 keys in .*, but 3 places"):
+        run.server(1, places=3)
+
+
+@pytest.mark.filterwarnings("ignore:round .* failed on its val samples", "ignore::FutureWarning")
+def test_who_may_not_take_part_any_more_is_left_out(tmp_path: Path) -> None:
+    run = deployed(tmp_path)
+    with pytest.warns(UserWarning, match="client 2 failed: its node is not connected"):
+        federation = run.server(3, AfterRound(0, (run.keys / "2.pub").unlink))
+    assert [entry.failed for entry in federation.history] == [[], [], [2]]
