@@ -185,11 +185,8 @@ class FederationCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Pass ``seed_everything`` to model and data with seed 0, and find the checkpoint."""
+        self._pass_seed()
         config = self.config[self.subcommand]
-        for part in (config.model, config.data):
-            options = part.get("init_args")
-            if options is not None and options.get("seed") == 0:
-                options.seed = int(config.seed_everything)
         if not config.trainer.fast_dev_run:
             self.folder.check_kinds(str(self.subcommand))
         if self.subcommand == "fit" and not config.trainer.fast_dev_run:
@@ -216,6 +213,13 @@ class FederationCLI(LightningCLI):
             self._check_origin()
             unit = "round" if "pflight" in record else "step"
             _say(f"continuing with {unit} {self._resumed_step} from {path}")
+
+    def _pass_seed(self) -> None:
+        config = self.config[self.subcommand]
+        for part in (config.model, config.data):
+            options = part.get("init_args")
+            if options is not None and options.get("seed") == 0:
+                options.seed = int(config.seed_everything)
 
     def instantiate_classes(self) -> None:
         """Make the model, the data and the Trainer.
@@ -461,17 +465,24 @@ class SaveRunConfig(SaveConfigCallback):
         trainer.strategy.barrier()
 
 
-def main(args: Sequence[str] | None = None) -> None:
+def main(
+    args: Sequence[str] | None = None,
+    run: Callable[[list[str] | None, StopBetweenRounds], object] = FederationCLI,
+) -> None:
     """Run the command line; errors that a user can mend are one line on stderr.
 
     The exit status is 2 for wrong options or input, 1 for a full disk or a failed client with
     ``on_client_error="raise"``, 143 for SIGTERM and 130 for Ctrl-C.
+
+    Args:
+        args: Arguments in place of those of the process.
+        run: What to run with the arguments, and with what ends a run when a signal comes.
     """
     quieten()
     stop = StopBetweenRounds()
     try:
         with stop, _left_to_the_main_thread():
-            FederationCLI(None if args is None else list(args), stop)
+            run(None if args is None else list(args), stop)
     except Exception as error:
         full, cause = full_disk(error), configuration_error(error)
         if full is not None:

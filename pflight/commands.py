@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
-from . import compare_command, listing, report_command
+from . import compare_command, deploy_command, listing, report_command
 from .spelling import closest, no_option, question
+from .typos import complaint
 from .version import __version__
 
 RUNS = {
@@ -32,22 +33,38 @@ class Command(Protocol):
 COMMANDS: dict[str, tuple[Command, str]] = {
     "compare": (compare_command, "train many methods at many seeds, and print one table"),
     "report": (report_command, "print the table of runs that exist, or of a comparison"),
+    "deploy": (deploy_command, "run a federation whose clients are on other machines"),
     "list": (listing, "show methods, data sets, partitions, networks and configurations"),
 }
 """The other commands: what defines them, and what they do."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with the name that may have been meant."""
+    """A parser whose errors are one line, with the name that may have been meant.
+
+    Args:
+        *args: As for any parser, which are all keywords but the first.
+        takes_a_run: Whether options of ``pflight fit`` may stand among its own; they are left as
+            they are in ``options.run_options``.
+        **options: As for any parser.
+    """
+
+    def __init__(self, *args: Any, takes_a_run: bool = False, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
+        self.takes_a_run = takes_a_run
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse all arguments: none may be unknown."""
         options, rest = super().parse_known_args(args, namespace)
+        known = [option.lstrip("-") for option in self._option_string_actions]
+        if self.takes_a_run:
+            if message := complaint("fit", rest, known):
+                self.error(message)
+            options.run_options, rest = rest, []
         if rest:
             name = rest[0].partition("=")[0].lstrip("-")
-            known = (option.lstrip("-") for option in self._option_string_actions)
             strange = f"unrecognized arguments: {' '.join(rest)}"
             self.error(no_option(name, known) if rest[0].startswith("-") else strange)
         return options, rest
@@ -69,7 +86,6 @@ def parser() -> tuple[CommandParser, dict[str, CommandParser]]:
         "pflight",
         description="Personalised federated learning with PyTorch Lightning",
         epilog="`pflight fit --help` and so on describe the options of each.",
-        allow_abbrev=False,
     )
     front.add_argument("--version", action="version", version=f"pflight {__version__}")
     group = front.add_subparsers(dest="command", metavar="command", title="commands")
@@ -78,7 +94,7 @@ def parser() -> tuple[CommandParser, dict[str, CommandParser]]:
         commands[name] = group.add_parser(name, help=summary, add_help=False)
     for name, (command, summary) in COMMANDS.items():
         commands[name] = group.add_parser(
-            name, help=summary, description=f"{summary.capitalize()}.", allow_abbrev=False
+            name, help=summary, description=f"{summary.capitalize()}."
         )
         command.add_arguments(commands[name])
     return front, commands

@@ -33,7 +33,10 @@ def complete() -> None:
     if command in RUNS:
         _add_options(commands[command], command, args)
     elif command in commands:
-        offer_values(commands[command])
+        part = _part(commands[command], args[:1])
+        offer_values(part)
+        if part.takes_a_run:
+            _add_options(part, "fit", args[1:])
     argcomplete.autocomplete(front)
 
 
@@ -45,13 +48,19 @@ def offer_values(command: CommandParser) -> None:
             completed.completer = _VALUES[action.metavar]
 
 
+def _part(command: CommandParser, names: list[str]) -> CommandParser:
+    """Return the parser of a command of a command, if there is one of this name."""
+    groups = (one.choices for one in command._actions if isinstance(one.choices, dict))
+    return next((group[name] for group in groups for name in names if name in group), command)
+
+
 def _add_options(run: CommandParser, command: str, args: list[str]) -> None:
     """Add the options that a run has, as far as its line goes."""
     try:
         options = Options(command, args)
     except (FileNotFoundError, UnclearError):
         options = Options(command, [])
-    for flag in ("--help", "--print_config"):
+    for flag in ("--print_config",) if run.add_help else ("--help", "--print_config"):
         run.add_argument(flag, action="store_true")
     config: Any = run.add_argument("--config", "-c", action="append")
     config.completer = _config_files

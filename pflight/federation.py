@@ -121,12 +121,12 @@ class Federation(L.LightningModule):
         ignored = ["client", "server_optimizer", "server_scheduler"]
         self.save_hyperparameters(ignore=ignored, logger=False)  # setup() passes them to loggers
         self.automatic_optimization = False
-        self.server_optimizer = server_optimizer
-        self.server_scheduler = server_scheduler
+        self.server_optimizer, self.server_scheduler = server_optimizer, server_scheduler
         self.engine = engine
         self.clients_at_once = clients_at_once
         self.client_timeout = client_timeout
         self.f1_average = f1_average
+        self.evaluator: type[Evaluator] = Evaluator
         # In a tuple, so that it is not a submodule: its parameters are not the server's.
         self._client = (copy.deepcopy(client),)
         self.client.configure_model()
@@ -313,7 +313,7 @@ class Federation(L.LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Start an evaluation of all clients on their validation samples."""
         whose = self.clients, self.attached_callback
-        self.evaluators["val"] = Evaluator(*whose, "val", self.f1_average)
+        self.evaluators["val"] = self.evaluator(*whose, "val", self.f1_average)
 
     def validation_step(self, clients: Tensor, batch_idx: int) -> None:
         """Evaluate a chunk of clients ``[C]`` on their validation samples."""
@@ -330,7 +330,7 @@ class Federation(L.LightningModule):
     def on_test_epoch_start(self) -> None:
         """Start an evaluation of all clients on their test samples."""
         whose = self.clients, self.attached_callback
-        self.evaluators["test"] = Evaluator(*whose, "test", self.f1_average)
+        self.evaluators["test"] = self.evaluator(*whose, "test", self.f1_average)
 
     def test_step(self, clients: Tensor, batch_idx: int) -> None:
         """Evaluate a chunk of clients ``[C]`` on their test samples."""

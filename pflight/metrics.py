@@ -291,12 +291,12 @@ class LoggedMetrics:
         self.num_samples = num_samples
         self.split = split
         self._lower = {name.removeprefix(f"{split}/") for name in lower_is_better}
-        self._values = ClientValues()
+        self.values = ClientValues()
         self._all: ClientValues | None = None
 
     def update(self, values: ClientValues) -> None:
         """Add what more clients logged."""
-        self._values.update(values)
+        self.values.update(values)
         self._all = None
 
     @property
@@ -360,7 +360,7 @@ class LoggedMetrics:
         """Return the values of all ranks; all ranks have to call it."""
         if self._all is None:
             self._all = ClientValues()
-            for values in gather(self._values):
+            for values in gather(self.values):
                 self._all.update(values)
         return self._all
 

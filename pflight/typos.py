@@ -41,12 +41,13 @@ _CLASS_PATH = re.compile(r"([A-Za-z_]\w*)(\.[A-Za-z_]\w*)+")
 _DEEPEST = 100  # level of a configuration, beyond which libyaml may crash
 
 
-def complaint(command: str, args: Sequence[str]) -> str | None:
+def complaint(command: str, args: Sequence[str], besides: Sequence[str] = ()) -> str | None:
     """Return what is wrong with the names of a run's options and configurations.
 
     Args:
         command: ``fit``, say.
         args: What follows it on the line.
+        besides: Further options, which are not among the arguments but may have been meant.
 
     Returns:
         The message of the run's own parser, or ``None`` if only that parser can tell.
@@ -64,7 +65,7 @@ def complaint(command: str, args: Sequence[str]) -> str | None:
         return options.wrong_class()
     names = [*options.names()]
     parent = unknown.rpartition(".")[0]
-    siblings = [name for name in names if name.rpartition(".")[0] == parent]
+    siblings = [*besides, *(name for name in names if name.rpartition(".")[0] == parent)]
     said = no_option(unknown, [*siblings, *names, *OF_THE_PARSER])
     return said if said.endswith("?") or not options.foreign else None  # which may be meant
 

@@ -69,12 +69,14 @@ def test_what_needs_no_lightning_does_not_import_it() -> None:
         "--help",
         "list",
         "list --json",
+        "deploy server --help",
         "fot",
         "list netwroks",
         f"fit --config {QUICKSTART} --trainer.max_epoch=3",
         f"fit --config {QUICKSTART} --model.client.optimizer.lrr=3",
         f"test --config {QUICKSTART} --trainer.callbacks.num_cluster 3",
         "fit --config configs/quickstrat.yaml",
+        "deploy demo --trainer.max_epoch=3",
     ]
     command = [sys.executable, "-c", WITHOUT_LIGHTNING]
     done = subprocess.run(
@@ -83,8 +85,8 @@ def test_what_needs_no_lightning_does_not_import_it() -> None:
     said = done.stdout.splitlines()
     assert said[-1] == "imported: nothing"
     exits = [line for line in said if line.startswith("status")]
-    assert exits == ["status 0"] * 2 + ["status 2"] * 6
-    assert len(done.stderr.splitlines()) == 6
+    assert exits == ["status 0"] * 3 + ["status 2"] * 7
+    assert len(done.stderr.splitlines()) == 7
     assert all("did you mean" in line for line in done.stderr.splitlines())
 
 
@@ -100,6 +102,14 @@ def test_what_needs_no_lightning_does_not_import_it() -> None:
         (["list", "--jsno"], "there is no option jsno: did you mean json?"),
         (["list", "data", "more"], "unrecognized arguments: more"),
         (["test", "--ckpt_paht=last"], "there is no option ckpt_paht: did you mean ckpt_path?"),
+        (["deploy", "sever"], "there is no command sever: did you mean server?"),
+        (["deploy", "demo", "--noeds=3"], "there is no option noeds: did you mean nodes?"),
+        (["deploy", "demo", "--trainer.logg=x"], "there is no option trainer.logg: did you mean "),
+        (["deploy", "client", "--ca=ca.pem"], "the following arguments are required: --server, "),
+        (
+            ["deploy", "certificates", "a", "--dyas=3"],
+            "there is no option dyas: did you mean days?",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -227,7 +237,7 @@ def test_completion_of_methods_and_files() -> None:
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_completion_in_bash() -> None:
     Path("own.yaml").touch()
-    commands, sections, configs, methods, joined, trainer, data, values = completions(
+    commands, sections, configs, methods, joined, trainer, data, values, deploy, node = completions(
         "pflight ",
         "pflight list ",
         "pflight fit --config ",
@@ -236,6 +246,8 @@ def test_completion_in_bash() -> None:
         "pflight test --trainer.max_e",
         f"pflight fit --config {QUICKSTART} --data.num_cl",
         "pflight fit --data.partition Dir",
+        "pflight deploy ",
+        "pflight deploy client --server here:1 --data.partition Dir",
     )
     assert {"fit", "validate", "test", "predict", "list"} <= commands
     assert {*SECTIONS} <= sections
@@ -244,7 +256,8 @@ def test_completion_in_bash() -> None:
     assert joined == {"configs/quickstart.yaml"}
     assert trainer == {"--trainer.max_epochs"}
     assert data == {"--data.num_clusters"}
-    assert values == {"Dirichlet"}
+    assert values == node == {"Dirichlet"}
+    assert {"server", "client", "demo", "certificates"} <= deploy
 
 
 def test_completion_as_zsh_asks_for_it() -> None:

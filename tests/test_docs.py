@@ -77,8 +77,10 @@ def test_the_commands_are_understood(page: Path, capsys: pytest.CaptureFixture[s
     write_files(page)
     for arguments in commands(page):
         if arguments[0] not in RUNS:
-            parser()[0].parse_args(arguments)
-            continue
+            options = parser()[0].parse_args(arguments)
+            if not getattr(options, "run_options", []):
+                continue
+            arguments = ["fit", *options.run_options]
         config = resolved(arguments, capsys)
         if arguments[0] == "fit":  # what a run leaves for the commands that follow
             folder = Path(yaml.safe_load(config)["trainer"]["default_root_dir"])

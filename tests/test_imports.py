@@ -31,6 +31,7 @@ FACE = "pflight"  # whose lazy names keep `import pflight` fast
 KNOWN = (
     ("pflight.__main__", "pflight.cli"),
     ("pflight.compare_command", "pflight.experiments.command"),
+    ("pflight.deploy_command", "pflight.deploy.command"),
     ("pflight.report_command", "pflight.experiments.command"),
 )
 
@@ -99,7 +100,7 @@ def layer(module: str) -> int:
     """Return how far from the core a module is; imports never lead outwards."""
     if module in COMMAND_LINE:
         return 3
-    outside = {"models": 1, "datamodules": 1, "callbacks": 2, "experiments": 3}
+    outside = {"models": 1, "datamodules": 1, "callbacks": 2, "experiments": 3, "deploy": 3}
     return outside.get(module.split(".")[1], 0)
 
 

@@ -1,0 +1,1 @@
+"""Real federations: the run that was simulated, on Flower, with clients on other machines."""

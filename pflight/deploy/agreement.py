@@ -1,0 +1,99 @@
+"""What the server of a run and its nodes must agree on before any of them trains."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from pflight.data_module import FederatedDataModule
+from pflight.errors import ConfigurationError
+from pflight.fedavg import FedAvg
+from pflight.federation import Federation
+from pflight.options import described
+from pflight.server_callback import ServerCallback
+from pflight.version import __version__
+
+_OF_DATA = ("batch_size", "eval_batch_size", "seed")
+_OF_HERE = ("engine", "clients_at_once", "client_timeout", "client_memory", "allow_other_data")
+
+
+def agreement_on(
+    federation: Federation,
+    callback: ServerCallback,
+    data: FederatedDataModule,
+    config: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Return what has to be the same on both sides, by name, as a digest of each.
+
+    Args:
+        federation: The federation, with its client module.
+        callback: The server callback.
+        data: The data of the run, of which the options of local training count.
+        config: Parts of the configuration, by name, as text.
+    """
+    options = {name: described(value) for name, value in callback._given.items()}
+    training = {**asdict(federation.clients.training), "on_client_error": ""}
+    form = federation.layout.describe()
+    parts: dict[str, Any] = {
+        "algorithm": f"{type(callback).__name__} {sorted(options.items())}",
+        "network": f"{type(federation.client).__name__} {sorted(form.items())}",
+        "local training": sorted(training.items()),
+        "options of the data": [(name, getattr(data, name)) for name in _OF_DATA],
+        "augmentation": described(data.augmentation),
+        **(config or {}),
+    }
+    digests = {name: _digest(str(part).encode()) for name, part in parts.items()}
+    template = federation.layout.template
+    start = b"".join(_bytes(template[name]) for name in sorted(template))
+    return {"pflight": __version__, **digests, "initial model": _digest(start)}
+
+
+def check_agreement(here: Mapping[str, str], there: Mapping[str, str], whose: str) -> None:
+    """Raise unless two sides agree.
+
+    Args:
+        here: What this side has.
+        there: What the other one says.
+        whose: The other side.
+
+    Raises:
+        ConfigurationError: Naming all that differs.
+    """
+    if (version := there.get("pflight")) != here["pflight"]:
+        raise ConfigurationError(
+            f"{whose} has pflight {version or 'of an unknown version'}, and here is "
+            f"{here['pflight']}: install the same version on both sides"
+        )
+    names = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
+    if names:
+        raise ConfigurationError(
+            f"{whose} has another configuration than here, of: {', '.join(names)}; give both "
+            "sides the same model, algorithm, seed and options of local training"
+        )
+
+
+def server_callback(callbacks: Iterable[Any] | Any) -> ServerCallback:
+    """Return the server callback among those of a configuration, by default FedAvg."""
+    given = callbacks if isinstance(callbacks, list) else [callbacks]
+    return next((one for one in given if isinstance(one, ServerCallback)), None) or FedAvg()
+
+
+def text_of_model(config: Any) -> dict[str, str]:
+    """Return the configuration of the model that both sides must share, as text."""
+    model = config.model.clone()
+    for name in _OF_HERE:
+        model.init_args.pop(name, None)
+    return {"model": str(sorted(model.as_flat().__dict__.items()))}
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

@@ -1,0 +1,93 @@
+"""Certificates for the server, and keys for its nodes."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import trustme
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from pflight.errors import ConfigurationError
+
+
+def make_certificates(folder: Path, hosts: Sequence[str], days: int = 365) -> None:
+    """Write an authority's certificate, and a certificate that it gives to a server.
+
+    An authority that is in the folder already goes on, so that its nodes need no other ``ca.pem``.
+
+    Args:
+        folder: Gets ``ca.pem``, which nodes need; ``ca.key``; ``server.pem`` and ``server.key``.
+        hosts: Names and addresses under which nodes reach the server.
+        days: Days for which the server's certificate is good.
+
+    Raises:
+        ConfigurationError: If the folder has but half an authority.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    root, key = folder / "ca.pem", folder / "ca.key"
+    if root.exists() != key.exists():
+        missing = key if root.exists() else root
+        raise ConfigurationError(f"{folder} has no {missing.name}: put it back, or start anew")
+    if root.exists():
+        authority = trustme.CA.from_pem(root.read_bytes(), key.read_bytes())
+    else:
+        authority = trustme.CA(organization_name="pflight")
+        write_private(key, authority.private_key_pem.bytes())
+        authority.cert_pem.write_to_path(str(root))
+    end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+    names = [*dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
+    server = authority.issue_cert(*names, not_after=end)
+    write_private(folder / "server.key", server.private_key_pem.bytes())
+    chain = b"".join(part.bytes() for part in server.cert_chain_pems)
+    (folder / "server.pem").write_bytes(chain)
+
+
+def make_key(path: Path) -> Path:
+    """Write a node's private key to a file, and its public key to one that ends in ``.pub``.
+
+    Returns:
+        The public key's file.
+
+    Raises:
+        ConfigurationError: If there is a key already.
+    """
+    if path.exists():
+        raise ConfigurationError(f"{path} exists: a node keeps its key, by which it is known")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    key = ec.generate_private_key(ec.SECP384R1())
+    pem, ssh = serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH
+    write_private(path, key.private_bytes(pem, ssh, serialization.NoEncryption()))
+    public = path.with_suffix(".pub")
+    openssh = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    public.write_bytes(key.public_key().public_bytes(*openssh) + b"\n")
+    return public
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file that only its owner can read."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+
+
+def run(given: argparse.Namespace) -> None:
+    """Make a server's certificates, or a node's key.
+
+    Args:
+        given: What ``pflight deploy certificates`` was given.
+    """
+    if given.key is not None:
+        public = make_key(given.folder / f"{given.key}.key")
+        print(f"pflight: the node keeps {public.with_suffix('.key')}, its server needs {public}")
+        return
+    make_certificates(given.folder, given.host, given.days)
+    (given.folder / "nodes").mkdir(exist_ok=True)
+    print(
+        f"pflight: nodes need {given.folder / 'ca.pem'}; put their public keys, *.pub, into "
+        f"{given.folder / 'nodes'}"
+    )

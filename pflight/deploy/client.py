@@ -1,0 +1,152 @@
+"""A node of a deployed federation: it holds one client, and waits for messages of a server."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning as L
+from filelock import FileLock, Timeout
+
+from pflight.cli import FederationCLI, quieten
+from pflight.errors import ConfigurationError
+from pflight.federation import Federation
+
+from .agreement import server_callback, text_of_model
+from .certificates import make_certificates, write_private
+from .flower import Authority, ProcessEndedError, check_server, serve, supernode
+from .node import Node
+
+_AGAIN, _PATIENCE = 5.0, 120.0  # seconds between two trials to connect, and for all of them
+
+
+class NodeCLI(FederationCLI):
+    """Reads the configuration of a run at a node, and trains nothing.
+
+    Args:
+        args: Arguments, with ``fit`` as the first.
+        folder: Where the client's memory is kept.
+        own: Which client of the configured data this node has.
+
+    Attributes:
+        node: What answers messages.
+    """
+
+    node: Node
+
+    def __init__(self, args: list[str], folder: Path, own: int) -> None:
+        self._node_folder, self._own = folder, own
+        super().__init__(args)
+
+    def before_instantiate_classes(self) -> None:
+        """Pass the seed on; there is no run folder here."""
+        self._pass_seed()
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """Make a Trainer that does nothing: the node has one of its own."""
+        return L.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+
+    def fit(self, **kwargs: Any) -> None:
+        """Make the node, which waits for messages."""
+        config = self.config[self.config.subcommand]
+        given = self._get(self.config_init, "trainer")
+        if not isinstance(self.model, Federation):
+            raise ConfigurationError("deploy is for a federation: the model must be a Federation")
+        self.node = Node(
+            self.model,
+            server_callback(given.callbacks),
+            self.datamodule,
+            self._node_folder,
+            {"accelerator": given.accelerator, "devices": 1, "precision": given.precision},
+            self._own,
+            text_of_model(config),
+        )
+
+
+def run(given: argparse.Namespace) -> None:
+    """Be a node, until a signal comes.
+
+    Args:
+        given: What ``pflight deploy client`` was given.
+
+    Raises:
+        ConfigurationError: If files are missing, or the server can't be trusted or refuses.
+    """
+    if not re.fullmatch(r"\S+:\d{1,5}", given.server):
+        raise ConfigurationError(f"--server must be HOST:PORT, got {given.server}")
+    for path in (given.ca, given.key):
+        if not path.is_file():
+            raise ConfigurationError(f"there is no file {path}")
+    quieten()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(given.folder / ".node.lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        raise ConfigurationError(f"another node is running in {given.folder}") from error
+    node = NodeCLI(["fit", *given.run_options], given.folder / "memory", given.client).node
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, _interrupt)
+    said = False
+    while not check_server(given.server, given.ca):
+        if not said:
+            print(f"pflight: waiting for the server at {given.server}", flush=True)
+        said = True
+        time.sleep(2)
+    with tempfile.TemporaryDirectory(prefix="pflight-") as folder:
+        own = Path(folder)
+        make_certificates(own, [], days=3650)
+        secret = own / "secret"
+        write_private(secret, secrets.token_hex(32).encode())
+        paths = {"ca": own / "ca.pem", "certificate": own / "server.pem", "key": own / "server.key"}
+        print(f"pflight: starting flower-supernode for {given.server}, log in {given.folder}")
+        try:
+            failing = 0.0
+            while True:
+                begun = time.monotonic()
+                try:
+                    with supernode(
+                        given.folder, given.server, given.ca, given.key, paths, secret
+                    ) as (process, address):
+                        print("pflight: connecting", flush=True)
+                        where = Authority(paths["ca"]), address, secret.read_bytes()
+                        serve(node.answer, process, *where)
+                except ProcessEndedError as error:
+                    time.sleep(_AGAIN)
+                    lasted = time.monotonic() - begun
+                    failing = failing + lasted if lasted < _PATIENCE else 0.0
+                    _check_refusal(str(error), given.key, failing)
+        except KeyboardInterrupt as stop:
+            signum = stop.args[0] if stop.args else signal.SIGINT
+            print(f"pflight: stopped by {signal.Signals(signum).name}", flush=True)
+            sys.exit(128 + signum)
+
+
+def _check_refusal(said: str, key: Path, failing: float) -> None:
+    """Raise if a server has refused a node for so long that there is no sense in trying again.
+
+    A node that was killed is let in only when the server has missed it.
+    """
+    if failing < _PATIENCE:
+        print("pflight: the connection has ended or was refused; trying again", flush=True)
+    elif "Failed to activate SuperNode" in said:
+        public = key.with_suffix(".pub").name
+        raise ConfigurationError(
+            f"the server does not let this node in: another one with the key {key} is connected, "
+            f"or the server does not know it; end the other one, or send {public} to the server's "
+            "operator"
+        )
+    else:
+        raise ConfigurationError(said)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signum)  # which no failure of a client hides

@@ -1,0 +1,20 @@
+"""What ``pflight deploy`` does; errors that a user can mend are one line."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+from pkgutil import resolve_name
+
+from pflight.cli import fail
+from pflight.errors import ConfigurationError
+
+
+def deploy(options: argparse.Namespace) -> None:
+    """Run ``pflight deploy``; Flower is imported by those of its commands that need it."""
+    try:
+        if not (find_spec("flwr") and find_spec("trustme")):
+            raise ConfigurationError("pflight deploy needs Flower: pip install 'pflight[flower]'")
+        resolve_name(f"pflight.deploy.{options.work}:run")(options)
+    except ConfigurationError as error:
+        fail(str(error))

@@ -1,0 +1,93 @@
+"""A server and its nodes on one machine, for a look."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO
+
+from pflight.errors import ConfigurationError
+
+from .certificates import make_certificates, make_key
+from .flower import end_with_parent, free_port
+
+_OPTIONS = ("--config", "configs/data/digits.yaml", "--config", "configs/algorithm/ditto.yaml")
+_ROUNDS = ("--trainer.max_epochs", "5")
+_PATIENCE = 20.0  # seconds for a node to end
+
+
+def demonstrate(num_nodes: int, folder: Path | None, rest: Sequence[str]) -> int:
+    """Run a federation on this machine; return the server's exit status.
+
+    Args:
+        num_nodes: Number of nodes, each of which is a client of the same data.
+        folder: Where all of them keep their things; by default one that is removed at the end.
+        rest: Options of ``pflight fit``; by default Ditto on handwritten digits, five rounds.
+    """
+    with ExitStack() as until_done:
+        if folder is None:
+            temporary = tempfile.TemporaryDirectory(prefix="pflight-demo-")
+            folder = Path(until_done.enter_context(temporary))
+        certificates = folder / "certificates"
+        make_certificates(certificates, [])
+        (certificates / "nodes").mkdir(exist_ok=True)
+        port = free_port()
+        given = rest or [*_OPTIONS, *_ROUNDS]
+        options = [*given, "--data.init_args.num_clients", str(num_nodes)]
+        for client in range(num_nodes):
+            own = folder / f"node{client:03}"
+            key = own / "node.key"
+            if not key.exists():
+                make_key(key)
+            public = certificates / "nodes" / f"{own.name}.pub"
+            public.write_bytes(key.with_suffix(".pub").read_bytes())
+            where = ["--server", f"localhost:{port}", "--ca", certificates / "ca.pem"]
+            whose = ["--key", key, "--folder", own, "--client", client]
+            print(f"pflight: starting node {client}, log in {own / 'node.log'}", flush=True)
+            log = until_done.enter_context((own / "node.log").open("ab"))
+            node = _start(["client", *where, *whose, *options], log)
+            until_done.callback(_end, node)
+        where = ["--certificates", certificates, "--host", "127.0.0.1", "--port", port]
+        root = [] if "--trainer.default_root_dir" in given else ["--trainer.default_root_dir"]
+        server = _start(["server", *where, *options, *root, *[folder / "run"][: len(root)]], None)
+        until_done.callback(_end, server)
+        return server.wait()
+
+
+def _start(arguments: Sequence[object], log: IO[bytes] | None) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "pflight", "deploy", *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        preexec_fn=end_with_parent,
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def run(given: argparse.Namespace) -> None:
+    """Run a federation on this machine, and exit with its server's status.
+
+    Args:
+        given: What ``pflight deploy demo`` was given.
+
+    Raises:
+        ConfigurationError: If there is to be no node.
+    """
+    if given.nodes < 1:
+        raise ConfigurationError(f"--nodes must be at least 1, got {given.nodes}")
+    sys.exit(demonstrate(given.nodes, given.folder, given.run_options))

@@ -1,0 +1,578 @@
+"""Flower's processes and connections; all that pflight uses of Flower beside messages is here."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import secrets
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import sysconfig
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import NamedTuple
+
+import httpx
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+from flwr.app import Context, Message, RecordDict
+from flwr.cli.build import build_fab_from_files
+from flwr.common.constant import SubStatus
+from flwr.common.serde import context_from_proto, fab_to_proto, run_from_proto
+from flwr.proto.control_pb2 import (
+    ListNodesRequest,
+    RegisterNodeRequest,
+    StartRunRequest,
+    UnregisterNodeRequest,
+)
+from flwr.proto.node_pb2 import Node
+from flwr.proto.runtime_pb2 import (
+    AcquireTaskRequest,
+    PullAppMessagesRequest,
+    PullTaskInputRequest,
+    PushTaskOutputRequest,
+)
+from flwr.serverapp import Grid
+from flwr.supercore.constant import TaskType
+from flwr.supercore.control import ControlHttpClient
+from flwr.supercore.fab import Fab
+from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.inflatable.inflatable_protobuf_utils import (
+    make_confirm_message_received_fn_protobuf,
+    make_pull_object_fn_protobuf,
+)
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
+from flwr.supercore.interceptors import (
+    RuntimeTokenHttpInterceptor,
+    RuntimeVersionHttpInterceptor,
+    SuperExecAuthHttpInterceptor,
+)
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid import HttpGrid
+from flwr.supernode.runtime.run_clientapp import push_message, push_task_output
+
+from pflight.errors import ConfigurationError
+
+from .certificates import write_private
+from .messages import bytes_of
+from .remote import Asked, Work
+
+APP = """\
+[project]
+name = "pflight-federation"
+version = "1.0.0"
+description = "A federation of pflight, whose code is installed on all machines"
+license = "Apache-2.0"
+
+[tool.flwr.app]
+publisher = "pflight"
+
+[tool.flwr.app.components]
+serverapp = "pflight.deploy.app:server"
+clientapp = "pflight.deploy.app:client"
+"""
+"""A Flower app that carries no code: both sides run what they have installed."""
+_KINDS = {
+    "describe": "query",
+    "train": "train",
+    "gradients": "train",
+    "aside": "train",
+    "losses": "evaluate",
+    "evaluate": "evaluate",
+}
+_LOOK = 0.2  # seconds from one look at what has arrived to the next
+_START = 120.0  # seconds in which a process of Flower's starts
+_LONGEST = 12 * 3600.0  # seconds for which a message is kept without a round_timeout
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
+_ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
+
+
+class ProcessEndedError(ConfigurationError):
+    """A process of Flower's has ended by itself."""
+
+
+class Process:
+    """One of Flower's own commands, which ends with this process.
+
+    Args:
+        command: Its name and arguments.
+        folder: Where Flower keeps its things, and the output is written.
+        name: Of the log file, and in messages.
+    """
+
+    def __init__(self, command: list[str], folder: Path, name: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self.home = folder
+        own = {
+            "FLWR_HOME": str(folder),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+        }
+        path = Path(sysconfig.get_path("scripts"), command[0])
+        program = str(path) if path.is_file() else command[0]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [program, *command[1:]],
+                env={**os.environ, **own},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+
+    def check(self) -> None:
+        """Raise if it has ended.
+
+        Raises:
+            ConfigurationError: With what it said last.
+        """
+        if (code := self._process.poll()) is not None:
+            raise ProcessEndedError(
+                f"{self.name} ended with status {code}: {self.said()} (see {self.log})"
+            )
+
+    def said(self) -> str:
+        """Return the last lines that it has written."""
+        lines = self.log.read_text(errors="replace").splitlines()[-12:]
+        return " ".join(" ".join(lines).split())[-600:]
+
+    def stop(self) -> None:
+        """End it, and what it has started."""
+        for signum, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signum)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience)
+                if signum == signal.SIGTERM:
+                    continue  # kill what may be left of its group
+
+
+def end_with_parent() -> None:
+    """Have the process that calls it end when its parent is killed, where there is a way."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+
+
+class Authority:
+    """How a connection is trusted: by a certificate authority, or a secret between two processes.
+
+    Args:
+        root: The authority's certificate, PEM.
+        secret: What only the executor of tasks knows, or ``None``.
+        token: Of a task, or ``None``.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def runtime(
+        self, address: str, secret: bytes | None = None, token: str = ""
+    ) -> RuntimeHttpClient:
+        """Return a connection to a runtime: of a SuperLink, or of a SuperNode."""
+        interceptors: list[object] = [RuntimeVersionHttpInterceptor(component_name="pflight")]
+        if secret is not None:
+            auth = SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods=_ACQUIRE)
+            interceptors.append(auth)
+        if token:
+            interceptors.append(RuntimeTokenHttpInterceptor(token))
+        return RuntimeHttpClient.from_server_address(address, False, str(self.root), interceptors)
+
+    def control(self, address: str) -> ControlHttpClient:
+        """Return a connection to a SuperLink's control."""
+        interceptors = [RuntimeVersionHttpInterceptor(component_name="pflight")]
+        return ControlHttpClient.from_server_address(address, False, str(self.root), interceptors)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise if a port is taken.
+
+    Raises:
+        ConfigurationError: Naming it.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise ConfigurationError(
+                f"the server can't listen at {host}:{port}: {error}; end what listens there, or "
+                "give another --port"
+            ) from error
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_server(address: str, root: Path) -> bool:
+    """Return whether a server answers at an address.
+
+    Raises:
+        ConfigurationError: If it can't show that it is the one that the certificate names.
+    """
+    host, _, port = address.rpartition(":")
+    context = ssl.create_default_context(cafile=str(root))
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=10) as plain:
+            context.wrap_socket(plain, server_hostname=host.strip("[]")).close()
+    except ssl.SSLCertVerificationError as error:
+        raise ConfigurationError(
+            f"the server at {address} can't be trusted: {error.verify_message}; check {root} and "
+            "the server's certificate"
+        ) from error
+    except ssl.SSLError as error:
+        raise ConfigurationError(
+            f"what answers at {address} does not speak TLS ({error.reason}): check the address"
+        ) from error
+    except OSError:
+        return False
+    return True
+
+
+def node_key(path: Path) -> bytes:
+    """Return a node's public key as Flower knows it.
+
+    Raises:
+        ConfigurationError: If the file has none.
+    """
+    try:
+        key = load_ssh_public_key(path.read_bytes())
+        if not isinstance(key, EllipticCurvePublicKey):
+            raise ValueError(f"{type(key).__name__}, where an elliptic curve is wanted")
+        return public_key_to_bytes(key)
+    except (OSError, ValueError, UnsupportedAlgorithm) as error:
+        raise ConfigurationError(f"{path} is not the public key of a node: {error}") from error
+
+
+def keys_in(folder: Path) -> dict[str, bytes]:
+    """Return the nodes' public keys by file name, in the order of the clients' ids.
+
+    Raises:
+        ConfigurationError: If there are none, one can't be read, or two are the same.
+    """
+    keys = {path.name: node_key(path) for path in sorted(folder.glob("*.pub"))}
+    if not keys:
+        raise ConfigurationError(f"there is no node's public key, *.pub, in {folder}")
+    names: dict[bytes, str] = {}
+    for name, key in keys.items():
+        if (other := names.setdefault(key, name)) != name:
+            raise ConfigurationError(f"{other} and {name} in {folder} are one and the same key")
+    return keys
+
+
+@contextmanager
+def superlink(
+    host: str, port: int, certificates: Path, timeout: float | None, patience: float
+) -> Iterator[GridPost]:
+    """Start a SuperLink for a run; yield what carries messages to its nodes.
+
+    Args:
+        host: Where it listens.
+        port: Likewise.
+        certificates: With ``ca.pem``, ``server.pem`` and ``server.key``; it keeps its things there.
+        timeout: As in :class:`GridPost`.
+        patience: Likewise.
+
+    Raises:
+        ConfigurationError: If it can't be started.
+    """
+    check_port(host, port)
+    folder = certificates / "superlink"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_private(folder / "secret", secret := secrets.token_hex(32).encode())
+    print(f"pflight: starting flower-superlink at {host}:{port}, log in {folder}", flush=True)
+    command = ["flower-superlink", "--host", host, "--port", str(port), "--isolation", "process"]
+    command += ["--ssl-ca-certfile", str(certificates / "ca.pem")]
+    command += ["--ssl-certfile", str(certificates / "server.pem")]
+    command += ["--ssl-keyfile", str(certificates / "server.key")]
+    command += ["--enable-supernode-auth", "--disable-runtime-dependency-installation"]
+    command += ["--database", str(folder / "superlink.db")]
+    command += ["--superexec-auth-secret-file", str(folder / "secret")]
+    process, authority = Process(command, folder, "superlink"), Authority(certificates / "ca.pem")
+    address = f"{'localhost' if host in ('0.0.0.0', '::', '127.0.0.1') else host}:{port}"
+    try:
+        _wait(process, lambda: check_server(address, certificates / "ca.pem"))
+        control = authority.control(address)
+        with _task(authority, address, secret, _start_run(control)) as grid:
+            yield GridPost(grid, timeout, patience, control)
+        control.close()
+    finally:
+        process.stop()
+
+
+def _wait(process: Process, ready: Callable[[], bool]) -> None:
+    end = time.monotonic() + _START
+    while not ready():
+        process.check()
+        if time.monotonic() > end:
+            raise ConfigurationError(f"{process.name} did not start: {process.said()}")
+        time.sleep(_LOOK)
+
+
+def _start_run(control: ControlHttpClient) -> int:
+    content, _ = build_fab_from_files({"pyproject.toml": APP.encode()})
+    fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
+    return int(control.StartRun(StartRunRequest(fab=fab_to_proto(fab))).run_id)
+
+
+@contextmanager
+def _task(authority: Authority, address: str, secret: bytes, run_id: int) -> Iterator[Grid]:
+    """Be the process of a run's server, and yield the grid of its nodes."""
+    executor = authority.runtime(address, secret)
+    end, token = time.monotonic() + _START, ""
+    while not token:
+        acquired = executor.AcquireTask(
+            AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
+        )
+        if acquired.token and acquired.task.run_id == run_id:
+            token = acquired.token
+        elif time.monotonic() > end:
+            raise ConfigurationError("the SuperLink did not start the run")
+        else:
+            time.sleep(_LOOK)
+    executor.close()
+    client = authority.runtime(address, token=token)
+    heartbeat = HeartbeatSender(make_task_heartbeat_fn_http(client))
+    heartbeat.start()
+    given = client.PullTaskInput(PullTaskInputRequest())
+    run = run_from_proto(given.run)
+    TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, run.run_id
+    TaskIdentity.node_id = given.context.node_id
+    grid = HttpGrid(address, False, authority.root.read_bytes(), token=token)
+    grid.set_run(run)
+    status = SubStatus.FAILED
+    try:
+        yield grid
+        status = SubStatus.COMPLETED
+    finally:
+        heartbeat.stop()
+        with suppress(httpx.HTTPError):
+            client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=""))
+        client.close()
+        grid.close()
+
+
+class GridPost:
+    """Carries messages over Flower's grid.
+
+    Args:
+        grid: Flower's.
+        timeout: Seconds in which a client has to answer, or ``None``.
+        patience: Likewise, before the first round.
+        control: Of the SuperLink; ``None`` if others say who may connect.
+
+    Attributes:
+        keys: The nodes' public keys, by client.
+        carried: By kind of work, the messages that were sent, and the bytes of their contents and
+            of the answers' as Flower sends them.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        timeout: float | None,
+        patience: float,
+        control: ControlHttpClient | None = None,
+    ) -> None:
+        self.grid, self.control = grid, control
+        self.timeout, self.patience = timeout, patience
+        self.keys: dict[int, bytes] = {}
+        self.carried: dict[Work, Counter[str]] = defaultdict(Counter)
+        self._waiting: dict[int, tuple[str, float, float, Work]] = {}
+        self._lost: dict[int, str] = {}
+
+    def online(self) -> dict[int, int]:
+        """Return Flower's ids of the nodes that are connected, by client."""
+        found = {node.public_key: node.node_id for node in self.grid.get_nodes()}
+        return {client: found[key] for client, key in self.keys.items() if key in found}
+
+    def register(self, keys: Set[bytes]) -> None:
+        """Let the nodes with these keys connect, and no others."""
+        if self.control is None:
+            return
+        known = {
+            node.public_key: node for node in self.control.ListNodes(ListNodesRequest()).nodes_info
+        }
+        for key in keys - known.keys():
+            self.control.RegisterNode(RegisterNodeRequest(public_key=key))
+        for key in known.keys() - keys:
+            self.control.UnregisterNode(UnregisterNodeRequest(node_id=known[key].node_id))
+
+    def send(self, messages: Iterable[Asked]) -> None:
+        """See :class:`~pflight.deploy.remote.Post`."""
+        online, letters, whose = self.online(), [], list[tuple[Asked, float]]()
+        for asked in messages:
+            self._waiting.pop(asked.client, None)
+            if asked.client not in online:
+                self._lost[asked.client] = "its node is not connected"
+                continue
+            kind, node = _KINDS[asked.work], online[asked.client]
+            timeout = self.patience if asked.work == "describe" else self.timeout or _LONGEST
+            ttl, group = timeout + 60, str(asked.round)
+            letters.append(Message(asked.content, node, kind, ttl=ttl, group_id=group))
+            whose.append((asked, timeout))
+            down = bytes_of(asked.content)
+            self.carried[asked.work].update({"messages": 1, "down": down})
+        now = time.monotonic()
+        ids = self.grid.push_messages(letters) if letters else []
+        for (asked, timeout), id_ in zip(whose, ids, strict=True):
+            if id_:
+                self._waiting[asked.client] = id_, now + timeout, timeout, asked.work
+            else:
+                self._lost[asked.client] = "Flower did not take the message for its node"
+
+    def receive(self, client: int) -> RecordDict | str:
+        """See :class:`~pflight.deploy.remote.Post`."""
+        if client not in self._waiting:
+            return self._lost.pop(client)
+        id_, end, timeout, work = self._waiting.pop(client)
+        while True:
+            for message in self.grid.pull_messages([id_]):
+                if message.has_error():
+                    return f"its node gave no answer: {message.error.reason}"
+                self.carried[work]["up"] += bytes_of(message.content)
+                return message.content
+            if time.monotonic() > end:
+                return f"its node did not answer within {timeout:g} s"
+            time.sleep(_LOOK)
+
+
+@contextmanager
+def supernode(
+    folder: Path, address: str, root: Path, key: Path, own: Mapping[str, Path], secret: Path
+) -> Iterator[tuple[Process, str]]:
+    """Start a SuperNode; yield its process and the address of its runtime.
+
+    Args:
+        folder: Where it keeps its things.
+        address: Of the server.
+        root: Certificate of the authority that the server is trusted by.
+        key: The node's private key.
+        own: Certificates for what the SuperNode and this process say to each other.
+        secret: A file with what both of them know.
+    """
+    port = free_port()
+    command = ["flower-supernode", "--superlink", address, "--root-certificates", str(root)]
+    command += ["--auth-supernode-private-key", str(key), "--isolation", "process"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--ssl-ca-certfile", str(own["ca"]), "--ssl-certfile", str(own["certificate"])]
+    command += ["--ssl-keyfile", str(own["key"]), "--superexec-auth-secret-file", str(secret)]
+    process = Process(command, folder, "supernode")
+    try:
+        runtime = f"127.0.0.1:{port}"
+        _wait(process, lambda: check_server(runtime, own["ca"]))
+        yield process, runtime
+    finally:
+        process.stop()
+
+
+def serve(
+    answer: Callable[[RecordDict], RecordDict],
+    process: Process,
+    authority: Authority,
+    address: str,
+    secret: bytes,
+) -> None:
+    """Answer the messages that come to a SuperNode, until it ends.
+
+    The code that Flower sends along with a run is neither installed nor looked at.
+
+    Args:
+        answer: Gives the answer to a message.
+        process: The SuperNode.
+        authority: By which its runtime is trusted.
+        address: Of its runtime.
+        secret: Which lets this process take messages.
+
+    Raises:
+        ConfigurationError: When it has ended, with what it said.
+    """
+    executor = authority.runtime(address, secret)
+    request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
+    letters: SimpleQueue[Letter] = SimpleQueue()
+    while True:
+        process.check()
+        with suppress(httpx.HTTPError):  # it is about to end
+            acquired = executor.AcquireTask(request)
+            if acquired.token:
+                client = authority.runtime(address, token=acquired.token)
+                Thread(target=_open, args=(client, letters), daemon=True).start()
+        try:
+            letter = letters.get(timeout=_LOOK)
+        except Empty:
+            continue
+        TaskIdentity.run_id = letter.context.run_id
+        TaskIdentity.node_id = letter.context.node_id
+        reply = Message(answer(letter.message.content), reply_to=letter.message)
+        try:
+            push_message(letter.client, reply, letter.context)
+            push_task_output(letter.client, letter.context, SubStatus.COMPLETED, "")
+        except httpx.HTTPError as error:
+            warnings.warn(f"an answer could not be sent: {error}", stacklevel=2)
+        finally:
+            letter.heartbeat.stop()
+            letter.client.close()
+
+
+class Letter(NamedTuple):
+    """A message that has arrived as a whole, and what its answer needs."""
+
+    message: Message
+    context: Context
+    client: RuntimeHttpClient
+    heartbeat: HeartbeatSender
+
+
+def _open(client: RuntimeHttpClient, letters: SimpleQueue[Letter]) -> None:
+    """Wait until a message has arrived as a whole: one of a run that has ended never does."""
+    heartbeat = HeartbeatSender(make_task_heartbeat_fn_http(client))
+    heartbeat.start()
+    try:
+        message, context = _pulled(client)
+    except Exception as error:  # of many kinds: it is gone, or its run is
+        heartbeat.stop()
+        client.close()
+        warnings.warn(f"a message did not arrive: {error}", stacklevel=2)
+    else:
+        letters.put(Letter(message, context, client, heartbeat))
+
+
+def _pulled(client: RuntimeHttpClient) -> tuple[Message, Context]:
+    """Return the message of a task: as Flower's own executor, but sooner, and without its code."""
+    context = context_from_proto(client.PullTaskInput(PullTaskInputRequest()).context)
+    (tree,) = client.PullMessages(PullAppMessagesRequest()).message_object_trees
+    node = Node(node_id=context.node_id)
+    contents = pull_objects(
+        [part.object_id for part in iterate_object_tree(tree)],
+        make_pull_object_fn_protobuf(client.PullObject, node, context.run_id),
+        initial_backoff=_LOOK / 4,
+        backoff_cap=1.0,
+    )
+    message = inflate_object_from_contents(tree.object_id, contents)
+    assert isinstance(message, Message)
+    message.metadata.__dict__["_message_id"] = tree.object_id  # which it does not carry itself
+    make_confirm_message_received_fn_protobuf(client.ConfirmMessageReceived, node, context.run_id)(
+        tree.object_id
+    )
+    return message, context

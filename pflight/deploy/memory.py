@@ -1,0 +1,89 @@
+"""What a client remembers at its node, on its disk, as of each of its last rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from pflight.errors import ConfigurationError
+from pflight.files import replacing
+from pflight.memory import ClientMemory
+from pflight.memory_files import Slots, sync
+
+NEVER = -1
+"""In place of a round: before the first one in which a client's answer was used."""
+_KEPT = 20
+_FILE = "round-{}.pt"
+
+
+class NodeMemory(ClientMemory):
+    """One client's memory, of which a file is kept for each of the last rounds.
+
+    The server says after which round a client's memory is asked for: the last one of which it has
+    used the client's answer. So a client that was too late, or whose server was killed and has
+    resumed from a checkpoint, goes on from what the server knows it by.
+
+    Args:
+        folder: Where the files are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self._at: int | None = None
+
+    def go_to(self, round: int, required: bool) -> None:
+        """Be as after a round.
+
+        Args:
+            round: Its index, or :data:`NEVER`.
+            required: Whether there must be something.
+
+        Raises:
+            ConfigurationError: If there is no such memory here.
+        """
+        if round == self._at:
+            return
+        self._at = None
+        path = self.folder / _FILE.format(round)
+        if round == NEVER or not (required or path.is_file()):
+            self.load_state_dict({})
+        else:
+            self.load_state_dict(_read(path, round))
+        self._at = round
+
+    def keep(self, round: int) -> None:
+        """Write the memory down as that after a round, and forget rounds of long ago."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / _FILE.format(round)
+        with replacing(path) as partial:
+            with partial.open("wb") as file:
+                torch.save(self.state_dict(), file)
+            sync(partial)
+        sync(self.folder)
+        self._at = round
+        for old in sorted(index for index in self._rounds() if index < round)[:-_KEPT]:
+            (self.folder / _FILE.format(old)).unlink(missing_ok=True)
+
+    def forget_changes(self) -> None:
+        """Read the memory again before it is used: something came in between."""
+        self._at = None
+
+    def _rounds(self) -> Iterator[int]:
+        for path in self.folder.glob(_FILE.format("*")):
+            yield int(path.stem.partition("-")[2])
+
+
+def _read(path: Path, round: int) -> Slots:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        reason = "is not there"
+    except Exception as error:  # whatever torch.load raises for a damaged file
+        reason = f"can't be read ({type(error).__name__})"
+    raise ConfigurationError(
+        f"its memory after round {round} {reason} in {path.parent}: put it back from a backup, or "
+        "resume the server from a later checkpoint"
+    )

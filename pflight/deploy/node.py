@@ -1,0 +1,374 @@
+"""A node: it holds one client's data and memory, and does what the server's messages ask for."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import secrets
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import lightning as L
+import torch
+from flwr.app import RecordDict
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.clients import Clients, CurrentRound
+from pflight.data_module import FederatedDataModule
+from pflight.errors import ConfigurationError, described
+from pflight.evaluation import Evaluator, WhichModel
+from pflight.federation import Federation
+from pflight.fingerprint import checksum_of
+from pflight.half import OWN, Participation
+from pflight.head import marked
+from pflight.history import Round
+from pflight.loaders import SPLITS, Split
+from pflight.metrics import ClientMetrics, ClientValues, LoggedMetrics
+from pflight.server import ServerModels, server_work
+from pflight.server_callback import ServerCallback
+from pflight.updates import ClientFailure, ClientUpdates
+
+from .agreement import agreement_on, check_agreement
+from .data import OwnData
+from .memory import NodeMemory
+from .messages import MessageError, group_of, number_of, packed, words_of
+
+SENT, JUDGED, STATE, COUNTS = "sent", "judged", "state", "counts"
+"""Groups of entries: what a client is sent, to train and to be judged by; and what it returns."""
+OF_COUNTS = ("tp", "fp", "fn", "loss_sum")
+_SALT = "salt"
+_log = logging.getLogger("lightning.pytorch.pflight")
+
+
+class HomeClients(Clients):
+    """A federation's clients at a node: one of them is here."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.failed: list[ClientFailure] = []
+        self.rounds_so_far = 0
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds there have been, as the server says."""
+        return self.rounds_so_far
+
+    def note_failures(self, failures: Iterable[ClientFailure], doing: str = "") -> None:
+        """Note a failure, which the server will be told."""
+        for failure in failures:
+            self.failed.append(failure)
+            _log.warning("%s: %s", f"failed {doing}".rstrip(), failure.reason)
+
+
+class Seat(ServerCallback):
+    """Takes the server half's place at a node, where it has sent all that it has to say.
+
+    Args:
+        callback: The server half, of which the client half and some rules are used.
+    """
+
+    def __init__(self, callback: ServerCallback) -> None:
+        super().__init__(callback.buffers)
+        self.callback = callback
+        self.half, self.participation = callback.half, callback.participation
+        self.chooses_half = callback.chooses_half
+        self.names: tuple[str, ...] = ()
+        self.sent = self.judged = TensorDict({}, batch_size=[1])
+
+    def local_data(self, data: FederatedDataModule) -> FederatedDataModule:
+        """Return the data that the client uses."""
+        return self.callback.local_data(data)
+
+    def expect(self, num_clients: int) -> None:
+        """Learn how many clients there are."""
+        self.callback.expect(num_clients)
+        self.half = self.callback.half
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether the head of the client's network has to be known."""
+        return self.callback.needs_head
+
+    def learn_names(self, clients: Clients) -> None:
+        """Find out what travels, from what the server half does there: the server is not asked."""
+        server, everyone = copy.deepcopy(self.callback), copy.copy(clients)
+        everyone.data = None  # which is of one client alone
+        server.join(everyone, ServerModels(clients.layout), None)
+        self.private, self.names = server.private, server.sent_names
+
+    @property
+    def sent_names(self) -> tuple[str, ...]:
+        """Names of the entries that travel."""
+        return self.names
+
+    def broadcast(self, clients: Tensor) -> TensorDict:
+        """Return what the server has sent."""
+        return self.sent
+
+    def personalize(self, clients: Tensor) -> TensorDict:
+        """Return the model that the client makes of what it is to be judged by."""
+        return self.clients.judged(clients, self.judged)
+
+    @property
+    def personalizes(self) -> bool:
+        """Whether the client may be judged by another model than what the server sends."""
+        by_memory = self.clients.participation.judged_by_memory
+        return self.judges_otherwise or bool(self.private) or by_memory
+
+    @property
+    def judges_otherwise(self) -> bool:
+        """Whether the server half or the client's participation has a rule of its own for that."""
+        participation = type(self.clients.participation)
+        return (
+            type(self.callback).personalize is not ServerCallback.personalize
+            or participation.judged is not Participation.judged
+        )
+
+
+class Judge(Evaluator):
+    """Judges the models of the one client that is here."""
+
+    def answers(self, client: int) -> Mapping[WhichModel, dict[str, Tensor] | ClientValues]:
+        """Return what is counted or logged of each model."""
+        found: dict[WhichModel, dict[str, Tensor] | ClientValues] = {}
+        for model, metrics in self._metrics.items():
+            if isinstance(metrics, ClientMetrics):
+                found[model] = {name: getattr(metrics, name)[client] for name in OF_COUNTS}
+            else:
+                assert isinstance(metrics, LoggedMetrics)
+                found[model] = metrics.values
+        return found
+
+
+class Node:
+    """Answers messages with one client's data and memory.
+
+    The client trains with the sequential engine. Its private entries, its memory and its samples
+    stay here; what is returned is what :attr:`~pflight.server_callback.ServerCallback.sent_names`
+    of the run's server half says, counts of right and wrong answers or what the client's module
+    logs, and how many samples there are.
+
+    Args:
+        federation: The federation as it is configured, which no Trainer has run.
+        callback: Its server callback.
+        data: The node's data.
+        folder: Where the client's memory is kept.
+        trainer: A Trainer that has the device and the precision for the client, and whose only
+            callback is :attr:`seat`.
+        own: Which client of the data it is.
+        config: As in :func:`~pflight.deploy.agreement.agreement_on`.
+
+    Raises:
+        ConfigurationError: If model, algorithm and data don't fit together.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        callback: ServerCallback,
+        data: FederatedDataModule,
+        folder: Path,
+        trainer: dict[str, Any] | None = None,
+        own: int = 0,
+        config: Mapping[str, str] | None = None,
+    ) -> None:
+        self.folder, self.own = folder, own
+        data.prepare_data()
+        data.setup("fit")
+        self.agreement = agreement_on(federation, callback, data, config)
+        federation.engine, federation.clients_at_once = "sequential", None
+        self._configured, self._samples = (federation, callback), data
+        self._trainer = {
+            **(trainer or {}),
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+        }
+        self._become(0, 1)
+
+    def _become(self, place: int, num_clients: int) -> None:
+        """Set everything up for one of so many clients."""
+        federation, callback = copy.deepcopy(self._configured)
+        self.data = OwnData(self._samples, self.own, place, num_clients)
+        self.seat = Seat(callback)
+        before, self.memory = federation.clients, NodeMemory(self.folder)
+        how = before.module, before.layout, before.half, before.server, self.memory, before.training
+        self.clients = federation.clients = federation.record.clients = HomeClients(*how)
+        runner = L.Trainer(
+            max_epochs=0, callbacks=[self.seat], default_root_dir=self.folder, **self._trainer
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*max_epochs=0")
+            runner.fit(federation, datamodule=self.data)  # which sets all up, and trains nothing
+        self.clients.memory = self.memory = NodeMemory(self.folder)
+        federation.to(self.clients.attached_engine.device)
+        self.federation = federation
+
+    def answer(self, content: RecordDict) -> RecordDict:
+        """Return the answer to a message, which is the reason if there is none."""
+        self.clients.failed.clear()
+        try:
+            return self._answer(content)
+        except (ConfigurationError, MessageError) as error:
+            reason = str(error)
+        except Exception as error:  # whatever a message, a module or data can bring about
+            reason = described(error)
+        _log.warning("the server gets no answer: %s", reason)
+        return packed(words={"failed": reason})
+
+    def _answer(self, content: RecordDict) -> RecordDict:
+        asked = words_of(content, "do")
+        works = {
+            "describe": self._describe,
+            "train": self._train,
+            "gradients": self._train,
+            "aside": self._train_aside,
+            "losses": self._tell_loss,
+            "evaluate": self._evaluate,
+        }
+        if asked not in works:
+            raise MessageError(f"there is nothing that is called {asked!r}")
+        place, count = (int(number_of(content, name)) for name in ("client", "clients"))
+        if (place, count) != (self.data.place, self.data.num_clients):
+            self._become(place, count)
+        if not self.seat.names:
+            self.seat.learn_names(self.clients)
+        if asked != "describe":
+            self._prepare(content)
+        clients = self.clients
+        with server_work(clients.device, clients.seed, clients.rounds):
+            return works[asked](content)
+
+    def _describe(self, content: RecordDict) -> RecordDict:
+        """Say whether both sides agree, and how many samples there are."""
+        names = words_of(content, "names", [])
+        theirs = dict(zip(names, words_of(content, "digests", []), strict=True))
+        check_agreement(self.agreement, theirs, "the server")
+        place, sizes = self.data.place, {}
+        for split in SPLITS:
+            sizes[f"samples.{split}"] = int(self.data.num_samples(split)[place])
+        salted = torch.tensor([self._salt(), int(self.data.fingerprint()[place])])
+        counted = self.clients.attached_engine.setting.task is not None
+        head = marked(self.clients.module)
+        name, *shape = head or ("", 0, 0)
+        return packed(
+            numbers={
+                **sizes,
+                "fingerprint": checksum_of(salted),
+                "counted": int(counted),
+                "head": shape,
+            },
+            words={} if head is None else {"head": name},
+        )
+
+    def _salt(self) -> int:
+        """Return a number that never leaves this node, so that nobody can guess its labels."""
+        path = self.folder / _SALT
+        if not path.is_file():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(str(secrets.randbits(60)))
+            path.chmod(0o600)
+        return int(path.read_text())
+
+    def _prepare(self, content: RecordDict) -> None:
+        """Become the client that the server knows, in the round that goes on."""
+        clients, seat = self.clients, self.seat
+        index = int(number_of(content, "round"))
+        clients.current = CurrentRound(Round(index, []))
+        clients.rounds_so_far = int(number_of(content, "rounds"))
+        clients.attached_engine.setting.mean_samples = number_of(content, "mean_samples")
+        seat.sent = seat.judged = self._received(content, SENT)
+        if JUDGED in content.array_records:
+            seat.judged = self._received(content, JUDGED)
+        self.memory.go_to(int(number_of(content, "after")), self._remembers)
+
+    def _received(self, content: RecordDict, group: str) -> TensorDict:
+        tensors = group_of(content, group, self.clients.layout.template, OWN)
+        device = self.clients.device
+        rows = {name: tensor.unsqueeze(0).to(device) for name, tensor in tensors.items()}
+        return TensorDict(rows, batch_size=[1])
+
+    @property
+    def _remembers(self) -> bool:
+        """Whether the client keeps anything from one round to the next."""
+        participation = type(self.clients.participation)
+        keeps = participation.keep is not Participation.keep
+        return self.clients.half.keeps_memory or bool(self.seat.private) or keeps
+
+    @property
+    def _client(self) -> Tensor:
+        return torch.tensor([self.data.place], device=self.clients.device)
+
+    def _train(self, content: RecordDict) -> RecordDict:
+        """Train, or take gradients, and keep what the client remembers."""
+        clients, sent = self.clients, self.seat.sent
+        self.memory.forget_changes()
+        self.memory.go_to(int(number_of(content, "after")), self._remembers)
+        if words_of(content, "do") == "train":
+            epochs = int(number_of(content, "epochs")) or None
+            updates = clients._train(self._client, sent, epochs)
+        else:
+            batches = int(number_of(content, "batches")) or None
+            updates = clients._take_gradients(self._client, sent, batches)
+        if len(updates.clients):
+            self.memory.keep(clients.current.entry.index)
+        return self._returned(updates, content)
+
+    def _train_aside(self, content: RecordDict) -> RecordDict:
+        index, epochs = (int(number_of(content, name)) for name in ("as_round", "epochs"))
+        updates = self.clients.train_aside(self._client, self.seat.sent, index, epochs or None)
+        return self._returned(updates, content)
+
+    def _returned(self, updates: ClientUpdates, content: RecordDict) -> RecordDict:
+        """Return what the server asks for of an update, or why there is none."""
+        if failure := [*updates.failures, *self.clients.failed]:
+            return packed(words={"failed": failure[0].reason})
+        if not len(updates.clients):
+            return packed(numbers={"answered": 0})
+        returns = words_of(content, "returns", [])
+        if refused := [name for name in returns if name not in self.seat.names]:
+            raise MessageError(f"{refused[0]} is not among what leaves this node")
+        logs = {
+            f"logs.{name}": [float(total), float(count)]
+            for name, (total, count) in updates.logs.items()
+        }
+        states = {name: updates.states[name][0] for name in returns}
+        return packed({STATE: states}, {"answered": 1, **logs})
+
+    def _tell_loss(self, content: RecordDict) -> RecordDict:
+        split = cast(Split, words_of(content, "split"))
+        if split not in (*SPLITS, "held_out"):
+            raise MessageError(f"there are no samples that are called {split!r}")
+        loss = float(self.clients.losses(self._client, self.seat.sent, split)[0])
+        if self.clients.failed:
+            return packed(words={"failed": self.clients.failed[0].reason})
+        return packed(numbers={} if math.isnan(loss) else {"loss": loss})
+
+    def _evaluate(self, content: RecordDict) -> RecordDict:
+        """Judge the client's models on its own samples; no output of a sample is returned."""
+        split, clients = words_of(content, "split"), self.clients
+        if split not in ("val", "test"):
+            raise MessageError(f"clients are not judged on {split!r} samples")
+        judge = Judge(clients, self.seat, split, self.federation.f1_average)
+        judge.judge(self._client)
+        entries: dict[str, dict[str, Tensor]] = {}
+        numbers: dict[str, float] = {}
+        words: dict[str, str | list[str]] = {}
+        for model, found in judge.answers(self.data.place).items():
+            if isinstance(found, ClientValues):
+                for name, values in found.values.items():
+                    numbers |= {f"{model}value.{name}": value for value in values.values()}
+                better = found.higher_is_better.items()
+                words[f"{model}higher"] = [name for name, higher in better if higher]
+                words[f"{model}lower"] = [name for name, higher in better if not higher]
+            else:
+                entries[f"{model}{COUNTS}"] = found
+        if clients.failed:
+            words["failed"] = clients.failed[0].reason
+        return packed(entries, numbers, words)

@@ -1,0 +1,461 @@
+"""The clients of a federation whose machines are elsewhere, as its server half knows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol, cast
+
+import torch
+from flwr.app import RecordDict
+from lightning.pytorch.strategies import Strategy
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.clients import Clients
+from pflight.engines.choice import Choice, EngineName
+from pflight.engines.sequential import SequentialEngine
+from pflight.errors import ConfigurationError
+from pflight.evaluation import Evaluator, WhichModel
+from pflight.federation import Federation
+from pflight.head import Head
+from pflight.history import Logs, merge_logs
+from pflight.loaders import SPLITS, Split
+from pflight.local.setting import Setting
+from pflight.metrics import ClientMetrics, ClientValues, LoggedMetrics
+from pflight.record import RunRecord
+from pflight.server_callback import ServerCallback
+from pflight.state import entries
+from pflight.task import Task
+from pflight.updates import ClientFailure, ClientUpdates
+
+from .data import NodeData
+from .memory import NEVER
+from .messages import MessageError, entries_of, number_of, numbers_of, packed, words_of
+from .node import COUNTS, JUDGED, OF_COUNTS, SENT, STATE
+
+Work = Literal["describe", "train", "gradients", "aside", "losses", "evaluate"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one client is asked."""
+
+    client: int
+    work: Work
+    round: int
+    content: RecordDict
+
+
+class Post(Protocol):
+    """Carries messages to nodes and their answers back."""
+
+    def send(self, messages: Iterable[Asked]) -> None:
+        """Send messages, at most one to each client that has not answered the one before."""
+
+    def receive(self, client: int) -> RecordDict | str:
+        """Wait for a client's answer; return it, or the reason why there is none."""
+
+
+class RemoteClients(Clients):
+    """A federation's clients, each on a machine of its own, behind the boundary of simulated ones.
+
+    All clients of a round work at the same time. Their updates are handed on in the order of their
+    ids, so that sums do not depend on who was first; what has arrived meanwhile waits with Flower.
+
+    Args:
+        post: Carries messages.
+        like: The simulated clients, whose place these take.
+
+    Attributes:
+        after: The last round of which each client's answer was used ``[num_clients]``, by which its
+            node knows which memory it is to go on from.
+        counted: Whether the answers of clients are counted right or wrong, by class; ``None`` until
+            that is known.
+    """
+
+    def __init__(self, post: Post, like: Clients) -> None:
+        arguments = like.module, like.layout, like.half, like.server, like.memory, like.training
+        super().__init__(*arguments)
+        self.post = post
+        self.after = torch.empty(0, dtype=torch.long)
+        self.counted: bool | None = None
+        self._head: Head | None = None
+        self._judging = False
+
+    # Who they are
+
+    def expect(self, num_clients: int) -> None:
+        """Learn for how many clients there is room."""
+        self.num_clients = num_clients
+        self.after = torch.full((num_clients,), NEVER)
+
+    def describe(
+        self, clients: list[int], data: NodeData, agreement: Mapping[str, str]
+    ) -> dict[int, str]:
+        """Ask nodes how many samples they have, and whether they have the same run in mind.
+
+        Args:
+            clients: Whose.
+            data: Gets to know the answers.
+            agreement: What both sides must agree on.
+
+        Returns:
+            The clients that gave no answer that can be used, and why.
+        """
+        words = {"names": [*agreement], "digests": [*agreement.values()]}
+        self._send("describe", torch.tensor(clients, dtype=torch.long), {}, {}, words)
+        failed: dict[int, str] = {}
+        for client in clients:
+            try:
+                answer = self._received(client)
+                sizes = {split: _count(answer, f"samples.{split}") for split in SPLITS}
+                fingerprint, head = _count(answer, "fingerprint"), _head_of(answer)
+                counted = bool(number_of(answer, "counted"))
+                if self.counted not in (None, counted):
+                    raise MessageError(
+                        "its samples are read in another way than the others', one by one or as "
+                        "tensors, so that what it is judged by can't be added to theirs"
+                    )
+            except MessageError as error:
+                failed[client] = str(error)
+                continue
+            self.counted, self._head = counted, head or self._head
+            data.know(client, sizes, fingerprint)
+        return failed
+
+    def _find_head(self, strategy: Strategy) -> Head | None:
+        """Return the head of the clients' network, which a pass at a node has shown."""
+        return self._head
+
+    def choose_engine(
+        self,
+        wanted: EngineName,
+        clients_at_once: int | None,
+        strategy: Strategy,
+        timeout: float | None,
+        reason: str | None = None,
+    ) -> Choice:
+        """Say that clients train where they are; the engine that there is here trains nobody."""
+        whose = self.module, self.half, self.layout, self.attached_data
+        how = strategy.precision_plugin, strategy.root_device, self.training.seed
+        self.engine = SequentialEngine(Setting(*whose, *how))
+        self.engine.check_input()
+        return Choice("sequential", 1, "each client trains on its own machine")
+
+    # What they are asked for
+
+    def train(
+        self,
+        clients: Tensor,
+        send: Any,
+        *,
+        epochs: int | None = None,
+        aside: bool = False,
+        **how: Any,
+    ) -> Iterator[ClientUpdates]:
+        """See :class:`~pflight.clients.Clients`."""
+        numbers = {"epochs": epochs or 0, "as_round": self.current.entry.index}
+        return self._work("aside" if aside else "train", clients, send, numbers, **how)
+
+    def gradients(self, clients: Tensor, send: Any, **how: Any) -> Iterator[ClientUpdates]:
+        """See :class:`~pflight.clients.Clients`."""
+        numbers = {"batches": how.pop("batches", None) or 0}
+        return self._work("gradients", clients, send, numbers, **how)
+
+    def _work(
+        self,
+        work: Work,
+        clients: Tensor,
+        send: Any,
+        numbers: dict[str, Any],
+        returns: Iterable[str] | None = None,
+        whole: int | None = None,
+        at_once: int | None = None,
+    ) -> Iterator[ClientUpdates]:
+        chunks = list(self._chunks(clients, whole, at_once))
+        groups = [chunks] if at_once is None else [[chunk] for chunk in chunks]
+        names = self._returns(returns)
+        for group in filter(None, groups):
+            asked = torch.cat(group)
+            sent = send(asked)
+            awake = ~torch.isin(asked, self.current.silent)
+            words = {"returns": names}
+            self._send(work, asked[awake], {SENT: sent[awake]}, numbers, words)
+            for chunk in group:
+                rows = sent[torch.isin(asked, chunk)]
+                yield self._ask(chunk, rows, partial(self._updates, names=names, work=work), names)
+
+    def _returns(self, returns: Iterable[str] | None) -> list[str]:
+        assert self.server_half is not None
+        return list(self.server_half.sent_names if returns is None else returns)
+
+    def losses(self, clients: Tensor, sent: TensorDict, split: Split = "train") -> Tensor:
+        """See :class:`~pflight.clients.Clients`."""
+        losses = torch.full((len(clients),), torch.nan, dtype=torch.double, device=self.device)
+        awake = ~torch.isin(clients, self.current.silent)
+        self._send("losses", clients[awake], {SENT: sent[awake]}, {}, {"split": split})
+        failures = []
+        for row in awake.nonzero().flatten().tolist():
+            client = int(clients[row])
+            try:
+                losses[row] = numbers_of(self._received(client)).get("loss", math.nan)
+            except MessageError as error:
+                failures.append(ClientFailure(client, str(error)))
+        self.note_failures(failures, "to tell its loss")
+        failed = torch.tensor([failure.client for failure in failures], dtype=torch.long)
+        silent = self.current.silent
+        self.current.silent = torch.cat([silent, failed.to(silent.device)])
+        return losses
+
+    def train_aside(
+        self,
+        clients: Tensor,
+        sent: TensorDict,
+        round_index: int | None = None,
+        epochs: int | None = None,
+    ) -> ClientUpdates:
+        """See :class:`~pflight.clients.Clients`."""
+        as_round = self.rounds if round_index is None else round_index
+        numbers, names = {"as_round": as_round, "epochs": epochs or 0}, self._returns(None)
+        known = [name for name in names if name in sent]
+        sent = sent.select(*known)
+        self._send("aside", clients, {SENT: sent}, numbers, {"returns": names})
+        updates = self._updates(clients, sent, names, "aside")
+        self.note_failures(updates.failures, "to find its place")
+        return updates
+
+    def judged(self, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return what is sent, over the initial model: the nodes make the clients' models of it.
+
+        Raises:
+            ConfigurationError: Unless it is to be judged there.
+        """
+        if not self._judging:
+            raise ConfigurationError(
+                f"the model of client {int(clients[0])} is on its own machine: ask its node"
+            )
+        return self.completed(clients, sent)
+
+    def has_memory(self, clients: Tensor) -> Tensor:
+        """Return a mask ``[C]`` of the clients that keep private entries from an earlier round."""
+        assert self.server_half is not None
+        known = self.after[clients.cpu()] != NEVER
+        return known & bool(self.server_half.private)
+
+    def remembered(self, clients: Tensor, states: TensorDict) -> Any:
+        """Raise, since what clients remember stays with them."""
+        raise ConfigurationError("what clients remember is on their own machines")
+
+    def evaluate(
+        self, clients: Tensor, callback: ServerCallback, split: Split
+    ) -> Iterator[tuple[int, RecordDict | ClientFailure]]:
+        """Have clients judge their models on their own samples; yield what they count."""
+        assert self.server_half is not None
+        names, sent = self._returns(None), callback.broadcast(clients)
+        groups = {SENT: TensorDict({**self._made(sent), **sent}, batch_size=sent.batch_size)}
+        if type(callback).personalize is not ServerCallback.personalize:
+            self._judging = True
+            try:
+                groups[JUDGED] = callback.personalize(clients).select(*names)
+            finally:
+                self._judging = False
+        self._send("evaluate", clients, groups, {}, {"split": split})
+        for client in clients.tolist():
+            try:
+                yield client, self._received(client)
+            except MessageError as error:
+                yield client, ClientFailure(client, str(error))
+
+    def _made(self, sent: TensorDict) -> dict[str, Tensor]:
+        """Return what the server has made of further entries, for the model that it has ``[C]``."""
+        model, template = self.server.expand(0, self.layout.names, len(sent)), self.layout.template
+        others = (name for name in self.layout.names if name not in sent)
+        changed = (name for name in others if not torch.equal(model[name][0].cpu(), template[name]))
+        return {name: model[name] for name in changed}
+
+    # Messages
+
+    def _send(
+        self,
+        work: Work,
+        clients: Tensor,
+        sent: Mapping[str, TensorDict],
+        numbers: Mapping[str, Any],
+        words: Mapping[str, Any],
+    ) -> None:
+        groups = {group: dict(entries(states)) for group, states in sent.items()}
+        common = {
+            "clients": self.num_clients,
+            "round": self.current.entry.index,
+            "rounds": self.rounds,
+            "mean_samples": 0.0 if self.data is None else self._mean_samples,
+            **numbers,
+        }
+        messages = []
+        for row, client in enumerate(clients.tolist()):
+            rows = {
+                group: {name: value[row] for name, value in columns.items()}
+                for group, columns in groups.items()
+            }
+            own = {**common, "client": client, "after": int(self.after[client])}
+            content = packed(rows, own, {"do": work, **words})
+            messages.append(Asked(client, work, self.current.entry.index, content))
+        self.post.send(messages)
+
+    @property
+    def _mean_samples(self) -> float:
+        return float(self.num_samples[self.attached_data.train_clients].double().mean())
+
+    def _received(self, client: int) -> RecordDict:
+        """Return a client's answer.
+
+        Raises:
+            MessageError: If there is none.
+        """
+        answer = self.post.receive(client)
+        if isinstance(answer, str):
+            raise MessageError(answer)
+        if failed := words_of(answer, "failed"):
+            raise MessageError(failed)
+        return answer
+
+    def _updates(
+        self, clients: Tensor, sent: TensorDict, names: list[str], work: Work
+    ) -> ClientUpdates:
+        """Return the updates of clients, as they arrive, without those that can't be used."""
+        template, device = self.layout.template, self.device
+        states: dict[int, dict[str, Tensor]] = {}
+        failures: list[ClientFailure] = []
+        logs: list[Logs] = []
+        for row, client in enumerate(clients.tolist()):
+            like = {name: sent[name][row] if name in sent else template[name] for name in names}
+            try:
+                answer = self._received(client)
+                if not number_of(answer, "answered"):
+                    continue
+                state, logged = entries_of(answer, STATE, like), _logs_of(answer)
+            except MessageError as error:
+                failures.append(ClientFailure(client, str(error)))
+                continue
+            states[client] = state
+            logs.append(logged)
+            if work != "aside":
+                self.after[client] = self.current.entry.index
+                if self.on_client_end is not None:
+                    self.on_client_end(client)
+        columns = {
+            name: torch.stack([state[name] for state in states.values()]).to(device)
+            if states
+            else template[name].new_empty((0, *template[name].shape)).to(device)
+            for name in names
+        }
+        answered = torch.tensor(list(states), dtype=torch.long)
+        return ClientUpdates(
+            answered.to(clients.device),
+            TensorDict(columns, batch_size=[len(states)]),
+            self.num_samples[answered],
+            failures,
+            merge_logs(logs),
+        )
+
+
+class RemoteEvaluator(Evaluator):
+    """Judges clients where they are: their nodes count, and the server adds up."""
+
+    def judge(self, ids: Tensor) -> None:
+        """Have the clients ``[C]`` evaluated."""
+        clients = cast(RemoteClients, self.clients)
+        failures = []
+        for client, answer in clients.evaluate(ids, self.callback, self.split):
+            if isinstance(answer, ClientFailure):
+                failures.append(answer)
+                continue
+            try:
+                for model, metrics in self._metrics.items():
+                    self._take(client, model, metrics, answer)
+            except MessageError as error:
+                failures.append(ClientFailure(client, str(error)))
+        with clients.noting(self.failures):
+            clients.note_failures(failures, f"on its {self.split} samples")
+
+    def _take(
+        self,
+        client: int,
+        model: WhichModel,
+        metrics: ClientMetrics | LoggedMetrics,
+        answer: RecordDict,
+    ) -> None:
+        """Add what a client's node has counted of a model, or what its module has logged."""
+        if isinstance(metrics, LoggedMetrics):
+            metrics.update(_values_of(client, model, answer))
+            return
+        like = {name: getattr(metrics, name)[client] for name in OF_COUNTS}
+        counts = entries_of(answer, f"{model}{COUNTS}", like, finite=False)
+        right, labels = counts["tp"], counts["tp"] + counts["fn"]
+        samples = int(self.clients.attached_data.num_samples(self.split)[client])
+        whole = [counts[name] for name in ("tp", "fp", "fn")]
+        if min(int(part.min()) for part in whole) < 0 or int(labels.sum()) != samples:
+            raise MessageError(f"it counted {int(labels.sum())} of its {samples} samples")
+        if int(right.sum() + counts["fp"].sum()) != samples:
+            raise MessageError("its numbers of right and wrong answers don't add up")
+        for name in OF_COUNTS:
+            getattr(metrics, name)[client] = counts[name]
+
+    def _new_metrics(self) -> ClientMetrics | LoggedMetrics:
+        clients, module = cast(RemoteClients, self.clients), self.clients.module
+        if clients.counted and isinstance(module, Task):
+            counting = module.client_metrics(clients.num_clients, self.f1_average)
+            if counting is not None:
+                counting = counting.to(clients.device)
+                counting.update(*[torch.empty(0, device=clients.device)] * 4)  # as it has to be
+                return counting
+        return super()._new_metrics()
+
+
+def ask_nodes(federation: Federation, post: Post) -> RemoteClients:
+    """Have a federation that no Trainer has run ask nodes in place of simulated clients."""
+    clients = RemoteClients(post, federation.clients)
+    federation.clients = clients
+    federation.record = RunRecord(clients, federation.record.allow_other_data)
+    federation.evaluator = RemoteEvaluator
+    return clients
+
+
+def _count(answer: RecordDict, name: str) -> int:
+    value = number_of(answer, name)
+    if not (isinstance(value, int) and 0 <= value < 2**40):
+        raise MessageError(f"its {name} is {value}, which is no number of samples")
+    return value
+
+
+def _head_of(answer: RecordDict) -> Head | None:
+    name, shape = words_of(answer, "head"), numbers_of(answer).get("head")
+    if not name:
+        return None
+    if not (isinstance(shape, list) and [type(one) for one in shape] == [int, int]):
+        raise MessageError("it says of its network's head what nobody can read")
+    return Head(name, *shape)
+
+
+def _logs_of(answer: RecordDict) -> Logs:
+    logs: Logs = {}
+    for name, pair in numbers_of(answer, "logs.").items():
+        if not (isinstance(pair, list) and len(pair) == 2 and pair[1] > 0):
+            raise MessageError(f"it logged {name} in a form that nobody can read")
+        logs[name] = (float(pair[0]), int(pair[1]))
+    return logs
+
+
+def _values_of(client: int, model: str, answer: RecordDict) -> ClientValues:
+    values = ClientValues()
+    values.clients.append(client)
+    for name, value in numbers_of(answer, f"{model}value.").items():
+        if not isinstance(value, int | float):
+            raise MessageError(f"its {name} is no number")
+        values.values[name] = {client: float(value)}
+    for higher, word in ((True, "higher"), (False, "lower")):
+        values.higher_is_better |= dict.fromkeys(words_of(answer, f"{model}{word}", []), higher)
+    return values

@@ -1,0 +1,164 @@
+"""Which node of a deployed federation is which client."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Set
+from pathlib import Path
+from typing import Any, Protocol
+
+import lightning as L
+
+from pflight.errors import ConfigurationError
+from pflight.federation import Federation
+
+from .data import NodeData
+from .flower import keys_in
+from .remote import Post, RemoteClients
+
+_LOOK = 2.0  # seconds from one look at who is there to the next
+_REMIND = 15.0  # seconds from one line on who is missing to the next
+
+
+class NodePost(Post, Protocol):
+    """Carries messages to nodes, and knows which of them are there.
+
+    Attributes:
+        keys: The nodes' public keys, by client.
+        patience: Seconds in which nodes have to come, and to say what they have.
+    """
+
+    keys: dict[int, bytes]
+    patience: float
+
+    def online(self) -> Mapping[int, int]:
+        """Return the ids of the nodes that are connected, by client."""
+
+    def register(self, keys: Set[bytes]) -> None:
+        """Let the nodes with these keys connect, and no others."""
+
+
+class Roster(L.Callback):
+    """Meets the nodes, and lets further ones join between two rounds; it is kept in checkpoints.
+
+    A node is known by its key. The first ones are clients 0, 1, ... in the order of their keys'
+    names, and each that joins later is the next, for good.
+
+    Args:
+        clients: The clients.
+        data: What is known of their data.
+        post: Carries messages to the nodes.
+        folder: With the public keys of the nodes that may take part.
+        agreement: What all sides have to agree on.
+    """
+
+    def __init__(
+        self,
+        clients: RemoteClients,
+        data: NodeData,
+        post: NodePost,
+        folder: Path,
+        agreement: Mapping[str, str],
+    ) -> None:
+        self.clients, self.data, self.post = clients, data, post
+        self.folder, self.agreement = folder, agreement
+        self.nodes: dict[int, bytes] = {}
+
+    def meet(self, places: int | None, saved: dict[str, Any] | None) -> None:
+        """Wait for the nodes, and ask what they have.
+
+        Args:
+            places: How many clients there may be; by default as many as there are keys.
+            saved: What a checkpoint has of the roster, if a run goes on. Of nodes that are not
+                there then, it is known what they have.
+
+        Raises:
+            ConfigurationError: If nodes are missing, disagree, or are more than there are places.
+        """
+        here = keys_in(self.folder)
+        if saved is None:
+            self.nodes = dict(enumerate(here.values()))
+            self.clients.expect(len(here) if places is None else places)
+        else:
+            self.clients.expect(len(saved["after"]))
+            self.load_state_dict(saved)
+        self.data.num_clients = self.clients.num_clients
+        if len(here) > self.clients.num_clients:
+            raise ConfigurationError(
+                f"there are {len(here)} keys in {self.folder}, but {self.clients.num_clients} "
+                "places for clients: give --places when a run is started anew"
+            )
+        names = {key: name for name, key in here.items()}
+        for client, key in self.nodes.items():
+            whose = f"the node with {names[key]}" if key in names else "a node whose key is gone"
+            print(f"pflight: client {client} is {whose}", flush=True)
+        self._let_in(here)
+        self._wait(required=saved is None)
+        if failed := self.clients.describe([*self.post.online()], self.data, self.agreement):
+            raise ConfigurationError(
+                "; ".join(f"client {client}'s node says: {said}" for client, said in failed.items())
+            )
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let nodes join whose keys have come, from the next round on."""
+        assert isinstance(pl_module, Federation)
+        try:
+            here = keys_in(self.folder)
+        except ConfigurationError as error:
+            warnings.warn(f"nobody joins: {error}", stacklevel=2)
+            return
+        for name, key in here.items():
+            if key in self.nodes.values():
+                continue
+            client = len(self.nodes)
+            if client == self.clients.num_clients:
+                warnings.warn(f"there is no place for {name}: give --places", stacklevel=2)
+                continue
+            self.nodes[client] = key
+            print(f"pflight: client {client} is the node with {name}, which may join", flush=True)
+        self._let_in(here)
+        new = [client for client in self.post.online() if client not in self.data.known]
+        failed = self.clients.describe(new, self.data, self.agreement)
+        for client, said in failed.items():
+            warnings.warn(f"client {client} can't join: {said}", stacklevel=2)
+        if len(failed) < len(new):
+            pl_module.record.forget_data()
+            joined = ", ".join(str(client) for client in new if client not in failed)
+            print(f"pflight: from the next round on there is client {joined}", flush=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as tensors and primitives."""
+        nodes = {client: key.decode() for client, key in self.nodes.items()}
+        return {"nodes": nodes, "after": self.clients.after, "known": self.data.known}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        self.nodes = {client: key.encode() for client, key in state_dict["nodes"].items()}
+        self.clients.after.copy_(state_dict["after"])
+        for client, known in state_dict["known"].items():
+            if client not in self.data.known:  # which its node has not said itself yet
+                self.data.know(client, *known)
+
+    def _let_in(self, here: Mapping[str, bytes]) -> None:
+        self.post.keys = {i: key for i, key in self.nodes.items() if key in here.values()}
+        self.post.register({*self.post.keys.values()})
+
+    def _wait(self, required: bool) -> None:
+        """Wait until all nodes are connected."""
+        begun = said = time.monotonic()
+        while missing := sorted(self.post.keys.keys() - self.post.online().keys()):
+            now = time.monotonic()
+            if now - begun > self.post.patience:
+                late = (
+                    f"the nodes of clients {missing} did not connect within "
+                    f"{self.post.patience:g} s"
+                )
+                if required:
+                    raise ConfigurationError(f"{late}: start them, or give more --patience")
+                warnings.warn(f"{late}: the run goes on without them", stacklevel=2)
+                return
+            if said == begun or now - said > _REMIND:
+                said = now
+                print(f"pflight: waiting for the nodes of clients {missing}", flush=True)
+            time.sleep(_LOOK)

@@ -1,0 +1,126 @@
+"""The server of a deployed federation: the run that was simulated, whose clients are nodes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+
+from pflight.checkpoint import read_checkpoint
+from pflight.cli import FederationCLI
+from pflight.cli import main as command_line
+from pflight.errors import ConfigurationError
+from pflight.federation import Federation
+from pflight.host import readable
+from pflight.signals import StopBetweenRounds
+
+from .agreement import agreement_on, server_callback, text_of_model
+from .data import OPTIONS, NodeData
+from .flower import GridPost, keys_in, superlink
+from .remote import ask_nodes
+from .roster import Roster
+
+_DATA = f"{NodeData.__module__}.{NodeData.__name__}"
+
+
+class ServerCLI(FederationCLI):
+    """``pflight fit``, ``validate`` and ``test`` with clients that are nodes.
+
+    Args:
+        args: Arguments, with the command as the first.
+        stop: Ends a run when a signal comes.
+        connect: Connects to what carries messages to the nodes.
+        folder: With the nodes' public keys.
+        places: As in :meth:`~pflight.deploy.roster.Roster.meet`.
+    """
+
+    def __init__(
+        self,
+        args: list[str] | None,
+        stop: StopBetweenRounds | None,
+        connect: Callable[[], AbstractContextManager[GridPost]],
+        folder: Path,
+        places: int | None = None,
+    ) -> None:
+        self._connect, self._keys, self._places = connect, folder, places
+        super().__init__(args, stop)
+
+    def before_instantiate_classes(self) -> None:
+        """Take only those options of the data that the server needs, which has no samples."""
+        super().before_instantiate_classes()
+        config = self.config[self.config.subcommand]
+        given = (config.data or {}).get("init_args") or {}
+        known = {name: given[name] for name in OPTIONS if name in given and name != "num_classes"}
+        config.data = Namespace(class_path=_DATA, init_args=Namespace(**known))
+        config.trainer.reload_dataloaders_every_n_epochs = 1  # for those that join
+
+    def fit(self, **kwargs: Any) -> None:
+        """Meet the nodes, and train with them."""
+        self._with_nodes(super().fit, kwargs)
+
+    def validate(self, **kwargs: Any) -> None:
+        """Have the nodes evaluate their models on their validation samples."""
+        self._with_nodes(super().validate, kwargs)
+
+    def test(self, **kwargs: Any) -> None:
+        """Have the nodes evaluate their models on their test samples."""
+        self._with_nodes(super().test, kwargs)
+
+    def _with_nodes(self, work: Callable[..., None], given: dict[str, Any]) -> None:
+        config, trainer = self.config[self.config.subcommand], self.trainer
+        if not isinstance(self.model, Federation):
+            raise ConfigurationError("deploy is for a federation: the model must be a Federation")
+        if trainer.world_size > 1:
+            raise ConfigurationError(
+                f"trainer.devices asks for {trainer.world_size} processes, but the server of nodes "
+                "is a single one: set trainer.devices to 1"
+            )
+        callback = server_callback(trainer.callbacks)  # type: ignore[attr-defined]
+        agreement = agreement_on(self.model, callback, self.datamodule, text_of_model(config))
+        path = config.get("ckpt_path")
+        saved = (
+            None if path is None else read_checkpoint(path)["callbacks"].get(Roster.__qualname__)
+        )
+        with self._connect() as post:
+            try:
+                clients = ask_nodes(self.model, post)
+                roster = Roster(clients, self.datamodule, post, self._keys, agreement)
+                roster.meet(self._places, saved)
+                trainer.callbacks.insert(0, roster)  # type: ignore[attr-defined]
+                work(**given)
+            finally:
+                for kind, carried in post.carried.items():
+                    sizes = (f"{readable(carried[way])} {way}" for way in ("down", "up"))
+                    print(
+                        f"pflight: {carried['messages']:,} messages to {kind} carried "
+                        f"{' and '.join(sizes)}, all in all",
+                        flush=True,
+                    )
+
+
+def run(given: argparse.Namespace) -> None:
+    """Start a SuperLink, and run a federation with the nodes that connect to it.
+
+    Args:
+        given: What ``pflight deploy server`` was given.
+
+    Raises:
+        ConfigurationError: If certificates or keys are missing.
+    """
+    certificates: Path = given.certificates
+    for name in ("ca.pem", "server.pem", "server.key"):
+        if not (certificates / name).is_file():
+            raise ConfigurationError(
+                f"there is no {certificates / name}: make it with pflight deploy certificates"
+            )
+    folder = certificates / "nodes"
+    keys_in(folder)
+    where = given.host, given.port, certificates
+    connect = partial(superlink, *where, given.round_timeout, given.patience)
+    cli = partial(ServerCLI, connect=connect, folder=folder, places=given.places)
+    command_line([given.run, *given.run_options], cli)

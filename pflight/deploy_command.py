@@ -1,0 +1,78 @@
+"""The command ``pflight deploy``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add its commands: a server, a client, certificates, and a look at all of them."""
+    commands = parser.add_subparsers(dest="work", required=True, metavar="command")
+    server = commands.add_parser(
+        "server",
+        help="run a federation whose clients are nodes",
+        description="Run a federation whose clients are nodes. Further options are those of "
+        "pflight fit, such as --config run.yaml and --ckpt_path last.",
+        takes_a_run=True,
+    )
+    add = server.add_argument
+    add("--certificates", type=Path, required=True, metavar="FOLDER")
+    add("--host", default="0.0.0.0", help="where it listens (default: %(default)s)")
+    add("--port", type=int, default=9092, help="likewise (default: %(default)s)")
+    add("--round-timeout", type=float, metavar="SECONDS", help="in which a client has to answer")
+    add(
+        "--patience",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="for which it waits for its nodes before it starts (default: %(default)g)",
+    )
+    add("--places", type=int, metavar="N", help="for clients (default: as many as there are keys)")
+    add(
+        "--run",
+        default="fit",
+        choices=("fit", "validate", "test"),
+        metavar="command",
+        help="what to do: fit (the default), validate or test",
+    )
+    client = commands.add_parser(
+        "client",
+        help="be one of its nodes",
+        description="Be a node: train one client on data that stay here. Further options are "
+        "those of pflight fit, such as --config run.yaml and --data ...",
+        takes_a_run=True,
+    )
+    add = client.add_argument
+    add("--server", required=True, metavar="HOST:PORT")
+    add("--ca", type=Path, required=True, metavar="PEM", help="the server's ca.pem")
+    add("--key", type=Path, required=True, metavar="KEY", help="of this node")
+    add("--folder", type=Path, required=True, help="where the client's memory is kept")
+    add("--client", type=int, default=0, help="which client of the data it is (default: 0)")
+    demo = commands.add_parser(
+        "demo",
+        help="run a server and its nodes on this machine, for a look",
+        description="Run a server and its nodes on this machine. Further options are those of "
+        "pflight fit; without any, Ditto is trained on handwritten digits for five rounds.",
+        takes_a_run=True,
+    )
+    add = demo.add_argument
+    add("--nodes", type=int, default=3, metavar="N", help="how many (default: 3)")
+    add("--folder", type=Path, help="where they keep things (default: one that is removed)")
+    certificates = commands.add_parser(
+        "certificates",
+        help="make certificates and keys",
+        description="Make the server's certificate and its authority's, or a node's key.",
+    )
+    add = certificates.add_argument
+    add("folder", type=Path, metavar="FOLDER", help="where they are written")
+    add("--host", action="append", default=[], help="name or address of the server")
+    add("--days", type=int, default=365, help="for which it is good (default: 365)")
+    add("--key", metavar="NAME", help="make a node's key, and nothing else")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run one of its commands."""
+    from .deploy.command import deploy
+
+    deploy(options)

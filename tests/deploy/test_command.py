@@ -1,0 +1,162 @@
+"""What can be wrong before anything starts is said in one line."""
+
+from __future__ import annotations
+
+import re
+import socket
+import ssl
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pflight.__main__ import main
+from pflight.deploy.certificates import make_certificates, make_key
+from pflight.deploy.client import NodeCLI
+from pflight.deploy.flower import check_server, free_port, keys_in
+from pflight.errors import ConfigurationError
+
+QUICKSTART = "configs/quickstart.yaml"
+
+
+def deploy(*arguments: object) -> None:
+    main(["deploy", *map(str, arguments)])
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return what returns the one line that a command ends with."""
+
+    def run(*arguments: object) -> str:
+        with pytest.raises(SystemExit) as exit_:
+            deploy(*arguments)
+        assert exit_.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line.removeprefix("pflight: error: ")
+
+    return run
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Path:
+    folder = tmp_path / "certificates"
+    deploy("certificates", folder, "--host", "127.0.0.1")
+    make_key(tmp_path / "node.key").rename(folder / "nodes" / "node.pub")
+    return folder
+
+
+@contextmanager
+def answering(certificates: Path) -> Iterator[str]:
+    """Answer TLS connections; yield the address."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates / "server.pem", certificates / "server.key")
+    with socket.create_server(("127.0.0.1", 0)) as plain:
+
+        def answer() -> None:
+            try:
+                context.wrap_socket(plain.accept()[0], server_side=True).close()
+            except OSError:  # who does not trust it hangs up
+                return
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield f"127.0.0.1:{plain.getsockname()[1]}"
+        thread.join(10)
+
+
+def test_certificates_are_trusted_and_renewed(certificates: Path, tmp_path: Path) -> None:
+    with answering(certificates) as address:
+        assert check_server(address, certificates / "ca.pem")
+    root = (certificates / "ca.pem").read_bytes()
+    before = (certificates / "server.pem").read_bytes()
+    deploy("certificates", certificates, "--host", "127.0.0.1")
+    assert (certificates / "ca.pem").read_bytes() == root
+    assert (certificates / "server.pem").read_bytes() != before
+    with answering(certificates) as address:
+        assert check_server(address, certificates / "ca.pem")
+    for private in ("ca.key", "server.key"):
+        assert stat.S_IMODE((certificates / private).stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "node.key").stat().st_mode) == 0o600
+
+
+def test_a_server_that_is_not_trusted(certificates: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    make_certificates(other, ["127.0.0.1"])
+    with (
+        answering(other) as address,
+        pytest.raises(ConfigurationError, match=r"can't be trusted: .*ca\.pem"),
+    ):
+        check_server(address, certificates / "ca.pem")
+    make_certificates(certificates, ["127.0.0.1"], days=-1)
+    with (
+        answering(certificates) as address,
+        pytest.raises(ConfigurationError, match="certificate has expired"),
+    ):
+        check_server(address, certificates / "ca.pem")
+
+
+def test_nobody_is_at_an_address(certificates: Path) -> None:
+    assert not check_server(f"127.0.0.1:{free_port()}", certificates / "ca.pem")
+
+
+def test_a_port_that_is_taken(certificates: Path, refused: Callable[..., str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = "--host=127.0.0.1", f"--port={taken.getsockname()[1]}"
+        said = refused("server", "--certificates", certificates, *where, "--config", QUICKSTART)
+    assert said.startswith(f"the server can't listen at 127.0.0.1:{where[1][7:]}")
+
+
+def test_certificates_that_are_missing(
+    certificates: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    said = refused("server", "--certificates", tmp_path, "--config", QUICKSTART)
+    assert re.search(r"no .*ca\.pem: make it with pflight deploy certificates", said)
+    (certificates / "ca.key").unlink()
+    assert "has no ca.key: put it back" in refused("certificates", certificates)
+
+
+def test_keys_that_can_not_be_used(
+    certificates: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    nodes = certificates / "nodes"
+    assert "a node keeps its key" in refused("certificates", tmp_path, "--key", "node")
+    (nodes / "again.pub").write_bytes((nodes / "node.pub").read_bytes())
+    with pytest.raises(ConfigurationError, match=r"again\.pub and node\.pub in .* the same key"):
+        keys_in(nodes)
+    (nodes / "again.pub").write_text("ssh-rsa nonsense")
+    with pytest.raises(ConfigurationError, match=r"again\.pub is not the public key of a node"):
+        keys_in(nodes)
+    with pytest.raises(ConfigurationError, match="no node's public key"):
+        keys_in(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("server", "ca", "said"),
+    [("localhost", "ca.pem", "must be HOST:PORT"), ("localhost:1", "none", "no file .*none")],
+)
+def test_a_client_that_can_not_start(
+    server: str,
+    ca: str,
+    said: str,
+    certificates: Path,
+    tmp_path: Path,
+    refused: Callable[..., str],
+) -> None:
+    own = "--key", tmp_path / "node.key", "--folder", tmp_path / "state"
+    assert re.search(said, refused("client", "--server", server, "--ca", certificates / ca, *own))
+
+
+def test_data_that_do_not_fit_the_model(tmp_path: Path) -> None:
+    network = "--model.client.init_args.network.init_args.in_features=63"
+    with pytest.raises(ConfigurationError, match="can't take the data's samples of shape"):
+        NodeCLI(["fit", "--config", QUICKSTART, network], tmp_path, 0)
+    with pytest.raises(ConfigurationError, match="unknown client 20: the ids are 0 to 19"):
+        NodeCLI(["fit", "--config", QUICKSTART], tmp_path, 20)
+
+
+def test_flower_is_an_extra(monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]) -> None:
+    monkeypatch.setattr("pflight.deploy.command.find_spec", lambda name: None)
+    assert "pip install 'pflight[flower]'" in refused("demo")

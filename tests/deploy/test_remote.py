@@ -1,0 +1,69 @@
+"""A federation whose clients are on machines of their own is the one that was simulated."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from pflight import Federation
+from pflight.callbacks import Ditto, FedAvg
+from pflight.errors import ConfigurationError
+from tests.algorithm_tester import ALGORITHMS
+from tests.deploy.in_process import Deployed
+from tests.runs import batchnorm_client, quiet_trainer, run, small_data
+from tests.test_any_method import Diabetes, lazy
+
+REFUSED = {  # what needs to see what clients don't show, and what is said
+    "FeSEM-auto": "the train samples of client 0 are on its own machine",
+    "FeSEM-MA": "matching, .*, needs data with num_classes",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in REFUSED])
+def test_deployed_is_simulated(name: str, tmp_path: Path) -> None:
+    algorithm = ALGORITHMS[name]
+    data = small_data((5, 12, 7, 9), cohort_size=3)
+    make = partial(batchnorm_client, algorithm.client)
+    here = run(make(), data, algorithm.callback(), 3, engine="sequential")
+    there = Deployed(make, data, algorithm.callback, tmp_path).server(3)
+    for left, right in zip(here.server_states(), there.server_states(), strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-6)
+    for one, other in zip(here.history, there.history, strict=True):
+        assert (one.clients, one.failed) == (other.clients, other.failed)
+        assert (one.bytes_down, one.bytes_up) == (other.bytes_down, other.bytes_up)
+        assert one.metrics == pytest.approx(other.metrics, abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_clients_labels_is_refused(name: str, tmp_path: Path) -> None:
+    deployed = Deployed(batchnorm_client, small_data(), ALGORITHMS[name].callback, tmp_path)
+    with pytest.raises(ConfigurationError, match=REFUSED[name]) as error:
+        deployed.server(1)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of Lightning, as it loads
+def test_any_module_on_any_data(tmp_path: Path) -> None:
+    """A user's own module, judged by what it logs, on samples that are read one by one."""
+    here = Federation(Diabetes())
+    quiet_trainer(2, Ditto()).fit(here, datamodule=lazy())
+    there = Deployed(Diabetes, lazy(), Ditto, tmp_path).server(2)
+    left, right = here.server_states()[0], there.server_states()[0]
+    torch.testing.assert_close(left, right, rtol=0, atol=1e-6)
+    assert there.history[-1].metrics == pytest.approx(here.history[-1].metrics, abs=1e-6)
+    assert "val/worst_decile_mae" in there.history[-1].metrics
+
+
+def test_traffic_is_what_messages_carry(tmp_path: Path) -> None:
+    deployed = Deployed(batchnorm_client, small_data(), FedAvg, tmp_path)
+    history = deployed.server(2).history
+    sizes = deployed.post.carried["train"]
+    envelopes = [3_000 * len(entry.clients) for entry in history]  # of names, shapes and numbers
+    for carried, counted in (
+        (sum(down for down, _ in sizes), sum(entry.bytes_down for entry in history)),
+        (sum(up for _, up in sizes), sum(entry.bytes_up for entry in history)),
+    ):
+        assert counted < carried <= counted + sum(envelopes)
