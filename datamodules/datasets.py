@@ -15,12 +15,21 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 from torch.utils.data._utils import signal_handling
 
 from pflight.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError, described, said_by
-from pflight.loaders import SPLITS, Split, Visit, as_gathered
+from pflight.fingerprint import checksum_of
+from pflight.loaders import SPLITS, Split, Visit, as_gathered, labels_of
 from pflight.options import check_range, checked, whole
 from pflight.randomness import Purpose, derive_seed, seed_everything
 
@@ -42,7 +51,7 @@ class DatasetClients(FederatedDataModule):
     """Federated data with one map-style torch ``Dataset`` for each client.
 
     Samples are read when a batch needs them, by one DataLoader for all clients; counting uses a
-    dataset's ``len`` and reads none. ``collate_fn`` makes batches, in any form that the client
+    dataset's ``len`` and reads none, but classes can only be counted by reading. ``collate_fn`` makes batches, in any form that the client
     module's steps take. Random transforms of a sample depend only on
     ``(seed, round, client, epoch, index)``, so that they are the same with any number of workers
     and in a resumed run. Random numbers in ``collate_fn`` follow those of the batch's last sample.
@@ -112,11 +121,44 @@ class DatasetClients(FederatedDataModule):
         self.collate_fn = collate_fn
         self.pin_memory = pin_memory
         self._loaders: dict[Split, _Loader] = {}
+        self._labels: dict[tuple[int, Split], Tensor] = {}
         self.setup()
 
     def num_samples(self, split: Split = "train") -> Tensor:
         """Return each client's number of samples, ``[num_clients]``."""
         return self._sizes[split]
+
+    def labels(self, client: int, split: Split) -> Tensor:
+        """Return one client's classes ``[n]``, for which all its samples are read once.
+
+        Raises:
+            ConfigurationError: If they can't be, or are no pairs of an input and a class.
+        """
+        if (client, split) not in self._labels:
+            size = self.eval_batch_size or max(int(self._sizes[split][client]), 1)
+            parts = torch.arange(int(self._sizes[split][client])).split(size)
+            try:
+                found = [*map(labels_of, self.batches(split, [Visit(client, None, 0, parts)]))]
+            except Exception as error:  # of the user's Datasets
+                raise ConfigurationError(
+                    f"client {client} has {split} samples whose classes can't be read: "
+                    f"{described(error)}"
+                ) from error
+            self._labels[client, split] = torch.cat(found) if found else torch.empty(0).long()
+        return self._labels[client, split]
+
+    def fingerprint(self) -> Tensor:
+        """Return checksums of what tells samples apart without reading any, ``[num_clients]``.
+
+        That is which samples a ``Subset`` has, and the last tensor of a ``TensorDataset``. Of other
+        Datasets, only the numbers of samples are compared.
+        """
+        sums = [0] * self.num_clients
+        for split in SPLITS:
+            for client, dataset in enumerate(self.datasets[split]):
+                for numbers in _known(dataset):
+                    sums[client] = checksum_of(numbers, sums[client])
+        return torch.tensor(sums)
 
     def batches(self, split: Split, visits: Sequence[Visit]) -> Iterator[Any]:
         """Yield the batches of some visits to clients, made by ``collate_fn``."""
@@ -156,6 +198,22 @@ def _size(client: int, dataset: Dataset[Any], split: Split) -> int:
     if not whole(size) >= 0:
         raise ConfigurationError(f"{who} must be below 2**32, got {size}")
     return size
+
+
+def _known(dataset: Dataset[Any]) -> Iterator[Tensor]:
+    """Yield what is known of a Dataset's samples without reading any."""
+    rows = None
+    while isinstance(dataset, Subset):
+        try:
+            chosen = torch.as_tensor(dataset.indices, dtype=torch.long)
+        except (TypeError, ValueError):  # keys of a Dataset that has no numbers
+            break
+        rows = chosen if rows is None else chosen[rows]
+        dataset = dataset.dataset
+    if rows is not None:
+        yield rows
+    if isinstance(dataset, TensorDataset):
+        yield dataset.tensors[-1] if rows is None else dataset.tensors[-1][rows]
 
 
 def _keys(visits: Sequence[Visit], seed: int) -> Iterator[list[Key]]:

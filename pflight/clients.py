@@ -275,7 +275,10 @@ class Clients:
         return self.layout
 
     def _find_head(self, strategy: Strategy) -> Head | None:
-        """Return the head of the clients' network, as a pass of a client's samples shows it."""
+        """Return the head of the clients' network, as a pass of a client's samples shows it.
+
+        It is that of the first client whose samples can be passed; any of them may fail.
+        """
         found: list[Head | None] = []
 
         def look(c: LocalClient, batch: object) -> Mapping[str, Tensor]:
@@ -286,8 +289,11 @@ class Clients:
         layout, data = StateLayout.of(self.module), self.attached_data
         how = strategy.precision_plugin, strategy.root_device, self.training.seed
         engine = SequentialEngine(Setting(self.module, Half(), layout, data, *how))
-        engine.sums(data.train_clients[:1], expand_state(layout.template, 1), look, {})
-        return found[0] if found else None
+        for client in data.train_clients.split(1):
+            engine.sums(client, expand_state(layout.template, 1), look, {})
+            if found:
+                return found[0]
+        return None
 
     def choose_engine(
         self,

@@ -162,24 +162,36 @@ class FederatedDataModule(L.LightningDataModule):
         samples: Any = self.samples(client, split)
         return samples[1] if self.knows_classes else tree_leaves(samples)[-1]
 
-    def class_counts(self, split: Split = "train") -> Tensor:
+    def class_counts(self, split: Split = "train", num_classes: int | None = None) -> Tensor:
         """Count each client's samples by class, ``[num_clients, num_classes]``.
 
+        Args:
+            split: The samples to count.
+            num_classes: Number of classes, for data that don't say how many there are.
+
         Raises:
-            ConfigurationError: If a label is out of range; the message names the client.
+            ConfigurationError: If labels are no classes or out of range; the message names the
+                client.
         """
+        classes = self.num_classes if num_classes is None else num_classes
         parts = [self.labels(client, split) for client in range(self.num_clients)]
+        for client, y in enumerate(parts):
+            if y.dim() != 1 or y.is_floating_point():
+                raise ConfigurationError(
+                    f"client {client} has no classes [n] as labels of its {split} samples, but "
+                    f"{y.dtype} of shape {list(y.shape)}"
+                )
         owners = torch.arange(len(parts)).repeat_interleave(torch.tensor([*map(len, parts)]))
         labels = torch.cat(parts).to(owners)
-        if (outside := (labels < 0) | (labels >= self.num_classes)).any():
+        if (outside := (labels < 0) | (labels >= classes)).any():
             label, client = int(labels[outside][0]), int(owners[outside][0])
             raise ConfigurationError(
                 f"client {client} has the label {label} among its {split} samples, but num_classes "
-                f"is {self.num_classes}"
+                f"is {classes}"
             )
-        cells = owners * self.num_classes + labels
-        counts = cells.bincount(minlength=self.num_clients * self.num_classes)
-        return counts.view(self.num_clients, self.num_classes)
+        cells = owners * classes + labels
+        counts = cells.bincount(minlength=self.num_clients * classes)
+        return counts.view(self.num_clients, classes)
 
     def fingerprint(self) -> Tensor:
         """Return a number for each client that identifies its samples, ``[num_clients]``.

@@ -586,7 +586,8 @@ def add_what_it_needs(half: Half, module: LightningModule, seed: int) -> None:
         seed: Keys what is drawn for the extra module.
 
     Raises:
-        ConfigurationError: If the half needs classes or a head that the module does not have.
+        ConfigurationError: If the half needs classes or a head that the module does not have, or
+            an output of the head for each class.
     """
     if half.needs_classes and not hasattr(module, "num_classes"):
         raise ConfigurationError(
@@ -595,6 +596,12 @@ def add_what_it_needs(half: Half, module: LightningModule, seed: int) -> None:
         )
     if half.needs_head:
         head = head_of(module)
+        if half.needs_classes and head.outputs not in (0, module.num_classes):
+            raise ConfigurationError(
+                f"the algorithm needs an output for each class, but the head of "
+                f"{type(module).__name__}, {head.name}, gives {head.outputs}, and num_classes is "
+                f"{module.num_classes}"
+            )
         mark(module, head)  # as it is before there are further layers
         with isolated(torch.device("cpu")):
             seed_everything(derive_seed(Purpose.SERVER, seed), torch.device("cpu"))

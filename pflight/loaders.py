@@ -64,6 +64,18 @@ class Visit(NamedTuple):
     parts: Sequence[Tensor]
 
 
+def labels_of(batch: Any) -> Tensor:
+    """Return the classes ``[n]`` of a batch.
+
+    Raises:
+        TypeError: If the batch is not a pair of inputs and classes.
+    """
+    y = batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
+    if not isinstance(y, Tensor) or y.dim() != 1 or y.is_floating_point():
+        raise TypeError("its batches are not pairs of inputs and classes [n]")
+    return y
+
+
 def sample_order(count: int, seed: int, round: int, client: int = 0, epoch: int = 0) -> Tensor:
     """Return a permutation of ``count`` samples as a pure function of the arguments."""
     return shuffled(count, Purpose.ORDER, seed, round, epoch, streams=[client])[0]

@@ -118,3 +118,80 @@ def test_on_regression(name: str, data) -> None:
     start = Diabetes().state_dict()
     moved = [federation.client_state(i)["layers.0.weight"] for i in range(6)]
     assert not any(torch.equal(weight, start["layers.0.weight"]) for weight in moved)
+
+
+CLASSES = [name for name, said in NEED_CLASSES.items() if "algorithm needs classes" in said]
+
+
+class Tumour(L.LightningModule):
+    """A classifier of her own, which says how many classes there are."""
+
+    def __init__(self, outputs: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.num_classes = 3
+        self.verdict = nn.Linear(4, outputs)
+        self.body = nn.Sequential(nn.Linear(5, 4), nn.ReLU())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        outputs = self.verdict(self.body(x))
+        if outputs.shape[1] == 1:
+            return nn.functional.mse_loss(outputs[:, 0], y.float())
+        return nn.functional.cross_entropy(outputs, y)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x, y = batch
+        self.log("val/acc", (self.verdict(self.body(x)).argmax(1) == y).float().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def labelled(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    x, y = samples(count, seed)
+    return x, (y > -1).long() + (y > 1).long()
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+@pytest.mark.parametrize("name", CLASSES)
+def test_methods_of_classes_on_her_classifier(name: str, lazily: bool) -> None:
+    pairs = [labelled(count, count) for count in (12, 2, 9)]
+    data: FederatedDataModule = TensorClients(pairs, val=pairs, batch_size=6)
+    if lazily:
+        datasets = [TensorDataset(*pair) for pair in pairs]
+        data = DatasetClients(datasets, datasets, batch_size=6)
+    config = configured(CONFIGS[name])
+    federation = Federation(Tumour(), **config.model)
+    quiet_trainer(2, config.server).fit(federation, datamodule=data)
+    assert not any(entry.failed for entry in federation.history)
+    assert 0 <= federation.history[-1].metrics["val/macro_acc"] <= 1
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_methods_of_classes_on_a_head_with_one_output(name: str) -> None:
+    data = TensorClients([labelled(12, 0)], batch_size=6)
+    federation = Federation(Tumour(outputs=1))
+    trainer = quiet_trainer(2, configured(CONFIGS[name]).server)
+    said = (
+        "^the algorithm needs an output for each class, .* verdict, gives 1, and num_classes is 3$"
+    )
+    with pytest.raises(ConfigurationError, match=said):
+        trainer.fit(federation, datamodule=data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (TensorClients, "client 1 has no classes .* of its train samples, but torch.float32"),
+        (DatasetClients, "client 1 has train samples whose classes can't be read: .* not pairs of"),
+    ],
+)
+def test_methods_of_classes_on_samples_without(kind: type, said: str) -> None:
+    pairs = [labelled(4, 0), samples(4, 1)]
+    given = pairs if kind is TensorClients else [TensorDataset(*pair) for pair in pairs]
+    federation, data = Federation(Tumour()), kind(given, batch_size=6)
+    trainer = quiet_trainer(2, configured(CONFIGS["fedproto"]).server)
+    with pytest.raises(ConfigurationError, match=said):
+        trainer.fit(federation, datamodule=data)
+    assert not federation.history

@@ -242,6 +242,23 @@ def test_any_module_has_one() -> None:
     assert federation.history[-1].metrics["val/ce"] > 0
 
 
+class Corrupt(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        raise OSError("corrupt file")
+
+
+@pytest.mark.filterwarnings("ignore:.*client 0 failed:UserWarning")
+def test_a_first_client_that_fails_does_not_hide_it() -> None:
+    pair = torch.utils.data.TensorDataset(*samples(5, 5))
+    federation = Federation(network_client(Backwards()))
+    trainer = quiet_trainer(1, FedRep())
+    trainer.fit(federation, datamodule=DatasetClients([Corrupt(), pair], batch_size=4))
+    assert head_of(federation.client).name == "network.out"
+
+
 @ENGINES
 @pytest.mark.filterwarnings("ignore:.*client 3 failed:UserWarning")
 def test_a_client_whose_pass_fails_is_left_out(engine: str) -> None:

@@ -145,8 +145,9 @@ def _limits(findings: Findings) -> Iterator[str]:
     data = {run.fingerprints.get("data") for run in findings.runs}
     if seeds > 1 and len(data) == 1 and None not in data:
         yield (
-            "All seeds have the same clients with the same data: the intervals are about other "
-            "training runs with these clients, not about other clients."
+            "As far as the data's hash tells, all seeds have the same clients with the same data: "
+            "the intervals are then about other training runs with these clients, not about other "
+            "clients."
         )
 
 

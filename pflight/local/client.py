@@ -15,6 +15,7 @@ from torch import Tensor
 from pflight.errors import ConfigurationError
 from pflight.half import Half
 from pflight.head import EXTRA, Outputs, head_of, watched
+from pflight.loaders import labels_of
 from pflight.state import call_with
 from pflight.task import Task, trains_as_a_task
 
@@ -117,10 +118,7 @@ class ClientModel:
 
     def labels(self, batch: Any) -> Tensor:
         """See :class:`~pflight.half.LocalClient`."""
-        y = batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None
-        if not isinstance(y, Tensor) or y.dim() != 1 or y.is_floating_point():
-            raise RuntimeError("its batches are not pairs of inputs and classes [n]")
-        return y
+        return labels_of(batch)
 
     def classes(self, batch: Any) -> Tensor:
         """See :class:`~pflight.half.LocalClient`."""

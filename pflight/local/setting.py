@@ -38,7 +38,8 @@ class Setting:
         client_timeout: Seconds after which what a client does is interrupted, or ``None``.
 
     Raises:
-        ConfigurationError: If clients can't be interrupted here.
+        ConfigurationError: If clients can't be interrupted here, or the half needs classes and
+            the samples have none.
 
     Attributes:
         task: The client module, where it is a task that is judged by its outputs.
@@ -87,6 +88,8 @@ class Setting:
             and (part.training or isinstance(client, Task))
             for part in client.modules()
         )
+        if half.needs_classes:
+            _ = self.class_counts  # which says before the start if there are none
         self.form: Form | None = None
         self.example: list[Tensor] = []
         if data.holds_tensors:
@@ -107,7 +110,8 @@ class Setting:
     @cached_property
     def class_counts(self) -> Tensor:
         """Training samples of every client by class ``[num_clients, K]``, in parameters' dtype."""
-        return self.data.class_counts("train").to(self.device, self.dtype)
+        classes: Any = self.client.num_classes
+        return self.data.class_counts("train", classes).to(self.device, self.dtype)
 
     @property
     def _of_pairs(self) -> bool:

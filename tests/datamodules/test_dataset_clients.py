@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, random_split
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
@@ -27,6 +27,7 @@ from pflight.callbacks import FedAvg
 from pflight.datamodules import DatasetClients
 from pflight.errors import ConfigurationError
 from pflight.loaders import Visit
+from pflight.models import Classifier
 from tests.runs import assert_same, quiet_trainer, run
 
 pytestmark = pytest.mark.filterwarnings(
@@ -306,3 +307,40 @@ def test_a_length_that_is_none_is_an_error(length: Any, said: str) -> None:
     sound = Uncountable(2)
     with pytest.raises(ConfigurationError, match=f"client 1, val: the length of Unc.* {said}"):
         DatasetClients([sound, sound], [sound, Uncountable(length)])
+
+
+@WORKERS
+def test_classes_are_read_once_if_they_are_asked_for(root: Path, workers: int) -> None:
+    data = hospitals(root, workers)
+    for _ in range(2):
+        assert data.class_counts("train", 2).tolist() == [[2, 3], [3, 4]]
+    assert [one.reads.tolist() for one in data.datasets["train"]] == [[1] * 5, [1] * 7]
+    data.teardown()
+
+
+def dealt(seed: int) -> DatasetClients:
+    """One table, of which each client has other rows for training and validation."""
+    table = TensorDataset(torch.arange(24.0).view(12, 2), torch.arange(12) % 3)
+    random = torch.Generator().manual_seed(seed)
+    halves = random_split(table, [0.5, 0.5], random)
+    train, val = zip(*(random_split(half, [4, 2], random) for half in halves), strict=True)
+    return DatasetClients(train, val, batch_size=2)
+
+
+def test_other_rows_are_other_data(tmp_path: Path) -> None:
+    assert torch.equal(dealt(0).fingerprint(), dealt(0).fingerprint())
+    assert (dealt(0).fingerprint() != dealt(1).fingerprint()).all()
+    x, y = torch.zeros(4, 2), torch.arange(4)
+    one, other = (DatasetClients([TensorDataset(x, labels)]) for labels in (y, y.flip(0)))
+    assert one.fingerprint() != other.fingerprint()
+    words: Any = Subset({"a": 1, "b": 2}, ["a", "b"])  # type: ignore[arg-type]
+    assert DatasetClients([words]).fingerprint().tolist() == [0]
+
+
+def test_a_run_goes_on_with_the_same_rows_alone(tmp_path: Path) -> None:
+    federation = run(Classifier(nn.Linear(2, 3), 3), dealt(0), FedAvg(), 1)
+    federation.trainer.save_checkpoint(tmp_path / "one.ckpt")
+    for seed in (0, 1):
+        with nullcontext() if seed == 0 else pytest.raises(ConfigurationError, match="selection"):
+            again = Classifier(nn.Linear(2, 3), 3)
+            run(again, dealt(seed), FedAvg(), 2, ckpt_path=tmp_path / "one.ckpt")
