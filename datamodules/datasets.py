@@ -51,10 +51,11 @@ class DatasetClients(FederatedDataModule):
     """Federated data with one map-style torch ``Dataset`` for each client.
 
     Samples are read when a batch needs them, by one DataLoader for all clients; counting uses a
-    dataset's ``len`` and reads none, but classes can only be counted by reading. ``collate_fn`` makes batches, in any form that the client
-    module's steps take. Random transforms of a sample depend only on
-    ``(seed, round, client, epoch, index)``, so that they are the same with any number of workers
-    and in a resumed run. Random numbers in ``collate_fn`` follow those of the batch's last sample.
+    dataset's ``len`` and reads none, but classes can only be counted by reading. ``collate_fn``
+    makes batches, in any form that the client module's steps take. Random transforms of a sample
+    depend only on ``(seed, round, client, epoch, index)``, so that they are the same with any
+    number of workers and in a resumed run. Random numbers in ``collate_fn`` follow those of the
+    batch's last sample.
 
     Args:
         train: Each client's training samples. To deal one Dataset to clients, give a list of

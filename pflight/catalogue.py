@@ -12,6 +12,7 @@ import yaml  # type: ignore[import-untyped]
 
 from .shipped import configs, summary
 from .signatures import Source, exported
+from .spelling import closest, question
 
 _METHODS = "configs/algorithm/"
 _DATA = "pflight.data_module.FederatedDataModule"
@@ -42,6 +43,15 @@ def methods() -> list[Entry]:
         for path, file in configs().items()
         if path.startswith(_METHODS)
     ]
+
+
+def no_method(name: str) -> str:
+    """Return a message that there is no such method, with one that may have been meant."""
+    meant = question(closest(name, [entry.name for entry in methods()]))
+    return (
+        f"there is no method {name!r}{meant} (`pflight list methods` names all; the file of one of "
+        "your own ends in .yaml)"
+    )
 
 
 @functools.cache

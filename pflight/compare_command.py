@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from .catalogue import no_method
+from .shipped import find_config, no_config
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
@@ -14,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         required=True,
+        type=_config,
         metavar="FILE",
         help="configurations of data, clients and trainer: all but the method",
     )
@@ -23,11 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         required=True,
+        type=_method,
         metavar="METHOD",
         help="names, as `pflight list methods` shows them, `all` of these, or configurations of "
         "your own",
     )
-    add("--seeds", type=int, default=3, metavar="N", help="how many, from 0 (default: 3)")
+    add("--seeds", type=_count, default=3, metavar="N", help="how many, from 0 (default: 3)")
     add(
         "--set",
         nargs="+",
@@ -44,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="choose each method's options by N trials on validation samples of other seeds; "
         "also seeds=N (default: 1) and sampler=tpe or random",
     )
-    add("--jobs", "-j", type=int, default=1, metavar="N", help="runs side by side (default: 1)")
+    add("--jobs", "-j", type=_count, default=1, metavar="N", help="runs side by side (default: 1)")
     add("--out", default="results", metavar="FOLDER", help="where all is kept (default: results)")
     add_to_report(parser)
 
@@ -69,3 +74,23 @@ def run(options: argparse.Namespace) -> None:
     from .experiments.command import compare_and_print
 
     compare_and_print(options)
+
+
+def _config(path: str) -> str:
+    if find_config(path) is None:
+        raise argparse.ArgumentTypeError(no_config(path))
+    return path
+
+
+def _method(name: str) -> str:
+    if name != "all" and find_config(f"configs/algorithm/{name}.yaml") is None:
+        if not name.endswith((".yaml", ".yml")):
+            raise argparse.ArgumentTypeError(no_method(name))
+        return _config(name)
+    return name
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)

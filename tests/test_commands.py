@@ -77,6 +77,8 @@ def test_what_needs_no_lightning_does_not_import_it() -> None:
         f"test --config {QUICKSTART} --trainer.callbacks.num_cluster 3",
         "fit --config configs/quickstrat.yaml",
         "deploy demo --trainer.max_epoch=3",
+        f"compare --config {QUICKSTART} --methods local fedavgg",
+        "compare --config configs/quikstart.yaml --methods all",
     ]
     command = [sys.executable, "-c", WITHOUT_LIGHTNING]
     done = subprocess.run(
@@ -85,8 +87,8 @@ def test_what_needs_no_lightning_does_not_import_it() -> None:
     said = done.stdout.splitlines()
     assert said[-1] == "imported: nothing"
     exits = [line for line in said if line.startswith("status")]
-    assert exits == ["status 0"] * 3 + ["status 2"] * 7
-    assert len(done.stderr.splitlines()) == 7
+    assert exits == ["status 0"] * 3 + ["status 2"] * 9
+    assert len(done.stderr.splitlines()) == 9
     assert all("did you mean" in line for line in done.stderr.splitlines())
 
 
@@ -101,6 +103,14 @@ def test_what_needs_no_lightning_does_not_import_it() -> None:
         (["list", "netwroks"], "there is no section netwroks: did you mean networks?"),
         (["list", "--jsno"], "there is no option jsno: did you mean json?"),
         (["list", "data", "more"], "unrecognized arguments: more"),
+        (
+            ["compare", "-c", QUICKSTART, "-m", "all", "--seeds", "0"],
+            "argument --seeds: expected a whole number above 0, got '0'",
+        ),
+        (
+            ["compare", "-c", QUICKSTART, "-m", "mine.yaml"],
+            "argument --methods/-m: there is no config file 'mine.yaml'",
+        ),
         (["test", "--ckpt_paht=last"], "there is no option ckpt_paht: did you mean ckpt_path?"),
         (["deploy", "sever"], "there is no command sever: did you mean server?"),
         (["deploy", "demo", "--noeds=3"], "there is no option noeds: did you mean nodes?"),

@@ -25,7 +25,6 @@ from pflight.errors import ConfigurationError, UnknownOptionError
 from pflight.parser import specs
 from pflight.server_callback import ServerCallback
 from pflight.shipped import find_config, summary
-from pflight.spelling import closest, question
 from pflight.version import __version__
 
 from .outcome import Tuned
@@ -239,11 +238,7 @@ def _method(name: str) -> Method:
     if found is None and name.endswith((".yaml", ".yml")):
         found = config_file(name)
     if found is None:
-        meant = question(closest(name, [entry.name for entry in catalogue.methods()]))
-        raise ConfigurationError(
-            f"there is no method {name!r}{meant} (`pflight list methods` names all; the file of "
-            "one of your own ends in .yaml)"
-        )
+        raise ConfigurationError(catalogue.no_method(name))
     path = Path(found)
     title, colon, _ = summary(path).partition(":")
     return Method(path.stem, title if colon else path.stem, path, _declared([path]))
