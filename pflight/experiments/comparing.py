@@ -81,6 +81,11 @@ def compare(
     comparison.save()
     comparison.forget_failures()
     with RunsProgress(comparison.count, lambda: comparison.ended, console or Console()) as shown:
+        if comparison.left_out:
+            shown.say(
+                f"not tuned, since no run has it: {', '.join(comparison.left_out)}; the ranges of "
+                "your own module's options go into search_space in your configuration"
+            )
         Jobs(comparison, jobs, shown).work()
     results = comparison.results(baseline=baseline, target=target)
     results.save(comparison.folder)

@@ -136,7 +136,7 @@ class Comparison:
         self._folders: dict[tuple[Path, str], Path] = {}
 
     def _with_choice(self, row: Row) -> Row | Choice:
-        space = {**self.plan.space, **row.method.space}
+        space = {**self.plan.space, **row.method.space, **self.plan.space}
         options, given = dict(flat(row.config)), {**row.settings, **row.fixed}
         # A module of one's own need not have the options that shipped methods name.
         space = {o: told for o, told in space.items() if o in options and o not in given}
@@ -153,6 +153,15 @@ class Comparison:
                 row = choice.row
                 for value in choice.study.limits(option):
                     self.plan.row(row.method, {**row.settings, option: value}, row.fixed)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Options that search spaces name and no run has, if they are searched."""
+        if self.tuning is None:
+            return []
+        rows = [row.row if isinstance(row, Choice) else row for row in self.rows]
+        named = {option for row in rows for option in row.method.space}
+        return sorted(named.difference(*(dict(flat(row.config)) for row in rows)))
 
     # What is to be done
 

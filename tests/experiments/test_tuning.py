@@ -222,6 +222,20 @@ class TestTrials:
         with pytest.raises(ConfigurationError, match="local_epochs: expected a whole"):
             comparison(tmp_path, ["local"], tuning=Tuning(4), text=text)
 
+    def test_take_the_ranges_of_the_configuration_first(self, tmp_path):
+        text = DATA + f"search_space: {{{LR}: [0.7]}}\n"
+        found = comparison(tmp_path, ["fedavg"], tuning=Tuning(3), text=text)
+        (choice,) = found.rows
+        assert choice.space[LR] == [0.7]
+        assert found.left_out == []
+
+    def test_leave_out_what_her_module_does_not_have(self, tmp_path):
+        found = comparison(tmp_path, ["fedavg"], tuning=Tuning(2), text=OF_SECRETS)
+        assert found.left_out == [LR]
+        (choice,) = found.rows
+        assert [*choice.space] == ["model.client.lr", "trainer.callbacks.weighting"]
+        assert comparison(tmp_path, ["fedavg"], text=OF_SECRETS).left_out == []
+
     def test_of_options_that_are_set_are_not_made(self, tmp_path):
         found = comparison(tmp_path, ["fedavg"], {LR: [0.3]}, tuning=Tuning(2))
         for task in found.due():
