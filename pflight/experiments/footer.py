@@ -227,14 +227,14 @@ def _costs(findings: Findings) -> Iterator[str]:
             "Rounds and bytes until then are medians over seeds; a dash means that half of the "
             "seeds or more never reach it."
         )
-    failed = {
-        row.label: sum(run.failed for run in row.runs.values())
+    failed = [
+        f"{row.label} {sum(run.failed for run in row.runs.values()):,} of "
+        f"{sum(run.participations for run in row.runs.values()):,}"
         for row in findings.finished
         if any(run.failed for run in row.runs.values())
-    }
+    ]
     if failed:
-        listed = ", ".join(f"{label} {number:,}" for label, number in failed.items())
-        yield f"Participations that failed: {listed}."
+        yield f"Participations that failed: {', '.join(failed)}."
 
 
 def _without_value(findings: Findings, row: Row) -> int:

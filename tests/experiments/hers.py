@@ -61,6 +61,13 @@ class Line(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
+class Crooked(Line):
+    """A module that can't be trained."""
+
+    def training_step(self, batch, batch_idx):
+        raise RuntimeError("a line is not crooked")
+
+
 class Hospitals(DatasetClients):
     """Clients from a CSV file: client, two features, target."""
 

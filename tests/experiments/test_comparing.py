@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +315,17 @@ class TestOwnModule:
         (row,) = found.results().findings.rows
         assert row.settings == {"model.client.lr": 0.1}
         assert row.tuned.validation > 0
+
+    @pytest.mark.filterwarnings("ignore:.*a line is not crooked:UserWarning")
+    def test_that_never_trains_is_a_row_without_values(self, own):
+        text = f"monitor: val/macro_mae\nmode: min\n{REGRESSION}".replace(
+            "hers.Line", "hers.Crooked"
+        )
+        found = comparison(own, ["fedavg"], text=text)
+        finish(found)
+        (row,) = found.results().findings.rows
+        assert not row.runs
+        assert re.match(r"all \d+ trainings of clients failed", row.failures[0].reason)
 
     def test_without_a_direction_is_a_row_that_says_what_to_do(self, own):
         found = comparison(own, ["fedavg"], text=REGRESSION)

@@ -323,7 +323,7 @@ def test_costs() -> None:
     assert column(costs, "a round, s")["A"] == "0.200"
     assert column(costs, "threads")["A"] == "1"
     assert column(costs, "jobs")["A"] == "1 to 2"
-    assert "Participations that failed: A 3." in notes(results)
+    assert "Participations that failed: A 3 of 120." in notes(results)
 
 
 def test_newcomers_are_reported() -> None:
