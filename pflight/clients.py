@@ -315,6 +315,8 @@ class Clients:
         whose = self.module, self.half, self.layout, self.attached_data
         how = strategy.precision_plugin, strategy.root_device, self.training.seed, timeout
         setting = Setting(*whose, *how)
+        if self.half.needs_classes:
+            _ = setting.class_counts  # which says before the start if there are none
         self.engine, choice = build_engine(wanted, clients_at_once, setting, self._warned)
         self._learner = None
         choice = replace(choice, reason=reason) if reason else choice

@@ -58,9 +58,9 @@ class OwnData(FederatedDataModule):
         """Return each client's number of samples, ``[num_clients]``: 0 for all others."""
         return self._in_place(self.data.num_samples(split))
 
-    def class_counts(self, split: Split = "train") -> Tensor:
+    def class_counts(self, split: Split = "train", num_classes: int | None = None) -> Tensor:
         """Return each client's samples by class ``[num_clients, K]``: 0 for all others."""
-        return self._in_place(self.data.class_counts(split))
+        return self._in_place(self.data.class_counts(split, num_classes))
 
     def batches(self, split: Split, visits: Sequence[Visit]) -> Iterator[Any]:
         """See :meth:`FederatedDataModule.batches`."""
@@ -144,7 +144,7 @@ class NodeData(FederatedDataModule):
         """
         raise ConfigurationError(f"the {split} samples of client {client} are on its own machine")
 
-    def class_counts(self, split: Split = "train") -> Tensor:
+    def class_counts(self, split: Split = "train", num_classes: int | None = None) -> Tensor:
         """Raise, since no labels are here.
 
         Raises:

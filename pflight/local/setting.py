@@ -38,8 +38,7 @@ class Setting:
         client_timeout: Seconds after which what a client does is interrupted, or ``None``.
 
     Raises:
-        ConfigurationError: If clients can't be interrupted here, or the half needs classes and
-            the samples have none.
+        ConfigurationError: If clients can't be interrupted here.
 
     Attributes:
         task: The client module, where it is a task that is judged by its outputs.
@@ -88,8 +87,6 @@ class Setting:
             and (part.training or isinstance(client, Task))
             for part in client.modules()
         )
-        if half.needs_classes:
-            _ = self.class_counts  # which says before the start if there are none
         self.form: Form | None = None
         self.example: list[Tensor] = []
         if data.holds_tensors:
