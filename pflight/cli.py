@@ -40,6 +40,7 @@ from .checks import check_processes, check_strategy
 from .config_files import MODE, check_config_file
 from .errors import ClientError, ConfigurationError
 from .federation import Federation
+from .history import check_trained
 from .files import causes, full_disk
 from .options import why_not_built
 from .parser import FederationParser, refusal, specs
@@ -299,6 +300,8 @@ class FederationCLI(LightningCLI):
             if str(error).startswith("Early stopping conditioned on"):
                 raise ConfigurationError(str(error)) from error
             raise
+        if isinstance(self.model, Federation):
+            check_trained(self.model.history)
 
     def _advice(self) -> str:
         """Return how far a fit that ended early has come, and how to continue it."""
@@ -471,8 +474,8 @@ def main(
 ) -> None:
     """Run the command line; errors that a user can mend are one line on stderr.
 
-    The exit status is 2 for wrong options or input, 1 for a full disk or a failed client with
-    ``on_client_error="raise"``, 143 for SIGTERM and 130 for Ctrl-C.
+    The exit status is 2 for wrong options or input, 1 for a full disk, a failed client with
+    ``on_client_error="raise"`` or a run in which all failed, 143 for SIGTERM and 130 for Ctrl-C.
 
     Args:
         args: Arguments in place of those of the process.

@@ -30,7 +30,7 @@ class TakenError(ConfigurationError):
 
 
 class ClientError(RuntimeError):
-    """A client failed, and the federation's ``on_client_error`` is ``"raise"``."""
+    """A client failed, and ``on_client_error`` is ``"raise"``; or all clients in all rounds did."""
 
 
 class Stopped(BaseException):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .distributed import gather
+from .errors import ClientError
 
 Logs = dict[str, tuple[Any, int]]
 """Values that clients logged: from name to (sum over samples, number of samples)."""
@@ -56,6 +57,17 @@ class Round:
         self.metrics |= {name: total / samples for name, (total, samples) in combined.items()}
         self.metrics["clients/sampled"] = len(self.clients)
         self.metrics["clients/failed"] = len(self.failed)
+
+
+def check_trained(rounds: Sequence[Round]) -> None:
+    """Raise if clients took part in rounds, and none could be trained in any of them.
+
+    Raises:
+        ClientError: If so.
+    """
+    asked = sum(len(entry.clients) for entry in rounds)
+    if asked and asked == sum(len(entry.failed) for entry in rounds):
+        raise ClientError(f"all {asked:,} trainings of clients failed, as the warnings say")
 
 
 def add_logs(into: Logs, logs: Logs) -> None:

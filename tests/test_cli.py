@@ -521,6 +521,15 @@ class TestResume:
         (line,) = capsys.readouterr().err.splitlines()
         assert re.search(r"client \d+ failed: its result is NaN or infinite; the run ended", line)
 
+    @pytest.mark.filterwarnings("ignore:round .* client:UserWarning")
+    def test_a_run_in_which_all_clients_fail_says_so_at_its_end(self, capsys):
+        with pytest.raises(SystemExit) as exit_:
+            pflight("fit", "--model.client.optimizer.lr=1e38", rounds=2)
+        assert exit_.value.code == 1
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert re.search(r"all \d+ trainings of clients failed, as the warnings say", line)
+        assert line.endswith("after 2 rounds, the last of the run")
+
     def test_the_config_is_left_alone_unless_options_change(self):
         pflight("fit", rounds=2)
         config = Path("run/config.yaml")

@@ -136,7 +136,7 @@ class Comparison:
         self._folders: dict[tuple[Path, str], Path] = {}
 
     def _with_choice(self, row: Row) -> Row | Choice:
-        space = {**self.plan.space, **row.method.space, **self.plan.space}
+        space = {**row.method.space, **self.plan.space}
         options, given = dict(flat(row.config)), {**row.settings, **row.fixed}
         # A module of one's own need not have the options that shipped methods name.
         space = {o: told for o, told in space.items() if o in options and o not in given}

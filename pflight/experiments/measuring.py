@@ -22,7 +22,7 @@ from pflight.checkpoint import rounds_so_far
 from pflight.cli import FederationCLI
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
-from pflight.history import Round
+from pflight.history import Round, check_trained
 from pflight.metrics import Direction
 from pflight.runs import CONFIG, FAILURE, LOG, RESULTS
 from pflight.same_data import record_of
@@ -136,8 +136,8 @@ def measured(run: MeasuredRun | ReadRun, task: Task, last: str | None = None) ->
         last: The checkpoint of the last round; by default the models are where they should be.
 
     Raises:
-        ConfigurationError: If it is no federation, no client was ever trained, or no metric says
-            which round is best.
+        ConfigurationError: If it is no federation, or no metric says which round is best.
+        ClientError: If no client could be trained in any round.
     """
     federation, data, trainer = run.model, run.datamodule, run.trainer
     if not isinstance(federation, Federation):
@@ -149,12 +149,7 @@ def measured(run: MeasuredRun | ReadRun, task: Task, last: str | None = None) ->
     if split not in federation.evaluators:
         raise ConfigurationError("no client has validation samples, on which settings are chosen")
     history = list(federation.history)
-    participations = sum(len(entry.clients) for entry in history)
-    failed = sum(len(entry.failed) for entry in history)
-    if participations and failed == participations:
-        raise ConfigurationError(
-            f"all {failed:,} trainings of clients failed, for the reasons that the log has"
-        )
+    check_trained(history)
     directions = dict(federation.evaluators[split].directions)
     checkpoint = _monitored(run)
     metric, mode, monitor = _judged_by(checkpoint, directions)
@@ -190,8 +185,8 @@ def measured(run: MeasuredRun | ReadRun, task: Task, last: str | None = None) ->
         curve=_curve(history),
         bytes_down=sum(entry.bytes_down for entry in history),
         bytes_up=sum(entry.bytes_up for entry in history),
-        participations=participations,
-        failed=failed,
+        participations=sum(len(entry.clients) for entry in history),
+        failed=sum(len(entry.failed) for entry in history),
         seconds=statistics.median(seconds) if seconds else None,
         threads=torch.get_num_threads(),
         beside=task.beside,

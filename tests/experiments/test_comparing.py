@@ -325,7 +325,7 @@ class TestOwnModule:
         finish(found)
         (row,) = found.results().findings.rows
         assert not row.runs
-        assert re.match(r"all \d+ trainings of clients failed", row.failures[0].reason)
+        assert re.match(r"ClientError: all \d+ trainings of clients failed", row.failures[0].reason)
 
     def test_without_a_direction_is_a_row_that_says_what_to_do(self, own):
         found = comparison(own, ["fedavg"], text=REGRESSION)
