@@ -40,8 +40,8 @@ from .checks import check_processes, check_strategy
 from .config_files import MODE, check_config_file
 from .errors import ClientError, ConfigurationError
 from .federation import Federation
-from .history import check_trained
 from .files import causes, full_disk
+from .history import check_trained
 from .options import why_not_built
 from .parser import FederationParser, refusal, specs
 from .runs import RunFolder
