@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -12,6 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from .measuring import Task
 from .rows import settings_text
 from .tuning import FIRST_SEED
+
+_PERIOD = 600.0  # seconds from which the time left is estimated
 
 
 class RunsProgress:
@@ -39,6 +42,7 @@ class RunsProgress:
             TextColumn("{task.fields[now]}"),
             console=console,
             disable=not console.is_terminal,
+            speed_estimate_period=_PERIOD,
         )
         self._done = ended()
         self._bar = self._progress.add_task(
@@ -72,8 +76,11 @@ class RunsProgress:
         seconds = time.monotonic() - self._since.get(task.folder, time.monotonic())
         said = f"failed: {failure}" if failure else f"{seconds:.0f} s"
         self._done = self._ended()
-        self.say(f"{self._done}/{self.count} {_name(task)}: {said}")
         self._draw(task)
+        left = self._progress.tasks[0].time_remaining
+        if left and self._progress.disable:  # where no bar says so
+            said += f", about {timedelta(seconds=round(left))} left"
+        self.say(f"{self._done}/{self.count} {_name(task)}: {said}")
 
     def taken(self, task: Task, by: str) -> None:
         """Another process makes a run."""

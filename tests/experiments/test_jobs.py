@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -84,6 +85,7 @@ class TestRows:
         assert {row.method for row in results.findings.finished} == {"FedAvg", "once"}
         numbers = [line.split()[1] for line in said.splitlines() if "(seed 0)" in line]
         assert [number for number in numbers if "/" in number] == ["1/4", "2/4", "3/4", "4/4"]
+        assert re.search(r" s, about \d+:\d\d:\d\d left$", said, re.MULTILINE)
         assert "ValueError: no luck today" in results.to_markdown()
 
     def test_runs_say_on_how_many_threads_beside_what(self, done):
