@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _MOST = 12  # curves, besides those of the baselines
 _BASELINES = (LOCAL, "FedAvg")
+_FAR = 10.0  # times as many bytes, from which their axis is logarithmic
 _DPI = 150
 _EDGE = "#3f3f3f"
 
@@ -114,28 +115,39 @@ class Figures:
         found, unit, rows = self._findings, self._unit, self._shown()
         figure = _figure(8.5, 4.8)
         axes = figure.add_subplot()
+        ends: list[float] = []
+        later: list[Floats] = []  # what the frame has room for; curves may begin outside
         for index, row in enumerate(rows):
             x, values = _over_seeds(row, self._tag, places)
             if not len(x):
                 continue
             values = unit.factor * values
+            ends.append(x[-1])
+            later.append(values[:, len(x) // 5 :].ravel())
             style = line_style(index, len(x))
             axes.plot(x, values.mean(axis=0), linewidth=1.5, label=_short(row.label), **style)
             if len(values) > 1:
                 low, high = values.min(axis=0), values.max(axis=0)
                 axes.fill_between(x, low, high, color=style["color"], alpha=0.12, linewidth=0)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=what == "rounds", min_n_ticks=1))
+        if what == "traffic" and ends and max(ends) > _FAR * min(ends):
+            axes.set_xscale("log")
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=what == "rounds", min_n_ticks=1))
         axes.set_xlabel(label)
         axes.set_ylabel(_words(unit.of(f"validation macro {found.metric}")))
         if found.target is not None:
             axes.axhline(unit.factor * found.target, color=_EDGE, linestyle=":", linewidth=1)
+            later.append(floats([unit.factor * found.target]))
+        if later:
+            low, high = np.nanmin(np.concatenate(later)), np.nanmax(np.concatenate(later))
+            axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
         _plain(axes, "y")
         if axes.get_legend_handles_labels()[0]:
             figure.legend(loc="outside right upper", frameon=False, fontsize=8)
         number = len(found.finished)
-        some = f"; the {_MOST} best of {number} and the baselines are shown"
+        some = f";\nthe {_MOST} best of {number} and the baselines are shown"
         spread = "mean and range of seeds" if len(found.seeds) > 1 else "one seed"
-        figure.suptitle(
+        axes.set_title(
             f"Validation by {what}: {spread}{some if len(rows) < number else ''}", fontsize=10
         )
         return figure

@@ -16,6 +16,9 @@ from pflight.experiments.results import Results
 from .made import comparison, outcome
 
 
+ACC = "val/macro_acc"
+
+
 def test_curves_are_the_mean_and_range_of_seeds() -> None:
     runs = []
     for seed, values in enumerate([[0.2, 0.4, 0.6], [0.4, 0.5, 0.9]]):
@@ -37,10 +40,27 @@ def test_curves_are_the_mean_and_range_of_seeds() -> None:
     assert axes.get_xlabel().endswith("by all clients, kB")
 
 
+def test_the_frame_is_of_the_later_rounds_and_of_all_bytes() -> None:
+    runs = []
+    for method, size in {"A": 1, "B": 20}.items():
+        values = [0.1, 0.2, 0.5, 0.6, 0.7, 0.6, 0.7, 0.8, 0.7, 0.8]
+        curve = Curve([*range(1, 11)], [1000 * size * r for r in range(1, 11)], {ACC: values})
+        runs.append(outcome(method, 0, {"acc": [0.5, 0.6]}, curve=curve))
+    figures = Results(runs).figures
+    axes = figures.curves().axes[0]
+    low, high = axes.get_ylim()
+    assert 45 < low < 50
+    assert 80 < high < 85
+    assert axes.get_xscale() == "linear"
+    assert figures.traffic().axes[0].get_xscale() == "log"
+    (axes,) = Results(runs[:1]).figures.traffic().axes
+    assert axes.get_xscale() == "linear"
+
+
 def test_one_seed_has_no_range() -> None:
     figure = Results(comparison({"A": 0.5}, seeds=1)).figures.curves()
     assert [*figure.axes[0].collections] == []
-    assert "one seed" in figure.get_suptitle()
+    assert "one seed" in figure.axes[0].get_title()
 
 
 def test_of_many_methods_the_best_and_the_baselines_are_drawn() -> None:
@@ -51,7 +71,7 @@ def test_of_many_methods_the_best_and_the_baselines_are_drawn() -> None:
     labels = [line.get_label() for line in figure.axes[0].get_lines()]
     order = [row.label for row in results.findings.rows]
     assert labels == [*order[:12], "M7", "Local", "FedAvg"]
-    assert "the 12 best of 40 and the baselines are shown" in figure.get_suptitle()
+    assert "the 12 best of 40 and the baselines are shown" in figure.axes[0].get_title()
     assert [text.get_text() for text in figure.legends[0].get_texts()] == labels
     boxes = results.figures.boxes()
     assert [tick.get_text() for tick in boxes.axes[0].get_yticklabels()] == order
