@@ -15,7 +15,6 @@ from pflight.experiments.results import Results
 
 from .made import comparison, outcome
 
-
 ACC = "val/macro_acc"
 
 
