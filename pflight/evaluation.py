@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -224,18 +224,12 @@ class ClientModels(NamedTuple):
 
 
 def model_of(
-    clients: Clients, client: int, callback: Callable[[], ServerCallback], device: torch.device
+    clients: Clients, client: int, callback: ServerCallback, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return the state that a client is judged by, without fine-tuning if the client fails.
-
-    Raises:
-        ConfigurationError: For an unknown client; then whatever asking for the callback raises.
-    """
-    clients.check(client)
-    server = callback()
+    """Return the state that a client is judged by, without fine-tuning if the client fails."""
     failures = clients.failures_of(clients.rounds, "its model is taken as it is", together=False)
     with server_work(device, clients.seed, clients.rounds), clients.noting(failures):
-        used = ClientModels.of(clients, server, torch.tensor([client], device=device)).used
+        used = ClientModels.of(clients, callback, torch.tensor([client], device=device)).used
         return {name: value[0] for name, value in entries(used)}
 
 

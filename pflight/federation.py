@@ -394,7 +394,8 @@ class Federation(L.LightningModule):
         self.callback = callback
 
     def _own(self, client: int) -> dict[str, Tensor]:
-        return model_of(self.clients, client, lambda: self.attached_callback, self.device)
+        self.clients.check(client)
+        return model_of(self.clients, client, self.attached_callback, self.device)
 
     def _server_work(self) -> AbstractContextManager[None]:
         return server_work(self.device, self.clients.seed, self.clients.rounds)
