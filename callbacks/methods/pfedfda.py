@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,34 +19,10 @@ from pflight.head import EXTRA, Head, body_names
 from pflight.options import check_range, checked
 from pflight.updates import ClientUpdates
 
+from .gaussians import Gaussians, Judged
+
 _MEANS, _COVARIANCE = f"{EXTRA}.means", f"{EXTRA}.covariance"
 _WEIGHT, _BIAS = f"{EXTRA}.weight", f"{EXTRA}.bias"
-
-
-class Gaussians(NamedTuple):
-    """Means ``[K, d]`` of classes, and their common covariance ``[d, d]``."""
-
-    means: Tensor
-    covariance: Tensor
-
-    def mixed(self, local: Gaussians, share: Tensor) -> Gaussians:
-        """Return these, with a share of local ones in the means and one in the covariance."""
-        return Gaussians(
-            torch.lerp(self.means, local.means, share[0]),
-            torch.lerp(self.covariance, local.covariance, share[-1]),
-        )
-
-    def head(self, prior: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return weight ``[K, d]`` and bias ``[K]`` of the linear discriminant.
-
-        Args:
-            prior: Of the classes ``[K]``.
-            eps: Share of a multiple of the identity in the covariance.
-        """
-        ridge = self.covariance.diagonal().mean() * torch.eye(len(self.covariance)).to(self.means)
-        regular = torch.lerp(self.covariance, ridge, eps)
-        weight = torch.linalg.solve(regular, self.means.T).T
-        return weight, prior.log() - (self.means * weight).sum(1) / 2
 
 
 class Discriminant(nn.Module):
@@ -160,23 +136,14 @@ class Discriminating(Half):
         means, covariances = states[_MEANS].clone(), states[_COVARIANCE].clone()
         for row, found in enumerate(work.rows(clients, states, _features)):
             sent = Gaussians(means[row].double(), covariances[row].double())
-            if found is None:  # it has failed
+            if found is None or (found and not found["z"].isfinite().all()):  # it has failed
                 means[row] = torch.nan
             elif found:
                 z, y = found["z"].double(), found["y"]
                 folds = halves(y, work.random(int(clients[row])))
                 share = self.share(z, y, folds, sent, priors[row])
-                means[row], covariances[row] = sent.mixed(self.statistics(z, y, sent), share)
+                means[row], covariances[row] = sent.mixed(sent.of(z, y, self.ridge), share)
         return states.update({_MEANS: means, _COVARIANCE: covariances})
-
-    def statistics(self, z: Tensor, y: Tensor, sent: Gaussians) -> Gaussians:
-        """Return the statistics of features ``[n, d]`` of classes ``[n]``."""
-        rows = (y.unsqueeze(1) == torch.arange(len(sent.means), device=y.device)).to(z)
-        sizes = rows.sum(0).unsqueeze(1)
-        means = torch.where(sizes > 0, rows.T @ z / sizes.clamp(min=1), sent.means)
-        rest = z - means[y]
-        ridge = self.ridge * torch.eye(z.shape[1]).to(z)
-        return Gaussians(means, rest.T @ rest / max(len(z) - 1, 1) + ridge)
 
     def share(self, z: Tensor, y: Tensor, folds: Tensor, sent: Gaussians, prior: Tensor) -> Tensor:
         r"""Return :math:`\beta` of a client: of means and covariance, or of both.
@@ -188,20 +155,17 @@ class Discriminating(Half):
             sent: The statistics that it received.
             prior: Of the classes ``[K]``.
         """
-        parts = [(z[folds == fold], y[folds == fold]) for fold in (0, 1)]
         if not (folds >= 0).any():
             return torch.zeros(self.betas).to(z)
-        local = [self.statistics(*part, sent) for part in parts]
+        one, other = ((z[folds == half], y[folds == half]) for half in (0, 1))
+        judged = [
+            Judged.of(sent, sent.of(*own, self.ridge), self.eps, prior, *samples)
+            for own, samples in ((one, other), (other, one))
+        ]
 
         def loss(at: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-            share = torch.tensor(at, dtype=z.dtype, device=z.device, requires_grad=True)
-            with torch.enable_grad():
-                total = torch.zeros_like(share[0])
-                for own, (others, classes) in zip(local, reversed(parts), strict=True):
-                    weight, bias = sent.mixed(own, share).head(prior, self.eps)
-                    total = total + nn.functional.cross_entropy(others @ weight.T + bias, classes)
-                (slope,) = torch.autograd.grad(total, share)
-            return float(total.detach()), slope.cpu().double().numpy()
+            values, slopes = zip(*(half.loss(at[0], at[-1]) for half in judged), strict=True)
+            return sum(values), np.sum(slopes, axis=(0,) if len(at) == 2 else None)
 
         start, bounds = np.full(self.betas, 0.5), [(0.0, 1.0)] * self.betas
         found = minimize(loss, start, jac=True, bounds=bounds, method="L-BFGS-B", tol=1e-12)

@@ -12,7 +12,8 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
 from pflight.callbacks import PFedFDA
-from pflight.callbacks.methods.pfedfda import Discriminating, Gaussians, halves
+from pflight.callbacks.methods.gaussians import Gaussians, Judged
+from pflight.callbacks.methods.pfedfda import Discriminating, halves
 from pflight.datamodules import TensorClients
 from pflight.head import EXTRA
 from pflight.randomness import Purpose, generator
@@ -35,12 +36,12 @@ class TestF1:
     PRIOR = double([0.5, 0.5])
 
     def test_statistics(self) -> None:
-        means, covariance = Discriminating().statistics(self.Z, self.Y, self.SENT)
+        means, covariance = self.SENT.of(self.Z, self.Y, ridge=1.0)
         assert_rows(means, [[1, 0.75], [3.5, 2.5]])
         assert_rows(covariance, [[2, 0.428571], [0.428571, 2.964286]])
 
     def test_the_head(self) -> None:
-        local = Discriminating().statistics(self.Z, self.Y, self.SENT)
+        local = self.SENT.of(self.Z, self.Y, ridge=1.0)
         weight, bias = self.SENT.mixed(local, double([0.5])).head(self.PRIOR, 1e-4)
         assert_rows(weight, [[0.311108, 0.155561], [1.697367, 0.951666]])
         assert_rows(bias - bias.new_tensor(0.5).log(), [-0.106945, -3.404504])
@@ -49,6 +50,19 @@ class TestF1:
     def test_the_losses(self) -> None:
         found = [self.loss(double([beta])) for beta in (0.0, 0.5, 1.0)]
         assert found == [close(1.550585), close(1.540690), close(2.095119)]
+
+    @pytest.mark.parametrize("at", [(0.0, 1.0), (0.3, 0.6), (1.0, 0.0)])
+    def test_the_derivatives(self, at: tuple[float, float]) -> None:
+        """Along the axes in which both covariances are diagonal, all is as by the discriminant."""
+        own, others = ((self.Z[fold], self.Y[fold]) for fold in (self.FOLDS == 0, self.FOLDS == 1))
+        local = self.SENT.of(*own, ridge=1.0)
+        share = double(at).requires_grad_()
+        weight, bias = self.SENT.mixed(local, share).head(self.PRIOR, 1e-4)
+        wanted = F.cross_entropy(others[0] @ weight.T + bias, others[1])
+        loss, slopes = Judged.of(self.SENT, local, 1e-4, self.PRIOR, *others).loss(*at)
+        assert loss == pytest.approx(float(wanted.detach()))
+        (gradient,) = torch.autograd.grad(wanted, share)
+        assert slopes.tolist() == pytest.approx(gradient.tolist())
 
     def test_the_search(self) -> None:
         known = self.Z, self.Y, self.FOLDS, self.SENT, self.PRIOR
@@ -62,7 +76,7 @@ class TestF1:
         for fold in (0, 1):
             own = self.Z[fold == self.FOLDS], self.Y[fold == self.FOLDS]
             others = self.Z[fold != self.FOLDS], self.Y[fold != self.FOLDS]
-            local = Discriminating().statistics(*own, self.SENT)
+            local = self.SENT.of(*own, ridge=1.0)
             weight, bias = self.SENT.mixed(local, share).head(self.PRIOR, 1e-4)
             total += float(F.cross_entropy(others[0] @ weight.T + bias, others[1]))
         return total
