@@ -22,6 +22,7 @@ from pflight.checkpoint import rounds_so_far
 from pflight.cli import FederationCLI
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
+from pflight.head import EXTRA
 from pflight.history import Round, check_trained
 from pflight.metrics import Direction
 from pflight.runs import CONFIG, FAILURE, LOG, RESULTS
@@ -281,15 +282,16 @@ def _curve(history: Sequence[Round]) -> Curve:
 def fingerprints(run: FederationCLI) -> dict[str, str]:
     """Return short hashes of what must be the same for all methods at one seed.
 
-    ``data``: samples of each client and split; ``weights``: the client module's initial parameters;
-    ``cohorts``: who trains in which round; ``batches``: batch size, and the order of the samples of
-    the first and the last cohort.
+    ``data``: samples of each client and split; ``weights``: the client module's initial parameters,
+    without what a method adds; ``cohorts``: who trains in which round; ``batches``: batch size, and
+    the order of the samples of the first and the last cohort.
     """
     federation, data, rounds = run.model, run.datamodule, max(run.trainer.max_epochs or 0, 0)
     record = record_of(data)
     parameters = {*StateLayout.of(federation.client).parameters}
     state = federation.client.state_dict()
-    weights = [value for name, value in state.items() if name in parameters]
+    own = (name for name in state if not name.startswith(f"{EXTRA}."))
+    weights = [state[name] for name in own if name in parameters]
     cohorts = [data.cohorts.sample(index) for index in range(rounds)]
     orders = [
         data.order(client, index)

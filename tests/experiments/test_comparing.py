@@ -90,7 +90,7 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
-    methods = ["fedavg", "local", "ditto"]
+    methods = ["fedavg", "local", "ditto", "fedrod"]  # which brings a layer of its own
     return outcomes(finish(comparison(tmp_path_factory.mktemp("plain"), methods, seeds=2)))
 
 
