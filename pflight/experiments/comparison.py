@@ -136,7 +136,10 @@ class Comparison:
         self._folders: dict[tuple[Path, str], Path] = {}
 
     def _with_choice(self, row: Row) -> Row | Choice:
-        space = {**row.method.space, **self.plan.space}
+        # What is declared for all methods comes first, and takes the place of methods' own.
+        space = self.plan.space | {
+            o: t for o, t in row.method.space.items() if o not in self.plan.space
+        }
         options, given = dict(flat(row.config)), {**row.settings, **row.fixed}
         # A module of one's own need not have the options that shipped methods name.
         space = {o: told for o, told in space.items() if o in options and o not in given}

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from scipy.stats.qmc import Halton
+
 from pflight.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 Sampler = Literal["tpe", "random"]
 FIRST_SEED = 1000
 """Seeds of trials begin here; those of reported runs are below."""
-_FREE = 10  # trials of TPE that are drawn at random, before it learns
+_FREE = 10  # trials of TPE that don't depend on others, before it learns
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ class Study:
 
     Optuna is asked anew in each process, and in the same order it proposes the same: what is kept
     are the runs of the trials, nothing else. Trials that do not learn from others may run at the
-    same time.
+    same time. TPE's are points of a Halton sequence, so that few of them cover the ranges, and the
+    first options, such as the clients' learning rate, get the same values for all methods.
 
     Args:
         tuning: How settings are chosen.
@@ -119,6 +122,10 @@ class Study:
         self._study = optuna.create_study(direction="maximize", sampler=sampler)
         first = {o: _drawn(values, before.get(o)) for o, values in self.space.items()}
         self._study.enqueue_trial({o: v for o, v in first.items() if v is not None})
+        if tuning.sampler == "tpe":
+            for point in Halton(len(self.space), scramble=False).random(_FREE)[1:]:  # after the 0
+                places = zip(self.space.items(), point, strict=True)
+                self._study.enqueue_trial({o: _at(values, place) for (o, values), place in places})
         self._trials: list[optuna.Trial] = []
         self.told = 0
 
@@ -201,6 +208,25 @@ def _drawn(distribution: Any, value: Any) -> Any:
         return next((text for text in distribution.choices if json.loads(str(text)) == value), None)
     number = isinstance(value, int | float)
     return value if number and distribution.low <= value <= distribution.high else None
+
+
+def _at(distribution: Any, place: float) -> Any:
+    """Return the value at a place of a range, from 0 up to 1.
+
+    Example:
+        >>> [_at(_distribution("lr", {"low": 0.01, "high": 1.0, "log": True}), u) for u in (0, 0.5)]
+        [0.01, 0.1]
+        >>> [_at(_distribution("k", {"low": 1, "high": 4}), u) for u in (0, 0.5, 0.99)]
+        [1, 3, 4]
+    """
+    from optuna.distributions import CategoricalDistribution
+
+    if isinstance(distribution, CategoricalDistribution):
+        return distribution.choices[int(place * len(distribution.choices))]
+    low, step = distribution.low, distribution.step or 0
+    high = distribution.high + step
+    value = low * (high / low) ** place if distribution.log else low + (high - low) * place
+    return low + step * int((value - low) / step) if step else value
 
 
 def _settings(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,18 @@ class TestStudy:
 
     def test_of_another_method_draws_otherwise(self):
         assert play(study())[1:] != play(study(name="fedprox"))[1:]
+
+    def test_few_trials_cover_a_range_and_give_all_methods_the_same(self):
+        rate = {"lr": {"low": 0.01, "high": 1.0, "log": True}}
+        one = Study(Tuning(10), {**rate, "mu": [0, 1, 2]}, {"lr": 0.1}, "a").pending()
+        two = Study(Tuning(10), {**rate, "k": {"low": 2, "high": 8, "step": 2}}, {"lr": 0.1}, "b")
+        assert [t["lr"] for t in one] == [t["lr"] for t in two.pending()]
+        places = sorted((math.log10(t["lr"]) + 2) / 2 for t in one)
+        assert places[0] < 0.13
+        assert places[-1] > 0.87
+        assert max(b - a for a, b in pairwise(places)) < 0.13
+        assert {t["mu"] for t in one[1:]} == {0, 1, 2}
+        assert {t["k"] for t in two.pending()[1:]} == {2, 4, 6, 8}
 
     def test_trials_that_fail_are_not_chosen(self):
         tried = study()
