@@ -25,6 +25,7 @@ from functools import partial
 
 import lightning as L
 import torch
+from cells import cell
 from sklearn.metrics import adjusted_rand_score
 
 from pflight import Federation
@@ -193,12 +194,6 @@ def draw(curves: dict[str, list[list[float]]], path: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right center", frameon=False)
     figure.savefig(path, dpi=150)
-
-
-def cell(values: list[float]) -> str:
-    """Return the mean and the standard deviation."""
-    spread = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):.1f} ± {spread:.1f}"
 
 
 def main() -> None:

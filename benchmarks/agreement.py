@@ -33,6 +33,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from cells import cell
 from torch import Tensor, nn
 
 from pflight import Federation
@@ -292,8 +293,7 @@ def line(name: str, options: argparse.Namespace) -> str:
     if options.batch_size is None:
         cells += [f"{max(column):.0e}" for column in zip(*differences, strict=True)]
     for column in zip(*accuracies, strict=True):
-        spread = f" ± {statistics.stdev(column):.1f}" if options.seeds > 1 else ""
-        cells.append(f"{statistics.mean(column):.1f}{spread}")
+        cells.append(cell(column))
     return f"| {' | '.join(cells)} |"
 
 

@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from cells import cell
 
 from pflight.cli import FederationCLI
 
@@ -208,8 +209,7 @@ def table(experiment: str, column: str, runs: Sequence[Run]) -> str:
             cells.append("" if figure is None else f"{figure:.2f}")
         for _, measure in measures:
             values = [measure(tests, method.get("model", "own")) for tests in made]
-            spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-            cells.append(f"{statistics.mean(values):.2f}{spread}")
+            cells.append(cell(values, digits=2))
         seconds = [test["seconds"] for tests in made for test in tests if test["seconds"]]
         cells += [
             str(len(made)),

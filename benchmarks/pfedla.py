@@ -30,7 +30,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from accuracy import cell
+from cells import cell
 from stopwatch import timing
 from tensordict import TensorDict
 from torch import Tensor, nn
