@@ -22,7 +22,14 @@ from pflight.federation import Federation
 
 from .agreement import server_callback, text_of_model
 from .certificates import make_certificates, write_private
-from .flower import Authority, ProcessEndedError, check_server, serve, supernode
+from .flower import (
+    Authority,
+    ProcessEndedError,
+    check_private_key,
+    check_server,
+    serve,
+    supernode,
+)
 from .node import Node
 
 _AGAIN, _PATIENCE = 5.0, 120.0  # seconds between two trials to connect, and for all of them
@@ -82,9 +89,9 @@ def run(given: argparse.Namespace) -> None:
     """
     if not re.fullmatch(r"\S+:\d{1,5}", given.server):
         raise ConfigurationError(f"--server must be HOST:PORT, got {given.server}")
-    for path in (given.ca, given.key):
-        if not path.is_file():
-            raise ConfigurationError(f"there is no file {path}")
+    if not given.ca.is_file():
+        raise ConfigurationError(f"there is no file {given.ca}")
+    check_private_key(given.key)
     quieten()
     given.folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(given.folder / ".node.lock")
@@ -131,21 +138,20 @@ def run(given: argparse.Namespace) -> None:
 
 
 def _check_refusal(said: str, key: Path, failing: float) -> None:
-    """Raise if a server has refused a node for so long that there is no sense in trying again.
+    """Say why a node is not connected; raise if that has lasted too long to try again.
 
     A node that was killed is let in only when the server has missed it.
     """
-    if failing < _PATIENCE:
-        print("pflight: the connection has ended or was refused; trying again", flush=True)
-    elif "Failed to activate SuperNode" in said:
-        public = key.with_suffix(".pub").name
-        raise ConfigurationError(
+    refused = "Failed to activate SuperNode" in said
+    if refused:
+        said = (
             f"the server does not let this node in: another one with the key {key} is connected, "
-            f"or the server does not know it; end the other one, or send {public} to the server's "
-            "operator"
+            f"or was until now, or the server does not know it; end the other one, or send "
+            f"{key.with_suffix('.pub').name} to the server's operator"
         )
-    else:
+    if failing >= _PATIENCE:
         raise ConfigurationError(said)
+    print(f"pflight: {said if refused else 'the connection has ended'}; trying again", flush=True)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

@@ -24,8 +24,14 @@ from typing import NamedTuple
 
 import httpx
 from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
-from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+from cryptography.hazmat.primitives.asymmetric.ec import (
+    EllipticCurvePrivateKey,
+    EllipticCurvePublicKey,
+)
+from cryptography.hazmat.primitives.serialization import (
+    load_ssh_private_key,
+    load_ssh_public_key,
+)
 from flwr.app import Context, Message, RecordDict
 from flwr.cli.build import build_fab_from_files
 from flwr.common.constant import SubStatus
@@ -68,7 +74,7 @@ from flwr.supernode.runtime.run_clientapp import push_message, push_task_output
 from pflight.errors import ConfigurationError
 
 from .certificates import write_private
-from .messages import bytes_of
+from .messages import bytes_of, tensor_bytes_of
 from .remote import Asked, Work
 
 APP = """\
@@ -265,6 +271,20 @@ def node_key(path: Path) -> bytes:
         raise ConfigurationError(f"{path} is not the public key of a node: {error}") from error
 
 
+def check_private_key(path: Path) -> None:
+    """Raise unless a file has a node's private key.
+
+    Raises:
+        ConfigurationError: If there is none, or none that can be read.
+    """
+    try:
+        key = load_ssh_private_key(path.read_bytes(), None)
+        if not isinstance(key, EllipticCurvePrivateKey):
+            raise ValueError(f"{type(key).__name__}, where an elliptic curve is wanted")
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise ConfigurationError(f"{path} is not the private key of a node: {error}") from error
+
+
 def keys_in(folder: Path) -> dict[str, bytes]:
     """Return the nodes' public keys by file name, in the order of the clients' ids.
 
@@ -384,8 +404,8 @@ class GridPost:
 
     Attributes:
         keys: The nodes' public keys, by client.
-        carried: By kind of work, the messages that were sent, and the bytes of their contents and
-            of the answers' as Flower sends them.
+        carried: By kind of work, the messages that were sent, the bytes of their contents and of
+            the answers' as Flower sends them, and those that are around tensors.
     """
 
     def __init__(
@@ -432,8 +452,8 @@ class GridPost:
             ttl, group = timeout + 60, str(asked.round)
             letters.append(Message(asked.content, node, kind, ttl=ttl, group_id=group))
             whose.append((asked, timeout))
-            down = bytes_of(asked.content)
-            self.carried[asked.work].update({"messages": 1, "down": down})
+            self.carried[asked.work]["messages"] += 1
+            self._count(asked.work, "down", asked.content)
         now = time.monotonic()
         ids = self.grid.push_messages(letters) if letters else []
         for (asked, timeout), id_ in zip(whose, ids, strict=True):
@@ -441,6 +461,10 @@ class GridPost:
                 self._waiting[asked.client] = id_, now + timeout, timeout, asked.work
             else:
                 self._lost[asked.client] = "Flower did not take the message for its node"
+
+    def _count(self, work: Work, way: str, content: RecordDict) -> None:
+        whole = bytes_of(content)
+        self.carried[work].update({way: whole, f"around {way}": whole - tensor_bytes_of(content)})
 
     def receive(self, client: int) -> RecordDict | str:
         """See :class:`~pflight.deploy.remote.Post`."""
@@ -451,7 +475,7 @@ class GridPost:
             for message in self.grid.pull_messages([id_]):
                 if message.has_error():
                     return f"its node gave no answer: {message.error.reason}"
-                self.carried[work]["up"] += bytes_of(message.content)
+                self._count(work, "up", message.content)
                 return message.content
             if time.monotonic() > end:
                 return f"its node did not answer within {timeout:g} s"

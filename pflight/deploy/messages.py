@@ -151,6 +151,12 @@ def bytes_of(content: RecordDict) -> int:
     return sum(len(part.deflate()) for part in get_all_nested_objects(content).values())
 
 
+def tensor_bytes_of(content: RecordDict) -> int:
+    """Return how many of these are tensors; the others are around them."""
+    groups = content.array_records.values()
+    return sum(len(array.data) for group in groups for array in group.values())
+
+
 def _ordered(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names in the order of their bytes: large numbers first, so that all lie even."""
     return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))

@@ -141,8 +141,10 @@ class Roster(L.Callback):
                 self.data.know(client, *known)
 
     def _let_in(self, here: Mapping[str, bytes]) -> None:
-        self.post.keys = {i: key for i, key in self.nodes.items() if key in here.values()}
-        self.post.register({*self.post.keys.values()})
+        keys = {client: key for client, key in self.nodes.items() if key in here.values()}
+        if keys != self.post.keys:
+            self.post.keys = keys
+            self.post.register({*keys.values()})
 
     def _wait(self, required: bool) -> None:
         """Wait until all nodes are connected."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -95,12 +95,18 @@ class ServerCLI(FederationCLI):
                 work(**given)
             finally:
                 for kind, carried in post.carried.items():
-                    sizes = (f"{readable(carried[way])} {way}" for way in ("down", "up"))
-                    print(
-                        f"pflight: {carried['messages']:,} messages to {kind} carried "
-                        f"{' and '.join(sizes)}, all in all",
-                        flush=True,
-                    )
+                    print(f"pflight: {_told(kind, carried)}", flush=True)
+
+
+def _told(kind: str, carried: Mapping[str, int]) -> str:
+    """Return in words how many messages of a kind there were, and of how many bytes."""
+    down, up, *around = (
+        readable(carried[name]) for name in ("down", "up", "around down", "around up")
+    )
+    return (
+        f"{carried['messages']:,} messages to {kind} carried {down} down and {up} up, of which "
+        f"{' and '.join(around)} are around the tensors"
+    )
 
 
 def run(given: argparse.Namespace) -> None:
