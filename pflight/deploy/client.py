@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 import secrets
-import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import lightning as L
@@ -27,6 +24,7 @@ from .flower import (
     ProcessEndedError,
     check_private_key,
     check_server,
+    ended_by_signals,
     serve,
     supernode,
 )
@@ -100,8 +98,12 @@ def run(given: argparse.Namespace) -> None:
     except Timeout as error:
         raise ConfigurationError(f"another node is running in {given.folder}") from error
     node = NodeCLI(["fit", *given.run_options], given.folder / "memory", given.client).node
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, _interrupt)
+    with ended_by_signals():
+        _serve(node, given)
+
+
+def _serve(node: Node, given: argparse.Namespace) -> None:
+    """Answer messages of the server, each time that there is one."""
     said = False
     while not check_server(given.server, given.ca):
         if not said:
@@ -114,27 +116,21 @@ def run(given: argparse.Namespace) -> None:
         secret = own / "secret"
         write_private(secret, secrets.token_hex(32).encode())
         paths = {"ca": own / "ca.pem", "certificate": own / "server.pem", "key": own / "server.key"}
+        there = given.folder, given.server, given.ca, given.key, paths, secret
         print(f"pflight: starting flower-supernode for {given.server}, log in {given.folder}")
-        try:
-            failing = 0.0
-            while True:
-                begun = time.monotonic()
-                try:
-                    with supernode(
-                        given.folder, given.server, given.ca, given.key, paths, secret
-                    ) as (process, address):
-                        print("pflight: connecting", flush=True)
-                        where = Authority(paths["ca"]), address, secret.read_bytes()
-                        serve(node.answer, process, *where)
-                except ProcessEndedError as error:
-                    time.sleep(_AGAIN)
-                    lasted = time.monotonic() - begun
-                    failing = failing + lasted if lasted < _PATIENCE else 0.0
-                    _check_refusal(str(error), given.key, failing)
-        except KeyboardInterrupt as stop:
-            signum = stop.args[0] if stop.args else signal.SIGINT
-            print(f"pflight: stopped by {signal.Signals(signum).name}", flush=True)
-            sys.exit(128 + signum)
+        failing = 0.0
+        while True:
+            begun = time.monotonic()
+            try:
+                with supernode(*there) as (process, address):
+                    print("pflight: connecting", flush=True)
+                    where = Authority(paths["ca"]), address, secret.read_bytes()
+                    serve(node.answer, process, *where)
+            except ProcessEndedError as error:
+                time.sleep(_AGAIN)
+                lasted = time.monotonic() - begun
+                failing = failing + lasted if lasted < _PATIENCE else 0.0
+                _check_refusal(str(error), given.key, failing)
 
 
 def _check_refusal(said: str, key: Path, failing: float) -> None:
@@ -152,7 +148,3 @@ def _check_refusal(said: str, key: Path, failing: float) -> None:
     if failing >= _PATIENCE:
         raise ConfigurationError(said)
     print(f"pflight: {said if refused else 'the connection has ended'}; trying again", flush=True)
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(signum)  # which no failure of a client hides

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import IO
 from pflight.errors import ConfigurationError
 
 from .certificates import make_certificates, make_key
-from .flower import end_with_parent, free_port
+from .flower import end_with_parent, ended_by_signals, free_port
 
 _OPTIONS = ("--config", "configs/data/digits.yaml", "--config", "configs/algorithm/ditto.yaml")
 _ROUNDS = ("--trainer.max_epochs", "5")
@@ -36,7 +37,9 @@ def demonstrate(num_nodes: int, folder: Path | None, rest: Sequence[str]) -> int
             folder = Path(until_done.enter_context(temporary))
         certificates = folder / "certificates"
         make_certificates(certificates, [])
-        (certificates / "nodes").mkdir(exist_ok=True)
+        nodes = certificates / "nodes"
+        shutil.rmtree(nodes, ignore_errors=True)  # there may have been more before
+        nodes.mkdir()
         port = free_port()
         given = rest or [*_OPTIONS, *_ROUNDS]
         options = [*given, "--data.init_args.num_clients", str(num_nodes)]
@@ -45,8 +48,7 @@ def demonstrate(num_nodes: int, folder: Path | None, rest: Sequence[str]) -> int
             key = own / "node.key"
             if not key.exists():
                 make_key(key)
-            public = certificates / "nodes" / f"{own.name}.pub"
-            public.write_bytes(key.with_suffix(".pub").read_bytes())
+            shutil.copy(key.with_suffix(".pub"), nodes / f"{own.name}.pub")
             where = ["--server", f"localhost:{port}", "--ca", certificates / "ca.pem"]
             whose = ["--key", key, "--folder", own, "--client", client]
             print(f"pflight: starting node {client}, log in {own / 'node.log'}", flush=True)
@@ -66,6 +68,7 @@ def _start(arguments: Sequence[object], log: IO[bytes] | None) -> subprocess.Pop
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
+        start_new_session=True,  # so that a Ctrl-C ends them one after the other
         preexec_fn=end_with_parent,
     )
 
@@ -90,4 +93,5 @@ def run(given: argparse.Namespace) -> None:
     """
     if given.nodes < 1:
         raise ConfigurationError(f"--nodes must be at least 1, got {given.nodes}")
-    sys.exit(demonstrate(given.nodes, given.folder, given.run_options))
+    with ended_by_signals():
+        sys.exit(demonstrate(given.nodes, given.folder, given.run_options))

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
+from types import FrameType
 from typing import NamedTuple
 
 import httpx
@@ -176,6 +177,23 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
 
 
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Have a signal end what goes on, with all that it has started, and then this process."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signum)  # which no failure of a client hides
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        signum = stop.args[0] if stop.args else signal.SIGINT
+        print(f"pflight: stopped by {signal.Signals(signum).name}", flush=True)
+        sys.exit(128 + signum)
+
+
 class Authority:
     """How a connection is trusted: by a certificate authority, or a secret between two processes.
 
@@ -247,6 +265,8 @@ def check_server(address: str, root: Path) -> bool:
             f"the server at {address} can't be trusted: {error.verify_message}; check {root} and "
             "the server's certificate"
         ) from error
+    except ssl.SSLEOFError:  # of a gate before a server that is not there
+        return False
     except ssl.SSLError as error:
         raise ConfigurationError(
             f"what answers at {address} does not speak TLS ({error.reason}): check the address"
