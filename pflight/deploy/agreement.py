@@ -76,6 +76,11 @@ def check_agreement(here: Mapping[str, str], there: Mapping[str, str], whose: st
         )
 
 
+def digest_of(agreement: Mapping[str, str]) -> str:
+    """Return one digest of all that two sides agree on."""
+    return _digest(str(sorted(agreement.items())).encode())
+
+
 def server_callback(callbacks: Iterable[Any] | Any) -> ServerCallback:
     """Return the server callback among those of a configuration, by default FedAvg."""
     given = callbacks if isinstance(callbacks, list) else [callbacks]

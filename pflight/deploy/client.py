@@ -30,6 +30,7 @@ from .flower import (
 )
 from .node import Node
 
+_LOOK = 2.0  # seconds from one look for the server to the next
 _AGAIN, _PATIENCE = 5.0, 120.0  # seconds between two trials to connect, and for all of them
 
 
@@ -104,12 +105,6 @@ def run(given: argparse.Namespace) -> None:
 
 def _serve(node: Node, given: argparse.Namespace) -> None:
     """Answer messages of the server, each time that there is one."""
-    said = False
-    while not check_server(given.server, given.ca):
-        if not said:
-            print(f"pflight: waiting for the server at {given.server}", flush=True)
-        said = True
-        time.sleep(2)
     with tempfile.TemporaryDirectory(prefix="pflight-") as folder:
         own = Path(folder)
         make_certificates(own, [], days=3650)
@@ -120,6 +115,7 @@ def _serve(node: Node, given: argparse.Namespace) -> None:
         print(f"pflight: starting flower-supernode for {given.server}, log in {given.folder}")
         failing = 0.0
         while True:
+            _wait(given.server, given.ca)
             begun = time.monotonic()
             try:
                 with supernode(*there) as (process, address):
@@ -131,6 +127,14 @@ def _serve(node: Node, given: argparse.Namespace) -> None:
                 lasted = time.monotonic() - begun
                 failing = failing + lasted if lasted < _PATIENCE else 0.0
                 _check_refusal(str(error), given.key, failing)
+
+
+def _wait(server: str, ca: Path) -> None:
+    """Wait until there is a server."""
+    if not check_server(server, ca):
+        print(f"pflight: waiting for the server at {server}", flush=True)
+        while not check_server(server, ca):
+            time.sleep(_LOOK)
 
 
 def _check_refusal(said: str, key: Path, failing: float) -> None:

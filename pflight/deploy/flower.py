@@ -105,6 +105,9 @@ _LOOK = 0.2  # seconds from one look at what has arrived to the next
 _START = 120.0  # seconds in which a process of Flower's starts
 _LONGEST = 12 * 3600.0  # seconds for which a message is kept without a round_timeout
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
+_LOST = (
+    b"SSL/TLS handshake error detected"  # the last words of a SuperNode, which does not end then
+)
 _ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 
 
@@ -125,6 +128,7 @@ class Process:
         folder.mkdir(parents=True, exist_ok=True)
         self.name = name
         self.log = folder / f"{name}.log"
+        self._read = self.log.stat().st_size if self.log.exists() else 0
         self.home = folder
         own = {
             "FLWR_HOME": str(folder),
@@ -159,6 +163,14 @@ class Process:
         """Return the last lines that it has written."""
         lines = self.log.read_text(errors="replace").splitlines()[-12:]
         return " ".join(" ".join(lines).split())[-600:]
+
+    def has_written(self, words: bytes) -> bool:
+        """Return whether it has written some words since it was asked for them last."""
+        with self.log.open("rb") as log:
+            log.seek(self._read)
+            new = log.read()
+        self._read += max(0, len(new) - len(words))  # of which the first may be there
+        return words in new
 
     def stop(self) -> None:
         """End it, and what it has started."""
@@ -354,7 +366,7 @@ def superlink(
     try:
         _wait(process, lambda: check_server(address, certificates / "ca.pem"))
         control = authority.control(address)
-        with _task(authority, address, secret, _start_run(control)) as grid:
+        with _task(authority, address, secret, start_run(control)) as grid:
             yield GridPost(grid, timeout, patience, control)
         control.close()
     finally:
@@ -370,8 +382,9 @@ def _wait(process: Process, ready: Callable[[], bool]) -> None:
         time.sleep(_LOOK)
 
 
-def _start_run(control: ControlHttpClient) -> int:
-    content, _ = build_fab_from_files({"pyproject.toml": APP.encode()})
+def start_run(control: ControlHttpClient, app: str = APP) -> int:
+    """Have a SuperLink run an app, which is the text of its ``pyproject.toml``; return its id."""
+    content, _ = build_fab_from_files({"pyproject.toml": app.encode()})
     fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
     return int(control.StartRun(StartRunRequest(fab=fab_to_proto(fab))).run_id)
 
@@ -557,6 +570,8 @@ def serve(
     letters: SimpleQueue[Letter] = SimpleQueue()
     while True:
         process.check()
+        if process.has_written(_LOST):
+            raise ProcessEndedError(f"{process.name} has lost the server")
         with suppress(httpx.HTTPError):  # it is about to end
             acquired = executor.AcquireTask(request)
             if acquired.token:

@@ -32,7 +32,7 @@ from pflight.server import ServerModels, server_work
 from pflight.server_callback import ServerCallback
 from pflight.updates import ClientFailure, ClientUpdates
 
-from .agreement import agreement_on, check_agreement
+from .agreement import agreement_on, check_agreement, digest_of
 from .data import OwnData
 from .memory import NodeMemory
 from .messages import MessageError, group_of, number_of, packed, words_of
@@ -240,6 +240,8 @@ class Node:
         if not self.seat.names:
             self.seat.learn_names(self.clients)
         if asked != "describe":
+            if words_of(content, "run") != digest_of(self.agreement):
+                raise MessageError("this node was started with another configuration than the run")
             self._prepare(content)
         clients = self.clients
         with server_work(clients.device, clients.seed, clients.rounds):

@@ -31,6 +31,7 @@ from pflight.state import entries
 from pflight.task import Task
 from pflight.updates import ClientFailure, ClientUpdates
 
+from .agreement import digest_of
 from .data import NodeData
 from .memory import NEVER
 from .messages import MessageError, entries_of, number_of, numbers_of, packed, words_of
@@ -72,6 +73,7 @@ class RemoteClients(Clients):
     Attributes:
         after: The last round of which each client's answer was used ``[num_clients]``, by which its
             node knows which memory it is to go on from.
+        run: A digest of what all sides agree on.
         counted: Whether the answers of clients are counted right or wrong, by class; ``None`` until
             that is known.
     """
@@ -81,6 +83,7 @@ class RemoteClients(Clients):
         super().__init__(*arguments)
         self.post = post
         self.after = torch.empty(0, dtype=torch.long)
+        self.run = ""
         self.counted: bool | None = None
         self._head: Head | None = None
         self._judging = False
@@ -103,28 +106,35 @@ class RemoteClients(Clients):
             agreement: What both sides must agree on.
 
         Returns:
-            The clients that gave no answer that can be used, and why.
+            Why a node can't take part, or nothing if it can, for those that have answered.
         """
+        self.run = digest_of(agreement)
         words = {"names": [*agreement], "digests": [*agreement.values()]}
         self._send("describe", torch.tensor(clients, dtype=torch.long), {}, {}, words)
-        failed: dict[int, str] = {}
+        said: dict[int, str] = {}
         for client in clients:
-            try:
-                answer = self._received(client)
-                sizes = {split: _count(answer, f"samples.{split}") for split in SPLITS}
-                fingerprint, head = _count(answer, "fingerprint"), _head_of(answer)
-                counted = bool(number_of(answer, "counted"))
-                if self.counted not in (None, counted):
-                    raise MessageError(
-                        "its samples are read in another way than the others', one by one or as "
-                        "tensors, so that what it is judged by can't be added to theirs"
-                    )
-            except MessageError as error:
-                failed[client] = str(error)
-                continue
-            self.counted, self._head = counted, head or self._head
-            data.know(client, sizes, fingerprint)
-        return failed
+            answer = self.post.receive(client)
+            if not isinstance(answer, str):
+                try:
+                    self._know(client, data, answer)
+                    said[client] = ""
+                except MessageError as error:
+                    said[client] = str(error)
+        return said
+
+    def _know(self, client: int, data: NodeData, answer: RecordDict) -> None:
+        if failed := words_of(answer, "failed"):
+            raise MessageError(failed)
+        sizes = {split: _count(answer, f"samples.{split}") for split in SPLITS}
+        fingerprint, head = _count(answer, "fingerprint"), _head_of(answer)
+        counted = bool(number_of(answer, "counted"))
+        if self.counted not in (None, counted):
+            raise MessageError(
+                "its samples are read in another way than the others', one by one or as tensors, "
+                "so that what it is judged by can't be added to theirs"
+            )
+        self.counted, self._head = counted, head or self._head
+        data.know(client, sizes, fingerprint)
 
     def _find_head(self, strategy: Strategy) -> Head | None:
         """Return the head of the clients' network, which a pass at a node has shown."""
@@ -301,7 +311,7 @@ class RemoteClients(Clients):
                 for group, columns in groups.items()
             }
             own = {**common, "client": client, "after": int(self.after[client])}
-            content = packed(rows, own, {"do": work, **words})
+            content = packed(rows, own, {"do": work, "run": self.run, **words})
             messages.append(Asked(client, work, self.current.entry.index, content))
         self.post.send(messages)
 

@@ -64,6 +64,7 @@ class Roster(L.Callback):
         self.clients, self.data, self.post = clients, data, post
         self.folder, self.agreement = folder, agreement
         self.nodes: dict[int, bytes] = {}
+        self.met: set[int] = set()
 
     def meet(self, places: int | None, saved: dict[str, Any] | None) -> None:
         """Wait for the nodes, and ask what they have.
@@ -95,10 +96,6 @@ class Roster(L.Callback):
             print(f"pflight: client {client} is {whose}", flush=True)
         self._let_in(here)
         self._wait(required=saved is None)
-        if failed := self.clients.describe([*self.post.online()], self.data, self.agreement):
-            raise ConfigurationError(
-                "; ".join(f"client {client}'s node says: {said}" for client, said in failed.items())
-            )
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let nodes join whose keys have come, from the next round on."""
@@ -118,14 +115,15 @@ class Roster(L.Callback):
             self.nodes[client] = key
             print(f"pflight: client {client} is the node with {name}, which may join", flush=True)
         self._let_in(here)
-        new = [client for client in self.post.online() if client not in self.data.known]
-        failed = self.clients.describe(new, self.data, self.agreement)
-        for client, said in failed.items():
-            warnings.warn(f"client {client} can't join: {said}", stacklevel=2)
-        if len(failed) < len(new):
-            pl_module.record.forget_data()
-            joined = ", ".join(str(client) for client in new if client not in failed)
-            print(f"pflight: from the next round on there is client {joined}", flush=True)
+        known = dict(self.data.known)
+        for client, refusal in self._ask().items():
+            if refusal:
+                warnings.warn(f"client {client} can't take part: {refusal}", stacklevel=2)
+            elif known.get(client) != self.data.known[client]:
+                pl_module.record.forget_data()
+                print(
+                    f"pflight: from the next round on there are client {client}'s data", flush=True
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors and primitives."""
@@ -146,19 +144,30 @@ class Roster(L.Callback):
             self.post.keys = keys
             self.post.register({*keys.values()})
 
+    def _ask(self) -> dict[int, str]:
+        """Ask those who are here and were not asked yet; return who can't take part, and why."""
+        new = [client for client in self.post.online() if client not in self.met]
+        said = self.clients.describe(new, self.data, self.agreement) if new else {}
+        self.met |= {client for client, refusal in said.items() if not refusal}
+        return said
+
     def _wait(self, required: bool) -> None:
-        """Wait until all nodes are connected."""
+        """Wait until all nodes have said what they have."""
         begun = said = time.monotonic()
-        while missing := sorted(self.post.keys.keys() - self.post.online().keys()):
+        while True:
+            if refused := {client: why for client, why in self._ask().items() if why}:
+                whose = (f"client {client}'s node says: {why}" for client, why in refused.items())
+                raise ConfigurationError("; ".join(whose))
+            if not (missing := sorted(self.post.keys.keys() - self.met)):
+                return
             now = time.monotonic()
             if now - begun > self.post.patience:
-                late = (
-                    f"the nodes of clients {missing} did not connect within "
-                    f"{self.post.patience:g} s"
-                )
+                late = f"clients {missing} did not connect within {self.post.patience:g} s"
                 if required:
-                    raise ConfigurationError(f"{late}: start them, or give more --patience")
-                warnings.warn(f"{late}: the run goes on without them", stacklevel=2)
+                    raise ConfigurationError(
+                        f"the nodes of {late}: start them, or give more --patience"
+                    )
+                warnings.warn(f"the nodes of {late}: the run goes on without them", stacklevel=2)
                 return
             if said == begun or now - said > _REMIND:
                 said = now

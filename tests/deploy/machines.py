@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
 
 from pflight.__main__ import main
 from pflight.deploy.certificates import make_certificates, make_key
-from pflight.deploy.flower import end_with_parent, free_port
+from pflight.deploy.flower import free_port
 from pflight.history import Round, load_history
 
 LONG = 150.0  # seconds
@@ -48,11 +49,19 @@ _forks.set_forkserver_preload(  # what takes long to import
 
 def run_here(log: str, arguments: list[str]) -> None:
     """Run a command of ``pflight deploy`` in this process, which writes to a file."""
-    end_with_parent()  # also where the tests are killed
+    Thread(target=_end_with_parent, daemon=True).start()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
     main(["deploy", *arguments])
+
+
+def _end_with_parent() -> None:
+    """Wait for the end of the tests, which may be killed."""
+    tests = multiprocessing.parent_process()
+    assert tests is not None
+    tests.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Machines:

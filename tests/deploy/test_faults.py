@@ -25,6 +25,7 @@ from pflight.callbacks import (
     ServerCallback,
     SharedPart,
 )
+from pflight.deploy.agreement import digest_of
 from pflight.deploy.messages import entries_of, packed
 from pflight.deploy.node import COUNTS, STATE
 from pflight.deploy.remote import Asked
@@ -243,7 +244,7 @@ def test_what_is_private_never_leaves(callback: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="client 0 is on its own machine"):
         federation.client_state(0)
     asked = {"clients": 4, "client": 1, "round": 2, "rounds": 2, "mean_samples": 8, "after": 1}
-    words = {"do": "train", "returns": sorted(private)}
+    words = {"do": "train", "run": run.clients.run, "returns": sorted(private)}
     entries = {"sent": {name: federation.layout.template[name] for name in left}}
     reply = run.post.nodes[1].answer(packed(entries, {**asked, "epochs": 1}, words))
     assert "is not among what leaves this node" in reply.config_records["words"]["failed"]
@@ -260,6 +261,7 @@ def test_what_is_private_never_leaves(callback: Any, tmp_path: Path) -> None:
 )
 def test_a_node_does_nothing_else(change: dict[str, str], said: str, tmp_path: Path) -> None:
     node = deployed(tmp_path).post.nodes[0]
+    change = {"run": digest_of(node.agreement), **change}
     asked = {"clients": 4, "client": 0, "round": 0, "rounds": 0, "mean_samples": 8, "after": -1}
     reply = node.answer(packed({}, asked, change))
     assert said in reply.config_records["words"]["failed"]
@@ -283,6 +285,22 @@ def test_a_node_with_another_configuration_is_told(name: str, tmp_path: Path) ->
     says = rf"client 3's node says: the server has another configuration.*{said}"
     with pytest.raises(ConfigurationError, match=says):
         run.server(1)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:round .*client 3 failed on its val samples", "ignore::FutureWarning"
+)
+def test_a_node_that_starts_again_with_another_configuration_is_told(tmp_path: Path) -> None:
+    run = deployed(tmp_path)
+
+    def restart() -> None:
+        run.options = {"local_epochs": 2}
+        run.post.nodes[3] = run.node(3)
+        run.options = {}
+
+    with pytest.warns(UserWarning, match="client 3 failed: this node was started with another"):
+        federation = run.server(2, AfterRound(0, restart))
+    assert [entry.failed for entry in federation.history] == [[], [3]]
 
 
 def test_a_node_with_another_version_is_told(
