@@ -21,6 +21,7 @@ from .agreement import server_callback, text_of_model
 from .certificates import make_certificates, write_private
 from .flower import (
     Authority,
+    LostServerError,
     ProcessEndedError,
     check_private_key,
     check_server,
@@ -122,6 +123,8 @@ def _serve(node: Node, given: argparse.Namespace) -> None:
                     print("pflight: connecting", flush=True)
                     where = Authority(paths["ca"]), address, secret.read_bytes()
                     serve(node.answer, process, *where)
+            except LostServerError:
+                failing = 0.0
             except ProcessEndedError as error:
                 time.sleep(_AGAIN)
                 lasted = time.monotonic() - begun

@@ -115,6 +115,10 @@ class ProcessEndedError(ConfigurationError):
     """A process of Flower's has ended by itself."""
 
 
+class LostServerError(ConfigurationError):
+    """A SuperNode has lost its server."""
+
+
 class Process:
     """One of Flower's own commands, which ends with this process.
 
@@ -563,7 +567,8 @@ def serve(
         secret: Which lets this process take messages.
 
     Raises:
-        ConfigurationError: When it has ended, with what it said.
+        LostServerError: When it has lost its server.
+        ProcessEndedError: When it has ended, with what it said.
     """
     executor = authority.runtime(address, secret)
     request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
@@ -571,7 +576,7 @@ def serve(
     while True:
         process.check()
         if process.has_written(_LOST):
-            raise ProcessEndedError(f"{process.name} has lost the server")
+            raise LostServerError(f"{process.name} has lost the server")
         with suppress(httpx.HTTPError):  # it is about to end
             acquired = executor.AcquireTask(request)
             if acquired.token:

@@ -19,7 +19,7 @@ from pflight.datamodules import FederatedDataModule
 from pflight.deploy.agreement import agreement_on
 from pflight.deploy.certificates import make_key
 from pflight.deploy.data import OPTIONS, NodeData
-from pflight.deploy.messages import bytes_of
+from pflight.deploy.messages import bytes_of, tensor_bytes_of
 from pflight.deploy.node import Node
 from pflight.deploy.remote import Asked, ask_nodes
 from pflight.deploy.roster import Roster
@@ -40,6 +40,7 @@ class InProcess:
         keys: Their public keys, likewise.
         on_answer: Changes an answer, as a node that lies does, or says why there is none.
         carried: Bytes of what was sent and of what was answered, by kind of work.
+        tensors: Those of them that are tensors.
     """
 
     patience = 0.0
@@ -49,6 +50,7 @@ class InProcess:
         self.keys: dict[int, bytes] = {}
         self.on_answer: Callable[[Asked, RecordDict], RecordDict | str] = lambda _, answer: answer
         self.carried: dict[str, list[tuple[int, int]]] = {}
+        self.tensors: dict[str, list[tuple[int, int]]] = {}
         self._answers: dict[int, RecordDict | str] = {}
 
     def online(self) -> dict[int, int]:
@@ -64,8 +66,9 @@ class InProcess:
                 self._answers[asked.client] = "its node is not connected"
                 continue
             answer = across(self.nodes[asked.client].answer(across(asked.content)))
-            sizes = bytes_of(asked.content), bytes_of(answer)
-            self.carried.setdefault(asked.work, []).append(sizes)
+            for count, size in ((self.carried, bytes_of), (self.tensors, tensor_bytes_of)):
+                sizes = size(asked.content), size(answer)
+                count.setdefault(asked.work, []).append(sizes)
             self._answers[asked.client] = self.on_answer(asked, answer)
 
     def receive(self, client: int) -> RecordDict | str:
@@ -119,7 +122,9 @@ class Deployed:
     ) -> Federation:
         """Run the server for some rounds."""
         federation, server = Federation(self.make(), **self.options), self.callback()
-        known = NodeData(**{n: getattr(self.data, n) for n in OPTIONS if n != "num_classes"})
+        known = self.known = NodeData(
+            **{n: getattr(self.data, n) for n in OPTIONS if n != "num_classes"}
+        )
         self.clients = ask_nodes(federation, self.post)
         agreement = agreement_on(federation, server, known)
         self.roster = Roster(self.clients, known, self.post, self.keys, agreement)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pflight import Federation
-from pflight.callbacks import Ditto, FedAvg
+from pflight.callbacks import Ditto
 from pflight.errors import ConfigurationError
 from tests.algorithm_tester import ALGORITHMS
 from tests.deploy.in_process import Deployed
@@ -57,13 +57,28 @@ def test_any_module_on_any_data(tmp_path: Path) -> None:
     assert "val/worst_decile_mae" in there.history[-1].metrics
 
 
-def test_traffic_is_what_messages_carry(tmp_path: Path) -> None:
-    deployed = Deployed(batchnorm_client, small_data(), FedAvg, tmp_path)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_test_is_the_simulated_one_and_predictions_stay(tmp_path: Path) -> None:
+    data = small_data((5, 12, 7, 9))
+    here = run(batchnorm_client(), data, Ditto(), 2, engine="sequential")
+    deployed = Deployed(batchnorm_client, data, Ditto, tmp_path)
+    there = deployed.server(2)
+    (one,) = here.trainer.test(here, datamodule=data, verbose=False)
+    (other,) = there.trainer.test(there, datamodule=deployed.known, verbose=False)
+    assert one == pytest.approx(other, abs=1e-6, nan_ok=True)
+    assert "test/server/macro_acc" in one
+    with pytest.raises(ConfigurationError, match="client 0 is on its own machine"):
+        there.trainer.predict(there, datamodule=deployed.known)
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "FeSEM", "FedEC", "Ditto", "pFedLA", "SCAFFOLD"])
+def test_traffic_is_what_messages_carry(name: str, tmp_path: Path) -> None:
+    """To the byte, but for what is around the tensors: names, shapes and numbers."""
+    deployed = Deployed(batchnorm_client, small_data(), ALGORITHMS[name].callback, tmp_path)
     history = deployed.server(2).history
-    sizes = deployed.post.carried["train"]
-    envelopes = [3_000 * len(entry.clients) for entry in history]  # of names, shapes and numbers
-    for carried, counted in (
-        (sum(down for down, _ in sizes), sum(entry.bytes_down for entry in history)),
-        (sum(up for _, up in sizes), sum(entry.bytes_up for entry in history)),
-    ):
-        assert counted < carried <= counted + sum(envelopes)
+    counted = [sum(entry.bytes_down for entry in history), sum(entry.bytes_up for entry in history)]
+    assert counted == [sum(sizes) for sizes in zip(*deployed.post.tensors["train"], strict=True)]
+    carried = [sum(sizes) for sizes in zip(*deployed.post.carried["train"], strict=True)]
+    around = 3_000 * sum(len(entry.clients) for entry in history)
+    for less, more in zip(counted, carried, strict=True):
+        assert less < more <= less + around
