@@ -121,9 +121,7 @@ class Roster(L.Callback):
                 warnings.warn(f"client {client} can't take part: {refusal}", stacklevel=2)
             elif known.get(client) != self.data.known[client]:
                 pl_module.record.forget_data()
-                print(
-                    f"pflight: from the next round on there are client {client}'s data", flush=True
-                )
+                print(f"pflight: client {client} takes part from the next round on", flush=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors and primitives."""
