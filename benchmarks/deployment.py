@@ -128,7 +128,7 @@ def main() -> None:
             root = f"--trainer.default_root_dir={simulated}"
             command("fit", *given, clients, root, "--model.engine=sequential")
             runs = deployed / "run", simulated
-            carried = re.search(r"messages to train carried (.*), all in all", said)
+            carried = re.search(r"messages to train carried (.*)", said)
             assert carried is not None
             times = " | ".join(f"{seconds_a_round(run):.2f}" for run in runs)
             row = method, f"{largest_difference(*runs):.1e}", times, carried[1]
