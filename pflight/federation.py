@@ -122,8 +122,7 @@ class Federation(L.LightningModule):
         self.save_hyperparameters(ignore=ignored, logger=False)  # setup() passes them to loggers
         self.automatic_optimization = False
         self.server_optimizer, self.server_scheduler = server_optimizer, server_scheduler
-        self.engine = engine
-        self.clients_at_once = clients_at_once
+        self.engine, self.clients_at_once = engine, clients_at_once
         self.client_timeout = client_timeout
         self.f1_average = f1_average
         self.evaluator: type[Evaluator] = Evaluator
