@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -20,15 +22,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--certificates", type=Path, required=True, metavar="FOLDER")
     add("--host", default="0.0.0.0", help="where it listens (default: %(default)s)")
     add("--port", type=int, default=9092, help="likewise (default: %(default)s)")
-    add("--round-timeout", type=float, metavar="SECONDS", help="in which a client has to answer")
+    seconds, number = _positive(float), _positive(int)
+    add("--round-timeout", type=seconds, metavar="SECONDS", help="in which a client has to answer")
     add(
         "--patience",
-        type=float,
+        type=seconds,
         default=600.0,
         metavar="SECONDS",
         help="for which it waits for its nodes before it starts (default: %(default)g)",
     )
-    add("--places", type=int, metavar="N", help="for clients (default: as many as there are keys)")
+    add(
+        "--places",
+        type=number,
+        metavar="N",
+        help="for clients (default: as many as there are keys)",
+    )
     add(
         "--run",
         default="fit",
@@ -57,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         takes_a_run=True,
     )
     add = demo.add_argument
-    add("--nodes", type=int, default=3, metavar="N", help="how many (default: 3)")
+    add("--nodes", type=number, default=3, metavar="N", help="how many (default: 3)")
     add("--folder", type=Path, help="where they keep things (default: one that is removed)")
     certificates = commands.add_parser(
         "certificates",
@@ -67,8 +75,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = certificates.add_argument
     add("folder", type=Path, metavar="FOLDER", help="where they are written")
     add("--host", action="append", default=[], help="name or address of the server")
-    add("--days", type=int, default=365, help="for which it is good (default: 365)")
+    add("--days", type=number, default=365, help="for which it is good (default: 365)")
     add("--key", metavar="NAME", help="make a node's key, and nothing else")
+
+
+def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """Return a type of positive numbers."""
+
+    def number(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is no positive number")
+        return value
+
+    return number
 
 
 def run(options: argparse.Namespace) -> None:

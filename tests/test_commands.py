@@ -113,6 +113,7 @@ def test_what_needs_no_lightning_does_not_import_it() -> None:
         ),
         (["test", "--ckpt_paht=last"], "there is no option ckpt_paht: did you mean ckpt_path?"),
         (["deploy", "sever"], "there is no command sever: did you mean server?"),
+        (["deploy", "demo", "--nodes=0"], "argument --nodes: 0 is no positive number"),
         (["deploy", "demo", "--noeds=3"], "there is no option noeds: did you mean nodes?"),
         (["deploy", "demo", "--trainer.logg=x"], "there is no option trainer.logg: did you mean "),
         (["deploy", "client", "--ca=ca.pem"], "the following arguments are required: --server, "),

@@ -29,8 +29,8 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     timeout, patience = (float(config.get(name, 0)) for name in ("round-timeout", "patience"))
     post = GridPost(grid, timeout or None, patience or 600.0)
-    keys, connect = Path(str(config["keys"])), partial(nullcontext, post)
-    cli = partial(ServerCLI, connect=connect, folder=keys, places=config.get("places"))
+    keys, places = Path(str(config["keys"])), config.get("places")
+    cli = partial(ServerCLI, connect=lambda: nullcontext(post), folder=keys, places=places)
     command_line(["fit", "--config", *str(config["config"]).split()], cli)
 
 

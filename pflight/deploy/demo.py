@@ -13,8 +13,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
-from pflight.errors import ConfigurationError
-
 from .certificates import make_certificates, make_key
 from .flower import end_with_parent, ended_by_signals, free_port
 
@@ -87,11 +85,6 @@ def run(given: argparse.Namespace) -> None:
 
     Args:
         given: What ``pflight deploy demo`` was given.
-
-    Raises:
-        ConfigurationError: If there is to be no node.
     """
-    if given.nodes < 1:
-        raise ConfigurationError(f"--nodes must be at least 1, got {given.nodes}")
     with ended_by_signals():
         sys.exit(demonstrate(given.nodes, given.folder, given.run_options))

@@ -91,6 +91,7 @@ class ServerCLI(FederationCLI):
                 clients = ask_nodes(self.model, post)
                 roster = Roster(clients, self.datamodule, post, self._keys, agreement)
                 roster.meet(self._places, saved)
+                post.patience = post.timeout or post.patience  # with those that join in a run
                 trainer.callbacks.insert(0, roster)  # type: ignore[attr-defined]
                 work(**given)
             finally:
