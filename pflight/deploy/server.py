@@ -83,9 +83,8 @@ class ServerCLI(FederationCLI):
         callback = server_callback(trainer.callbacks)  # type: ignore[attr-defined]
         agreement = agreement_on(self.model, callback, self.datamodule, text_of_model(config))
         path = config.get("ckpt_path")
-        saved = (
-            None if path is None else read_checkpoint(path)["callbacks"].get(Roster.__qualname__)
-        )
+        checkpoint = {} if path is None else read_checkpoint(path)
+        saved = checkpoint.get("callbacks", {}).get(Roster.__qualname__)
         with self._connect() as post:
             try:
                 clients = ask_nodes(self.model, post)

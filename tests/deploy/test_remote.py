@@ -71,6 +71,18 @@ def test_a_test_is_the_simulated_one_and_predictions_stay(tmp_path: Path) -> Non
         there.trainer.predict(there, datamodule=deployed.known)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_deployed_run_can_be_loaded_anywhere(tmp_path: Path) -> None:
+    deployed = Deployed(batchnorm_client, small_data(), Ditto, tmp_path)
+    there = deployed.server(2)
+    there.trainer.save_checkpoint(tmp_path / "run.ckpt")
+    loaded = Federation.load_from_checkpoint(
+        tmp_path / "run.ckpt", client=batchnorm_client(), callback=Ditto()
+    )
+    torch.testing.assert_close(loaded.server_states(), there.server_states(), rtol=0, atol=0)
+    assert loaded.history == there.history
+
+
 @pytest.mark.parametrize("name", ["FedAvg", "FeSEM", "FedEC", "Ditto", "pFedLA", "SCAFFOLD"])
 def test_traffic_is_what_messages_carry(name: str, tmp_path: Path) -> None:
     """To the byte, but for what is around the tensors: names, shapes and numbers."""
