@@ -215,7 +215,8 @@ class Clients:
     @property
     def class_counts(self) -> Tensor:
         """Training samples of every client by class ``[num_clients, num_classes]``."""
-        return self.attached_data.class_counts("train")
+        classes = getattr(self.module, "num_classes", None)
+        return self.attached_data.class_counts("train", classes)
 
     @property
     def attached_data(self) -> FederatedDataModule:

@@ -14,9 +14,10 @@ from torch.utils.data import TensorDataset
 from torchmetrics import MeanAbsoluteError
 
 from pflight import Federation
-from pflight.callbacks import ServerCallback
+from pflight.callbacks import FeSEM, ServerCallback
 from pflight.datamodules import DatasetClients, FederatedDataModule, TensorClients
 from pflight.errors import ConfigurationError
+from pflight.models import MLP, Classifier
 from tests.pages import ROOT
 from tests.runs import quiet_trainer
 
@@ -166,6 +167,15 @@ def test_methods_of_classes_on_her_classifier(name: str, lazily: bool) -> None:
     quiet_trainer(2, config.server).fit(federation, datamodule=data)
     assert not any(entry.failed for entry in federation.history)
     assert 0 <= federation.history[-1].metrics["val/macro_acc"] <= 1
+
+
+def test_matching_counts_the_classes_of_datasets() -> None:
+    datasets = [TensorDataset(*labelled(count, count)) for count in (12, 4, 9)]
+    client = Classifier(MLP(len(datasets[0][0][0]), [4], 3), num_classes=3)
+    federation = Federation(client)
+    data = DatasetClients(datasets, batch_size=6)
+    quiet_trainer(2, FeSEM(2, matching="bbp_map")).fit(federation, datamodule=data)
+    assert not any(entry.failed for entry in federation.history)
 
 
 @pytest.mark.parametrize("name", CLASSES)

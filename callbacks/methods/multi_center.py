@@ -89,8 +89,10 @@ class MultiCenter(ServerCallback):
         if self.matching is not None:
             what = f"{type(self).__name__}: matching, which weighs the last layer by classes,"
             self.chain = matched_chain(as_classifier(self.clients.module, what), self.sent_names)
-            if (data := self.clients.data) is not None and not data.knows_classes:
-                raise ConfigurationError(f"{what} needs data with num_classes")
+            try:
+                _ = None if self.clients.data is None else self.clients.class_counts
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{what} can't count them: {error}") from error
         self.assignments = torch.full((self.clients.num_clients,), -1)
         self.add_centers(self.num_clusters)
         for index, center in enumerate(self.centers or ()):
