@@ -31,6 +31,8 @@ from .flower import (
 )
 from .node import Node
 
+_REFUSED = "Failed to activate SuperNode"
+_SHORT = 30.0  # seconds in which a SuperNode that can't run ends
 _LOOK = 2.0  # seconds from one look for the server to the next
 _AGAIN, _PATIENCE = 5.0, 120.0  # seconds between two trials to connect, and for all of them
 
@@ -127,9 +129,9 @@ def _serve(node: Node, given: argparse.Namespace) -> None:
                 failing = 0.0
             except ProcessEndedError as error:
                 time.sleep(_AGAIN)
-                lasted = time.monotonic() - begun
-                failing = failing + lasted if lasted < _PATIENCE else 0.0
-                _check_refusal(str(error), given.key, failing)
+                lasted, refused = time.monotonic() - begun, _REFUSED in str(error)
+                failing = failing + lasted if refused or lasted < _SHORT else 0.0
+                _say_why(str(error), given.key, failing)
 
 
 def _wait(server: str, ca: Path) -> None:
@@ -140,12 +142,12 @@ def _wait(server: str, ca: Path) -> None:
             time.sleep(_LOOK)
 
 
-def _check_refusal(said: str, key: Path, failing: float) -> None:
+def _say_why(said: str, key: Path, failing: float) -> None:
     """Say why a node is not connected; raise if that has lasted too long to try again.
 
     A node that was killed is let in only when the server has missed it.
     """
-    refused = "Failed to activate SuperNode" in said
+    refused = _REFUSED in said
     if refused:
         said = (
             f"the server does not let this node in: another one with the key {key} is connected, "

@@ -6,15 +6,19 @@ import argparse
 from importlib.util import find_spec
 from pkgutil import resolve_name
 
-from pflight.cli import fail
+from pflight.allocator import keep_freed_memory
+from pflight.cli import configuration_error, fail
 from pflight.errors import ConfigurationError
 
 
 def deploy(options: argparse.Namespace) -> None:
     """Run ``pflight deploy``; Flower is imported by those of its commands that need it."""
+    keep_freed_memory()  # this process belongs to the run
     try:
         if not (find_spec("flwr") and find_spec("trustme")):
             raise ConfigurationError("pflight deploy needs Flower: pip install 'pflight[flower]'")
         resolve_name(f"pflight.deploy.{options.work}:run")(options)
-    except ConfigurationError as error:
-        fail(str(error))
+    except Exception as error:
+        if (cause := configuration_error(error)) is None:
+            raise
+        fail(str(cause))

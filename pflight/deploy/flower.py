@@ -499,6 +499,28 @@ class GridPost:
             else:
                 self._lost[asked.client] = "Flower did not take the message for its node"
 
+    def _arrived(self, id_: str, end: float) -> Iterable[Message]:
+        """Return the answer to a message, if it is there as a whole before the end.
+
+        Flower itself waits minutes for the rest of one whose node was killed as it sent it.
+        """
+        found: SimpleQueue[Iterable[Message] | Exception] = SimpleQueue()
+
+        def pull() -> None:
+            try:
+                found.put(self.grid.pull_messages([id_]))
+            except Exception as error:  # which is raised where it is waited for
+                found.put(error)
+
+        Thread(target=pull, daemon=True).start()
+        try:
+            messages = found.get(timeout=max(0.0, end - time.monotonic()))
+        except Empty:
+            return []
+        if isinstance(messages, Exception):
+            raise messages
+        return messages
+
     def _count(self, work: Work, way: str, content: RecordDict) -> None:
         whole = bytes_of(content)
         self.carried[work].update({way: whole, f"around {way}": whole - tensor_bytes_of(content)})
@@ -509,7 +531,7 @@ class GridPost:
             return self._lost.pop(client)
         id_, end, timeout, work = self._waiting.pop(client)
         while True:
-            for message in self.grid.pull_messages([id_]):
+            for message in self._arrived(id_, end):
                 if message.has_error():
                     return f"its node gave no answer: {message.error.reason}"
                 self._count(work, "up", message.content)

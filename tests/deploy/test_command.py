@@ -149,6 +149,17 @@ def test_a_client_that_can_not_start(
     assert re.search(said, refused("client", "--server", server, "--ca", certificates / ca, *own))
 
 
+def test_a_client_whose_options_are_wrong(
+    certificates: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    where = "--server", "localhost:1", "--ca", certificates / "ca.pem"
+    own = "--key", tmp_path / "node.key", "--folder", tmp_path / "state", "--config", QUICKSTART
+    said = refused("client", *where, *own, "--trainer.max_epochs", "many")
+    assert "max_epochs" in said
+    own = "--key", certificates / "nodes" / "node.pub", "--folder", tmp_path / "state"
+    assert "node.pub is not the private key of a node" in refused("client", *where, *own)
+
+
 def test_data_that_do_not_fit_the_model(tmp_path: Path) -> None:
     network = "--model.client.init_args.network.init_args.in_features=63"
     with pytest.raises(ConfigurationError, match="can't take the data's samples of shape"):
