@@ -29,7 +29,7 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     timeout, patience = (float(config.get(name, 0)) for name in ("round-timeout", "patience"))
     post = GridPost(grid, timeout or None, patience or 600.0)
-    keys, places = Path(str(config["keys"])), config.get("places")
+    keys, places = Path(str(config["keys"])), int(config.get("places") or 0) or None
     cli = partial(ServerCLI, connect=lambda: nullcontext(post), folder=keys, places=places)
     command_line(["fit", "--config", *str(config["config"]).split()], cli)
 

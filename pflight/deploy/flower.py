@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -226,7 +226,7 @@ class Authority:
         self, address: str, secret: bytes | None = None, token: str = ""
     ) -> RuntimeHttpClient:
         """Return a connection to a runtime: of a SuperLink, or of a SuperNode."""
-        interceptors: list[object] = [RuntimeVersionHttpInterceptor(component_name="pflight")]
+        interceptors: list[Any] = [RuntimeVersionHttpInterceptor(component_name="pflight")]
         if secret is not None:
             auth = SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods=_ACQUIRE)
             interceptors.append(auth)

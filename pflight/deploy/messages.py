@@ -42,17 +42,16 @@ def packed(
         numbers: Plain numbers.
         words: Plain words.
     """
-    arrays: dict[str, ArrayRecord] = {}
-    said = dict(words or {})
+    records: dict[str, Any] = {_NUMBERS: MetricRecord(dict(numbers or {}))}
+    said: dict[str, Any] = dict(words or {})
     for group, tensors in (entries or {}).items():
         ordered = _ordered(tensors)
         said[f"{group}.names"] = ordered
         said[f"{group}.kinds"] = [_kind(tensors[name]) for name in ordered]
         flat = [_flat(tensors[name]) for name in ordered if tensors[name].numel()]
         content = torch.cat(flat).numpy().tobytes() if flat else b""
-        arrays[group] = ArrayRecord({_BYTES: Array("uint8", (len(content),), _RAW, content)})
-    records = {_NUMBERS: MetricRecord(dict(numbers or {})), _WORDS: ConfigRecord(said)}
-    return RecordDict({**arrays, **records})
+        records[group] = ArrayRecord({_BYTES: Array("uint8", (len(content),), _RAW, content)})
+    return RecordDict({**records, _WORDS: ConfigRecord(said)})
 
 
 def entries_of(
@@ -79,7 +78,8 @@ def entries_of(
             raise MessageError(
                 f"it sent {name} as {_shown(kinds[name])}, where {_kind(like)} is wanted"
             )
-    array = content.array_records.get(group, {}).get(_BYTES)
+    record = content.array_records.get(group)
+    array = None if record is None else record.get(_BYTES)
     held = b"" if array is None or array.stype != _RAW else array.data
     wanted = sum(tensor.nbytes for tensor in expected.values())
     if len(held) != wanted:
@@ -124,7 +124,7 @@ def number_of(content: RecordDict, name: str) -> float:
     Raises:
         MessageError: If there is none of this name.
     """
-    value = content.metric_records.get(_NUMBERS, {}).get(name)
+    value = numbers_of(content).get(name)
     if not isinstance(value, int | float):
         raise MessageError(f"it sent no number {name}")
     return value
@@ -132,13 +132,14 @@ def number_of(content: RecordDict, name: str) -> float:
 
 def numbers_of(content: RecordDict, start: str = "") -> dict[str, Any]:
     """Return the numbers whose names begin so, without that beginning."""
-    given = content.metric_records.get(_NUMBERS, {})
+    given: Mapping[str, Any] = content.metric_records.get(_NUMBERS) or {}
     return {name[len(start) :]: value for name, value in given.items() if name.startswith(start)}
 
 
 def words_of(content: RecordDict, name: str, default: Any = "") -> Any:
     """Return what was said under a name, on one line if it is text."""
-    said = content.config_records.get(_WORDS, {}).get(name, default)
+    record: Mapping[str, Any] = content.config_records.get(_WORDS) or {}
+    said = record.get(name, default)
     if isinstance(said, str):
         return _shown(said)
     if isinstance(said, Sequence) and all(isinstance(word, str) for word in said):
