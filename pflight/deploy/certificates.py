@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+import socket
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -91,3 +93,30 @@ def run(given: argparse.Namespace) -> None:
         f"pflight: nodes need {given.folder / 'ca.pem'}; put their public keys, *.pub, into "
         f"{given.folder / 'nodes'}"
     )
+
+
+def check_server(address: str, root: Path) -> bool:
+    """Return whether a server answers at an address.
+
+    Raises:
+        ConfigurationError: If it can't show that it is the one that the certificate names.
+    """
+    host, _, port = address.rpartition(":")
+    context = ssl.create_default_context(cafile=str(root))
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=10) as plain:
+            context.wrap_socket(plain, server_hostname=host.strip("[]")).close()
+    except ssl.SSLCertVerificationError as error:
+        raise ConfigurationError(
+            f"the server at {address} can't be trusted: {error.verify_message}; check {root} and "
+            "the server's certificate"
+        ) from error
+    except ssl.SSLEOFError:  # of a gate before a server that is not there
+        return False
+    except ssl.SSLError as error:
+        raise ConfigurationError(
+            f"what answers at {address} does not speak TLS ({error.reason}): check the address"
+        ) from error
+    except OSError:
+        return False
+    return True

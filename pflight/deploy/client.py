@@ -18,18 +18,11 @@ from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 
 from .agreement import server_callback, text_of_model
-from .certificates import make_certificates, write_private
-from .flower import (
-    Authority,
-    LostServerError,
-    ProcessEndedError,
-    check_private_key,
-    check_server,
-    ended_by_signals,
-    serve,
-    supernode,
-)
+from .certificates import check_server, make_certificates, write_private
+from .flower import Authority, LostServerError, serve, supernode
+from .keys import check_private_key
 from .node import Node
+from .processes import ProcessEndedError, ended_by_signals
 
 _REFUSED = "Failed to activate SuperNode"
 _SHORT = 30.0  # seconds in which a SuperNode that can't run ends

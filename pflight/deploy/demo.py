@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from .certificates import make_certificates, make_key
-from .flower import end_with_parent, ended_by_signals, free_port
+from .processes import end_with_parent, ended_by_signals, free_port
 
 _OPTIONS = ("--config", "configs/data/digits.yaml", "--config", "configs/algorithm/ditto.yaml")
 _ROUNDS = ("--trainer.max_epochs", "5")

@@ -1,17 +1,9 @@
-"""Flower's processes and connections; all that pflight uses of Flower beside messages is here."""
+"""Flower's SuperLink, SuperNodes and messages; nearly all that pflight uses of Flower is here."""
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import os
 import secrets
-import signal
-import socket
-import ssl
-import subprocess
-import sys
-import sysconfig
 import time
 import warnings
 from collections import Counter, defaultdict
@@ -20,19 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from types import FrameType
 from typing import Any, NamedTuple
 
 import httpx
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric.ec import (
-    EllipticCurvePrivateKey,
-    EllipticCurvePublicKey,
-)
-from cryptography.hazmat.primitives.serialization import (
-    load_ssh_private_key,
-    load_ssh_public_key,
-)
 from flwr.app import Context, Message, RecordDict
 from flwr.cli.build import build_fab_from_files
 from flwr.common.constant import SubStatus
@@ -66,7 +48,6 @@ from flwr.supercore.interceptors import (
     RuntimeVersionHttpInterceptor,
     SuperExecAuthHttpInterceptor,
 )
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
@@ -74,8 +55,9 @@ from flwr.supernode.runtime.run_clientapp import push_message, push_task_output
 
 from pflight.errors import ConfigurationError
 
-from .certificates import write_private
+from .certificates import check_server, write_private
 from .messages import bytes_of, tensor_bytes_of
+from .processes import Process, check_port, free_port
 from .remote import Asked, Work
 
 APP = """\
@@ -104,110 +86,14 @@ _KINDS = {
 _LOOK = 0.2  # seconds from one look at what has arrived to the next
 _START = 120.0  # seconds in which a process of Flower's starts
 _LONGEST = 12 * 3600.0  # seconds for which a message is kept without a round_timeout
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 _LOST = (
     b"SSL/TLS handshake error detected"  # the last words of a SuperNode, which does not end then
 )
 _ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 
 
-class ProcessEndedError(ConfigurationError):
-    """A process of Flower's has ended by itself."""
-
-
 class LostServerError(ConfigurationError):
     """A SuperNode has lost its server."""
-
-
-class Process:
-    """One of Flower's own commands, which ends with this process.
-
-    Args:
-        command: Its name and arguments.
-        folder: Where Flower keeps its things, and the output is written.
-        name: Of the log file, and in messages.
-    """
-
-    def __init__(self, command: list[str], folder: Path, name: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.name = name
-        self.log = folder / f"{name}.log"
-        self._read = self.log.stat().st_size if self.log.exists() else 0
-        self.home = folder
-        own = {
-            "FLWR_HOME": str(folder),
-            "FLWR_TELEMETRY_ENABLED": "0",
-            "FLWR_DISABLE_UPDATE_CHECK": "1",
-        }
-        path = Path(sysconfig.get_path("scripts"), command[0])
-        program = str(path) if path.is_file() else command[0]
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [program, *command[1:]],
-                env={**os.environ, **own},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=end_with_parent,
-            )
-
-    def check(self) -> None:
-        """Raise if it has ended.
-
-        Raises:
-            ConfigurationError: With what it said last.
-        """
-        if (code := self._process.poll()) is not None:
-            raise ProcessEndedError(
-                f"{self.name} ended with status {code}: {self.said()} (see {self.log})"
-            )
-
-    def said(self) -> str:
-        """Return the last lines that it has written."""
-        lines = self.log.read_text(errors="replace").splitlines()[-12:]
-        return " ".join(" ".join(lines).split())[-600:]
-
-    def has_written(self, words: bytes) -> bool:
-        """Return whether it has written some words since it was asked for them last."""
-        with self.log.open("rb") as log:
-            log.seek(self._read)
-            new = log.read()
-        self._read += max(0, len(new) - len(words))  # of which the first may be there
-        return words in new
-
-    def stop(self) -> None:
-        """End it, and what it has started."""
-        for signum, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signum)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(patience)
-                if signum == signal.SIGTERM:
-                    continue  # kill what may be left of its group
-
-
-def end_with_parent() -> None:
-    """Have the process that calls it end when its parent is killed, where there is a way."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Have a signal end what goes on, with all that it has started, and then this process."""
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(signum)  # which no failure of a client hides
-
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, interrupt)
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        signum = stop.args[0] if stop.args else signal.SIGINT
-        print(f"pflight: stopped by {signal.Signals(signum).name}", flush=True)
-        sys.exit(128 + signum)
 
 
 class Authority:
@@ -238,103 +124,6 @@ class Authority:
         """Return a connection to a SuperLink's control."""
         interceptors = [RuntimeVersionHttpInterceptor(component_name="pflight")]
         return ControlHttpClient.from_server_address(address, False, str(self.root), interceptors)
-
-
-def check_port(host: str, port: int) -> None:
-    """Raise if a port is taken.
-
-    Raises:
-        ConfigurationError: Naming it.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError) as error:
-            raise ConfigurationError(
-                f"the server can't listen at {host}:{port}: {error}; end what listens there, or "
-                "give another --port"
-            ) from error
-
-
-def free_port() -> int:
-    """Return a port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def check_server(address: str, root: Path) -> bool:
-    """Return whether a server answers at an address.
-
-    Raises:
-        ConfigurationError: If it can't show that it is the one that the certificate names.
-    """
-    host, _, port = address.rpartition(":")
-    context = ssl.create_default_context(cafile=str(root))
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=10) as plain:
-            context.wrap_socket(plain, server_hostname=host.strip("[]")).close()
-    except ssl.SSLCertVerificationError as error:
-        raise ConfigurationError(
-            f"the server at {address} can't be trusted: {error.verify_message}; check {root} and "
-            "the server's certificate"
-        ) from error
-    except ssl.SSLEOFError:  # of a gate before a server that is not there
-        return False
-    except ssl.SSLError as error:
-        raise ConfigurationError(
-            f"what answers at {address} does not speak TLS ({error.reason}): check the address"
-        ) from error
-    except OSError:
-        return False
-    return True
-
-
-def node_key(path: Path) -> bytes:
-    """Return a node's public key as Flower knows it.
-
-    Raises:
-        ConfigurationError: If the file has none.
-    """
-    try:
-        key = load_ssh_public_key(path.read_bytes())
-        if not isinstance(key, EllipticCurvePublicKey):
-            raise ValueError(f"{type(key).__name__}, where an elliptic curve is wanted")
-        return public_key_to_bytes(key)
-    except (OSError, ValueError, UnsupportedAlgorithm) as error:
-        raise ConfigurationError(f"{path} is not the public key of a node: {error}") from error
-
-
-def check_private_key(path: Path) -> None:
-    """Raise unless a file has a node's private key.
-
-    Raises:
-        ConfigurationError: If there is none, or none that can be read.
-    """
-    try:
-        key = load_ssh_private_key(path.read_bytes(), None)
-        if not isinstance(key, EllipticCurvePrivateKey):
-            raise ValueError(f"{type(key).__name__}, where an elliptic curve is wanted")
-    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise ConfigurationError(f"{path} is not the private key of a node: {error}") from error
-
-
-def keys_in(folder: Path) -> dict[str, bytes]:
-    """Return the nodes' public keys by file name, in the order of the clients' ids.
-
-    Raises:
-        ConfigurationError: If there are none, one can't be read, or two are the same.
-    """
-    keys = {path.name: node_key(path) for path in sorted(folder.glob("*.pub"))}
-    if not keys:
-        raise ConfigurationError(f"there is no node's public key, *.pub, in {folder}")
-    names: dict[bytes, str] = {}
-    for name, key in keys.items():
-        if (other := names.setdefault(key, name)) != name:
-            raise ConfigurationError(f"{other} and {name} in {folder} are one and the same key")
-    return keys
 
 
 @contextmanager
@@ -368,22 +157,13 @@ def superlink(
     process, authority = Process(command, folder, "superlink"), Authority(certificates / "ca.pem")
     address = f"{'localhost' if host in ('0.0.0.0', '::', '127.0.0.1') else host}:{port}"
     try:
-        _wait(process, lambda: check_server(address, certificates / "ca.pem"))
+        process.wait_until(lambda: check_server(address, certificates / "ca.pem"))
         control = authority.control(address)
         with _task(authority, address, secret, start_run(control)) as grid:
             yield GridPost(grid, timeout, patience, control)
         control.close()
     finally:
         process.stop()
-
-
-def _wait(process: Process, ready: Callable[[], bool]) -> None:
-    end = time.monotonic() + _START
-    while not ready():
-        process.check()
-        if time.monotonic() > end:
-            raise ConfigurationError(f"{process.name} did not start: {process.said()}")
-        time.sleep(_LOOK)
 
 
 def start_run(control: ControlHttpClient, app: str = APP) -> int:
@@ -564,7 +344,7 @@ def supernode(
     process = Process(command, folder, "supernode")
     try:
         runtime = f"127.0.0.1:{port}"
-        _wait(process, lambda: check_server(runtime, own["ca"]))
+        process.wait_until(lambda: check_server(runtime, own["ca"]))
         yield process, runtime
     finally:
         process.stop()

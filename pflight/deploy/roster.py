@@ -14,7 +14,7 @@ from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 
 from .data import NodeData
-from .flower import keys_in
+from .keys import keys_in
 from .remote import Post, RemoteClients
 
 _LOOK = 2.0  # seconds from one look at who is there to the next

@@ -21,7 +21,8 @@ from pflight.signals import StopBetweenRounds
 
 from .agreement import agreement_on, server_callback, text_of_model
 from .data import OPTIONS, NodeData
-from .flower import GridPost, keys_in, superlink
+from .flower import GridPost, superlink
+from .keys import keys_in
 from .remote import ask_nodes
 from .roster import Roster
 

@@ -17,7 +17,7 @@ import torch
 
 from pflight.__main__ import main
 from pflight.deploy.certificates import make_certificates, make_key
-from pflight.deploy.flower import free_port
+from pflight.deploy.processes import free_port
 from pflight.history import Round, load_history
 
 LONG = 150.0  # seconds

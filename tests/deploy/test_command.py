@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from pflight.__main__ import main
-from pflight.deploy.certificates import make_certificates, make_key
+from pflight.deploy.certificates import check_server, make_certificates, make_key
 from pflight.deploy.client import NodeCLI
-from pflight.deploy.flower import check_server, free_port, keys_in
+from pflight.deploy.keys import keys_in
+from pflight.deploy.processes import free_port
 from pflight.errors import ConfigurationError
 
 QUICKSTART = "configs/quickstart.yaml"

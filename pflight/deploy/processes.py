@@ -1,0 +1,158 @@
+"""Processes that end with this one, and the ports on which they listen."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from pflight.errors import ConfigurationError
+
+_LOOK = 0.2  # seconds from one look at a process to the next
+_START = 120.0  # seconds in which a process starts
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
+
+
+class ProcessEndedError(ConfigurationError):
+    """A process of Flower's has ended by itself."""
+
+
+class Process:
+    """One of Flower's own commands, which ends with this process.
+
+    Args:
+        command: Its name and arguments.
+        folder: Where Flower keeps its things, and the output is written.
+        name: Of the log file, and in messages.
+    """
+
+    def __init__(self, command: list[str], folder: Path, name: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self._read = self.log.stat().st_size if self.log.exists() else 0
+        self.home = folder
+        own = {
+            "FLWR_HOME": str(folder),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+        }
+        path = Path(sysconfig.get_path("scripts"), command[0])
+        program = str(path) if path.is_file() else command[0]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [program, *command[1:]],
+                env={**os.environ, **own},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+
+    def check(self) -> None:
+        """Raise if it has ended.
+
+        Raises:
+            ConfigurationError: With what it said last.
+        """
+        if (code := self._process.poll()) is not None:
+            raise ProcessEndedError(
+                f"{self.name} ended with status {code}: {self.said()} (see {self.log})"
+            )
+
+    def said(self) -> str:
+        """Return the last lines that it has written."""
+        lines = self.log.read_text(errors="replace").splitlines()[-12:]
+        return " ".join(" ".join(lines).split())[-600:]
+
+    def has_written(self, words: bytes) -> bool:
+        """Return whether it has written some words since it was asked for them last."""
+        with self.log.open("rb") as log:
+            log.seek(self._read)
+            new = log.read()
+        self._read += max(0, len(new) - len(words))  # of which the first may be there
+        return words in new
+
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Wait until it has started.
+
+        Args:
+            ready: Says whether it has.
+
+        Raises:
+            ConfigurationError: If it does not, or has ended.
+        """
+        end = time.monotonic() + _START
+        while not ready():
+            self.check()
+            if time.monotonic() > end:
+                raise ConfigurationError(f"{self.name} did not start: {self.said()}")
+            time.sleep(_LOOK)
+
+    def stop(self) -> None:
+        """End it, and what it has started."""
+        for signum, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signum)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience)
+                if signum == signal.SIGTERM:
+                    continue  # kill what may be left of its group
+
+
+def end_with_parent() -> None:
+    """Have the process that calls it end when its parent is killed, where there is a way."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Have a signal end what goes on, with all that it has started, and then this process."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signum)  # which no failure of a client hides
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        signum = stop.args[0] if stop.args else signal.SIGINT
+        print(f"pflight: stopped by {signal.Signals(signum).name}", flush=True)
+        sys.exit(128 + signum)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise if a port is taken.
+
+    Raises:
+        ConfigurationError: Naming it.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise ConfigurationError(
+                f"the server can't listen at {host}:{port}: {error}; end what listens there, or "
+                "give another --port"
+            ) from error
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
