@@ -53,19 +53,21 @@ class Neighbours(nn.Module):
     def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         """Return logarithms of probabilities; without a store, what the head gives."""
         logits = head(z)
-        votes = self.votes(z.to(self.store.dtype))
+        votes = self.votes(z)
         mixed = mixture(self.share, votes, logits.softmax(1).to(votes)).log()
         return torch.where(self.share > 0, mixed.to(logits.dtype), logits)
 
     def votes(self, z: Tensor) -> Tensor:
         """Return the weights ``[n, K]`` of the nearest neighbours' classes, which sum to 1."""
-        squares = (z.unsqueeze(1) - self.store).square().sum(2)
-        squares = torch.where(self.labels >= 0, squares, torch.inf)
-        nearest, places = (part[:, : self.k] for part in squares.sort(dim=1, stable=True))
+        wide = torch.promote_types(self.store.dtype, torch.float32)  # half precision has no cdist
+        exact = "donot_use_mm_for_euclid_dist"
+        distances = torch.cdist(z.to(wide), self.store.to(wide), compute_mode=exact)
+        distances = torch.where(self.labels >= 0, distances, torch.inf)
+        nearest, places = (part[:, : self.k] for part in distances.sort(dim=1, stable=True))
         if self.kernel == "squared":
-            exponents = -nearest / (z.shape[1] * self.scale)
+            exponents = -nearest.square() / (z.shape[1] * self.scale)
         else:
-            exponents = -nearest.sqrt() / self.scale
+            exponents = -nearest / self.scale
         weights = (exponents - exponents[:, :1]).exp()  # the largest is 1
         classes = torch.arange(self.classes, device=z.device)
         rows = self.labels[places].unsqueeze(2) == classes
@@ -169,7 +171,7 @@ class Nearest(Half):
         how = self.capacity, self.k, self.scale, self.kernel
         neighbours = Neighbours(logits.shape[1], store.shape[1], *how).to(store)
         neighbours.store, neighbours.labels = store, labels
-        votes, probabilities = neighbours.votes(others["z"].to(store)), logits.softmax(1).to(store)
+        votes, probabilities = neighbours.votes(others["z"]), logits.softmax(1).to(store)
         shares = torch.arange(_SHARES + 1).to(store) / _SHARES
         mixtures = [mixture(share, votes, probabilities) for share in shares]
         right = [(mixed.argmax(1) == y).sum() for mixed in mixtures]
