@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
@@ -40,7 +39,7 @@ from .checks import check_processes, check_strategy
 from .config_files import MODE, check_config_file
 from .errors import ClientError, ConfigurationError
 from .federation import Federation
-from .files import causes, full_disk
+from .files import causes, full_disk, full_disk_left_to_the_main_thread
 from .history import check_trained
 from .options import why_not_built
 from .parser import FederationParser, refusal, specs
@@ -484,7 +483,7 @@ def main(
     quieten()
     stop = StopBetweenRounds()
     try:
-        with stop, _left_to_the_main_thread():
+        with stop, full_disk_left_to_the_main_thread():
             run(None if args is None else list(args), stop)
     except Exception as error:
         full, cause = full_disk(error), configuration_error(error)
@@ -500,22 +499,6 @@ def main(
     finally:
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()  # Lightning leaves gloo's threads running
-
-
-@contextmanager
-def _left_to_the_main_thread() -> Iterator[None]:
-    """Don't print a full disk in TensorBoard's writer thread, which the main thread raises too."""
-    report = threading.excepthook
-
-    def hook(args: threading.ExceptHookArgs) -> None:
-        if args.exc_value is None or full_disk(args.exc_value) is None:
-            report(args)
-
-    threading.excepthook = hook
-    try:
-        yield
-    finally:
-        threading.excepthook = report
 
 
 def fail(message: str, status: int = 2) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -52,3 +53,19 @@ def full_disk(error: BaseException) -> OSError | None:
     """Return the OSError of a full disk, quota or file that caused an exception, if any."""
     found = (cause for cause in causes(error) if isinstance(cause, OSError))
     return next((cause for cause in found if cause.errno in _FULL), None)
+
+
+@contextmanager
+def full_disk_left_to_the_main_thread() -> Iterator[None]:
+    """Don't print a full disk in TensorBoard's writer thread, which the main thread raises too."""
+    report = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is None or full_disk(args.exc_value) is None:
+            report(args)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = report

@@ -87,7 +87,9 @@ def assert_one_line(capfd: pytest.CaptureFixture[str], run: Callable[[], None]) 
         run()
     assert exit_.value.code == 1
     errors = capfd.readouterr().err.splitlines()
-    (line,) = [line for line in errors if "engine, " not in line]
+    errors = [line for line in errors if "engine, " not in line]
+    assert len(errors) == 1, errors
+    (line,) = errors
     assert line.startswith("pflight: error: ")
     assert "No space left on device" in line
     assert not list(Path().rglob("*.partial"))

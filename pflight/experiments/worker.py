@@ -22,7 +22,7 @@ from typing import Any
 
 from pflight.cli import configuration_error, quieten
 from pflight.errors import TakenError, described
-from pflight.files import full_disk
+from pflight.files import full_disk, full_disk_left_to_the_main_thread
 from pflight.runs import FAILURE, LOG, RESULTS, RunFolder
 from pflight.signals import StopBetweenRounds
 
@@ -42,8 +42,9 @@ def main() -> None:
         with suppress(OSError):  # nobody listens any more
             answers.write(f"{json.dumps(answer)}\n")
 
-    for task in _tasks():
-        say(make(task, say))
+    with full_disk_left_to_the_main_thread():
+        for task in _tasks():
+            say(make(task, say))
 
 
 def make(task: Task, say: Say) -> dict[str, Any]:
