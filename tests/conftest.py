@@ -5,12 +5,16 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
+from lightning.pytorch.trainer.connectors import callback_connector
 
 os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests start
 torch.set_num_threads(1)
+# Each Trainer looks through all installed packages for these, which takes longer than a round.
+callback_connector._load_external_callbacks = cache(callback_connector._load_external_callbacks)
 
 
 @pytest.fixture(autouse=True)
