@@ -409,10 +409,7 @@ class Clients:
         if self.engine is None:
             return torch.full((len(clients),), torch.nan, dtype=torch.double)
         losses, failures = self.engine.losses(clients, self.start_states(clients, sent), split)
-        self.note_failures(failures, "to tell its loss")
-        failed = torch.tensor([failure.client for failure in failures], dtype=torch.long)
-        silent = self.current.silent
-        self.current.silent = torch.cat([silent, failed.to(silent.device)])
+        self.leave_out(failures, "to tell its loss")
         return losses
 
     def train_aside(
@@ -647,6 +644,17 @@ class Clients:
             ClientError: To stop the run.
         """
         self._failures.note(failures, doing)
+
+    def leave_out(self, failures: Sequence[ClientFailure], doing: str) -> None:
+        """Note failures, as :meth:`note_failures` does, and leave these clients out of the round.
+
+        Raises:
+            ClientError: To stop the run.
+        """
+        self.note_failures(failures, doing)
+        failed = torch.tensor([failure.client for failure in failures], dtype=torch.long)
+        silent = self.current.silent
+        self.current.silent = torch.cat([silent, failed.to(silent.device)])
 
     # A round
 

@@ -77,6 +77,7 @@ class Seat(ServerCallback):
         self.half, self.participation = callback.half, callback.participation
         self.chooses_half = callback.chooses_half
         self.names: tuple[str, ...] = ()
+        self.own_rule = False
         self.sent = self.judged = TensorDict({}, batch_size=[1])
 
     def local_data(self, data: FederatedDataModule) -> FederatedDataModule:
@@ -93,12 +94,13 @@ class Seat(ServerCallback):
         """Whether the head of the client's network has to be known."""
         return self.callback.needs_head
 
-    def learn_names(self, clients: Clients) -> None:
-        """Find out what travels, from what the server half does there: the server is not asked."""
+    def learn_rules(self, clients: Clients) -> None:
+        """Find out what travels and by what clients are judged, as the server half has it there."""
         server, everyone = copy.deepcopy(self.callback), copy.copy(clients)
         everyone.data = None  # which is of one client alone
         server.join(everyone, ServerModels(clients.layout), None)
         self.private, self.names = server.private, server.sent_names
+        self.own_rule = server.judges_otherwise
 
     @property
     def sent_names(self) -> tuple[str, ...]:
@@ -114,19 +116,9 @@ class Seat(ServerCallback):
         return self.clients.judged(clients, self.judged)
 
     @property
-    def personalizes(self) -> bool:
-        """Whether the client may be judged by another model than what the server sends."""
-        by_memory = self.clients.participation.judged_by_memory
-        return self.judges_otherwise or bool(self.private) or by_memory
-
-    @property
     def judges_otherwise(self) -> bool:
         """Whether the server half or the client's participation has a rule of its own for that."""
-        participation = type(self.clients.participation)
-        return (
-            type(self.callback).personalize is not ServerCallback.personalize
-            or participation.judged is not Participation.judged
-        )
+        return self.own_rule
 
 
 class Judge(Evaluator):
@@ -238,7 +230,7 @@ class Node:
         if (place, count) != (self.data.place, self.data.num_clients):
             self._become(place, count)
         if not self.seat.names:
-            self.seat.learn_names(self.clients)
+            self.seat.learn_rules(self.clients)
         if asked != "describe":
             if words_of(content, "run") != digest_of(self.agreement):
                 raise MessageError("this node was started with another configuration than the run")

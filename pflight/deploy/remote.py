@@ -214,10 +214,7 @@ class RemoteClients(Clients):
                 losses[row] = numbers_of(self._received(client)).get("loss", math.nan)
             except MessageError as error:
                 failures.append(ClientFailure(client, str(error)))
-        self.note_failures(failures, "to tell its loss")
-        failed = torch.tensor([failure.client for failure in failures], dtype=torch.long)
-        silent = self.current.silent
-        self.current.silent = torch.cat([silent, failed.to(silent.device)])
+        self.leave_out(failures, "to tell its loss")
         return losses
 
     def train_aside(
