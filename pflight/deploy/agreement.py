@@ -17,6 +17,8 @@ from pflight.options import described
 from pflight.server_callback import ServerCallback
 from pflight.version import __version__
 
+from .messages import quoted, shown
+
 _OF_DATA = ("batch_size", "eval_batch_size", "seed")
 _OF_HERE = ("engine", "clients_at_once", "client_timeout", "client_memory", "allow_other_data")
 
@@ -65,14 +67,14 @@ def check_agreement(here: Mapping[str, str], there: Mapping[str, str], whose: st
     """
     if (version := there.get("pflight")) != here["pflight"]:
         raise ConfigurationError(
-            f"{whose} has pflight {version or 'of an unknown version'}, and here is "
+            f"{whose} has pflight {quoted(version or 'of an unknown version')}, and here is "
             f"{here['pflight']}: install the same version on both sides"
         )
     names = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
     if names:
         raise ConfigurationError(
-            f"{whose} has another configuration than here, of: {', '.join(names)}; give both "
-            "sides the same model, algorithm, seed and options of local training"
+            f"{whose} has another configuration than here, of: {shown(', '.join(names))}; give "
+            "both sides the same model, algorithm, seed and options of local training"
         )
 
 

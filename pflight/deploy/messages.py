@@ -8,8 +8,9 @@ shapes and sizes are those that are expected.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -18,12 +19,15 @@ from torch import Tensor
 
 Number = int | float | list[int] | list[float]
 Words = str | list[str]
-_RAW, _BYTES = (
-    "raw",
-    "bytes",
-)  # bytes in the order of the machines that all of PyTorch's run on, little-endian
+WordsT = TypeVar("WordsT", str, list[str])
+_RAW, _BYTES = "raw", "bytes"  # in the order of all machines that PyTorch runs on, little-endian
 _NUMBERS, _WORDS = "numbers", "words"
-_LONGEST = 2_000  # characters of what a node says, which is printed
+_ABOUT = "names", "kinds"  # words on each group
+_FORMS = {str: "text", list: "a list of words"}
+_LONGEST, _QUOTED = 2_000, 100  # characters of what another machine says, and of a part of it
+_LARGEST = 1e300  # so that sums of many such numbers are finite
+LARGEST_WHOLE = 2**53
+"""The largest whole number that any machine may send: sums over clients fit into 64 bits."""
 
 
 class MessageError(ValueError):
@@ -54,6 +58,38 @@ def packed(
     return RecordDict({**records, _WORDS: ConfigRecord(said)})
 
 
+def check_parts(
+    content: RecordDict,
+    numbers: Iterable[str] = (),
+    words: Iterable[str] = (),
+    groups: Collection[str] = (),
+) -> None:
+    """Raise unless all that a message holds is among what is known.
+
+    Args:
+        content: Of a message.
+        numbers: Names of numbers; one that ends with ``.`` stands for all that begin so.
+        words: Names of words.
+        groups: Names of groups of entries.
+
+    Raises:
+        MessageError: Saying what else it holds, or that it lacks numbers or words altogether.
+    """
+    kinds = {_NUMBERS: MetricRecord, _WORDS: ConfigRecord, **dict.fromkeys(groups, ArrayRecord)}
+    for name in (_NUMBERS, _WORDS):
+        if not isinstance(content.get(name), kinds[name]):
+            raise MessageError(f"it sent no {name}")
+    for name, record in content.items():
+        if name not in kinds or not isinstance(record, kinds[name]):
+            raise _unknown(name)
+    about = [f"{group}.{word}" for group in groups if group in content for word in _ABOUT]
+    for record, known in ((_NUMBERS, (*numbers,)), (_WORDS, (*words, *about))):
+        begin = tuple(name for name in known if name.endswith("."))
+        for name in content[record]:
+            if name not in known and not name.startswith(begin):
+                raise _unknown(name)
+
+
 def entries_of(
     content: RecordDict, group: str, expected: Mapping[str, Tensor], finite: bool = True
 ) -> dict[str, Tensor]:
@@ -63,7 +99,8 @@ def entries_of(
         content: Of a message.
         group: The group's name.
         expected: A tensor of the same type and shape for each name; its values don't matter.
-        finite: Whether there may be no NaN and nothing infinite.
+        finite: Whether there may be no NaN, nothing infinite, and no whole number over
+            :data:`LARGEST_WHOLE`.
 
     Raises:
         MessageError: Saying what is wrong with it.
@@ -72,15 +109,13 @@ def entries_of(
     if missing := [name for name in expected if name not in kinds]:
         raise MessageError(f"it sent no {missing[0]}")
     if unknown := [name for name in kinds if name not in expected]:
-        raise MessageError(f"it sent {_shown(unknown[0])}, which nobody asked for")
+        raise _unknown(unknown[0])
     for name, like in expected.items():
         if kinds[name] != _kind(like):
             raise MessageError(
-                f"it sent {name} as {_shown(kinds[name])}, where {_kind(like)} is wanted"
+                f"it sent {name} as {quoted(kinds[name])}, where {_kind(like)} is wanted"
             )
-    record = content.array_records.get(group)
-    array = None if record is None else record.get(_BYTES)
-    held = b"" if array is None or array.stype != _RAW else array.data
+    held = _bytes_in(content, group)
     wanted = sum(tensor.nbytes for tensor in expected.values())
     if len(held) != wanted:
         raise MessageError(f"it sent {len(held)} bytes, where {wanted} are wanted")
@@ -93,8 +128,7 @@ def entries_of(
         else:
             tensors[name] = torch.empty(like.shape, dtype=like.dtype)
         offset += like.nbytes
-        if finite and like.is_floating_point() and not tensors[name].isfinite().all():
-            raise MessageError(f"its {name} is NaN or infinite")
+        _check_values(name, tensors[name], finite)
     return {name: tensors[name] for name in expected}
 
 
@@ -109,6 +143,8 @@ def group_of(
         known: As ``expected`` there, of which there need not be all.
         prefix: What further names may begin with, which are of single numbers.
     """
+    if group not in content:
+        raise MessageError(f"there is no {group} in it")
     single = torch.zeros((), dtype=torch.double)
     wanted = {
         name: known.get(name, single)
@@ -119,15 +155,43 @@ def group_of(
 
 
 def number_of(content: RecordDict, name: str) -> float:
-    """Return a number.
+    """Return a finite number.
 
     Raises:
         MessageError: If there is none of this name.
     """
-    value = numbers_of(content).get(name)
-    if not isinstance(value, int | float):
-        raise MessageError(f"it sent no number {name}")
+    return finite_number(name, _given_number(content, name))
+
+
+def count_of(content: RecordDict, name: str, least: int = 0, most: int = LARGEST_WHOLE) -> int:
+    """Return a whole number.
+
+    Args:
+        content: Of a message.
+        name: The number's name.
+        least: The smallest that it can be.
+        most: The largest.
+
+    Raises:
+        MessageError: If there is none of this name in this range.
+    """
+    value = _given_number(content, name)
+    if type(value) is not int or not least <= value <= most:
+        raise MessageError(
+            f"its {name} is {quoted(str(value))}, and no whole number from {least} to {most}"
+        )
     return value
+
+
+def finite_number(name: str, value: Any) -> float:
+    """Return a value that a message has under a name, if it is a number that can be added up.
+
+    Raises:
+        MessageError: If it is not.
+    """
+    if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > _LARGEST:
+        raise MessageError(f"its {quoted(name)} is {quoted(str(value))}, which is no finite number")
+    return float(value)
 
 
 def numbers_of(content: RecordDict, start: str = "") -> dict[str, Any]:
@@ -136,15 +200,20 @@ def numbers_of(content: RecordDict, start: str = "") -> dict[str, Any]:
     return {name[len(start) :]: value for name, value in given.items() if name.startswith(start)}
 
 
-def words_of(content: RecordDict, name: str, default: Any = "") -> Any:
-    """Return what was said under a name, on one line if it is text."""
+def words_of(content: RecordDict, name: str, default: WordsT = "") -> WordsT:
+    """Return what was said under a name: text on one line, or a list if the default is one.
+
+    Raises:
+        MessageError: If it is something else.
+    """
     record: Mapping[str, Any] = content.config_records.get(_WORDS) or {}
     said = record.get(name, default)
-    if isinstance(said, str):
-        return _shown(said)
-    if isinstance(said, Sequence) and all(isinstance(word, str) for word in said):
+    if isinstance(said, str) and isinstance(default, str):
+        return shown(said)
+    lists = isinstance(said, list) and isinstance(default, list)
+    if lists and all(isinstance(word, str) for word in said):
         return list(said)
-    return default
+    raise MessageError(f"what it sent as {name} is not {_FORMS[type(default)]}")
 
 
 def bytes_of(content: RecordDict) -> int:
@@ -177,8 +246,8 @@ def _kinds_of(content: RecordDict, group: str) -> dict[str, str]:
     Raises:
         MessageError: If it says it of some entries alone, or of one twice.
     """
-    names, kinds = (words_of(content, f"{group}.{word}", []) for word in ("names", "kinds"))
-    if not (isinstance(names, list) and isinstance(kinds, list)) or len(names) != len(kinds):
+    names, kinds = (words_of(content, f"{group}.{word}", []) for word in _ABOUT)
+    if len(names) != len(kinds):
         raise MessageError("it sent entries without names")
     if len({*names}) < len(names):
         raise MessageError("it sent an entry twice")
@@ -189,7 +258,55 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _shown(text: str) -> str:
+def _given_number(content: RecordDict, name: str) -> Any:
+    given = numbers_of(content)
+    if name not in given:
+        raise MessageError(f"it sent no number {name}")
+    return given[name]
+
+
+def _bytes_in(content: RecordDict, group: str) -> bytes:
+    """Return the bytes of a group.
+
+    Raises:
+        MessageError: If there is anything else.
+    """
+    record: Mapping[str, Array] = content.array_records.get(group) or {}
+    if unknown := [name for name in record if name != _BYTES]:
+        raise _unknown(unknown[0])
+    if not record:
+        return b""
+    array = record[_BYTES]
+    if (array.stype, array.dtype, array.shape) != (_RAW, "uint8", (len(array.data),)):
+        raise MessageError(f"it sent {group} as something else than raw bytes")
+    return array.data
+
+
+def _check_values(name: str, tensor: Tensor, finite: bool) -> None:
+    """Raise if the values of a tensor are none of its type, or not ``finite`` where that counts."""
+    if not tensor.numel():
+        return
+    if tensor.dtype is torch.bool:
+        if tensor.view(torch.uint8).max() > 1:
+            raise MessageError(f"its {name} has values that are neither true nor false")
+    elif finite and (tensor.is_floating_point() or tensor.is_complex()):
+        if not tensor.isfinite().all():
+            raise MessageError(f"its {name} is NaN or infinite")
+    elif finite and tensor.double().abs().max() > LARGEST_WHOLE:
+        raise MessageError(f"its {name} has larger numbers than any machine may send")
+
+
+def _unknown(name: str) -> MessageError:
+    return MessageError(f"it sent {quoted(name)}, which nobody asked for")
+
+
+def quoted(text: str) -> str:
+    """Return a name or value of another machine as :func:`shown` does, if it is short."""
+    line = shown(text)
+    return line if len(line) <= _QUOTED else f"{line[:_QUOTED]}..."
+
+
+def shown(text: str) -> str:
     """Return words of another machine as one line that is safe to print."""
-    line = " ".join(text.split())[:_LONGEST]
+    line = " ".join(text[:_LONGEST].split())
     return "".join(letter if letter.isprintable() else "?" for letter in line)

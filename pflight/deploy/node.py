@@ -9,7 +9,7 @@ import secrets
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import lightning as L
 import torch
@@ -26,7 +26,7 @@ from pflight.fingerprint import checksum_of
 from pflight.half import OWN, Participation
 from pflight.head import marked
 from pflight.history import Round
-from pflight.loaders import SPLITS, Split
+from pflight.loaders import SPLITS
 from pflight.metrics import ClientMetrics, ClientValues, LoggedMetrics
 from pflight.server import ServerModels, server_work
 from pflight.server_callback import ServerCallback
@@ -35,10 +35,11 @@ from pflight.updates import ClientFailure, ClientUpdates
 from .agreement import agreement_on, check_agreement, digest_of
 from .data import OwnData
 from .memory import NodeMemory
-from .messages import MessageError, group_of, number_of, packed, words_of
+from .messages import MessageError, group_of, packed, quoted
+from .request import JUDGED, SENT, Request
 
-SENT, JUDGED, STATE, COUNTS = "sent", "judged", "state", "counts"
-"""Groups of entries: what a client is sent, to train and to be judged by; and what it returns."""
+STATE, COUNTS = "state", "counts"
+"""Groups of entries that a client returns."""
 OF_COUNTS = ("tp", "fp", "fn", "loss_sum")
 _SALT = "salt"
 _log = logging.getLogger("lightning.pytorch.pflight")
@@ -187,20 +188,19 @@ class Node:
     def _become(self, place: int, num_clients: int) -> None:
         """Set everything up for one of so many clients."""
         federation, callback = copy.deepcopy(self._configured)
-        self.data = OwnData(self._samples, self.own, place, num_clients)
-        self.seat = Seat(callback)
-        before, self.memory = federation.clients, NodeMemory(self.folder)
-        how = before.module, before.layout, before.half, before.server, self.memory, before.training
-        self.clients = federation.clients = federation.record.clients = HomeClients(*how)
+        data, seat = OwnData(self._samples, self.own, place, num_clients), Seat(callback)
+        before, memory = federation.clients, NodeMemory(self.folder)
+        how = before.module, before.layout, before.half, before.server, memory, before.training
+        clients = federation.clients = federation.record.clients = HomeClients(*how)
         runner = L.Trainer(
-            max_epochs=0, callbacks=[self.seat], default_root_dir=self.folder, **self._trainer
+            max_epochs=0, callbacks=[seat], default_root_dir=self.folder, **self._trainer
         )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*max_epochs=0")
-            runner.fit(federation, datamodule=self.data)  # which sets all up, and trains nothing
-        self.clients.memory = self.memory = NodeMemory(self.folder)
-        federation.to(self.clients.attached_engine.device)
-        self.federation = federation
+            runner.fit(federation, datamodule=data)  # which sets all up, and trains nothing
+        clients.memory = self.memory = NodeMemory(self.folder)
+        federation.to(clients.attached_engine.device)
+        self.data, self.seat, self.clients, self.federation = data, seat, clients, federation
 
     def answer(self, content: RecordDict) -> RecordDict:
         """Return the answer to a message, which is the reason if there is none."""
@@ -215,7 +215,7 @@ class Node:
         return packed(words={"failed": reason})
 
     def _answer(self, content: RecordDict) -> RecordDict:
-        asked = words_of(content, "do")
+        request = Request.of(content)
         works = {
             "describe": self._describe,
             "train": self._train,
@@ -224,26 +224,21 @@ class Node:
             "losses": self._tell_loss,
             "evaluate": self._evaluate,
         }
-        if asked not in works:
-            raise MessageError(f"there is nothing that is called {asked!r}")
-        place, count = (int(number_of(content, name)) for name in ("client", "clients"))
-        if (place, count) != (self.data.place, self.data.num_clients):
-            self._become(place, count)
+        if request.work != "describe" and request.run != digest_of(self.agreement):
+            raise MessageError("this node was started with another configuration than the run")
+        if (request.client, request.clients) != (self.data.place, self.data.num_clients):
+            self._become(request.client, request.clients)
         if not self.seat.names:
             self.seat.learn_rules(self.clients)
-        if asked != "describe":
-            if words_of(content, "run") != digest_of(self.agreement):
-                raise MessageError("this node was started with another configuration than the run")
-            self._prepare(content)
+        if request.work != "describe":
+            self._prepare(request, content)
         clients = self.clients
         with server_work(clients.device, clients.seed, clients.rounds):
-            return works[asked](content)
+            return works[request.work](request)
 
-    def _describe(self, content: RecordDict) -> RecordDict:
+    def _describe(self, request: Request) -> RecordDict:
         """Say whether both sides agree, and how many samples there are."""
-        names = words_of(content, "names", [])
-        theirs = dict(zip(names, words_of(content, "digests", []), strict=True))
-        check_agreement(self.agreement, theirs, "the server")
+        check_agreement(self.agreement, request.agreement, "the server")
         place, sizes = self.data.place, {}
         for split in SPLITS:
             sizes[f"samples.{split}"] = int(self.data.num_samples(split)[place])
@@ -270,17 +265,19 @@ class Node:
             path.chmod(0o600)
         return int(path.read_text())
 
-    def _prepare(self, content: RecordDict) -> None:
+    def _prepare(self, request: Request, content: RecordDict) -> None:
         """Become the client that the server knows, in the round that goes on."""
         clients, seat = self.clients, self.seat
-        index = int(number_of(content, "round"))
-        clients.current = CurrentRound(Round(index, []))
-        clients.rounds_so_far = int(number_of(content, "rounds"))
-        clients.attached_engine.setting.mean_samples = number_of(content, "mean_samples")
-        seat.sent = seat.judged = self._received(content, SENT)
-        if JUDGED in content.array_records:
-            seat.judged = self._received(content, JUDGED)
-        self.memory.go_to(int(number_of(content, "after")), self._remembers)
+        sent = judged = self._received(content, SENT)
+        if JUDGED in content:
+            judged = self._received(content, JUDGED)
+        if refused := [name for name in request.returns if name not in seat.names]:
+            raise MessageError(f"{quoted(refused[0])} is not among what leaves this node")
+        clients.current = CurrentRound(Round(request.round, []))
+        clients.rounds_so_far = request.rounds
+        clients.attached_engine.setting.mean_samples = request.mean_samples
+        seat.sent, seat.judged = sent, judged
+        self.memory.go_to(request.after, self._remembers)
 
     def _received(self, content: RecordDict, group: str) -> TensorDict:
         tensors = group_of(content, group, self.clients.layout.template, OWN)
@@ -299,58 +296,50 @@ class Node:
     def _client(self) -> Tensor:
         return torch.tensor([self.data.place], device=self.clients.device)
 
-    def _train(self, content: RecordDict) -> RecordDict:
+    def _train(self, request: Request) -> RecordDict:
         """Train, or take gradients, and keep what the client remembers."""
         clients, sent = self.clients, self.seat.sent
         self.memory.forget_changes()
-        self.memory.go_to(int(number_of(content, "after")), self._remembers)
-        if words_of(content, "do") == "train":
-            epochs = int(number_of(content, "epochs")) or None
-            updates = clients._train(self._client, sent, epochs)
+        self.memory.go_to(request.after, self._remembers)
+        if request.work == "train":
+            updates = clients._train(self._client, sent, request.epochs or None)
         else:
-            batches = int(number_of(content, "batches")) or None
-            updates = clients._take_gradients(self._client, sent, batches)
+            updates = clients._take_gradients(self._client, sent, request.batches or None)
         if len(updates.clients):
             self.memory.keep(clients.current.entry.index)
-        return self._returned(updates, content)
+        return self._returned(updates, request)
 
-    def _train_aside(self, content: RecordDict) -> RecordDict:
-        index, epochs = (int(number_of(content, name)) for name in ("as_round", "epochs"))
-        updates = self.clients.train_aside(self._client, self.seat.sent, index, epochs or None)
-        return self._returned(updates, content)
+    def _train_aside(self, request: Request) -> RecordDict:
+        how = self.seat.sent, request.as_round, request.epochs or None
+        return self._returned(self.clients.train_aside(self._client, *how), request)
 
-    def _returned(self, updates: ClientUpdates, content: RecordDict) -> RecordDict:
+    def _returned(self, updates: ClientUpdates, request: Request) -> RecordDict:
         """Return what the server asks for of an update, or why there is none."""
         if failure := [*updates.failures, *self.clients.failed]:
             return packed(words={"failed": failure[0].reason})
         if not len(updates.clients):
             return packed(numbers={"answered": 0})
-        returns = words_of(content, "returns", [])
-        if refused := [name for name in returns if name not in self.seat.names]:
-            raise MessageError(f"{refused[0]} is not among what leaves this node")
         logs = {
             f"logs.{name}": [float(total), float(count)]
             for name, (total, count) in updates.logs.items()
+            if math.isfinite(total)
         }
-        states = {name: updates.states[name][0] for name in returns}
+        states = {name: updates.states[name][0] for name in request.returns}
         return packed({STATE: states}, {"answered": 1, **logs})
 
-    def _tell_loss(self, content: RecordDict) -> RecordDict:
-        split = cast(Split, words_of(content, "split"))
-        if split not in (*SPLITS, "held_out"):
-            raise MessageError(f"there are no samples that are called {split!r}")
-        loss = float(self.clients.losses(self._client, self.seat.sent, split)[0])
+    def _tell_loss(self, request: Request) -> RecordDict:
+        loss = float(self.clients.losses(self._client, self.seat.sent, request.split)[0])
         if self.clients.failed:
             return packed(words={"failed": self.clients.failed[0].reason})
-        return packed(numbers={} if math.isnan(loss) else {"loss": loss})
+        return packed(numbers={"loss": loss} if math.isfinite(loss) else {})
 
-    def _evaluate(self, content: RecordDict) -> RecordDict:
+    def _evaluate(self, request: Request) -> RecordDict:
         """Judge the client's models on its own samples; no output of a sample is returned."""
-        split, clients = words_of(content, "split"), self.clients
-        if split not in ("val", "test"):
-            raise MessageError(f"clients are not judged on {split!r} samples")
+        clients, split = self.clients, cast(Literal["val", "test"], request.split)
         judge = Judge(clients, self.seat, split, self.federation.f1_average)
         judge.judge(self._client)
+        if clients.failed:
+            return packed(words={"failed": clients.failed[0].reason})
         entries: dict[str, dict[str, Tensor]] = {}
         numbers: dict[str, float] = {}
         words: dict[str, str | list[str]] = {}
@@ -363,6 +352,4 @@ class Node:
                 words[f"{model}lower"] = [name for name, higher in better if not higher]
             else:
                 entries[f"{model}{COUNTS}"] = found
-        if clients.failed:
-            words["failed"] = clients.failed[0].reason
         return packed(entries, numbers, words)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from flwr.app import RecordDict
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from pflight.evaluation import Evaluator, WhichModel
 from pflight.federation import Federation
 from pflight.head import Head
 from pflight.history import Logs, merge_logs
-from pflight.loaders import SPLITS, Split
+from pflight.loaders import Split
 from pflight.local.setting import Setting
 from pflight.metrics import ClientMetrics, ClientValues, LoggedMetrics
 from pflight.record import RunRecord
@@ -32,12 +32,20 @@ from pflight.task import Task
 from pflight.updates import ClientFailure, ClientUpdates
 
 from .agreement import digest_of
+from .answers import (
+    check_answered,
+    counts_in,
+    description_in,
+    loss_in,
+    odd_ones,
+    update_in,
+    values_in,
+)
 from .data import NodeData
 from .memory import NEVER
-from .messages import MessageError, entries_of, number_of, numbers_of, packed, words_of
-from .node import COUNTS, JUDGED, OF_COUNTS, SENT, STATE
-
-Work = Literal["describe", "train", "gradients", "aside", "losses", "evaluate"]
+from .messages import MessageError, packed, shown
+from .node import OF_COUNTS
+from .request import JUDGED, SENT, Work
 
 
 @dataclass(frozen=True)
@@ -123,18 +131,18 @@ class RemoteClients(Clients):
         return said
 
     def _know(self, client: int, data: NodeData, answer: RecordDict) -> None:
-        if failed := words_of(answer, "failed"):
-            raise MessageError(failed)
-        sizes = {split: _count(answer, f"samples.{split}") for split in SPLITS}
-        fingerprint, head = _count(answer, "fingerprint"), _head_of(answer)
-        counted = bool(number_of(answer, "counted"))
-        if self.counted not in (None, counted):
+        check_answered(answer)
+        said = description_in(answer, self.module, isinstance(self.module, Task))
+        if self.counted not in (None, said.counted):
             raise MessageError(
                 "its samples are read in another way than the others', one by one or as tensors, "
                 "so that what it is judged by can't be added to theirs"
             )
-        self.counted, self._head = counted, head or self._head
-        data.know(client, sizes, fingerprint)
+        head = said.head if said.sizes["train"] else None  # which no sample has shown
+        if head is not None and self._head not in (None, head):
+            raise MessageError(f"its network has the {head}, and another client's {self._head}")
+        self.counted, self._head = said.counted, head or self._head
+        data.know(client, said.sizes, said.fingerprint)
 
     def _find_head(self, strategy: Strategy) -> Head | None:
         """Return the head of the clients' network, which a pass at a node has shown."""
@@ -167,8 +175,11 @@ class RemoteClients(Clients):
         **how: Any,
     ) -> Iterator[ClientUpdates]:
         """See :class:`~pflight.clients.Clients`."""
-        numbers = {"epochs": epochs or 0, "as_round": self.current.entry.index}
-        return self._work("aside" if aside else "train", clients, send, numbers, **how)
+        numbers = {"epochs": epochs or 0}
+        if not aside:
+            return self._work("train", clients, send, numbers, **how)
+        numbers["as_round"] = self.current.entry.index
+        return self._work("aside", clients, send, numbers, **how)
 
     def gradients(self, clients: Tensor, send: Any, **how: Any) -> Iterator[ClientUpdates]:
         """See :class:`~pflight.clients.Clients`."""
@@ -207,11 +218,11 @@ class RemoteClients(Clients):
         losses = torch.full((len(clients),), torch.nan, dtype=torch.double, device=self.device)
         awake = ~torch.isin(clients, self.current.silent)
         self._send("losses", clients[awake], {SENT: sent[awake]}, {}, {"split": split})
-        failures = []
+        counts, failures = self.attached_data.num_samples(split), []
         for row in awake.nonzero().flatten().tolist():
             client = int(clients[row])
             try:
-                losses[row] = numbers_of(self._received(client)).get("loss", math.nan)
+                losses[row] = loss_in(self._received(client), int(counts[client]))
             except MessageError as error:
                 failures.append(ClientFailure(client, str(error)))
         self.leave_out(failures, "to tell its loss")
@@ -324,9 +335,8 @@ class RemoteClients(Clients):
         """
         answer = self.post.receive(client)
         if isinstance(answer, str):
-            raise MessageError(answer)
-        if failed := words_of(answer, "failed"):
-            raise MessageError(failed)
+            raise MessageError(shown(answer))
+        check_answered(answer)
         return answer
 
     def _updates(
@@ -337,17 +347,17 @@ class RemoteClients(Clients):
         states: dict[int, dict[str, Tensor]] = {}
         failures: list[ClientFailure] = []
         logs: list[Logs] = []
+        idle = ~self.attached_engine.setting.has_batches(clients)
         for row, client in enumerate(clients.tolist()):
             like = {name: sent[name][row] if name in sent else template[name] for name in names}
             try:
-                answer = self._received(client)
-                if not number_of(answer, "answered"):
-                    continue
-                state, logged = entries_of(answer, STATE, like), _logs_of(answer)
+                update = update_in(self._received(client), like, bool(idle[row]))
             except MessageError as error:
                 failures.append(ClientFailure(client, str(error)))
                 continue
-            states[client] = state
+            if update is None:
+                continue
+            states[client], logged = update
             logs.append(logged)
             if work != "aside":
                 self.after[client] = self.current.entry.index
@@ -376,40 +386,48 @@ class RemoteEvaluator(Evaluator):
         """Have the clients ``[C]`` evaluated."""
         clients = cast(RemoteClients, self.clients)
         failures = []
+        judged: dict[int, dict[WhichModel, dict[str, Tensor] | ClientValues]] = {}
         for client, answer in clients.evaluate(ids, self.callback, self.split):
-            if isinstance(answer, ClientFailure):
-                failures.append(answer)
-                continue
             try:
-                for model, metrics in self._metrics.items():
-                    self._take(client, model, metrics, answer)
+                if isinstance(answer, ClientFailure):
+                    failures.append(answer)
+                else:
+                    judged[client] = self._read(client, answer)
             except MessageError as error:
                 failures.append(ClientFailure(client, str(error)))
+        for client, reason in odd_ones(judged).items():
+            failures.append(ClientFailure(client, reason))
+            del judged[client]
+        for client, found in judged.items():
+            self._take(client, found)
         with clients.noting(self.failures):
             clients.note_failures(failures, f"on its {self.split} samples")
 
-    def _take(
-        self,
-        client: int,
-        model: WhichModel,
-        metrics: ClientMetrics | LoggedMetrics,
-        answer: RecordDict,
-    ) -> None:
-        """Add what a client's node has counted of a model, or what its module has logged."""
-        if isinstance(metrics, LoggedMetrics):
-            metrics.update(_values_of(client, model, answer))
-            return
-        like = {name: getattr(metrics, name)[client] for name in OF_COUNTS}
-        counts = entries_of(answer, f"{model}{COUNTS}", like, finite=False)
-        right, labels = counts["tp"], counts["tp"] + counts["fn"]
-        samples = int(self.clients.attached_data.num_samples(self.split)[client])
-        whole = [counts[name] for name in ("tp", "fp", "fn")]
-        if min(int(part.min()) for part in whole) < 0 or int(labels.sum()) != samples:
-            raise MessageError(f"it counted {int(labels.sum())} of its {samples} samples")
-        if int(right.sum() + counts["fp"].sum()) != samples:
-            raise MessageError("its numbers of right and wrong answers don't add up")
-        for name in OF_COUNTS:
-            getattr(metrics, name)[client] = counts[name]
+    def _read(self, client: int, answer: RecordDict) -> dict[WhichModel, Any]:
+        """Return what a client's node has counted of its models, or what its module has logged.
+
+        Raises:
+            MessageError: If it is not what can be.
+        """
+        clients, like = self.clients, dict[WhichModel, dict[str, Tensor]]()
+        for model, metrics in self._metrics.items():
+            if isinstance(metrics, ClientMetrics):
+                like[model] = {name: getattr(metrics, name)[client] for name in OF_COUNTS}
+        if like:
+            samples = int(clients.attached_data.num_samples(self.split)[client])
+            return counts_in(answer, like, samples)
+        step = "test_step" if self.split == "test" else "validation_step"
+        return values_in(answer, client, self._metrics, is_overridden(step, clients.module))
+
+    def _take(self, client: int, judged: Mapping[WhichModel, Any]) -> None:
+        """Add what was found of a client's models."""
+        for model, found in judged.items():
+            metrics = self._metrics[model]
+            if isinstance(metrics, LoggedMetrics):
+                metrics.update(found)
+            else:
+                for name, counts in found.items():
+                    getattr(metrics, name)[client] = counts
 
     def _new_metrics(self) -> ClientMetrics | LoggedMetrics:
         clients, module = cast(RemoteClients, self.clients), self.clients.module
@@ -429,40 +447,3 @@ def ask_nodes(federation: Federation, post: Post) -> RemoteClients:
     federation.record = RunRecord(clients, federation.record.allow_other_data)
     federation.evaluator = RemoteEvaluator
     return clients
-
-
-def _count(answer: RecordDict, name: str) -> int:
-    value = number_of(answer, name)
-    if not (isinstance(value, int) and 0 <= value < 2**40):
-        raise MessageError(f"its {name} is {value}, which is no number of samples")
-    return value
-
-
-def _head_of(answer: RecordDict) -> Head | None:
-    name, shape = words_of(answer, "head"), numbers_of(answer).get("head")
-    if not name:
-        return None
-    if not (isinstance(shape, list) and [type(one) for one in shape] == [int, int]):
-        raise MessageError("it says of its network's head what nobody can read")
-    return Head(name, *shape)
-
-
-def _logs_of(answer: RecordDict) -> Logs:
-    logs: Logs = {}
-    for name, pair in numbers_of(answer, "logs.").items():
-        if not (isinstance(pair, list) and len(pair) == 2 and pair[1] > 0):
-            raise MessageError(f"it logged {name} in a form that nobody can read")
-        logs[name] = (float(pair[0]), int(pair[1]))
-    return logs
-
-
-def _values_of(client: int, model: str, answer: RecordDict) -> ClientValues:
-    values = ClientValues()
-    values.clients.append(client)
-    for name, value in numbers_of(answer, f"{model}value.").items():
-        if not isinstance(value, int | float):
-            raise MessageError(f"its {name} is no number")
-        values.values[name] = {client: float(value)}
-    for higher, word in ((True, "higher"), (False, "lower")):
-        values.higher_is_better |= dict.fromkeys(words_of(answer, f"{model}{word}", []), higher)
-    return values

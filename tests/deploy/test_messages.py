@@ -44,7 +44,7 @@ def test_numbers_and_words_arrive_as_they_were() -> None:
     arrived = across(packed(numbers={"n": 3, "x": 0.1, "logs.a": [1.5, 2.0]}, words={"w": ["a"]}))
     assert (number_of(arrived, "n"), number_of(arrived, "x")) == (3, 0.1)
     assert numbers_of(arrived, "logs.") == {"a": [1.5, 2.0]}
-    assert words_of(arrived, "w") == ["a"]
+    assert words_of(arrived, "w", []) == ["a"]
     assert words_of(arrived, "other", []) == []
     with pytest.raises(MessageError, match="no number m"):
         number_of(arrived, "m")
@@ -69,7 +69,7 @@ WANTED = "where float32 of shape .2, 2. is wanted"
         (given(f"float32 of shape [{2**40}, {2**40}]"), WANTED),
         (given("float64 of shape [2, 2]", bytes(32)), f"w as float64 of shape .2, 2., {WANTED}"),
         (given("object"), f"it sent w as object, {WANTED}"),
-        (given(stype="numpy.ndarray"), "it sent 0 bytes, where 16 are wanted"),
+        (given(stype="numpy.ndarray"), "it sent state as something else than raw"),
         (given(content=bytes(15)), "it sent 15 bytes, where 16 are wanted"),
         (given(content=bytes(2**20)), "it sent 1048576 bytes, where 16 are wanted"),
         (given(content=b"\xff" * 16), "its w is NaN or infinite"),
@@ -82,7 +82,7 @@ WANTED = "where float32 of shape .2, 2. is wanted"
         ),
         (packed(words={"state.names": ["w", "w"], "state.kinds": ["", ""]}), "an entry twice"),
         (packed(words={"state.names": ["w"], "state.kinds": []}), "without names"),
-        (packed(words={"state.names": "w", "state.kinds": "k"}), "without names"),
+        (packed(words={"state.names": "w", "state.kinds": "k"}), "is not a list of words"),
     ],
 )
 def test_what_is_not_expected_is_not_used(content: RecordDict, said: str) -> None:

@@ -1,0 +1,126 @@
+"""What a server asks a node for: each request is checked before anything of it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, cast, get_args
+
+from flwr.app import RecordDict
+
+from pflight.loaders import SPLITS, Split
+
+from .memory import NEVER
+from .messages import MessageError, check_parts, count_of, number_of, words_of
+
+SENT, JUDGED = "sent", "judged"
+"""Groups of entries that a client is sent: to train, and to be judged by."""
+Work = Literal["describe", "train", "gradients", "aside", "losses", "evaluate"]
+_ROUNDS, _CLIENTS = 2**31, 2**20  # at most
+
+
+class _Form(NamedTuple):
+    """What a kind of request has beside what all have."""
+
+    numbers: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    groups: tuple[str, ...] = (SENT,)
+
+
+_COMMON = _Form(("client", "clients", "round", "rounds", "after", "mean_samples"), ("do", "run"))
+_FORMS: Mapping[Work, _Form] = {
+    "describe": _Form((), ("names", "digests"), ()),
+    "train": _Form(("epochs",), ("returns",)),
+    "gradients": _Form(("batches",), ("returns",)),
+    "aside": _Form(("epochs", "as_round"), ("returns",)),
+    "losses": _Form((), ("split",)),
+    "evaluate": _Form((), ("split",), (SENT, JUDGED)),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request but for its tensors.
+
+    Attributes:
+        work: What is asked for.
+        run: A digest of what both sides must agree on.
+        client: The client's id.
+        clients: How many clients there are.
+        round: The round that goes on.
+        rounds: How many there have been.
+        after: The round after which the client's memory is asked for.
+        mean_samples: Mean number of training samples of the clients that may train.
+        epochs: Of local training, in place of the federation's own; 0 for these.
+        batches: Of which the gradient is taken; 0 for all samples.
+        as_round: Keys the randomness of a training aside.
+        returns: Names of the entries that are to be sent back.
+        split: Of the samples.
+        agreement: What the server has in mind, by name, as digests.
+    """
+
+    work: Work
+    run: str
+    client: int
+    clients: int
+    round: int
+    rounds: int
+    after: int
+    mean_samples: float
+    epochs: int
+    batches: int
+    as_round: int
+    returns: tuple[str, ...]
+    split: Split
+    agreement: Mapping[str, str]
+
+    @classmethod
+    def of(cls, content: RecordDict) -> Request:
+        """Return the request that a message holds.
+
+        Raises:
+            MessageError: Saying what is wrong with it.
+        """
+        asked = words_of(content, "do")
+        if asked not in get_args(Work):
+            raise MessageError(f"there is nothing that is called {asked!r}")
+        work = cast(Work, asked)
+        numbers, words, groups = _FORMS[work]
+        check_parts(content, (*_COMMON.numbers, *numbers), (*_COMMON.words, *words), groups)
+        counts = {
+            "client": count_of(content, "client", most=_CLIENTS),
+            "clients": count_of(content, "clients", 1, _CLIENTS),
+            "after": count_of(content, "after", NEVER, _ROUNDS),
+        }
+        for name in ("round", "rounds", "epochs", "batches", "as_round"):
+            known = name in (*_COMMON.numbers, *numbers)
+            counts[name] = count_of(content, name, most=_ROUNDS) if known else 0
+        if counts["client"] >= counts["clients"]:
+            raise MessageError(f"there is no client {counts['client']} among {counts['clients']}")
+        if (mean_samples := number_of(content, "mean_samples")) < 0:
+            raise MessageError(f"its mean_samples is {mean_samples:g}")
+        return cls(
+            work,
+            words_of(content, "run"),
+            **counts,
+            mean_samples=mean_samples,
+            returns=tuple(words_of(content, "returns", [])),
+            split=_split_of(content, work),
+            agreement=_agreement_of(content),
+        )
+
+
+def _split_of(content: RecordDict, work: Work) -> Split:
+    split = words_of(content, "split")
+    if work == "evaluate" and split not in ("val", "test"):
+        raise MessageError(f"clients are not judged on {split!r} samples")
+    if work == "losses" and split not in (*SPLITS, "held_out"):
+        raise MessageError(f"there are no samples that are called {split!r}")
+    return cast(Split, split)
+
+
+def _agreement_of(content: RecordDict) -> dict[str, str]:
+    names, digests = words_of(content, "names", []), words_of(content, "digests", [])
+    if len(names) != len(digests) or len({*names}) < len(names):
+        raise MessageError("it does not say what it wants to agree on")
+    return dict(zip(names, digests, strict=True))
