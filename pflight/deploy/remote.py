@@ -385,23 +385,23 @@ class RemoteEvaluator(Evaluator):
     def judge(self, ids: Tensor) -> None:
         """Have the clients ``[C]`` evaluated."""
         clients = cast(RemoteClients, self.clients)
+        judged: dict[int, dict[WhichModel, Any]] = {}
         failures = []
-        judged: dict[int, dict[WhichModel, dict[str, Tensor] | ClientValues]] = {}
-        for client, answer in clients.evaluate(ids, self.callback, self.split):
-            try:
-                if isinstance(answer, ClientFailure):
-                    failures.append(answer)
-                else:
-                    judged[client] = self._read(client, answer)
-            except MessageError as error:
-                failures.append(ClientFailure(client, str(error)))
-        for client, reason in odd_ones(judged).items():
-            failures.append(ClientFailure(client, reason))
-            del judged[client]
-        for client, found in judged.items():
-            self._take(client, found)
         with clients.noting(self.failures):
+            for client, answer in clients.evaluate(ids, self.callback, self.split):
+                try:
+                    if isinstance(answer, ClientFailure):
+                        failures.append(answer)
+                    else:
+                        judged[client] = self._read(client, answer)
+                except MessageError as error:
+                    failures.append(ClientFailure(client, str(error)))
+            odd = odd_ones(judged)
+            failures += [ClientFailure(client, reason) for client, reason in odd.items()]
             clients.note_failures(failures, f"on its {self.split} samples")
+        for client, found in judged.items():
+            if client not in self.failures.clients:
+                self._take(client, found)
 
     def _read(self, client: int, answer: RecordDict) -> dict[WhichModel, Any]:
         """Return what a client's node has counted of its models, or what its module has logged.
