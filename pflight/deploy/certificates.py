@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from pflight.errors import ConfigurationError
+from pflight.files import replacing
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], days: int = 365) -> None:
@@ -71,10 +72,12 @@ def make_key(path: Path) -> Path:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read."""
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
+    """Write a file that only its owner can read, as a whole or not at all."""
+    with replacing(path) as partial:
+        partial.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with os.fdopen(os.open(partial, flags, 0o600), "wb") as file:
+            file.write(content)
 
 
 def run(given: argparse.Namespace) -> None:

@@ -33,6 +33,7 @@ from pflight.server_callback import ServerCallback
 from pflight.updates import ClientFailure, ClientUpdates
 
 from .agreement import agreement_on, check_agreement, digest_of
+from .certificates import write_private
 from .data import OwnData
 from .memory import NodeMemory
 from .messages import MessageError, group_of, number_of, packed, words_of
@@ -232,7 +233,7 @@ class Node:
         if not self.seat.names:
             self.seat.learn_rules(self.clients)
         if asked != "describe":
-            if words_of(content, "run") != digest_of(self.agreement):
+            if words_of(content, "agreement") != digest_of(self.agreement):
                 raise MessageError("this node was started with another configuration than the run")
             self._prepare(content)
         clients = self.clients
@@ -266,8 +267,7 @@ class Node:
         path = self.folder / _SALT
         if not path.is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(str(secrets.randbits(60)))
-            path.chmod(0o600)
+            write_private(path, str(secrets.randbits(60)).encode())
         return int(path.read_text())
 
     def _prepare(self, content: RecordDict) -> None:
@@ -280,6 +280,7 @@ class Node:
         seat.sent = seat.judged = self._received(content, SENT)
         if JUDGED in content.array_records:
             seat.judged = self._received(content, JUDGED)
+        self.memory.enter(words_of(content, "run"))
         self.memory.go_to(int(number_of(content, "after")), self._remembers)
 
     def _received(self, content: RecordDict, group: str) -> TensorDict:

@@ -33,7 +33,7 @@ from pflight.updates import ClientFailure, ClientUpdates
 
 from .agreement import digest_of
 from .data import NodeData
-from .memory import NEVER
+from .memory import NEVER, new_run
 from .messages import MessageError, entries_of, number_of, numbers_of, packed, words_of
 from .node import COUNTS, JUDGED, OF_COUNTS, SENT, STATE
 
@@ -73,7 +73,8 @@ class RemoteClients(Clients):
     Attributes:
         after: The last round of which each client's answer was used ``[num_clients]``, by which its
             node knows which memory it is to go on from.
-        run: A digest of what all sides agree on.
+        run: An id that no other run has, by which nodes keep what they remember of this one.
+        agreement: A digest of what all sides agree on.
         counted: Whether the answers of clients are counted right or wrong, by class; ``None`` until
             that is known.
     """
@@ -83,7 +84,7 @@ class RemoteClients(Clients):
         super().__init__(*arguments)
         self.post = post
         self.after = torch.empty(0, dtype=torch.long)
-        self.run = ""
+        self.run, self.agreement = new_run(), ""
         self.counted: bool | None = None
         self._head: Head | None = None
         self._judging = False
@@ -108,7 +109,7 @@ class RemoteClients(Clients):
         Returns:
             Why a node can't take part, or nothing if it can, for those that have answered.
         """
-        self.run = digest_of(agreement)
+        self.agreement = digest_of(agreement)
         words = {"names": [*agreement], "digests": [*agreement.values()]}
         self._send("describe", torch.tensor(clients, dtype=torch.long), {}, {}, words)
         said: dict[int, str] = {}
@@ -301,6 +302,7 @@ class RemoteClients(Clients):
             "mean_samples": 0.0 if self.data is None else self._mean_samples,
             **numbers,
         }
+        run = {"run": self.run, "agreement": self.agreement}
         messages = []
         for row, client in enumerate(clients.tolist()):
             rows = {
@@ -308,7 +310,7 @@ class RemoteClients(Clients):
                 for group, columns in groups.items()
             }
             own = {**common, "client": client, "after": int(self.after[client])}
-            content = packed(rows, own, {"do": work, "run": self.run, **words})
+            content = packed(rows, own, {"do": work, **run, **words})
             messages.append(Asked(client, work, self.current.entry.index, content))
         self.post.send(messages)
 
