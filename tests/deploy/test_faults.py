@@ -214,7 +214,9 @@ def test_a_server_that_resumes_finds_its_nodes_as_they_were(name: str, tmp_path:
     assert whole.history == resumed.history
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore::FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Checkpoint directory", "ignore:Be aware that when using", "ignore::FutureWarning"
+)
 @pytest.mark.parametrize("name", KEEPERS)
 def test_a_node_keeps_its_memory_by_run(name: str, tmp_path: Path) -> None:
     """Another run of the same configuration comes in between, on the nodes' same folders."""
