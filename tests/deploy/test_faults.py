@@ -292,9 +292,9 @@ def test_a_node_does_nothing_else(change: dict[str, str], said: str, tmp_path: P
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "algorithm": ({"callback": lambda: FedAvg("uniform")}, "of: algorithm;"),
-    "epochs": ({"options": {"local_epochs": 2}}, "of: local training;"),
-    "batches": ({"data": small_data((5, 12, 7, 9), batch_size=2)}, "of: options of the data;"),
+    "algorithm": ({"callback": lambda: FedAvg("uniform")}, "algorithm.weighting;"),
+    "epochs": ({"options": {"local_epochs": 2}}, "model.local_epochs;"),
+    "batches": ({"data": small_data((5, 12, 7, 9), batch_size=2)}, "data.batch_size;"),
 }
 
 
@@ -305,7 +305,7 @@ def test_a_node_with_another_configuration_is_told(name: str, tmp_path: Path) ->
     vars(run).update(change)
     run.post.nodes[3] = run.node(3)
     vars(run).update(before)
-    says = rf"client 3's node says: the server has another configuration.*{said}"
+    says = rf"client 3's node says: the server has other options than here: {said}"
     with pytest.raises(ConfigurationError, match=says):
         run.server(1)
 
