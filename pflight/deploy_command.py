@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = server.add_argument
     add("--certificates", type=Path, required=True, metavar="FOLDER")
     add("--host", default="0.0.0.0", help="where it listens (default: %(default)s)")
-    add("--port", type=int, default=9092, help="likewise (default: %(default)s)")
+    add("--port", type=_port, default=9092, help="likewise (default: %(default)s)")
     seconds, number = _positive(float), _positive(int)
     add("--round-timeout", type=seconds, metavar="SECONDS", help="in which a client has to answer")
     add(
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         takes_a_run=True,
     )
     add = client.add_argument
-    add("--server", required=True, metavar="HOST:PORT")
+    add("--server", type=_address, required=True, metavar="HOST:PORT")
     add("--ca", type=Path, required=True, metavar="PEM", help="the server's ca.pem")
     add("--key", type=Path, required=True, metavar="KEY", help="of this node")
     add("--folder", type=Path, required=True, help="where the client's memory is kept")
@@ -92,6 +93,23 @@ def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
         return value
 
     return number
+
+
+def _port(text: str) -> int:
+    """Return the number of a port."""
+    if not (text.isdecimal() and 0 < int(text) < 2**16):
+        raise argparse.ArgumentTypeError(f"{text} is no port: give a number from 1 to 65535")
+    return int(text)
+
+
+def _address(text: str) -> str:
+    """Return the address of a server; one of IPv6 is in brackets."""
+    found = re.fullmatch(r"(\[[^\s\[\]]+\]|[^\s:\[\]]+):(.*)", text)
+    if not found:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no HOST:PORT, such as fl.example.org:9092 or [2001:db8::1]:9092"
+        )
+    return f"{found[1]}:{_port(found[2])}"
 
 
 def run(options: argparse.Namespace) -> None:

@@ -19,7 +19,9 @@ from pflight.version import __version__
 
 from .messages import quoted, shown
 
-_OF_DATA = ("batch_size", "eval_batch_size", "seed")
+_OF_DATA = ("batch_size", "eval_batch_size", "seed", "augmentation")
+_OF_TRAINING = {"epochs": "local_epochs", "steps": "local_steps"}
+_OUTCOMES = ("network", "initial model")  # of options, by which they are named
 _OF_HERE = ("engine", "clients_at_once", "client_timeout", "client_memory", "allow_other_data")
 
 
@@ -29,23 +31,23 @@ def agreement_on(
     data: FederatedDataModule,
     config: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return what has to be the same on both sides, by name, as a digest of each.
+    """Return what has to be the same on both sides, option by option, as a digest of each.
 
     Args:
         federation: The federation, with its client module.
         callback: The server callback.
         data: The data of the run, of which the options of local training count.
-        config: Parts of the configuration, by name, as text.
+        config: Options of the model, by name, as text.
     """
-    options = {name: described(value) for name, value in callback._given.items()}
-    training = {**asdict(federation.clients.training), "on_client_error": ""}
+    training = asdict(federation.clients.training)
+    training.pop("on_client_error")
     form = federation.layout.describe()
     parts: dict[str, Any] = {
-        "algorithm": f"{type(callback).__name__} {sorted(options.items())}",
+        "algorithm": type(callback).__name__,
+        **{f"algorithm.{name}": described(value) for name, value in callback._given.items()},
         "network": f"{type(federation.client).__name__} {sorted(form.items())}",
-        "local training": sorted(training.items()),
-        "options of the data": [(name, getattr(data, name)) for name in _OF_DATA],
-        "augmentation": described(data.augmentation),
+        **{f"model.{_OF_TRAINING.get(name, name)}": value for name, value in training.items()},
+        **{f"data.{name}": described(getattr(data, name)) for name in _OF_DATA},
         **(config or {}),
     }
     digests = {name: _digest(str(part).encode()) for name, part in parts.items()}
@@ -73,9 +75,15 @@ def check_agreement(here: Mapping[str, str], there: Mapping[str, str], whose: st
     names = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
     if names:
         raise ConfigurationError(
-            f"{whose} has another configuration than here, of: {shown(', '.join(names))}; give "
-            "both sides the same model, algorithm, seed and options of local training"
+            f"{whose} has other options than here: {shown(', '.join(_causes(names)))}; give both "
+            "sides the same"
         )
+
+
+def _causes(names: list[str]) -> list[str]:
+    """Return names without those that differ since another does, such as options of a class."""
+    causes = [name for name in names if name not in _OUTCOMES] or names
+    return [name for name in causes if not any(name.startswith(f"{one}.") for one in causes)]
 
 
 def digest_of(agreement: Mapping[str, str]) -> str:
@@ -90,11 +98,15 @@ def server_callback(callbacks: Iterable[Any] | Any) -> ServerCallback:
 
 
 def text_of_model(config: Any) -> dict[str, str]:
-    """Return the configuration of the model that both sides must share, as text."""
+    """Return the options of the model that both sides must share, by name, as text."""
     model = config.model.clone()
     for name in _OF_HERE:
         model.init_args.pop(name, None)
-    return {"model": str(sorted(model.as_flat().__dict__.items()))}
+    flat = model.as_flat().__dict__
+    return {
+        f"model.{name}".replace(".init_args", "").removesuffix(".class_path"): str(value)
+        for name, value in flat.items()
+    }
 
 
 def _digest(content: bytes) -> str:

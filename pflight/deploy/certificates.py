@@ -7,6 +7,7 @@ import datetime
 import os
 import socket
 import ssl
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from pflight.errors import ConfigurationError
+from pflight.errors import ConfigurationError, described
+from pflight.files import replacing
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], days: int = 365) -> None:
@@ -30,12 +32,13 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int = 365) -> No
     Raises:
         ConfigurationError: If the folder has but half an authority.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     root, key = folder / "ca.pem", folder / "ca.key"
     if root.exists() != key.exists():
         missing = key if root.exists() else root
         raise ConfigurationError(f"{folder} has no {missing.name}: put it back, or start anew")
     if root.exists():
+        check_pair(root, key)
         authority = trustme.CA.from_pem(root.read_bytes(), key.read_bytes())
     else:
         authority = trustme.CA(organization_name="pflight")
@@ -60,7 +63,7 @@ def make_key(path: Path) -> Path:
     """
     if path.exists():
         raise ConfigurationError(f"{path} exists: a node keeps its key, by which it is known")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     key = ec.generate_private_key(ec.SECP384R1())
     pem, ssh = serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH
     write_private(path, key.private_bytes(pem, ssh, serialization.NoEncryption()))
@@ -71,10 +74,12 @@ def make_key(path: Path) -> Path:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read."""
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
+    """Write a file that only its owner can read, as a whole or not at all."""
+    with replacing(path) as partial:
+        partial.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with os.fdopen(os.open(partial, flags, 0o600), "wb") as file:
+            file.write(content)
 
 
 def run(given: argparse.Namespace) -> None:
@@ -95,17 +100,80 @@ def run(given: argparse.Namespace) -> None:
     )
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, unless there is one.
+
+    Raises:
+        ConfigurationError: If nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        reason = error.strerror
+        raise ConfigurationError(f"{folder} is no folder to write to: {reason}") from error
+
+
+def check_pair(certificate: Path, key: Path) -> None:
+    """Raise unless two files have a certificate and its private key.
+
+    Raises:
+        ConfigurationError: Naming them.
+    """
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=bytes)
+    except OSError as error:  # among them those of TLS
+        reason = error.strerror if error.filename else getattr(error, "reason", None) or error
+        raise ConfigurationError(
+            f"{certificate} and {key} are no certificate and its key: {reason}"
+        ) from error
+
+
+def trusting(root: Path) -> ssl.SSLContext:
+    """Return what trusts an authority alone.
+
+    Args:
+        root: Its certificate.
+
+    Raises:
+        ConfigurationError: If the file has none.
+    """
+    try:
+        root.read_bytes()
+        return ssl.create_default_context(cafile=str(root))
+    except OSError as error:  # among them those of TLS
+        reason = error.strerror if error.filename else "it has no certificate"
+        raise ConfigurationError(f"{root} is not the server's ca.pem: {reason}") from error
+
+
+def check_name(address: str) -> None:
+    """Raise unless an address's host has a name that is known.
+
+    Raises:
+        ConfigurationError: Naming it.
+    """
+    host = _parted(address)[0]
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        raise ConfigurationError(f"the host {host} can't be found: {described(error)}") from error
+
+
+def _parted(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def check_server(address: str, root: Path) -> bool:
     """Return whether a server answers at an address.
 
     Raises:
         ConfigurationError: If it can't show that it is the one that the certificate names.
     """
-    host, _, port = address.rpartition(":")
-    context = ssl.create_default_context(cafile=str(root))
+    context, there = trusting(root), _parted(address)
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=10) as plain:
-            context.wrap_socket(plain, server_hostname=host.strip("[]")).close()
+        with socket.create_connection(there, timeout=10) as plain:
+            context.wrap_socket(plain, server_hostname=there[0]).close()
     except ssl.SSLCertVerificationError as error:
         raise ConfigurationError(
             f"the server at {address} can't be trusted: {error.verify_message}; check {root} and "

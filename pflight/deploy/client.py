@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import secrets
 import tempfile
 import time
@@ -18,7 +17,14 @@ from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 
 from .agreement import server_callback, text_of_model
-from .certificates import check_server, make_certificates, write_private
+from .certificates import (
+    check_name,
+    check_server,
+    make_certificates,
+    make_folder,
+    trusting,
+    write_private,
+)
 from .flower import Authority, LostServerError, serve, supernode
 from .keys import check_private_key
 from .node import Node
@@ -82,19 +88,18 @@ def run(given: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: If files are missing, or the server can't be trusted or refuses.
     """
-    if not re.fullmatch(r"\S+:\d{1,5}", given.server):
-        raise ConfigurationError(f"--server must be HOST:PORT, got {given.server}")
-    if not given.ca.is_file():
-        raise ConfigurationError(f"there is no file {given.ca}")
+    check_name(given.server)
+    trusting(given.ca)
     check_private_key(given.key)
     quieten()
-    given.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(given.folder)
     lock = FileLock(given.folder / ".node.lock")
     try:
         lock.acquire(blocking=False)
     except Timeout as error:
         raise ConfigurationError(f"another node is running in {given.folder}") from error
     node = NodeCLI(["fit", *given.run_options], given.folder / "memory", given.client).node
+    node.check_samples()
     with ended_by_signals():
         _serve(node, given)
 

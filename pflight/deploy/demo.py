@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
-from .certificates import make_certificates, make_key
+from .certificates import make_certificates, make_folder, make_key
 from .processes import end_with_parent, ended_by_signals, free_port
 
 _OPTIONS = ("--config", "configs/data/digits.yaml", "--config", "configs/algorithm/ditto.yaml")
@@ -33,6 +33,7 @@ def demonstrate(num_nodes: int, folder: Path | None, rest: Sequence[str]) -> int
         if folder is None:
             temporary = tempfile.TemporaryDirectory(prefix="pflight-demo-")
             folder = Path(until_done.enter_context(temporary))
+        make_folder(folder)
         certificates = folder / "certificates"
         make_certificates(certificates, [])
         nodes = certificates / "nodes"

@@ -57,7 +57,7 @@ from pflight.errors import ConfigurationError
 
 from .certificates import check_server, write_private
 from .messages import bytes_of, tensor_bytes_of
-from .processes import Process, check_port, free_port
+from .processes import Process, free_port
 from .remote import Asked, Work
 
 APP = """\
@@ -142,7 +142,6 @@ def superlink(
     Raises:
         ConfigurationError: If it can't be started.
     """
-    check_port(host, port)
     folder = certificates / "superlink"
     folder.mkdir(parents=True, exist_ok=True)
     write_private(folder / "secret", secret := secrets.token_hex(32).encode())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +14,18 @@ from pflight.files import replacing
 from pflight.memory import ClientMemory
 from pflight.memory_files import Slots, sync
 
+from .messages import MessageError
+
 NEVER = -1
 """In place of a round: before the first one in which a client's answer was used."""
 _KEPT = 20
 _FILE = "round-{}.pt"
+_RUN = re.compile("[0-9a-f]{16}")
+
+
+def new_run() -> str:
+    """Return an id for a run, which no other run has."""
+    return secrets.token_hex(8)
 
 
 class NodeMemory(ClientMemory):
@@ -25,14 +35,30 @@ class NodeMemory(ClientMemory):
     used the client's answer. So a client that was too late, or whose server was killed and has
     resumed from a checkpoint, goes on from what the server knows it by.
 
+    Each run has a folder of its own there, so that no run goes on from what another one has kept.
+
     Args:
-        folder: Where the files are.
+        folder: Where the runs' folders are.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.folder = folder
+        self.root = self.folder = folder
         self._at: int | None = None
+
+    def enter(self, run: str) -> None:
+        """Be the memory of a run.
+
+        Args:
+            run: Its id, as :func:`new_run` returns one.
+
+        Raises:
+            MessageError: If it is no such id.
+        """
+        if not _RUN.fullmatch(run):
+            raise MessageError("the server sent no id of its run")
+        if self.folder != (folder := self.root / run):
+            self.folder, self._at = folder, None
 
     def go_to(self, round: int, required: bool) -> None:
         """Be as after a round.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import secrets
 import warnings
@@ -14,35 +13,39 @@ from typing import Any, Literal, cast
 import lightning as L
 import torch
 from flwr.app import RecordDict
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.clients import Clients, CurrentRound
 from pflight.data_module import FederatedDataModule
+from pflight.engines.sequential import SequentialEngine
 from pflight.errors import ConfigurationError, described
 from pflight.evaluation import Evaluator, WhichModel
 from pflight.federation import Federation
 from pflight.fingerprint import checksum_of
-from pflight.half import OWN, Participation
+from pflight.half import OWN, Half, Participation
 from pflight.head import marked
 from pflight.history import Round
-from pflight.loaders import SPLITS
+from pflight.loaders import SPLITS, Split
+from pflight.local.setting import Setting
 from pflight.metrics import ClientMetrics, ClientValues, LoggedMetrics
 from pflight.server import ServerModels, server_work
 from pflight.server_callback import ServerCallback
+from pflight.state import StateLayout, expand_state
 from pflight.updates import ClientFailure, ClientUpdates
 
 from .agreement import agreement_on, check_agreement, digest_of
+from .certificates import write_private
 from .data import OwnData
 from .memory import NodeMemory
-from .messages import MessageError, group_of, packed, quoted
+from .messages import MessageError, group_of, number_of, numbers_of, packed, quoted, words_of
 from .request import JUDGED, SENT, Request
 
 STATE, COUNTS = "state", "counts"
 """Groups of entries that a client returns."""
 OF_COUNTS = ("tp", "fp", "fn", "loss_sum")
 _SALT = "salt"
-_log = logging.getLogger("lightning.pytorch.pflight")
 
 
 class HomeClients(Clients):
@@ -60,9 +63,7 @@ class HomeClients(Clients):
 
     def note_failures(self, failures: Iterable[ClientFailure], doing: str = "") -> None:
         """Note a failure, which the server will be told."""
-        for failure in failures:
-            self.failed.append(failure)
-            _log.warning("%s: %s", f"failed {doing}".rstrip(), failure.reason)
+        self.failed.extend(failures)
 
 
 class Seat(ServerCallback):
@@ -170,8 +171,14 @@ class Node:
         config: Mapping[str, str] | None = None,
     ) -> None:
         self.folder, self.own = folder, own
-        data.prepare_data()
-        data.setup("fit")
+        try:
+            data.prepare_data()
+            data.setup("fit")
+        except MisconfigurationException:
+            raise
+        except Exception as error:  # of the user's code
+            whose = type(data).__name__
+            raise ConfigurationError(f"{whose} can't be set up: {described(error)}") from error
         self.agreement = agreement_on(federation, callback, data, config)
         federation.engine, federation.clients_at_once = "sequential", None
         self._configured, self._samples = (federation, callback), data
@@ -202,17 +209,50 @@ class Node:
         federation.to(clients.attached_engine.device)
         self.data, self.seat, self.clients, self.federation = data, seat, clients, federation
 
+    def check_samples(self) -> None:
+        """Train for an epoch and evaluate, by the client module alone, and keep nothing of it.
+
+        Raises:
+            ConfigurationError: If that fails on some of the samples.
+        """
+        engine, module = self.clients.attached_engine, self.clients.module
+        assert isinstance(engine, SequentialEngine)
+        setting, layout = engine.setting, StateLayout.of(module)
+        how = setting.precision, setting.device, setting.seed
+        trial = SequentialEngine(Setting(module, Half(), layout, self.data, *how))
+        state = expand_state(layout.template, 1).to(setting.device)
+        failed = {"train": trial.train(self._client, state, round_index=0).failures}
+        for split in ("val", "test"):
+            failed[split] = trial.evaluate(self._client, state, cast(Split, split))[1]
+        for split, failures in failed.items():
+            if failures:
+                raise ConfigurationError(
+                    f"{type(self._samples).__name__}'s {split} samples of client {self.own} can't "
+                    f"be used: {failures[0].reason}"
+                )
+
     def answer(self, content: RecordDict) -> RecordDict:
         """Return the answer to a message, which is the reason if there is none."""
         self.clients.failed.clear()
         try:
-            return self._answer(content)
+            answer = self._answer(content)
         except (ConfigurationError, MessageError) as error:
-            reason = str(error)
+            answer = packed(words={"failed": str(error)})
         except Exception as error:  # whatever a message, a module or data can bring about
-            reason = described(error)
-        _log.warning("the server gets no answer: %s", reason)
-        return packed(words={"failed": reason})
+            answer = packed(words={"failed": described(error)})
+        self._tell(content, answer)
+        return answer
+
+    def _tell(self, content: RecordDict, answer: RecordDict) -> None:
+        """Print what a message was answered."""
+        asked, place = words_of(content, "do"), self.data.place
+        when = f"round {numbers_of(content).get('round')}"
+        if failed := words_of(answer, "failed"):
+            print(f"pflight: {when}: no answer to {asked!r}: {failed}", flush=True)
+        elif asked == "describe":
+            print(f"pflight: connected, as client {place} of {self.data.num_clients}", flush=True)
+        elif asked in ("train", "gradients") and number_of(answer, "answered"):
+            print(f"pflight: {when}: trained", flush=True)
 
     def _answer(self, content: RecordDict) -> RecordDict:
         request = Request.of(content)
@@ -224,7 +264,7 @@ class Node:
             "losses": self._tell_loss,
             "evaluate": self._evaluate,
         }
-        if request.work != "describe" and request.run != digest_of(self.agreement):
+        if request.work != "describe" and request.agreed != digest_of(self.agreement):
             raise MessageError("this node was started with another configuration than the run")
         if (request.client, request.clients) != (self.data.place, self.data.num_clients):
             self._become(request.client, request.clients)
@@ -261,8 +301,7 @@ class Node:
         path = self.folder / _SALT
         if not path.is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
-            path.write_text(str(secrets.randbits(60)))
-            path.chmod(0o600)
+            write_private(path, str(secrets.randbits(60)).encode())
         return int(path.read_text())
 
     def _prepare(self, request: Request, content: RecordDict) -> None:
@@ -277,6 +316,7 @@ class Node:
         clients.rounds_so_far = request.rounds
         clients.attached_engine.setting.mean_samples = request.mean_samples
         seat.sent, seat.judged = sent, judged
+        self.memory.enter(request.run)
         self.memory.go_to(request.after, self._remembers)
 
     def _received(self, content: RecordDict, group: str) -> TensorDict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import socket
@@ -134,7 +135,7 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise if a port is taken.
+    """Raise if nothing can listen at a port.
 
     Raises:
         ConfigurationError: Naming it.
@@ -144,10 +145,12 @@ def check_port(host: str, port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except (OSError, OverflowError) as error:
+        except OSError as error:
+            taken = "end what listens there, or give another --port"
+            mend = {errno.EADDRINUSE: taken, errno.EACCES: "give another --port"}
             raise ConfigurationError(
-                f"the server can't listen at {host}:{port}: {error}; end what listens there, or "
-                "give another --port"
+                f"the server can't listen at {host}:{port}: {error.strerror}; "
+                f"{mend.get(error.errno or 0, 'give an address of this machine as --host')}"
             ) from error
 
 

@@ -24,7 +24,7 @@ from pflight.head import Head
 from pflight.history import Logs, merge_logs
 from pflight.loaders import Split
 from pflight.local.setting import Setting
-from pflight.metrics import ClientMetrics, ClientValues, LoggedMetrics
+from pflight.metrics import ClientMetrics, LoggedMetrics
 from pflight.record import RunRecord
 from pflight.server_callback import ServerCallback
 from pflight.state import entries
@@ -42,7 +42,7 @@ from .answers import (
     values_in,
 )
 from .data import NodeData
-from .memory import NEVER
+from .memory import NEVER, new_run
 from .messages import MessageError, packed, shown
 from .node import OF_COUNTS
 from .request import JUDGED, SENT, Work
@@ -81,7 +81,8 @@ class RemoteClients(Clients):
     Attributes:
         after: The last round of which each client's answer was used ``[num_clients]``, by which its
             node knows which memory it is to go on from.
-        run: A digest of what all sides agree on.
+        run: An id that no other run has, by which nodes keep what they remember of this one.
+        agreement: A digest of what all sides agree on.
         counted: Whether the answers of clients are counted right or wrong, by class; ``None`` until
             that is known.
     """
@@ -91,7 +92,7 @@ class RemoteClients(Clients):
         super().__init__(*arguments)
         self.post = post
         self.after = torch.empty(0, dtype=torch.long)
-        self.run = ""
+        self.run, self.agreement = new_run(), ""
         self.counted: bool | None = None
         self._head: Head | None = None
         self._judging = False
@@ -116,7 +117,7 @@ class RemoteClients(Clients):
         Returns:
             Why a node can't take part, or nothing if it can, for those that have answered.
         """
-        self.run = digest_of(agreement)
+        self.agreement = digest_of(agreement)
         words = {"names": [*agreement], "digests": [*agreement.values()]}
         self._send("describe", torch.tensor(clients, dtype=torch.long), {}, {}, words)
         said: dict[int, str] = {}
@@ -312,6 +313,7 @@ class RemoteClients(Clients):
             "mean_samples": 0.0 if self.data is None else self._mean_samples,
             **numbers,
         }
+        run = {"run": self.run, "agreement": self.agreement}
         messages = []
         for row, client in enumerate(clients.tolist()):
             rows = {
@@ -319,7 +321,7 @@ class RemoteClients(Clients):
                 for group, columns in groups.items()
             }
             own = {**common, "client": client, "after": int(self.after[client])}
-            content = packed(rows, own, {"do": work, "run": self.run, **words})
+            content = packed(rows, own, {"do": work, **run, **words})
             messages.append(Asked(client, work, self.current.entry.index, content))
         self.post.send(messages)
 

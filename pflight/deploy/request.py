@@ -27,7 +27,9 @@ class _Form(NamedTuple):
     groups: tuple[str, ...] = (SENT,)
 
 
-_COMMON = _Form(("client", "clients", "round", "rounds", "after", "mean_samples"), ("do", "run"))
+_COMMON = _Form(
+    ("client", "clients", "round", "rounds", "after", "mean_samples"), ("do", "run", "agreement")
+)
 _FORMS: Mapping[Work, _Form] = {
     "describe": _Form((), ("names", "digests"), ()),
     "train": _Form(("epochs",), ("returns",)),
@@ -44,7 +46,8 @@ class Request:
 
     Attributes:
         work: What is asked for.
-        run: A digest of what both sides must agree on.
+        run: The run's id.
+        agreed: A digest of what both sides must agree on.
         client: The client's id.
         clients: How many clients there are.
         round: The round that goes on.
@@ -61,6 +64,7 @@ class Request:
 
     work: Work
     run: str
+    agreed: str
     client: int
     clients: int
     round: int
@@ -102,6 +106,7 @@ class Request:
         return cls(
             work,
             words_of(content, "run"),
+            words_of(content, "agreement"),
             **counts,
             mean_samples=mean_samples,
             returns=tuple(words_of(content, "returns", [])),

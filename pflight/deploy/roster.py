@@ -126,11 +126,13 @@ class Roster(L.Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors and primitives."""
         nodes = {client: key.decode() for client, key in self.nodes.items()}
-        return {"nodes": nodes, "after": self.clients.after, "known": self.data.known}
+        run, after = self.clients.run, self.clients.after
+        return {"run": run, "nodes": nodes, "after": after, "known": self.data.known}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned."""
         self.nodes = {client: key.encode() for client, key in state_dict["nodes"].items()}
+        self.clients.run = state_dict["run"]
         self.clients.after.copy_(state_dict["after"])
         for client, known in state_dict["known"].items():
             if client not in self.data.known:  # which its node has not said itself yet

@@ -17,12 +17,15 @@ from pflight.cli import main as command_line
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.host import readable
+from pflight.server_callback import ServerCallback
 from pflight.signals import StopBetweenRounds
 
 from .agreement import agreement_on, server_callback, text_of_model
+from .certificates import check_pair, trusting
 from .data import OPTIONS, NodeData
 from .flower import GridPost, superlink
 from .keys import keys_in
+from .processes import check_port
 from .remote import ask_nodes
 from .roster import Roster
 
@@ -86,6 +89,8 @@ class ServerCLI(FederationCLI):
         path = config.get("ckpt_path")
         checkpoint = {} if path is None else read_checkpoint(path)
         saved = checkpoint.get("callbacks", {}).get(Roster.__qualname__)
+        if path is None:
+            check_method(callback)
         with self._connect() as post:
             try:
                 clients = ask_nodes(self.model, post)
@@ -97,6 +102,28 @@ class ServerCLI(FederationCLI):
             finally:
                 for kind, carried in post.carried.items():
                     print(f"pflight: {_told(kind, carried)}", flush=True)
+
+
+def check_method(callback: ServerCallback) -> None:
+    """Raise for methods that need to see what nodes don't show.
+
+    Args:
+        callback: The method.
+
+    Raises:
+        ConfigurationError: Naming the option.
+    """
+    name, given = type(callback).__name__, callback._given
+    if given.get("matching") is not None:
+        raise ConfigurationError(
+            f"{name}(matching=...) needs to know how many samples of each class a client has, "
+            "which stays with its node: leave matching out"
+        )
+    if given.get("num_clusters") == "auto":
+        raise ConfigurationError(
+            f'{name}(num_clusters="auto") trains several times, and nodes train once: give a '
+            "number of clusters"
+        )
 
 
 def _told(kind: str, carried: Mapping[str, int]) -> str:
@@ -125,8 +152,11 @@ def run(given: argparse.Namespace) -> None:
             raise ConfigurationError(
                 f"there is no {certificates / name}: make it with pflight deploy certificates"
             )
+    check_pair(certificates / "server.pem", certificates / "server.key")
+    trusting(certificates / "ca.pem")
     folder = certificates / "nodes"
     keys_in(folder)
+    check_port(given.host, given.port)
     where = given.host, given.port, certificates
     connect = partial(superlink, *where, given.round_timeout, given.patience)
     cli = partial(ServerCLI, connect=connect, folder=folder, places=given.places)

@@ -30,6 +30,7 @@ from pflight.callbacks import (
 )
 from pflight.deploy.agreement import digest_of
 from pflight.deploy.flower import GridPost
+from pflight.deploy.memory import new_run
 from pflight.deploy.messages import entries_of, packed
 from pflight.deploy.node import COUNTS, STATE
 from pflight.deploy.remote import Asked
@@ -214,13 +215,29 @@ def test_a_server_that_resumes_finds_its_nodes_as_they_were(name: str, tmp_path:
 
 
 @pytest.mark.filterwarnings(
+    "ignore:Checkpoint directory", "ignore:Be aware that when using", "ignore::FutureWarning"
+)
+@pytest.mark.parametrize("name", KEEPERS)
+def test_a_node_keeps_its_memory_by_run(name: str, tmp_path: Path) -> None:
+    """Another run of the same configuration comes in between, on the nodes' same folders."""
+    whole = deployed(tmp_path / "whole", KEEPERS[name]).server(4)
+    run = deployed(tmp_path / "two", KEEPERS[name])
+    run.server(2, ModelCheckpoint(tmp_path, filename="one"))
+    other = run.server(3)
+    resumed = run.server(4, ckpt_path=tmp_path / "one.ckpt")
+    assert whole.history[:3] == other.history
+    assert_same(whole.server_states()[0], resumed.server_states()[0])
+    assert whole.history == resumed.history
+
+
+@pytest.mark.filterwarnings(
     "ignore:round .*client 1 failed on its val samples", "ignore::FutureWarning"
 )
 def test_a_lost_memory_is_said(tmp_path: Path) -> None:
     run = deployed(tmp_path, FedEC)
 
     def lose() -> None:
-        for path in (tmp_path / "1").glob("round-*.pt"):
+        for path in (tmp_path / "1").glob("*/round-*.pt"):
             path.write_bytes(b"damaged")
         run.post.nodes[1] = run.node(1)
 
@@ -248,7 +265,8 @@ def test_what_is_private_never_leaves(callback: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="client 0 is on its own machine"):
         federation.client_state(0)
     asked = {"clients": 4, "client": 1, "round": 2, "rounds": 2, "mean_samples": 8, "after": 1}
-    words = {"do": "train", "run": run.clients.run, "returns": sorted(private)}
+    words = {"do": "train", "returns": sorted(private)}
+    words |= {"run": run.clients.run, "agreement": run.clients.agreement}
     entries = {"sent": {name: federation.layout.template[name] for name in left}}
     reply = run.post.nodes[1].answer(packed(entries, {**asked, "epochs": 1}, words))
     assert "is not among what leaves this node" in reply.config_records["words"]["failed"]
@@ -261,11 +279,12 @@ def test_what_is_private_never_leaves(callback: Any, tmp_path: Path) -> None:
         ({"do": "run"}, "nothing that is called 'run'"),
         ({"do": "evaluate", "split": "train"}, "not judged on 'train' samples"),
         ({"do": "losses", "split": "all"}, "no samples that are called 'all'"),
+        ({"do": "train", "run": "../../keys"}, "no id of its run"),
     ],
 )
 def test_a_node_does_nothing_else(change: dict[str, str], said: str, tmp_path: Path) -> None:
     node = deployed(tmp_path).post.nodes[0]
-    change = {"run": digest_of(node.agreement), **change}
+    change = {"run": new_run(), "agreement": digest_of(node.agreement), **change}
     asked = {"clients": 4, "client": 0, "round": 0, "rounds": 0, "mean_samples": 8, "after": -1}
     reply = node.answer(packed({}, asked, change))
     assert said in reply.config_records["words"]["failed"]
@@ -273,9 +292,9 @@ def test_a_node_does_nothing_else(change: dict[str, str], said: str, tmp_path: P
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "algorithm": ({"callback": lambda: FedAvg("uniform")}, "of: algorithm;"),
-    "epochs": ({"options": {"local_epochs": 2}}, "of: local training;"),
-    "batches": ({"data": small_data((5, 12, 7, 9), batch_size=2)}, "of: options of the data;"),
+    "algorithm": ({"callback": lambda: FedAvg("uniform")}, "algorithm.weighting;"),
+    "epochs": ({"options": {"local_epochs": 2}}, "model.local_epochs;"),
+    "batches": ({"data": small_data((5, 12, 7, 9), batch_size=2)}, "data.batch_size;"),
 }
 
 
@@ -286,7 +305,7 @@ def test_a_node_with_another_configuration_is_told(name: str, tmp_path: Path) ->
     vars(run).update(change)
     run.post.nodes[3] = run.node(3)
     vars(run).update(before)
-    says = rf"client 3's node says: the server has another configuration.*{said}"
+    says = rf"client 3's node says: the server has other options than here: {said}"
     with pytest.raises(ConfigurationError, match=says):
         run.server(1)
 
