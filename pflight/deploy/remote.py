@@ -24,7 +24,7 @@ from pflight.head import Head
 from pflight.history import Logs, merge_logs
 from pflight.loaders import Split
 from pflight.local.setting import Setting
-from pflight.metrics import ClientMetrics, ClientValues, LoggedMetrics
+from pflight.metrics import ClientMetrics, LoggedMetrics
 from pflight.record import RunRecord
 from pflight.server_callback import ServerCallback
 from pflight.state import entries
