@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, overload
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -19,7 +19,6 @@ from torch import Tensor
 
 Number = int | float | list[int] | list[float]
 Words = str | list[str]
-WordsT = TypeVar("WordsT", str, list[str])
 _RAW, _BYTES = "raw", "bytes"  # in the order of all machines that PyTorch runs on, little-endian
 _NUMBERS, _WORDS = "numbers", "words"
 _ABOUT = "names", "kinds"  # words on each group
@@ -83,9 +82,9 @@ def check_parts(
         if name not in kinds or not isinstance(record, kinds[name]):
             raise _unknown(name)
     about = [f"{group}.{word}" for group in groups if group in content for word in _ABOUT]
-    for record, known in ((_NUMBERS, (*numbers,)), (_WORDS, (*words, *about))):
+    for given, known in ((_NUMBERS, (*numbers,)), (_WORDS, (*words, *about))):
         begin = tuple(name for name in known if name.endswith("."))
-        for name in content[record]:
+        for name in content[given]:
             if name not in known and not name.startswith(begin):
                 raise _unknown(name)
 
@@ -200,7 +199,15 @@ def numbers_of(content: RecordDict, start: str = "") -> dict[str, Any]:
     return {name[len(start) :]: value for name, value in given.items() if name.startswith(start)}
 
 
-def words_of(content: RecordDict, name: str, default: WordsT = "") -> WordsT:
+@overload
+def words_of(content: RecordDict, name: str) -> str: ...
+
+
+@overload
+def words_of(content: RecordDict, name: str, default: list[str]) -> list[str]: ...
+
+
+def words_of(content: RecordDict, name: str, default: Words = "") -> Words:
     """Return what was said under a name: text on one line, or a list if the default is one.
 
     Raises:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import copy
 import math
 import pickle
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
+from pflight import Federation
 from pflight.callbacks import FedAvg
 from pflight.datamodules import FederatedDataModule
 from pflight.deploy.messages import entries_of, packed
@@ -30,7 +30,8 @@ from tests.deploy.in_process import Deployed, across
 from tests.runs import assert_same, batchnorm_client, small_data
 from tests.test_any_method import Diabetes, in_memory
 
-LIAR = 2
+LIARS = (1, 2, 4)
+BIG = 2**62
 ABSENT = "its node is not connected"
 Lie = Callable[[RecordDict], RecordDict | None]
 """Changes an answer in place, or returns another one."""
@@ -38,19 +39,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def client_data() -> FederatedDataModule:
-    return small_data((5, 12, 7, 9))
-
-
-def regression() -> FederatedDataModule:
-    data = in_memory()
-    return data
+    return small_data((5, 12, 7, 9, 3, 10))
 
 
 METHODS: dict[str, tuple[Any, Any, Any]] = {
     name: (partial(batchnorm_client, method.client), client_data, method.callback)
     for name, method in ALGORITHMS.items()
 }
-METHODS["Diabetes"] = Diabetes, regression, FedAvg
+METHODS["Diabetes"] = Diabetes, in_memory, FedAvg
 
 
 def deployed(name: str, folder: Path) -> Deployed:
@@ -237,8 +233,10 @@ EACH: dict[str, Lie] = {  # of each of the entries that a method shares
     }.items()
 }
 TRACKED: dict[str, Lie] = {
-    "a huge count": entries(lambda state: state["network.1.num_batches_tracked"].fill_(2**62)),
-    "a huge negative": entries(lambda state: state["network.1.num_batches_tracked"].fill_(-(2**63))),
+    "a huge count": entries(lambda state: state["network.1.num_batches_tracked"].fill_(BIG)),
+    "a huge negative": entries(
+        lambda state: state["network.1.num_batches_tracked"].fill_(-(2**63))
+    ),
 }
 LOSS: dict[str, Lie] = {
     f"loss {str(value)[:20]}": numbers(loss=value)
@@ -257,7 +255,6 @@ def counted(*groups: str, **parts: Any) -> Lie:
     return entries(change, *(groups or JUDGED))
 
 
-BIG = 2**62
 COUNTED: dict[str, Lie] = {
     "2**62 right": counted(tp=[BIG, 0, 0]),
     "sums that wrap around": counted(tp=[BIG] * 3, fp=[BIG, BIG, 0], fn=[BIG, 0, 0]),
@@ -317,18 +314,15 @@ class Kind(NamedTuple):
     lies: dict[str, Lie]
 
 
-LOSSLESS = {name: lie for name, lie in ANY.items() if name != "no words"}
 KINDS = [
     Kind("FedAvg", "train", ANY | UPDATE | TRACKED),
     Kind("FedSGD", "gradients", ANY | UPDATE),
-    Kind("FedDBE-cohort", "aside", ANY | EACH),
-    Kind("SCAFFOLD", "train", ANY | EACH),
+    Kind("SCAFFOLD", "train", EACH),
     Kind("FedProto", "train", EACH),
     Kind("FedPAC", "train", EACH),
     Kind("IFCA", "losses", ANY | LOSS),
     Kind("FedAvg", "evaluate", ANY | COUNTED),
     Kind("Diabetes", "evaluate", ANY | VALUES),
-    Kind("Diabetes", "train", ANY),
 ]
 OF_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.method}-{kind.work}")
 
@@ -336,62 +330,65 @@ OF_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.method
 class Outcome(NamedTuple):
     """A run, and who was named in which round."""
 
-    federation: Any
-    named: set[int]
-    said: list[str]
+    federation: Federation
+    named: set[tuple[int, int]]
 
 
 def lied_to(
     kind: Kind, folder: Path, change: Callable[[Asked, RecordDict], Any], rounds: int
 ) -> Outcome:
-    """Run a federation one of whose nodes lies, with a lie of its own in each round but one."""
+    """Run a federation some of whose nodes lie, but for the first round."""
     run = deployed(kind.method, folder)
 
     def on_answer(asked: Asked, answer: RecordDict) -> RecordDict | str:
-        if asked.client != LIAR or asked.work != kind.work or not asked.round:
-            return answer
-        return change(asked, answer)
+        lies = asked.client in LIARS and asked.work == kind.work and asked.round
+        return change(asked, answer) if lies else answer
 
     run.post.on_answer = on_answer
+    judges = kind.work in ("losses", "evaluate")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        federation = run.server(rounds)
-    said = [str(warning.message) for warning in caught]
-    found = (re.match(rf"round (\d+): client {LIAR} failed", line) for line in said)
-    assert all(line.isprintable() for line in said if "client" in line)
-    return Outcome(federation, {int(match[1]) for match in found if match}, said)
+        federation = run.server(rounds, **({} if judges else {"limit_val_batches": 0}))
+    lines = [line for line in map(str, (warning.message for warning in caught)) if "client" in line]
+    assert all(line.isprintable() and len(line) < 3_000 for line in lines)
+    found = [re.match(r"round (\d+): client (\d+) failed", line) for line in lines]
+    return Outcome(federation, {(int(one[1]), int(one[2])) for one in found if one})
 
 
 def told(lie: Lie, answer: RecordDict) -> RecordDict:
     """Return what arrives of a lie."""
-    changed = copy.deepcopy(answer)
+    changed = across(answer)
     other = lie(changed)
     return across(changed if other is None else other)
 
 
 def assert_same_outcome(one: Outcome, other: Outcome) -> None:
-    """Compare two runs to the last bit."""
+    """Compare what two runs lead to."""
     left, right = one.federation, other.federation
     for mine, yours in zip(left.server_states(), right.server_states(), strict=True):
         assert_same(mine, yours)
     for mine, yours in zip(left.history, right.history, strict=True):
         assert (mine.clients, mine.failed) == (yours.clients, yours.failed)
-        assert mine.metrics == pytest.approx(yours.metrics, rel=0, abs=0, nan_ok=True)
+        assert mine.metrics == pytest.approx(yours.metrics, rel=1e-12, nan_ok=True)
     assert torch.equal(left.clients.after, right.clients.after)
 
 
 @OF_KIND
 def test_a_liar_is_left_out_and_named(kind: Kind, tmp_path: Path) -> None:
     """The others' result is that of rounds in which the liar was not connected."""
-    names = [*kind.lies]
+    names, many = [*kind.lies], len(LIARS)
+    rounds = 1 + -(-len(names) // many)
+
+    def number(round: int, client: int) -> int:
+        return (many * (round - 1) + LIARS.index(client)) % len(names)
 
     def lie(asked: Asked, answer: RecordDict) -> RecordDict:
-        return told(kind.lies[names[asked.round - 1]], answer)
+        return told(kind.lies[names[number(asked.round, asked.client)]], answer)
 
-    rounds = 1 + len(names)
     lied = lied_to(kind, tmp_path / "lied", lie, rounds)
     absent = lied_to(kind, tmp_path / "absent", lambda *_: ABSENT, rounds)
-    assert not [names[i - 1] for i in range(1, rounds) if i not in lied.named]
+    everyone = {(round, client) for round in range(1, rounds) for client in LIARS}
+    assert not {names[number(*one)] for one in everyone - lied.named}
     assert_same_outcome(lied, absent)
 
 
@@ -402,7 +399,7 @@ ARRAYS = [EVIL, Array("uint8", (-1,), "raw", b""), Array("uint8", (3,), "raw", b
 
 def fuzzed(draw: random.Random, answer: RecordDict) -> RecordDict:
     """Return an answer in which a few things are replaced, dropped, added or of another kind."""
-    records: dict[str, Any] = dict(copy.deepcopy(answer))
+    records: dict[str, Any] = dict(across(answer))
     for _ in range(draw.choice([1, 1, 2, 5])):
         name = draw.choice([*records, "more"])
         kind = draw.choice([MetricRecord, ConfigRecord, ArrayRecord])
@@ -423,16 +420,75 @@ def fuzzed(draw: random.Random, answer: RecordDict) -> RecordDict:
     return across(RecordDict(records))
 
 
-@pytest.mark.parametrize("seed", range(2))
 @OF_KIND
-def test_random_lies_are_used_or_leave_no_traces(kind: Kind, seed: int, tmp_path: Path) -> None:
+def test_random_lies_are_used_or_leave_no_traces(kind: Kind, tmp_path: Path) -> None:
     def fuzz(asked: Asked, answer: RecordDict) -> RecordDict:
-        return fuzzed(random.Random(1_000 * seed + asked.round), answer)
-
-    lied = lied_to(kind, tmp_path / "lied", fuzz, 40)
+        return fuzzed(random.Random(100 * asked.round + asked.client), answer)
 
     def same(asked: Asked, answer: RecordDict) -> RecordDict | str:
-        return ABSENT if asked.round in lied.named else fuzz(asked, answer)
+        used = (asked.round, asked.client) not in lied.named
+        return fuzz(asked, answer) if used else ABSENT
 
+    lied = lied_to(kind, tmp_path / "lied", fuzz, 15)
     assert len(lied.named) > 20
-    assert_same_outcome(lied, lied_to(kind, tmp_path / "absent", same, 40))
+    assert_same_outcome(lied, lied_to(kind, tmp_path / "same", same, 15))
+
+
+HEAD = "network.3"
+DESCRIBED: dict[str, Lie] = {
+    **{
+        f"{name} {str(value)[:20]}": named(name, value)
+        for name in ("samples.train", "samples.val", "samples.test", "fingerprint")
+        for value in (-1, 2**62, 2**64 - 1, 1.0, math.inf, math.nan, [1], [])
+    },
+    "fingerprint of more bits": numbers(fingerprint=2**32),
+    **{f"counted {value}": numbers(counted=value) for value in (0, 2, -1, 1.0, [1])},
+    **{f"no {name}": dropped("numbers", name) for name in ("samples.val", "fingerprint", "head")},
+    "an odd split": named("samples.odd", 1),
+    **{
+        f"head {str(shape)[:30]}": numbers(head=shape)
+        for shape in ([6, 4], [0, 0], [12, 3], [-6, -3], [2**40, 2**39], [6], [], [6.0, 3.0], 6)
+    },
+    "another head": lambda a: (words(head="network.0")(a), numbers(head=[4, 6])(a))[0],
+    **{
+        f"head {name[:20]!r}": words(head=name)
+        for name in ("", "network.0", "network.1", "other", ODD_NAME, "network." * 500)
+    },
+    "heads": words(head=[HEAD]),
+}
+
+
+def test_a_liar_does_not_take_part(tmp_path: Path) -> None:
+    run = deployed("FedProto", tmp_path)
+    run.server(1)
+    clients, known = run.clients, dict(run.known.known)
+    before = clients.counted, clients._head
+    for name, lie in (ANY | DESCRIBED).items():
+        run.post.on_answer = lambda _, answer, lie=lie: told(lie, answer)
+        said = clients.describe([LIARS[0]], run.known, run.roster.agreement)
+        assert said[LIARS[0]], name
+        assert said[LIARS[0]].isprintable()
+        assert (clients.counted, clients._head, run.known.known) == (*before, known)
+
+
+def test_who_lies_before_the_first_round_is_named(tmp_path: Path) -> None:
+    run = deployed("FedAvg", tmp_path)
+    lie = named("samples.train", 2**62)
+    run.post.on_answer = lambda asked, answer: told(lie, answer) if asked.client == 1 else answer
+    with pytest.raises(ConfigurationError, match=r"^client 1's node says: its samples.train is"):
+        run.server(1)
+
+
+def test_a_liar_finds_no_place(tmp_path: Path) -> None:
+    run = deployed("FedAvg", tmp_path)
+    federation, everyone = run.server(1), torch.arange(6)
+    after = run.clients.after.clone()
+    for name, lie in (ANY | UPDATE | EACH).items():
+        run.post.on_answer = lambda asked, answer, lie=lie: (
+            told(lie, answer) if asked.client in LIARS else answer
+        )
+        sent = federation.attached_callback.broadcast(everyone)
+        updates = run.clients.train_aside(everyone, sent)
+        assert updates.clients.tolist() == [0, 3, 5], name
+        assert [failure.client for failure in updates.failures] == [*LIARS]
+        assert torch.equal(run.clients.after, after)
