@@ -279,7 +279,7 @@ def test_what_is_private_never_leaves(callback: Any, tmp_path: Path) -> None:
         ({"do": "run"}, "nothing that is called 'run'"),
         ({"do": "evaluate", "split": "train"}, "not judged on 'train' samples"),
         ({"do": "losses", "split": "all"}, "no samples that are called 'all'"),
-        ({"do": "train", "run": "../../keys"}, "no id of its run"),
+        ({"do": "losses", "split": "train", "run": "../../keys"}, "no id of its run"),
     ],
 )
 def test_a_node_does_nothing_else(change: dict[str, str], said: str, tmp_path: Path) -> None:
