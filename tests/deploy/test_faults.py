@@ -291,9 +291,22 @@ def test_a_node_does_nothing_else(change: dict[str, str], said: str, tmp_path: P
     assert node.answer(RecordDict()).config_records["words"]["failed"]
 
 
+def test_a_node_tells_what_it_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = deployed(tmp_path)
+    run.server(1)
+    said = capsys.readouterr().out
+    assert "pflight: connected, as client 3 of 4\n" in said
+    assert said.count("pflight: round 0: trained\n") == 4
+    run.post.nodes[0].answer(packed({}, {"round": 2, "client": 0, "clients": 4}, {"do": "train"}))
+    said = capsys.readouterr().out
+    assert said.startswith("pflight: round 2: no answer to 'train': this node was started with")
+
+
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "algorithm": ({"callback": lambda: FedAvg("uniform")}, "algorithm.weighting;"),
     "epochs": ({"options": {"local_epochs": 2}}, "model.local_epochs;"),
+    "two": ({"options": {"local_epochs": 2, "seed": 3}}, "model.local_epochs, model.seed;"),
+    "class": ({"callback": Ditto}, "algorithm;"),
     "batches": ({"data": small_data((5, 12, 7, 9), batch_size=2)}, "data.batch_size;"),
 }
 
