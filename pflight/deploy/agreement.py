@@ -104,7 +104,7 @@ def text_of_model(config: Any) -> dict[str, str]:
         model.init_args.pop(name, None)
     flat = model.as_flat().__dict__
     return {
-        f"model.{name}".replace(".init_args", "").removesuffix(".class_path"): str(value)
+        f"model.{name}".replace(".init_args", "").removesuffix(".class_path"): described(value)
         for name, value in flat.items()
     }
 

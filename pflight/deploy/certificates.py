@@ -15,7 +15,7 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from pflight.errors import ConfigurationError, described
+from pflight.errors import ConfigurationError
 from pflight.files import replacing
 
 
@@ -46,7 +46,10 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int = 365) -> No
         authority.cert_pem.write_to_path(str(root))
     end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
     names = [*dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
-    server = authority.issue_cert(*names, not_after=end)
+    try:
+        server = authority.issue_cert(*names, not_after=end)
+    except ValueError as error:
+        raise ConfigurationError(f"--host: no server has such a name: {error}") from error
     write_private(folder / "server.key", server.private_key_pem.bytes())
     chain = b"".join(part.bytes() for part in server.cert_chain_pems)
     (folder / "server.pem").write_bytes(chain)
@@ -156,7 +159,7 @@ def check_name(address: str) -> None:
     try:
         socket.getaddrinfo(host, None)
     except (OSError, UnicodeError) as error:
-        raise ConfigurationError(f"the host {host} can't be found: {described(error)}") from error
+        raise ConfigurationError(f"the host {host} can't be found: {error.args[-1]}") from error
 
 
 def _parted(address: str) -> tuple[str, int]:

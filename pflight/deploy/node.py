@@ -223,7 +223,7 @@ class Node:
         state = expand_state(layout.template, 1).to(setting.device)
         failed = {"train": trial.train(self._client, state, round_index=0).failures}
         for split in ("val", "test"):
-            failed[split] = trial.evaluate(self._client, state, cast(Split, split))[1]
+            failed[split] = trial.evaluate(self._client, state, split)[1]
         for split, failures in failed.items():
             if failures:
                 raise ConfigurationError(

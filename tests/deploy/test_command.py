@@ -9,16 +9,25 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from pflight import Federation
 from pflight.__main__ import main
+from pflight.callbacks import FedAvg
+from pflight.datamodules import FederatedDataModule
 from pflight.deploy.certificates import check_server, make_certificates, make_key
 from pflight.deploy.client import NodeCLI
 from pflight.deploy.keys import keys_in
+from pflight.deploy.node import Node
 from pflight.deploy.processes import free_port
 from pflight.errors import ConfigurationError
+from pflight.loaders import Split
+from tests.runs import linear_client
 
 QUICKSTART = "configs/quickstart.yaml"
 
@@ -108,6 +117,7 @@ def test_a_port_that_is_taken(certificates: Path, refused: Callable[..., str]) -
         where = "--host=127.0.0.1", f"--port={taken.getsockname()[1]}"
         said = refused("server", "--certificates", certificates, *where, "--config", QUICKSTART)
     assert said.startswith(f"the server can't listen at 127.0.0.1:{where[1][7:]}")
+    assert not (certificates / "superlink").exists()
 
 
 def test_certificates_that_are_missing(
@@ -117,6 +127,16 @@ def test_certificates_that_are_missing(
     assert re.search(r"no .*ca\.pem: make it with pflight deploy certificates", said)
     (certificates / "ca.key").unlink()
     assert "has no ca.key: put it back" in refused("certificates", certificates)
+
+
+@pytest.mark.parametrize("name", ["server.pem", "server.key", "ca.pem"])
+def test_certificates_that_can_not_be_used(
+    name: str, certificates: Path, refused: Callable[..., str]
+) -> None:
+    (certificates / name).write_text("garbage")
+    assert name in refused("server", "--certificates", certificates, "--config", QUICKSTART)
+    made = certificates if name == "ca.pem" else certificates / name
+    assert name in refused("certificates", made)
 
 
 def test_keys_that_can_not_be_used(
@@ -135,19 +155,74 @@ def test_keys_that_can_not_be_used(
 
 
 @pytest.mark.parametrize(
-    ("server", "ca", "said"),
-    [("localhost", "ca.pem", "must be HOST:PORT"), ("localhost:1", "none", "no file .*none")],
+    ("option", "value", "said"),
+    [
+        ("server", "localhost", "localhost is no HOST:PORT"),
+        ("server", "::1:9092", "is no HOST:PORT"),
+        ("server", "localhost:99999", "99999 is no port"),
+        ("server", "[::1]:many", "many is no port"),
+        ("server", "no.such.host.invalid:1", "the host no.such.host.invalid can't be found"),
+        ("ca", "none", "none is not the server's ca.pem: No such file"),
+        ("ca", "garbage", "garbage is not the server's ca.pem: it has no certificate"),
+        ("ca", ".", "is not the server's ca.pem: Is a directory"),
+        ("key", "none", "none is not the private key of a node"),
+        ("key", "garbage", "garbage is not the private key of a node"),
+        ("folder", "garbage", "garbage is no folder to write to"),
+        ("folder", "garbage/state", "state is no folder to write to"),
+        ("client", "one", "invalid int value: 'one'"),
+        ("clinet", "1", "there is no option clinet: did you mean client"),
+    ],
 )
 def test_a_client_that_can_not_start(
-    server: str,
-    ca: str,
+    option: str,
+    value: str,
     said: str,
     certificates: Path,
     tmp_path: Path,
     refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own = "--key", tmp_path / "node.key", "--folder", tmp_path / "state"
-    assert re.search(said, refused("client", "--server", server, "--ca", certificates / ca, *own))
+    monkeypatch.chdir(tmp_path)
+    Path("garbage").write_text("garbage")
+    ca, key = certificates / "ca.pem", tmp_path / "node.key"
+    given = {"server": "localhost:1", "ca": ca, "key": key, "folder": tmp_path / "state"}
+    pairs = ((f"--{name}", whose) for name, whose in {**given, option: value}.items())
+    assert said in refused("client", *chain(*pairs))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("server --round-timeout -1", "-1 is no positive number"),
+        ("server --round-timeout nan", "nan is no positive number"),
+        ("server --patience 0", "0 is no positive number"),
+        ("server --places 0", "0 is no positive number"),
+        ("server --port 0", "0 is no port: give a number from 1 to 65535"),
+        ("server --host 192.0.2.7", "give an address of this machine as --host"),
+        ("server --host no.such.host.invalid", "give an address of this machine as --host"),
+        ("demo --nodes 0", "0 is no positive number"),
+        ("demo --nods 2", "there is no option nods: did you mean nodes?"),
+        ("certificates made --host bad!host", "--host: no server has such a name"),
+    ],
+)
+def test_options_that_can_not_be(
+    given: str, said: str, certificates: Path, refused: Callable[..., str]
+) -> None:
+    command, *options = given.split()
+    where = ("--certificates", certificates) if command == "server" else ()
+    assert said in refused(command, *where, *options)
+
+
+@pytest.mark.parametrize("option", ["num_clusters=auto", "matching=bbp_map"])
+def test_a_method_that_can_not_be_deployed(
+    option: str, certificates: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    """It is said before anything is started."""
+    where = "--certificates", certificates, f"--port={free_port()}", "--config", QUICKSTART
+    root = "--trainer.default_root_dir", tmp_path / "run"
+    said = refused("server", *where, *root, f"--trainer.callbacks.{option}")
+    assert option.split("=")[0] in said
+    assert not (certificates / "superlink").exists()
 
 
 def test_a_client_whose_options_are_wrong(
@@ -167,6 +242,51 @@ def test_data_that_do_not_fit_the_model(tmp_path: Path) -> None:
         NodeCLI(["fit", "--config", QUICKSTART, network], tmp_path, 0)
     with pytest.raises(ConfigurationError, match="unknown client 20: the ids are 0 to 19"):
         NodeCLI(["fit", "--config", QUICKSTART], tmp_path, 20)
+
+
+class OwnSamples(FederatedDataModule):
+    """Samples of a node, which may be wrong.
+
+    Args:
+        wrong: What is.
+    """
+
+    def __init__(self, wrong: str) -> None:
+        super().__init__(num_classes=3, batch_size=4)
+        self.num_clients, self.wrong = 1, wrong
+
+    def setup(self, stage: str | None = None) -> None:
+        if self.wrong == "missing":
+            Path("no.csv").read_text()
+        super().setup(stage)
+
+    def samples(self, client: int, split: Split) -> tuple[Tensor, Tensor]:
+        x, y = torch.ones(9, 4), torch.arange(9) % 3
+        if (self.wrong, split) == ("infinite", "train"):
+            x[7] = torch.inf
+        if self.wrong == split:
+            y[7] = 3
+        return x, y
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("missing", r"OwnSamples can't be set up: FileNotFoundError: .* 'no\.csv'"),
+        ("infinite", "train samples of client 0 can't be used: its result is NaN or infinite"),
+        ("train", "train samples of client 0 can't be used: .* labels go from 0 to 3"),
+        ("val", "val samples of client 0 can't be used: .* labels go from 0 to 3"),
+        ("test", "test samples of client 0 can't be used: .* labels go from 0 to 3"),
+    ],
+)
+def test_data_are_tried_before_a_node_connects(wrong: str, said: str, tmp_path: Path) -> None:
+    def start(wrong: str) -> None:
+        federation, how = Federation(linear_client()), {"accelerator": "cpu"}
+        Node(federation, FedAvg(), OwnSamples(wrong), tmp_path, how).check_samples()
+
+    start("")
+    with pytest.raises(ConfigurationError, match=said):
+        start(wrong)
 
 
 def test_flower_is_an_extra(monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]) -> None:

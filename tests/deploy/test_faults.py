@@ -15,6 +15,7 @@ import torch
 from flwr.app import Message, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.task_identity import TaskIdentity
+from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from pflight.callbacks import (
     ServerCallback,
     SharedPart,
 )
-from pflight.deploy.agreement import digest_of
+from pflight.deploy.agreement import digest_of, text_of_model
 from pflight.deploy.flower import GridPost
 from pflight.deploy.memory import new_run
 from pflight.deploy.messages import entries_of, packed
@@ -36,6 +37,7 @@ from pflight.deploy.node import COUNTS, STATE
 from pflight.deploy.remote import Asked
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
+from pflight.task import plain_sgd
 from tests.deploy.in_process import Deployed
 from tests.runs import assert_same, batchnorm_client, small_data
 
@@ -291,9 +293,22 @@ def test_a_node_does_nothing_else(change: dict[str, str], said: str, tmp_path: P
     assert node.answer(RecordDict()).config_records["words"]["failed"]
 
 
+def test_a_node_tells_what_it_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = deployed(tmp_path)
+    run.server(1)
+    said = capsys.readouterr().out
+    assert "pflight: connected, as client 3 of 4\n" in said
+    assert said.count("pflight: round 0: trained\n") == 4
+    run.post.nodes[0].answer(packed({}, {"round": 2, "client": 0, "clients": 4}, {"do": "train"}))
+    said = capsys.readouterr().out
+    assert said.startswith("pflight: round 2: no answer to 'train': this node was started with")
+
+
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "algorithm": ({"callback": lambda: FedAvg("uniform")}, "algorithm.weighting;"),
     "epochs": ({"options": {"local_epochs": 2}}, "model.local_epochs;"),
+    "two": ({"options": {"local_epochs": 2, "seed": 3}}, "model.local_epochs, model.seed;"),
+    "class": ({"callback": Ditto}, "algorithm;"),
     "batches": ({"data": small_data((5, 12, 7, 9), batch_size=2)}, "data.batch_size;"),
 }
 
@@ -308,6 +323,12 @@ def test_a_node_with_another_configuration_is_told(name: str, tmp_path: Path) ->
     says = rf"client 3's node says: the server has other options than here: {said}"
     with pytest.raises(ConfigurationError, match=says):
         run.server(1)
+
+
+def test_a_default_that_is_a_function_is_the_same_in_all_processes() -> None:
+    client = Namespace(class_path="Classifier", init_args=Namespace(optimizer=plain_sgd))
+    config = Namespace(model=Namespace(class_path="Federation", init_args=Namespace(client=client)))
+    assert text_of_model(config)["model.client.optimizer"] == "plain_sgd"
 
 
 @pytest.mark.filterwarnings(
