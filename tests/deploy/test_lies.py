@@ -228,7 +228,6 @@ EACH: dict[str, Lie] = {  # of each of the entries that a method shares
     for how, change in {
         "not finite": lambda w: w.double().mul(torch.nan).to(w) if w.is_floating_point() else None,
         "left out": lambda w: None,
-        "reshaped": lambda w: w[..., None],
         "retyped": lambda w: w.half(),
     }.items()
 }
@@ -392,7 +391,7 @@ def test_a_liar_is_left_out_and_named(kind: Kind, tmp_path: Path) -> None:
     assert_same_outcome(lied, absent)
 
 
-NUMBERS = [0, -1, 1, 2**31, 2**62, 2**64 - 1, 0.5, math.inf, math.nan, 1e308, [], [1], [0] * 9]
+NUMBERS = [0, -1, 1, 2**32, 2**62, 2**64 - 1, 0.5, math.inf, math.nan, 1e308, [], [1], [0] * 9]
 TEXTS = ["", "x", ODD_NAME, "x" * 9_000, [], ["a", "b"], True, 1, 2.5, b"\x80", [b"x"], [1, 2]]
 ARRAYS = [EVIL, Array("uint8", (-1,), "raw", b""), Array("uint8", (3,), "raw", b"abc")]
 
@@ -481,14 +480,119 @@ def test_who_lies_before_the_first_round_is_named(tmp_path: Path) -> None:
 
 def test_a_liar_finds_no_place(tmp_path: Path) -> None:
     run = deployed("FedAvg", tmp_path)
-    federation, everyone = run.server(1), torch.arange(6)
+    federation, clients = run.server(1), torch.tensor([0, LIARS[0]])
     after = run.clients.after.clone()
-    for name, lie in (ANY | UPDATE | EACH).items():
+    for name, lie in (ANY | UPDATE).items():
         run.post.on_answer = lambda asked, answer, lie=lie: (
             told(lie, answer) if asked.client in LIARS else answer
         )
-        sent = federation.attached_callback.broadcast(everyone)
-        updates = run.clients.train_aside(everyone, sent)
-        assert updates.clients.tolist() == [0, 3, 5], name
-        assert [failure.client for failure in updates.failures] == [*LIARS]
+        sent = federation.attached_callback.broadcast(clients)
+        updates = run.clients.train_aside(clients, sent)
+        assert updates.clients.tolist() == [0], name
+        assert [failure.client for failure in updates.failures] == [LIARS[0]]
         assert torch.equal(run.clients.after, after)
+
+
+# What a server sends
+
+
+ASKED: dict[str, Lie] = {
+    **{
+        f"{name} {str(value)[:20]}": named(name, value)
+        for name in ("client", "clients", "round", "rounds", "after")
+        for value in (-2, 2**32, BIG, 2**64 - 1, 1.0, math.inf, math.nan, [1], [])
+    },
+    **{f"mean_samples {x}": numbers(mean_samples=x) for x in (-1.0, math.inf, math.nan, [1.0])},
+    "one too many": numbers(client=6),
+    "no clients": numbers(clients=0),
+    "another work": words(do="run"),
+    "works": words(do=["train"]),
+    "a path": words(do="../../describe"),
+}
+OF_RUN: dict[str, Lie] = {
+    **{f"run {str(value)[:20]}": words(run=value) for value in ("", "other", ["other"], b"\x80")},
+    "nothing sent": dropped("sent"),
+    "something else sent": set_record("judging", ArrayRecord({"bytes": EVIL})),
+    "a shape of its own": array("sent", shape=(-1, -4)),
+    "an array of NumPy": array("sent", stype="numpy.ndarray"),
+    "too few bytes": array("sent", data=b"", shape=(0,)),
+    "a pickle beside it": lambda a: a.array_records["sent"].update(more=EVIL),
+    "one more": entries(lambda sent: sent.update(more=torch.zeros(3)), "sent"),
+    "a table": entries(lambda sent: sent.update({"pflight_own.x": torch.zeros(3)}), "sent"),
+}
+TO_RETURN: dict[str, Lie] = {
+    **{
+        f"epochs {str(value)[:20]}": numbers(epochs=value) for value in (-1, BIG, 0.5, math.inf, [])
+    },
+    **{f"returns {str(value)[:20]}": words(returns=value) for value in ("a", [ODD_NAME], [1])},
+}
+OF_SPLIT: dict[str, Lie] = {
+    f"split {value!r}": words(split=value) for value in ("", "all", "../val", ["val"], b"val")
+}
+TO_AGREE: dict[str, Lie] = {
+    "nothing": words(names=[], digests=[]),
+    "an odd name": words(names=["pflight", ODD_NAME], digests=["1", "2"]),
+    "names twice": words(names=["pflight"] * 2, digests=["1"] * 2),
+    "one digest": words(digests=["1"]),
+    "text": words(names="pflight", digests="1"),
+}
+REQUESTS = {
+    "describe": ANY | ASKED | TO_AGREE,
+    "train": ANY | ASKED | OF_RUN | TO_RETURN,
+    "losses": ANY | ASKED | OF_RUN | OF_SPLIT,
+    "evaluate": ANY | ASKED | OF_RUN | OF_SPLIT | {"training samples": words(split="train")},
+}
+
+
+def asked_of(run: Deployed, client: int) -> dict[str, RecordDict]:
+    """Run a federation; return what a client was asked, the last request of each kind."""
+    requests: dict[str, RecordDict] = {}
+
+    def note(asked: Asked, answer: RecordDict) -> RecordDict:
+        if asked.client == client:
+            requests[asked.work] = asked.content
+        return answer
+
+    run.post.on_answer = note
+    run.server(2)
+    return requests
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def check_refusal(reply: RecordDict, what: str) -> None:
+    """Check that an answer is nothing but a reason, which is not that of a program's mistake."""
+    failed = reply.config_records["words"]["failed"]
+    assert isinstance(failed, str)
+    assert failed, what
+    assert failed.isprintable(), what
+    assert not re.match(r"\w+(Error|Exception)\b", failed), (what, failed)
+    assert not reply.array_records
+    assert not reply.metric_records["numbers"]
+
+
+@pytest.mark.parametrize("work", REQUESTS)
+def test_a_node_refuses_what_is_no_request(work: str, tmp_path: Path) -> None:
+    run = deployed("IFCA", tmp_path)
+    request = asked_of(run, 0)[work]
+    node = run.post.nodes[0]
+    honest, before = node.answer(across(request)), contents(tmp_path)
+    for name, lie in REQUESTS[work].items():
+        check_refusal(node.answer(told(lie, request)), name)
+        assert contents(tmp_path) == before
+    assert node.answer(across(request)).object_id == honest.object_id
+
+
+def test_random_requests_are_done_or_refused(tmp_path: Path) -> None:
+    run = deployed("IFCA", tmp_path)
+    requests, node = asked_of(run, 0), run.post.nodes[0]
+    others = {path: said for path, said in contents(tmp_path).items() if "0" not in path.parts}
+    for number in range(150):
+        request = fuzzed(random.Random(number), requests[[*requests][number % len(requests)]])
+        reply = node.answer(request)
+        if "failed" in reply.config_records["words"]:
+            check_refusal(reply, str(number))
+    now = {path: said for path, said in contents(tmp_path).items() if "0" not in path.parts}
+    assert now == others

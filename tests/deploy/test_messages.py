@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from pflight.deploy.messages import (
     MessageError,
     bytes_of,
+    check_parts,
+    count_of,
     entries_of,
     group_of,
     number_of,
@@ -89,6 +92,42 @@ def test_what_is_not_expected_is_not_used(content: RecordDict, said: str) -> Non
     with pytest.raises(MessageError, match=said) as error:
         entries_of(across(content), "state", {"w": torch.zeros(2, 2)})
     assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("like", "said"),
+    [
+        (torch.tensor(True), "its w has values that are neither true nor false"),
+        (torch.tensor(0), "its w has larger numbers than any machine may send"),
+        (torch.tensor(0j), "its w is NaN or infinite"),
+    ],
+)
+def test_values_are_those_of_their_type(like: torch.Tensor, said: str) -> None:
+    content = packed({"state": {"w": like}})
+    data = b"\xff" * (like.nbytes - 1) + b"\x7f"
+    content["state"]["bytes"] = Array("uint8", (len(data),), "raw", data)
+    with pytest.raises(MessageError, match=said):
+        entries_of(across(content), "state", {"w": like})
+
+
+def test_a_message_has_known_parts() -> None:
+    content = packed({"state": {"w": torch.zeros(2)}}, {"n": 1, "logs.a": 2.0}, {"w": "a"})
+    check_parts(across(content), ("n", "logs."), ("w",), ("state",))
+    for numbers, words, groups, said in [
+        (("n", "logs"), ("w",), ("state",), "logs.a"),
+        (("logs.",), ("w",), ("state",), "n"),
+        (("n", "logs."), (), ("state",), "w"),
+        (("n", "logs."), ("w",), (), "state"),
+    ]:
+        with pytest.raises(MessageError, match=f"^it sent {said}, which nobody asked for$"):
+            check_parts(across(content), numbers, words, groups)
+
+
+@pytest.mark.parametrize("value", [-1, 8, 1.0, float("inf"), [1]])
+def test_a_whole_number_is_in_its_range(value: Any) -> None:
+    assert count_of(packed(numbers={"n": 7}), "n", most=7) == 7
+    with pytest.raises(MessageError, match=r"its n is .*, and no whole number from 0 to 7"):
+        count_of(across(packed(numbers={"n": value})), "n", most=7)
 
 
 def test_a_group_has_known_names_and_single_numbers() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 
 from pflight import Federation
-from pflight.callbacks import Ditto
+from pflight.callbacks import Ditto, FedAvg
 from pflight.errors import ConfigurationError
 from tests.algorithm_tester import ALGORITHMS
 from tests.deploy.in_process import Deployed
@@ -55,6 +56,24 @@ def test_any_module_on_any_data(tmp_path: Path) -> None:
     torch.testing.assert_close(left, right, rtol=0, atol=1e-6)
     assert there.history[-1].metrics == pytest.approx(here.history[-1].metrics, abs=1e-6)
     assert "val/worst_decile_mae" in there.history[-1].metrics
+
+
+class Undefined(Diabetes):
+    """Logs what is not always a number, and nothing to be judged by."""
+
+    validation_step = L.LightningModule.validation_step
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.log("train/ratio", torch.tensor(float("nan")))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_module_may_log_what_is_no_number(tmp_path: Path) -> None:
+    (entry,) = Deployed(Undefined, lazy(), FedAvg, tmp_path).server(1).history
+    assert entry.failed == []
+    assert entry.metrics["train/mse"] > 0
+    assert "train/ratio" not in entry.metrics
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
