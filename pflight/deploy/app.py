@@ -6,10 +6,12 @@ import functools
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
+from flwr.superlink.grid import HttpGrid
 
 from pflight.cli import main as command_line
 from pflight.errors import ConfigurationError
@@ -28,7 +30,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run the server of a federation, with ``config`` and ``keys`` of the app's run config."""
     config = context.run_config
     timeout, patience = (float(config.get(name, 0)) for name in ("round-timeout", "patience"))
-    post = GridPost(grid, timeout or None, patience or 600.0)
+    post = GridPost(cast(HttpGrid, grid), timeout or None, patience or 600.0)
     keys, places = Path(str(config["keys"])), int(config.get("places") or 0) or None
     cli = partial(ServerCLI, connect=lambda: nullcontext(post), folder=keys, places=places)
     command_line(["fit", "--config", *str(config["config"]).split()], cli)
