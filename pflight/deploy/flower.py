@@ -412,6 +412,7 @@ def serve(
     authority: Authority,
     address: str,
     secret: bytes,
+    lost: Callable[[], bool],
 ) -> None:
     """Answer the messages that come to a SuperNode, until it ends.
 
@@ -423,6 +424,7 @@ def serve(
         authority: By which its runtime is trusted.
         address: Of its runtime.
         secret: Which lets this process take messages.
+        lost: Says whether the server was not there for long.
 
     Raises:
         LostServerError: When it has lost its server.
@@ -433,7 +435,7 @@ def serve(
     letters: SimpleQueue[Letter] = SimpleQueue()
     while True:
         process.check()
-        if process.has_written(_LOST):
+        if process.has_written(_LOST) or lost():
             raise LostServerError(f"{process.name} has lost the server")
         with suppress(httpx.HTTPError):  # it is about to end
             acquired = executor.AcquireTask(request)
