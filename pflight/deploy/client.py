@@ -168,12 +168,12 @@ class Watch:
 
 def _wait(server: str, ca: Path) -> None:
     """Wait until there is a server."""
-    begun = time.monotonic()
-    said = -math.inf
+    begun, said = time.monotonic(), -math.inf
     while not check_server(server, ca):
-        if (waited := time.monotonic() - begun) - said > _REMIND:
+        if (waited := round(time.monotonic() - begun)) - said >= _REMIND:
             said = waited
-            print(f"pflight: waiting for the server {server}, for {waited:.0f} s", flush=True)
+            since = f", for {waited} s" if waited else ""
+            print(f"pflight: waiting for the server {server}{since}", flush=True)
         time.sleep(_LOOK)
 
 

@@ -430,33 +430,20 @@ def serve(
         LostServerError: When it has lost its server.
         ProcessEndedError: When it has ended, with what it said.
     """
-    executor = authority.runtime(address, secret)
-    request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
-    letters: SimpleQueue[Letter] = SimpleQueue()
-    while True:
-        process.check()
-        if process.has_written(_LOST) or lost():
-            raise LostServerError(f"{process.name} has lost the server")
-        with suppress(httpx.HTTPError):  # it is about to end
-            acquired = executor.AcquireTask(request)
-            if acquired.token:
-                client = authority.runtime(address, token=acquired.token)
-                Thread(target=_open, args=(client, letters), daemon=True).start()
-        try:
-            letter = letters.get(timeout=_LOOK)
-        except Empty:
-            continue
-        TaskIdentity.run_id = letter.context.run_id
-        TaskIdentity.node_id = letter.context.node_id
-        reply = Message(answer(letter.message.content), reply_to=letter.message)
-        try:
-            push_message(letter.client, reply, letter.context)
-            push_task_output(letter.client, letter.context, SubStatus.COMPLETED, "")
-        except httpx.HTTPError as error:
-            warnings.warn(f"an answer could not be sent: {error}", stacklevel=2)
-        finally:
-            letter.heartbeat.stop()
-            letter.client.close()
+    with authority.runtime(address, secret) as executor:  # for which an ending SuperNode waits
+        request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
+        letters: SimpleQueue[Letter] = SimpleQueue()
+        while True:
+            process.check()
+            if process.has_written(_LOST) or lost():
+                raise LostServerError(f"{process.name} has lost the server")
+            with suppress(httpx.HTTPError):  # it is about to end
+                acquired = executor.AcquireTask(request)
+                if acquired.token:
+                    client = authority.runtime(address, token=acquired.token)
+                    Thread(target=_open, args=(client, letters), daemon=True).start()
+            with suppress(Empty):
+                _answer(letters.get(timeout=_LOOK), answer)
 
 
 class Letter(NamedTuple):
@@ -466,6 +453,21 @@ class Letter(NamedTuple):
     context: Context
     client: RuntimeHttpClient
     heartbeat: Heartbeat
+
+
+def _answer(letter: Letter, answer: Callable[[RecordDict], RecordDict]) -> None:
+    """Answer a message that has arrived."""
+    TaskIdentity.run_id = letter.context.run_id
+    TaskIdentity.node_id = letter.context.node_id
+    try:
+        reply = Message(answer(letter.message.content), reply_to=letter.message)
+        push_message(letter.client, reply, letter.context)
+        push_task_output(letter.client, letter.context, SubStatus.COMPLETED, "")
+    except httpx.HTTPError as error:
+        warnings.warn(f"an answer could not be sent: {error}", stacklevel=2)
+    finally:
+        letter.heartbeat.stop()
+        letter.client.close()
 
 
 def _open(client: RuntimeHttpClient, letters: SimpleQueue[Letter]) -> None:
