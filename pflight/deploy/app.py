@@ -6,7 +6,6 @@ import functools
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
@@ -17,7 +16,7 @@ from pflight.cli import main as command_line
 from pflight.errors import ConfigurationError
 
 from .client import NodeCLI
-from .flower import GridPost
+from .flower import GridPost, give_up_with
 from .node import Node
 from .server import ServerCLI
 
@@ -28,9 +27,11 @@ client = ClientApp()
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the server of a federation, with ``config`` and ``keys`` of the app's run config."""
+    assert isinstance(grid, HttpGrid)
+    give_up_with(grid)
     config = context.run_config
     timeout, patience = (float(config.get(name, 0)) for name in ("round-timeout", "patience"))
-    post = GridPost(cast(HttpGrid, grid), timeout or None, patience or 600.0)
+    post = GridPost(grid, timeout or None, patience or 600.0)
     keys, places = Path(str(config["keys"])), int(config.get("places") or 0) or None
     cli = partial(ServerCLI, connect=lambda: nullcontext(post), folder=keys, places=places)
     command_line(["fit", "--config", *str(config["config"]).split()], cli)

@@ -116,7 +116,7 @@ def _serve(node: Node, given: argparse.Namespace) -> None:
         print(f"pflight: starting flower-supernode for {given.server}, log in {given.folder}")
         failing = 0.0
         while True:
-            _wait(given.server, given.ca)
+            wait_for(given.server, given.ca)
             begun = time.monotonic()
             try:
                 with Watch(given.server, given.ca) as watch, supernode(*there) as started:
@@ -166,8 +166,16 @@ class Watch:
         return time.monotonic() - self._seen > _REMIND
 
 
-def _wait(server: str, ca: Path) -> None:
-    """Wait until there is a server."""
+def wait_for(server: str, ca: Path) -> None:
+    """Wait until there is a server.
+
+    Args:
+        server: Its address.
+        ca: Certificate of the authority that it is trusted by.
+
+    Raises:
+        ConfigurationError: If it can't be trusted.
+    """
     begun, said = time.monotonic(), -math.inf
     while not check_server(server, ca):
         if (waited := round(time.monotonic() - begun)) - said >= _REMIND:

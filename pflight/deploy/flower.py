@@ -89,11 +89,11 @@ _KINDS = {
 }
 _LOOK = 0.2  # seconds from one look at what has arrived to the next
 _START = 120.0  # seconds in which a process of Flower's starts
-_BEAT = 10.0  # seconds from one heartbeat to the next, of which Flower misses five
 _LONGEST = 12 * 3600.0  # seconds for which a message is kept without a round_timeout
 _LOST = (
     b"SSL/TLS handshake error detected"  # the last words of a SuperNode, which does not end then
 )
+_OVER = frozenset({httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN})  # for a run that has ended
 _ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 
 
@@ -167,7 +167,7 @@ def superlink(
         process.wait_until(lambda: check_server(address, certificates / "ca.pem"))
         control = authority.control(address)
         with _task(authority, address, secret, start_run(control)) as grid:
-            _give_up_with(process, grid)
+            give_up_with(grid, process)
             yield GridPost(grid, timeout, patience, control)
         control.close()
     finally:
@@ -181,13 +181,21 @@ def start_run(control: ControlHttpClient, app: str = APP) -> int:
     return int(control.StartRun(StartRunRequest(fab=fab_to_proto(fab))).run_id)
 
 
-def _give_up_with(process: Process, grid: HttpGrid) -> None:
-    """Have a grid, which tries for ever to reach its SuperLink, end with the SuperLink."""
+def give_up_with(grid: HttpGrid, process: Process | None = None) -> None:
+    """Have a grid, which tries for ever to reach its SuperLink, end with it or with the run.
+
+    Args:
+        grid: Flower's.
+        process: The SuperLink, if it was started here.
+    """
     invoker = grid._retry_invoker
     gives_up = invoker.should_giveup
 
     def should_give_up(error: Exception) -> bool:
-        process.check()
+        if process is not None:
+            process.check()
+        if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in _OVER:
+            raise ConfigurationError("Flower's SuperLink has ended the run, or it was stopped")
         return gives_up is not None and gives_up(error)
 
     invoker.should_giveup = should_give_up
@@ -198,10 +206,11 @@ class Heartbeat:
 
     Args:
         client: The connection to the task's runtime.
+        every: Seconds from one to the next, of which Flower misses five.
     """
 
-    def __init__(self, client: RuntimeHttpClient) -> None:
-        self._client, self._done = client, Event()
+    def __init__(self, client: RuntimeHttpClient, every: float = 10.0) -> None:
+        self._client, self._every, self._done = client, every, Event()
         self._thread = Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -209,7 +218,7 @@ class Heartbeat:
         while True:
             with suppress(httpx.HTTPError):  # who sends or asks next sees that Flower is gone
                 self._client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
-            if self._done.wait(_BEAT):
+            if self._done.wait(self._every):
                 return
 
     def stop(self) -> None:
