@@ -150,7 +150,8 @@ def superlink(
     check_port(host, port)
     folder = certificates / "superlink"
     folder.mkdir(parents=True, exist_ok=True)
-    for kept in folder.glob("superlink.db*"):  # nodes, runs and messages of the server before
+    database = folder / f"superlink-{port}.db"
+    for kept in folder.glob(f"{database.name}*"):  # nodes, runs and messages of the server before
         kept.unlink()
     write_private(folder / "secret", secret := secrets.token_hex(32).encode())
     print(f"pflight: starting flower-superlink at {host}:{port}, log in {folder}", flush=True)
@@ -159,7 +160,7 @@ def superlink(
     command += ["--ssl-certfile", str(certificates / "server.pem")]
     command += ["--ssl-keyfile", str(certificates / "server.key")]
     command += ["--enable-supernode-auth", "--disable-runtime-dependency-installation"]
-    command += ["--database", str(folder / "superlink.db")]
+    command += ["--database", str(database)]
     command += ["--superexec-auth-secret-file", str(folder / "secret")]
     process, authority = Process(command, folder, "superlink"), Authority(certificates / "ca.pem")
     address = f"{'localhost' if host in ('0.0.0.0', '::', '127.0.0.1') else host}:{port}"
@@ -352,7 +353,13 @@ class GridPost:
             if client not in self._arrived:
                 time.sleep(_LOOK)
         del self._waiting[client]
-        message = self._pulled(self._arrived.pop(client, None), end)
+        tree = self._arrived.pop(client, None)
+        try:
+            message = None if tree is None else self._pulled(tree, end)
+        except ObjectPullError:
+            if time.monotonic() < end:
+                return "its node did not send its answer as a whole"
+            message = None
         if message is None:
             return f"its node did not answer within {timeout:g} s"
         if message.has_error():
@@ -371,15 +378,8 @@ class GridPost:
         for letter, tree in zip(found.messages_list, found.message_object_trees, strict=True):
             self._arrived[whose[letter.metadata.reply_to_message_id]] = tree
 
-    def _pulled(self, tree: ObjectTree | None, end: float) -> Message | None:
-        """Return a message that has come, unless a part of it is still missing at the end.
-
-        Flower itself waits minutes for the rest of one whose node was killed as it sent it.
-        """
-        with suppress(ObjectPullError):
-            if tree is not None:
-                return _pulled_as(self.grid.node, self.grid.run.run_id, self._runtime, tree, end)
-        return None
+    def _pulled(self, tree: ObjectTree, end: float) -> Message:
+        return _pulled_as(self.grid.node, self.grid.run.run_id, self._runtime, tree, end)
 
     @property
     def _runtime(self) -> RuntimeHttpClient:
@@ -503,7 +503,10 @@ def _pulled(client: RuntimeHttpClient) -> tuple[Message, Context]:
 def _pulled_as(
     node: Node, run_id: int, client: RuntimeHttpClient, tree: ObjectTree, end: float = math.inf
 ) -> Message:
-    """Return a message whose parts have come or, until the end, are about to come."""
+    """Return a message whose parts have come or, until the end, are about to come.
+
+    Flower itself waits minutes for the rest of one whose node was killed as it sent it.
+    """
     pull = make_pull_object_fn_protobuf(client.PullObject, node, run_id)
 
     def pull_in_time(id_: str) -> bytes:

@@ -46,16 +46,22 @@ class Flower:
         delays: After which seconds each client's answer comes.
         halves: The clients whose answer never comes as a whole.
         pull: Seconds that it takes to pull a part of an answer.
+        given_up: Whether Flower has stopped waiting for the rest of a half.
     """
 
     node = Node(node_id=1)
     run = SimpleNamespace(run_id=1)
 
     def __init__(
-        self, delays: dict[int, float], halves: Iterable[int] = (), pull: float = 0.0
+        self,
+        delays: dict[int, float],
+        halves: Iterable[int] = (),
+        pull: float = 0.0,
+        given_up: bool = False,
     ) -> None:
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
         self.delays, self.halves, self.pull = delays, {*halves}, pull
+        self.given_up = given_up
         self.parts: dict[str, bytes] = {}
         self._runtime_client = SimpleNamespace(
             PullMessages=self.pull_answers,
@@ -92,15 +98,18 @@ class Flower:
             self.parts |= {name: part.deflate() for name, part in parts.items()}
             if answer.metadata.src_node_id - 10 in self.halves:
                 self.parts[answer.object_id] = b""
+                self.parts.pop(answer.object_id if self.given_up else "", None)
             response.message_object_trees.append(get_object_tree(answer))
             response.messages_list.append(message_to_proto(remove_content_from_message(answer)))
         return response
 
     def pull_part(self, request: PullObjectRequest) -> PullObjectResponse:
         time.sleep(self.pull)
-        content = self.parts[request.object_id]
+        content = self.parts.get(request.object_id)
         return PullObjectResponse(
-            object_found=True, object_available=content != b"", object_content=content
+            object_found=content is not None,
+            object_available=bool(content),
+            object_content=content or b"",
         )
 
 
@@ -112,6 +121,13 @@ def answers(post: GridPost, clients: Iterable[int]) -> list[Any]:
 
 
 LATE = "its node did not answer within 0.5 s"
+
+
+def test_half_an_answer_that_flower_has_given_up_is_none() -> None:
+    flower = Flower({0: 0.0}, halves=[0], given_up=True)
+    assert answers(flower.post(timeout=60.0), [0]) == [
+        "its node did not send its answer as a whole"
+    ]
 
 
 @pytest.mark.parametrize("halves", [(), (0,)], ids=["slow", "half an answer"])
