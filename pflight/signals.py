@@ -49,6 +49,9 @@ class StopBetweenRounds(L.Callback):
     Args:
         advice: Returns how to continue the run, for that line.
 
+    Attributes:
+        at_once: The signals that, as a second one, stop the process at once.
+
     Example:
         >>> import lightning as L, pflight, torch
         >>> samples = torch.randn(8, 4), torch.randint(2, (8,))
@@ -60,6 +63,8 @@ class StopBetweenRounds(L.Callback):
         ...         enable_model_summary=False)
         ...     trainer.fit(pflight.Federation(client), datamodule=data)
     """
+
+    at_once: frozenset[int] = frozenset({signal.SIGINT})
 
     def __init__(self, advice: Callable[[], str] = str) -> None:
         self.advice = advice
@@ -184,9 +189,10 @@ class StopBetweenRounds(L.Callback):
                 if signum not in _SIGNALS:
                     continue
                 if not heard and self._in_rounds:
-                    more = "; a second Ctrl-C stops at once" if signum == signal.SIGINT else ""
+                    name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
+                    more = f"; a second {name} stops at once" if signum in self.at_once else ""
                     _write(1, f"pflight: stopping after this round{more}")
-                elif heard and signum == signal.SIGINT and now - last > _SAME:
+                elif heard and signum in self.at_once and now - last > _SAME:
                     self._end_now(heard)
                 heard, last = heard or signum, now
             if self._parent not in (0, os.getppid()):

@@ -10,12 +10,13 @@ from pathlib import Path
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
+from flwr.superlink.grid import HttpGrid
 
 from pflight.cli import main as command_line
 from pflight.errors import ConfigurationError
 
 from .client import NodeCLI
-from .flower import GridPost
+from .flower import GridPost, give_up_with
 from .node import Node
 from .server import ServerCLI
 
@@ -26,6 +27,8 @@ client = ClientApp()
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     """Run the server of a federation, with ``config`` and ``keys`` of the app's run config."""
+    assert isinstance(grid, HttpGrid)
+    give_up_with(grid)
     config = context.run_config
     timeout, patience = (float(config.get(name, 0)) for name in ("round-timeout", "patience"))
     post = GridPost(grid, timeout or None, patience or 600.0)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import secrets
 import tempfile
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,8 @@ from .processes import ProcessEndedError, ended_by_signals
 _REFUSED = "Failed to activate SuperNode"
 _SHORT = 30.0  # seconds in which a SuperNode that can't run ends
 _LOOK = 2.0  # seconds from one look for the server to the next
+_WATCH = 10.0  # likewise, while a SuperNode is connected to it
+_REMIND = 60.0  # seconds from one line on a server that is not there to the next
 _AGAIN, _PATIENCE = 5.0, 120.0  # seconds between two trials to connect, and for all of them
 
 
@@ -116,13 +121,14 @@ def _serve(node: Node, given: argparse.Namespace) -> None:
         print(f"pflight: starting flower-supernode for {given.server}, log in {given.folder}")
         failing = 0.0
         while True:
-            _wait(given.server, given.ca)
+            wait_for(given.server, given.ca)
             begun = time.monotonic()
             try:
-                with supernode(*there) as (process, address):
+                with Watch(given.server, given.ca) as watch, supernode(*there) as started:
+                    process, address = started
                     print("pflight: connecting", flush=True)
                     where = Authority(paths["ca"]), address, secret.read_bytes()
-                    serve(node.answer, process, *where)
+                    serve(node.answer, process, *where, watch.misses)
             except LostServerError:
                 failing = 0.0
             except ProcessEndedError as error:
@@ -132,12 +138,56 @@ def _serve(node: Node, given: argparse.Namespace) -> None:
                 _say_why(str(error), given.key, failing)
 
 
-def _wait(server: str, ca: Path) -> None:
-    """Wait until there is a server."""
-    if not check_server(server, ca):
-        print(f"pflight: waiting for the server at {server}", flush=True)
-        while not check_server(server, ca):
-            time.sleep(_LOOK)
+class Watch:
+    """Looks for the server beside what goes on, since a SuperNode that misses it may wait for ever.
+
+    Args:
+        server: Its address.
+        ca: Certificate of the authority that it is trusted by.
+    """
+
+    def __init__(self, server: str, ca: Path) -> None:
+        self._where = server, ca
+        self._seen = time.monotonic()
+        self._done = threading.Event()
+
+    def __enter__(self) -> Watch:
+        """Begin to look."""
+        threading.Thread(target=self._look, name="watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End it."""
+        self._done.set()
+
+    def _look(self) -> None:
+        while not self._done.wait(_WATCH):
+            with suppress(ConfigurationError):  # which who connects next meets again
+                if check_server(*self._where):
+                    self._seen = time.monotonic()
+
+    def misses(self) -> bool:
+        """Return whether the server was not there for so long that it misses this node, too."""
+        return time.monotonic() - self._seen > _REMIND
+
+
+def wait_for(server: str, ca: Path) -> None:
+    """Wait until there is a server.
+
+    Args:
+        server: Its address.
+        ca: Certificate of the authority that it is trusted by.
+
+    Raises:
+        ConfigurationError: If it can't be trusted.
+    """
+    begun, said = time.monotonic(), -math.inf
+    while not check_server(server, ca):
+        if (waited := round(time.monotonic() - begun)) - said >= _REMIND:
+            said = waited
+            since = f", for {waited} s" if waited else ""
+            print(f"pflight: waiting for the server {server}{since}", flush=True)
+        time.sleep(_LOOK)
 
 
 def _say_why(said: str, key: Path, failing: float) -> None:

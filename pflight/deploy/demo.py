@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +19,7 @@ from .processes import end_with_parent, ended_by_signals, free_port
 
 _OPTIONS = ("--config", "configs/data/digits.yaml", "--config", "configs/algorithm/ditto.yaml")
 _ROUNDS = ("--trainer.max_epochs", "5")
-_PATIENCE = 20.0  # seconds for a node to end
+_PATIENCE = 20.0  # seconds for all of them to end
 
 
 def demonstrate(num_nodes: int, folder: Path | None, rest: Sequence[str]) -> int:
@@ -34,6 +35,8 @@ def demonstrate(num_nodes: int, folder: Path | None, rest: Sequence[str]) -> int
             temporary = tempfile.TemporaryDirectory(prefix="pflight-demo-")
             folder = Path(until_done.enter_context(temporary))
         make_folder(folder)
+        running: list[subprocess.Popen[bytes]] = []
+        until_done.callback(_end, running)
         certificates = folder / "certificates"
         make_certificates(certificates, [])
         nodes = certificates / "nodes"
@@ -52,12 +55,11 @@ def demonstrate(num_nodes: int, folder: Path | None, rest: Sequence[str]) -> int
             whose = ["--key", key, "--folder", own, "--client", client]
             print(f"pflight: starting node {client}, log in {own / 'node.log'}", flush=True)
             log = until_done.enter_context((own / "node.log").open("ab"))
-            node = _start(["client", *where, *whose, *options], log)
-            until_done.callback(_end, node)
+            running.append(_start(["client", *where, *whose, *options], log))
         where = ["--certificates", certificates, "--host", "127.0.0.1", "--port", port]
         root = [] if "--trainer.default_root_dir" in given else ["--trainer.default_root_dir"]
         server = _start(["server", *where, *options, *root, *[folder / "run"][: len(root)]], None)
-        until_done.callback(_end, server)
+        until_done.callback(_end, [server])
         return server.wait()
 
 
@@ -72,13 +74,17 @@ def _start(arguments: Sequence[object], log: IO[bytes] | None) -> subprocess.Pop
     )
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(_PATIENCE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End all, none of which waits for another."""
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    end = time.monotonic() + _PATIENCE
+    for process in processes:
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def run(given: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 import time
 import warnings
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import httpx
@@ -20,29 +21,32 @@ from flwr.cli.build import build_fab_from_files
 from flwr.common.constant import SubStatus
 from flwr.common.serde import context_from_proto, fab_to_proto, run_from_proto
 from flwr.proto.control_pb2 import (
-    ListNodesRequest,
     RegisterNodeRequest,
     StartRunRequest,
-    UnregisterNodeRequest,
 )
+from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.node_pb2 import Node
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
     PullAppMessagesRequest,
     PullTaskInputRequest,
     PushTaskOutputRequest,
+    SendTaskHeartbeatRequest,
 )
-from flwr.serverapp import Grid
 from flwr.supercore.constant import TaskType
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.fab import Fab
-from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
 from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.inflatable.inflatable_protobuf_utils import (
     make_confirm_message_received_fn_protobuf,
     make_pull_object_fn_protobuf,
 )
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
+from flwr.supercore.inflatable.inflatable_utils import (
+    ObjectPullError,
+    ObjectUnavailableError,
+    inflate_object_from_contents,
+    pull_objects,
+)
 from flwr.supercore.interceptors import (
     RuntimeTokenHttpInterceptor,
     RuntimeVersionHttpInterceptor,
@@ -89,6 +93,7 @@ _LONGEST = 12 * 3600.0  # seconds for which a message is kept without a round_ti
 _LOST = (
     b"SSL/TLS handshake error detected"  # the last words of a SuperNode, which does not end then
 )
+_OVER = frozenset({httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN})  # for a run that has ended
 _ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 
 
@@ -144,6 +149,9 @@ def superlink(
     """
     folder = certificates / "superlink"
     folder.mkdir(parents=True, exist_ok=True)
+    database = folder / f"superlink-{port}.db"
+    for kept in folder.glob(f"{database.name}*"):  # nodes, runs and messages of the server before
+        kept.unlink()
     write_private(folder / "secret", secret := secrets.token_hex(32).encode())
     print(f"pflight: starting flower-superlink at {host}:{port}, log in {folder}", flush=True)
     command = ["flower-superlink", "--host", host, "--port", str(port), "--isolation", "process"]
@@ -151,7 +159,7 @@ def superlink(
     command += ["--ssl-certfile", str(certificates / "server.pem")]
     command += ["--ssl-keyfile", str(certificates / "server.key")]
     command += ["--enable-supernode-auth", "--disable-runtime-dependency-installation"]
-    command += ["--database", str(folder / "superlink.db")]
+    command += ["--database", str(database)]
     command += ["--superexec-auth-secret-file", str(folder / "secret")]
     process, authority = Process(command, folder, "superlink"), Authority(certificates / "ca.pem")
     address = f"{'localhost' if host in ('0.0.0.0', '::', '127.0.0.1') else host}:{port}"
@@ -159,6 +167,7 @@ def superlink(
         process.wait_until(lambda: check_server(address, certificates / "ca.pem"))
         control = authority.control(address)
         with _task(authority, address, secret, start_run(control)) as grid:
+            give_up_with(grid, process)
             yield GridPost(grid, timeout, patience, control)
         control.close()
     finally:
@@ -172,8 +181,54 @@ def start_run(control: ControlHttpClient, app: str = APP) -> int:
     return int(control.StartRun(StartRunRequest(fab=fab_to_proto(fab))).run_id)
 
 
+def give_up_with(grid: HttpGrid, process: Process | None = None) -> None:
+    """Have a grid, which tries for ever to reach its SuperLink, end with it or with the run.
+
+    Args:
+        grid: Flower's.
+        process: The SuperLink, if it was started here.
+    """
+    invoker = grid._retry_invoker
+    gives_up = invoker.should_giveup
+
+    def should_give_up(error: Exception) -> bool:
+        if process is not None:
+            process.check()
+        if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in _OVER:
+            raise ConfigurationError("Flower's SuperLink has ended the run, or it was stopped")
+        return gives_up is not None and gives_up(error)
+
+    invoker.should_giveup = should_give_up
+
+
+class Heartbeat:
+    """Tells Flower that a task goes on; unlike Flower's own, it never interrupts the process.
+
+    Args:
+        client: The connection to the task's runtime.
+        every: Seconds from one to the next, of which Flower misses five.
+    """
+
+    def __init__(self, client: RuntimeHttpClient, every: float = 10.0) -> None:
+        self._client, self._every, self._done = client, every, Event()
+        self._thread = Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        while True:
+            with suppress(httpx.HTTPError):  # who sends or asks next sees that Flower is gone
+                self._client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
+            if self._done.wait(self._every):
+                return
+
+    def stop(self) -> None:
+        """End it."""
+        self._done.set()
+        self._thread.join()
+
+
 @contextmanager
-def _task(authority: Authority, address: str, secret: bytes, run_id: int) -> Iterator[Grid]:
+def _task(authority: Authority, address: str, secret: bytes, run_id: int) -> Iterator[HttpGrid]:
     """Be the process of a run's server, and yield the grid of its nodes."""
     executor = authority.runtime(address, secret)
     end, token = time.monotonic() + _START, ""
@@ -189,8 +244,7 @@ def _task(authority: Authority, address: str, secret: bytes, run_id: int) -> Ite
             time.sleep(_LOOK)
     executor.close()
     client = authority.runtime(address, token=token)
-    heartbeat = HeartbeatSender(make_task_heartbeat_fn_http(client))
-    heartbeat.start()
+    heartbeat = Heartbeat(client)
     given = client.PullTaskInput(PullTaskInputRequest())
     run = run_from_proto(given.run)
     TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, run.run_id
@@ -226,7 +280,7 @@ class GridPost:
 
     def __init__(
         self,
-        grid: Grid,
+        grid: HttpGrid,
         timeout: float | None,
         patience: float,
         control: ControlHttpClient | None = None,
@@ -236,7 +290,9 @@ class GridPost:
         self.keys: dict[int, bytes] = {}
         self.carried: dict[Work, Counter[str]] = defaultdict(Counter)
         self._waiting: dict[int, tuple[str, float, float, Work]] = {}
+        self._arrived: dict[int, ObjectTree] = {}
         self._lost: dict[int, str] = {}
+        self._registered: set[bytes] = set()
 
     def online(self) -> dict[int, int]:
         """Return Flower's ids of the nodes that are connected, by client."""
@@ -244,22 +300,23 @@ class GridPost:
         return {client: found[key] for client, key in self.keys.items() if key in found}
 
     def register(self, keys: Set[bytes]) -> None:
-        """Let the nodes with these keys connect, and no others."""
+        """Let the nodes with these keys connect.
+
+        None is let out again, since Flower takes no key a second time: who may not take part any
+        more is sent nothing.
+        """
         if self.control is None:
             return
-        known = {
-            node.public_key: node for node in self.control.ListNodes(ListNodesRequest()).nodes_info
-        }
-        for key in keys - known.keys():
+        for key in keys - self._registered:
             self.control.RegisterNode(RegisterNodeRequest(public_key=key))
-        for key in known.keys() - keys:
-            self.control.UnregisterNode(UnregisterNodeRequest(node_id=known[key].node_id))
+            self._registered.add(key)
 
     def send(self, messages: Iterable[Asked]) -> None:
         """See :class:`~pflight.deploy.remote.Post`."""
         online, letters, whose = self.online(), [], list[tuple[Asked, float]]()
         for asked in messages:
             self._waiting.pop(asked.client, None)
+            self._arrived.pop(asked.client, None)
             if asked.client not in online:
                 self._lost[asked.client] = "its node is not connected"
                 continue
@@ -278,28 +335,6 @@ class GridPost:
             else:
                 self._lost[asked.client] = "Flower did not take the message for its node"
 
-    def _arrived(self, id_: str, end: float) -> Iterable[Message]:
-        """Return the answer to a message, if it is there as a whole before the end.
-
-        Flower itself waits minutes for the rest of one whose node was killed as it sent it.
-        """
-        found: SimpleQueue[Iterable[Message] | Exception] = SimpleQueue()
-
-        def pull() -> None:
-            try:
-                found.put(self.grid.pull_messages([id_]))
-            except Exception as error:  # which is raised where it is waited for
-                found.put(error)
-
-        Thread(target=pull, daemon=True).start()
-        try:
-            messages = found.get(timeout=max(0.0, end - time.monotonic()))
-        except Empty:
-            return []
-        if isinstance(messages, Exception):
-            raise messages
-        return messages
-
     def _count(self, work: Work, way: str, content: RecordDict) -> None:
         whole = bytes_of(content)
         self.carried[work].update({way: whole, f"around {way}": whole - tensor_bytes_of(content)})
@@ -308,16 +343,46 @@ class GridPost:
         """See :class:`~pflight.deploy.remote.Post`."""
         if client not in self._waiting:
             return self._lost.pop(client)
-        id_, end, timeout, work = self._waiting.pop(client)
-        while True:
-            for message in self._arrived(id_, end):
-                if message.has_error():
-                    return f"its node gave no answer: {message.error.reason}"
-                self._count(work, "up", message.content)
-                return message.content
-            if time.monotonic() > end:
-                return f"its node did not answer within {timeout:g} s"
-            time.sleep(_LOOK)
+        _, end, timeout, work = self._waiting[client]
+        while client not in self._arrived:
+            late = time.monotonic() > end
+            self._look()
+            if late:
+                break
+            if client not in self._arrived:
+                time.sleep(_LOOK)
+        del self._waiting[client]
+        tree = self._arrived.pop(client, None)
+        try:
+            message = None if tree is None else self._pulled(tree, end)
+        except ObjectPullError:
+            if time.monotonic() < end:
+                return "its node did not send its answer as a whole"
+            message = None
+        if message is None:
+            return f"its node did not answer within {timeout:g} s"
+        if message.has_error():
+            return f"its node gave no answer: {message.error.reason}"
+        self._count(work, "up", message.content)
+        return message.content
+
+    def _look(self) -> None:
+        """Note whose answers have come, whoever is waited for; what they carry stays there."""
+        whose = {
+            id_: client
+            for client, (id_, *_) in self._waiting.items()
+            if client not in self._arrived
+        }
+        found = self._runtime.PullMessages(PullAppMessagesRequest(message_ids=[*whose]))
+        for letter, tree in zip(found.messages_list, found.message_object_trees, strict=True):
+            self._arrived[whose[letter.metadata.reply_to_message_id]] = tree
+
+    def _pulled(self, tree: ObjectTree, end: float) -> Message:
+        return _pulled_as(self.grid.node, self.grid.run.run_id, self._runtime, tree, end)
+
+    @property
+    def _runtime(self) -> RuntimeHttpClient:
+        return self.grid._runtime_client
 
 
 @contextmanager
@@ -355,6 +420,7 @@ def serve(
     authority: Authority,
     address: str,
     secret: bytes,
+    lost: Callable[[], bool],
 ) -> None:
     """Answer the messages that come to a SuperNode, until it ends.
 
@@ -366,38 +432,26 @@ def serve(
         authority: By which its runtime is trusted.
         address: Of its runtime.
         secret: Which lets this process take messages.
+        lost: Says whether the server was not there for long.
 
     Raises:
         LostServerError: When it has lost its server.
         ProcessEndedError: When it has ended, with what it said.
     """
-    executor = authority.runtime(address, secret)
-    request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
-    letters: SimpleQueue[Letter] = SimpleQueue()
-    while True:
-        process.check()
-        if process.has_written(_LOST):
-            raise LostServerError(f"{process.name} has lost the server")
-        with suppress(httpx.HTTPError):  # it is about to end
-            acquired = executor.AcquireTask(request)
-            if acquired.token:
-                client = authority.runtime(address, token=acquired.token)
-                Thread(target=_open, args=(client, letters), daemon=True).start()
-        try:
-            letter = letters.get(timeout=_LOOK)
-        except Empty:
-            continue
-        TaskIdentity.run_id = letter.context.run_id
-        TaskIdentity.node_id = letter.context.node_id
-        reply = Message(answer(letter.message.content), reply_to=letter.message)
-        try:
-            push_message(letter.client, reply, letter.context)
-            push_task_output(letter.client, letter.context, SubStatus.COMPLETED, "")
-        except httpx.HTTPError as error:
-            warnings.warn(f"an answer could not be sent: {error}", stacklevel=2)
-        finally:
-            letter.heartbeat.stop()
-            letter.client.close()
+    with authority.runtime(address, secret) as executor:  # for which an ending SuperNode waits
+        request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
+        letters: SimpleQueue[Letter] = SimpleQueue()
+        while True:
+            process.check()
+            if process.has_written(_LOST) or lost():
+                raise LostServerError(f"{process.name} has lost the server")
+            with suppress(httpx.HTTPError):  # it is about to end
+                acquired = executor.AcquireTask(request)
+                if acquired.token:
+                    client = authority.runtime(address, token=acquired.token)
+                    Thread(target=_open, args=(client, letters), daemon=True).start()
+            with suppress(Empty):
+                _answer(letters.get(timeout=_LOOK), answer)
 
 
 class Letter(NamedTuple):
@@ -406,13 +460,27 @@ class Letter(NamedTuple):
     message: Message
     context: Context
     client: RuntimeHttpClient
-    heartbeat: HeartbeatSender
+    heartbeat: Heartbeat
+
+
+def _answer(letter: Letter, answer: Callable[[RecordDict], RecordDict]) -> None:
+    """Answer a message that has arrived."""
+    TaskIdentity.run_id = letter.context.run_id
+    TaskIdentity.node_id = letter.context.node_id
+    try:
+        reply = Message(answer(letter.message.content), reply_to=letter.message)
+        push_message(letter.client, reply, letter.context)
+        push_task_output(letter.client, letter.context, SubStatus.COMPLETED, "")
+    except httpx.HTTPError as error:
+        warnings.warn(f"an answer could not be sent: {error}", stacklevel=2)
+    finally:
+        letter.heartbeat.stop()
+        letter.client.close()
 
 
 def _open(client: RuntimeHttpClient, letters: SimpleQueue[Letter]) -> None:
     """Wait until a message has arrived as a whole: one of a run that has ended never does."""
-    heartbeat = HeartbeatSender(make_task_heartbeat_fn_http(client))
-    heartbeat.start()
+    heartbeat = Heartbeat(client)
     try:
         message, context = _pulled(client)
     except Exception as error:  # of many kinds: it is gone, or its run is
@@ -428,16 +496,37 @@ def _pulled(client: RuntimeHttpClient) -> tuple[Message, Context]:
     context = context_from_proto(client.PullTaskInput(PullTaskInputRequest()).context)
     (tree,) = client.PullMessages(PullAppMessagesRequest()).message_object_trees
     node = Node(node_id=context.node_id)
+    return _pulled_as(node, context.run_id, client, tree), context
+
+
+def _pulled_as(
+    node: Node, run_id: int, client: RuntimeHttpClient, tree: ObjectTree, end: float = math.inf
+) -> Message:
+    """Return a message whose parts have come or, until the end, are about to come.
+
+    Flower itself waits minutes for the rest of one whose node was killed as it sent it.
+    """
+    pull = make_pull_object_fn_protobuf(client.PullObject, node, run_id)
+
+    def pull_in_time(id_: str) -> bytes:
+        try:
+            return pull(id_)
+        except ObjectUnavailableError:
+            if time.monotonic() > end:
+                raise ObjectPullError(id_, "it has not come in time") from None
+            raise
+
     contents = pull_objects(
         [part.object_id for part in iterate_object_tree(tree)],
-        make_pull_object_fn_protobuf(client.PullObject, node, context.run_id),
+        pull_in_time,
+        max_tries_per_object=None,
         initial_backoff=_LOOK / 4,
         backoff_cap=1.0,
     )
     message = inflate_object_from_contents(tree.object_id, contents)
     assert isinstance(message, Message)
     message.metadata.__dict__["_message_id"] = tree.object_id  # which it does not carry itself
-    make_confirm_message_received_fn_protobuf(client.ConfirmMessageReceived, node, context.run_id)(
+    make_confirm_message_received_fn_protobuf(client.ConfirmMessageReceived, node, run_id)(
         tree.object_id
     )
-    return message, context
+    return message

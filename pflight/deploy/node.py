@@ -27,7 +27,7 @@ from pflight.fingerprint import checksum_of
 from pflight.half import OWN, Half, Participation
 from pflight.head import marked
 from pflight.history import Round
-from pflight.loaders import SPLITS, Split
+from pflight.loaders import SPLITS
 from pflight.local.setting import Setting
 from pflight.metrics import ClientMetrics, ClientValues, LoggedMetrics
 from pflight.server import ServerModels, server_work

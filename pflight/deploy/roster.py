@@ -12,6 +12,7 @@ import lightning as L
 
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
+from pflight.history import Round
 
 from .data import NodeData
 from .keys import keys_in
@@ -65,6 +66,7 @@ class Roster(L.Callback):
         self.folder, self.agreement = folder, agreement
         self.nodes: dict[int, bytes] = {}
         self.met: set[int] = set()
+        self.missed: set[int] = set()
 
     def meet(self, places: int | None, saved: dict[str, Any] | None) -> None:
         """Wait for the nodes, and ask what they have.
@@ -100,6 +102,7 @@ class Roster(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let nodes join whose keys have come, from the next round on."""
         assert isinstance(pl_module, Federation)
+        self._note_missed(pl_module.history[-1])
         try:
             here = keys_in(self.folder)
         except ConfigurationError as error:
@@ -138,6 +141,13 @@ class Roster(L.Callback):
             if client not in self.data.known:  # which its node has not said itself yet
                 self.data.know(client, *known)
 
+    def _note_missed(self, entry: Round) -> None:
+        """Note who failed in a round, and say who is back in it."""
+        back = sorted(self.missed.intersection(entry.clients) - {*entry.failed})
+        for client in back:
+            print(f"pflight: round {entry.index}: client {client} is back", flush=True)
+        self.missed = (self.missed - {*back}) | {*entry.failed}
+
     def _let_in(self, here: Mapping[str, bytes]) -> None:
         keys = {client: key for client, key in self.nodes.items() if key in here.values()}
         if keys != self.post.keys:
@@ -147,7 +157,10 @@ class Roster(L.Callback):
     def _ask(self) -> dict[int, str]:
         """Ask those who are here and were not asked yet; return who can't take part, and why."""
         new = [client for client in self.post.online() if client not in self.met]
-        said = self.clients.describe(new, self.data, self.agreement) if new else {}
+        if not new:
+            return {}
+        print(f"pflight: asking the nodes of clients {new} what they have", flush=True)
+        said = self.clients.describe(new, self.data, self.agreement)
         self.met |= {client for client, refusal in said.items() if not refusal}
         return said
 

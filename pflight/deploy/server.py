@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -52,6 +53,8 @@ class ServerCLI(FederationCLI):
         places: int | None = None,
     ) -> None:
         self._connect, self._keys, self._places = connect, folder, places
+        if stop is not None:
+            stop.at_once = frozenset(signal.valid_signals())
         super().__init__(args, stop)
 
     def before_instantiate_classes(self) -> None:

@@ -183,7 +183,7 @@ class Machines:
 
 def left_behind(folder: Path) -> list[str]:
     """Return the processes whose command names a folder."""
-    found = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True)
+    found = subprocess.run(["ps", "-wweo", "pid,args"], capture_output=True, text=True, check=True)
     return [line for line in found.stdout.splitlines() if str(folder) in line]
 
 

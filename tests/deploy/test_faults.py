@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -12,9 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from flwr.app import Message, RecordDict
-from flwr.proto.node_pb2 import NodeInfo
-from flwr.supercore.task_identity import TaskIdentity
+from flwr.app import RecordDict
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
@@ -30,7 +27,6 @@ from pflight.callbacks import (
     SharedPart,
 )
 from pflight.deploy.agreement import digest_of, text_of_model
-from pflight.deploy.flower import GridPost
 from pflight.deploy.memory import new_run
 from pflight.deploy.messages import entries_of, packed
 from pflight.deploy.node import COUNTS, STATE
@@ -405,27 +401,3 @@ def test_who_may_not_take_part_any_more_is_left_out(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="client 2 failed: its node is not connected"):
         federation = run.server(3, AfterRound(0, (run.keys / "2.pub").unlink))
     assert [entry.failed for entry in federation.history] == [[], [], [2]]
-
-
-class HalfAnAnswer:
-    """A grid on which one node is, whose answer never arrives as a whole."""
-
-    key = b"key"
-
-    def get_nodes(self) -> list[NodeInfo]:
-        return [NodeInfo(node_id=1, public_key=self.key)]
-
-    def push_messages(self, messages: list[Message]) -> list[str]:
-        return ["id" for _ in messages]
-
-    def pull_messages(self, ids: list[str]) -> list[Message]:
-        threading.Event().wait()
-        return []
-
-
-def test_half_an_answer_is_none() -> None:
-    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
-    post = GridPost(HalfAnAnswer(), timeout=0.3, patience=1.0)  # type: ignore[arg-type]
-    post.keys = {0: HalfAnAnswer.key}
-    post.send([Asked(0, "train", 0, packed())])
-    assert post.receive(0) == "its node did not answer within 0.3 s"

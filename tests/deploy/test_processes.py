@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
@@ -15,7 +17,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from pflight.deploy.certificates import make_certificates, make_key
 from pflight.deploy.messages import packed
-from tests.deploy.machines import Machines, history
+from tests.deploy.machines import Machines, history, left_behind
 
 pytestmark = pytest.mark.slow
 
@@ -116,6 +118,46 @@ def test_an_eavesdropper_learns_nothing(machines: Machines) -> None:
     heard = bytes(machines.heard)
     assert len(heard) > 30 * weights.nbytes
     assert [part for part in [*names, *telling] if part in heard] == []
+
+
+def test_nodes_outlive_the_superlink_and_the_loss_of_a_key(machines: Machines) -> None:
+    """Flower's own process is killed; then a key is missing, until it is put back."""
+    last, endless = machines.last("outlived"), ("--trainer.max_epochs", 10_000)
+    machines.server("outlived", *endless)
+    machines.wait(lambda: history(last), "there is no checkpoint")
+    (superlink,) = (
+        line for line in left_behind(machines.certificates) if "flower-superlink" in line
+    )
+    os.kill(int(superlink.split()[0]), signal.SIGKILL)
+    begun = time.monotonic()
+    assert machines.ended("server") == 2
+    assert time.monotonic() - begun < 10
+    assert "error: superlink ended with status -9" in machines.said("server").splitlines()[-1]
+    key = machines.certificates / "nodes" / "node2.pub"
+    key.rename(machines.folder / key.name)
+    machines.server("outlived", *endless, "--ckpt_path", "last")
+    machines.wait(lambda: history(last)[-1].failed == [2], "the node without a key takes part")
+    machines.register(machines.folder / key.name)
+    machines.wait(lambda: history(last)[-1].failed == [], "the node does not come back")
+    assert "client 2 is back" in machines.said("server")
+
+
+def test_a_second_sigterm_ends_at_once(machines: Machines) -> None:
+    """The server waits for a node that says nothing, and that ends as soon, once it can."""
+    machines.signal("node0", signal.SIGSTOP)
+    before = len(history(machines.last("outlived")))
+    time.sleep(5)
+    begun = time.monotonic()
+    machines.signal("server", signal.SIGTERM)
+    machines.wait(lambda: "a second SIGTERM stops" in machines.said("server"), "it is not heard")
+    machines.signal("server", signal.SIGTERM)
+    assert machines.ended("server") == 143
+    machines.signal("node0", signal.SIGTERM)
+    machines.signal("node0", signal.SIGCONT)
+    assert machines.ended("node0") == 143
+    assert time.monotonic() - begun < 6
+    assert len(history(machines.last("outlived"))) <= before + 1
+    machines.node(0)
 
 
 def test_nodes_are_missed_until_they_are_back_and_others_may_join(machines: Machines) -> None:
