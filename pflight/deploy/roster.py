@@ -37,7 +37,7 @@ class NodePost(Post, Protocol):
         """Return the ids of the nodes that are connected, by client."""
 
     def register(self, keys: Set[bytes]) -> None:
-        """Let the nodes with these keys connect, and no others."""
+        """Let the nodes with these keys connect."""
 
 
 class Roster(L.Callback):
