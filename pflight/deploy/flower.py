@@ -57,7 +57,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 from flwr.supernode.runtime.run_clientapp import push_message, push_task_output
 
-from pflight.errors import ConfigurationError
+from pflight.errors import ConfigurationError, described
 
 from .certificates import check_server, write_private
 from .messages import bytes_of, tensor_bytes_of
@@ -170,6 +170,9 @@ def superlink(
             give_up_with(grid, process)
             yield GridPost(grid, timeout, patience, control)
         control.close()
+    except httpx.HTTPError:
+        process.check()
+        raise
     finally:
         process.stop()
 
@@ -353,17 +356,21 @@ class GridPost:
                 time.sleep(_LOOK)
         del self._waiting[client]
         tree = self._arrived.pop(client, None)
+        late = f"its node did not answer within {timeout:g} s"
+        if tree is None:
+            return late
         try:
-            message = None if tree is None else self._pulled(tree, end)
+            message = self._pulled(tree, end)
+            if message.has_error():
+                return f"its node gave no answer: {message.error.reason}"
+            self._count(work, "up", message.content)
         except ObjectPullError:
-            if time.monotonic() < end:
-                return "its node did not send its answer as a whole"
-            message = None
-        if message is None:
-            return f"its node did not answer within {timeout:g} s"
-        if message.has_error():
-            return f"its node gave no answer: {message.error.reason}"
-        self._count(work, "up", message.content)
+            whole = "its node did not send its answer as a whole"
+            return whole if time.monotonic() < end else late
+        except (ConfigurationError, httpx.HTTPError):  # of the SuperLink, not of the node
+            raise
+        except Exception as error:  # whatever Flower raises as it unpacks what a node has made up
+            return f"its node sent an answer that Flower can't read: {described(error)}"
         return message.content
 
     def _look(self) -> None:

@@ -81,7 +81,11 @@ class NodeMemory(ClientMemory):
         self._at = round
 
     def keep(self, round: int) -> None:
-        """Write the memory down as that after a round, and forget rounds of long ago."""
+        """Write the memory down as that after a round, and forget rounds of long ago.
+
+        That which the client has gone on from stays: the server may ask for it again.
+        """
+        begun = self._at
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / _FILE.format(round)
         with replacing(path) as partial:
@@ -91,7 +95,8 @@ class NodeMemory(ClientMemory):
         sync(self.folder)
         self._at = round
         for old in sorted(index for index in self._rounds() if index < round)[:-_KEPT]:
-            (self.folder / _FILE.format(old)).unlink(missing_ok=True)
+            if old != begun:
+                (self.folder / _FILE.format(old)).unlink(missing_ok=True)
 
     def forget_changes(self) -> None:
         """Read the memory again before it is used: something came in between."""

@@ -39,7 +39,7 @@ from .agreement import agreement_on, check_agreement, digest_of
 from .certificates import write_private
 from .data import OwnData
 from .memory import NodeMemory
-from .messages import MessageError, group_of, number_of, numbers_of, packed, quoted, words_of
+from .messages import MessageError, group_of, numbers_of, packed, quoted, words_of
 from .request import JUDGED, SENT, Request
 
 STATE, COUNTS = "state", "counts"
@@ -234,28 +234,29 @@ class Node:
     def answer(self, content: RecordDict) -> RecordDict:
         """Return the answer to a message, which is the reason if there is none."""
         self.clients.failed.clear()
+        asked = "a message"
         try:
-            answer = self._answer(content)
+            request = Request.of(content)
+            asked = f"{request.work!r} in round {request.round}"
+            answer = self._answer(request, content)
+            self._tell(request, answer)
         except (ConfigurationError, MessageError) as error:
             answer = packed(words={"failed": str(error)})
         except Exception as error:  # whatever a message, a module or data can bring about
             answer = packed(words={"failed": described(error)})
-        self._tell(content, answer)
+        if failed := words_of(answer, "failed"):
+            print(f"pflight: no answer to {asked}: {failed}", flush=True)
         return answer
 
-    def _tell(self, content: RecordDict, answer: RecordDict) -> None:
-        """Print what a message was answered."""
-        asked, place = words_of(content, "do"), self.data.place
-        when = f"round {numbers_of(content).get('round')}"
-        if failed := words_of(answer, "failed"):
-            print(f"pflight: {when}: no answer to {asked!r}: {failed}", flush=True)
-        elif asked == "describe":
-            print(f"pflight: connected, as client {place} of {self.data.num_clients}", flush=True)
-        elif asked in ("train", "gradients") and number_of(answer, "answered"):
-            print(f"pflight: {when}: trained", flush=True)
+    def _tell(self, request: Request, answer: RecordDict) -> None:
+        """Print what was done."""
+        if request.work == "describe":
+            count = self.data.num_clients
+            print(f"pflight: connected, as client {self.data.place} of {count}", flush=True)
+        elif request.work in ("train", "gradients") and numbers_of(answer).get("answered"):
+            print(f"pflight: round {request.round}: trained", flush=True)
 
-    def _answer(self, content: RecordDict) -> RecordDict:
-        request = Request.of(content)
+    def _answer(self, request: Request, content: RecordDict) -> RecordDict:
         works = {
             "describe": self._describe,
             "train": self._train,

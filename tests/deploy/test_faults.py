@@ -27,7 +27,7 @@ from pflight.callbacks import (
     SharedPart,
 )
 from pflight.deploy.agreement import digest_of, text_of_model
-from pflight.deploy.memory import new_run
+from pflight.deploy.memory import NEVER, NodeMemory, new_run
 from pflight.deploy.messages import entries_of, packed
 from pflight.deploy.node import COUNTS, STATE
 from pflight.deploy.remote import Asked
@@ -231,6 +231,21 @@ def test_a_node_keeps_its_memory_by_run(name: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings(
     "ignore:round .*client 1 failed on its val samples", "ignore::FutureWarning"
 )
+def test_a_memory_that_is_asked_for_stays_however_many_answers_were_not_used(
+    tmp_path: Path,
+) -> None:
+    memory = NodeMemory(tmp_path)
+    memory.enter(new_run())
+    memory.go_to(NEVER, required=False)
+    memory.keep(0)
+    for round in range(1, 40):
+        memory.go_to(0, required=True)
+        memory.keep(round)
+    memory.go_to(0, required=True)
+    assert len([*memory.folder.iterdir()]) <= 22
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_lost_memory_is_said(tmp_path: Path) -> None:
     run = deployed(tmp_path, FedEC)
 
@@ -271,6 +286,9 @@ def test_what_is_private_never_leaves(callback: Any, tmp_path: Path) -> None:
     assert not reply.array_records
 
 
+ASKED = {"clients": 4, "client": 0, "round": 0, "rounds": 0, "mean_samples": 8, "after": -1}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -283,8 +301,7 @@ def test_what_is_private_never_leaves(callback: Any, tmp_path: Path) -> None:
 def test_a_node_does_nothing_else(change: dict[str, str], said: str, tmp_path: Path) -> None:
     node = deployed(tmp_path).post.nodes[0]
     change = {"run": new_run(), "agreement": digest_of(node.agreement), **change}
-    asked = {"clients": 4, "client": 0, "round": 0, "rounds": 0, "mean_samples": 8, "after": -1}
-    reply = node.answer(packed({}, asked, change))
+    reply = node.answer(packed({"sent": {}}, ASKED, change))
     assert said in reply.config_records["words"]["failed"]
     assert node.answer(RecordDict()).config_records["words"]["failed"]
 
@@ -295,9 +312,12 @@ def test_a_node_tells_what_it_does(tmp_path: Path, capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     assert "pflight: connected, as client 3 of 4\n" in said
     assert said.count("pflight: round 0: trained\n") == 4
-    run.post.nodes[0].answer(packed({}, {"round": 2, "client": 0, "clients": 4}, {"do": "train"}))
-    said = capsys.readouterr().out
-    assert said.startswith("pflight: round 2: no answer to 'train': this node was started with")
+    node = run.post.nodes[0]
+    node.answer(packed({}, {**ASKED, "round": 2}, {"do": "losses", "split": "train"}))
+    node.answer(RecordDict())
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("pflight: no answer to 'losses' in round 2: this node was started")
+    assert said[1].startswith("pflight: no answer to a message: there is nothing that")
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {

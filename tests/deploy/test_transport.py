@@ -130,6 +130,19 @@ def test_half_an_answer_that_flower_has_given_up_is_none() -> None:
     ]
 
 
+@pytest.mark.parametrize("made_up", [b"junk", b"Array 4\0junk", b"RecordDict 2\0{]"])
+def test_an_answer_that_flower_cannot_read_is_none(made_up: bytes) -> None:
+    flower = Flower({0: 0.0, 1: 0.0})
+    post = flower.post(timeout=60.0)
+    post.send(Asked(client, "train", 0, packed()) for client in (0, 1))
+    post._look()
+    flower.parts[post._arrived[0].object_id] = made_up
+    said = post.receive(0)
+    assert isinstance(said, str)
+    assert said.startswith("its node sent an answer that Flower can't read: ")
+    assert numbers_of(post.receive(1))["client"] == 1
+
+
 @pytest.mark.parametrize("halves", [(), (0,)], ids=["slow", "half an answer"])
 def test_who_has_answered_counts_whoever_else_is_slow(halves: tuple[int, ...]) -> None:
     """Two are asked after the one that took all the time, and what they sent takes time itself."""
