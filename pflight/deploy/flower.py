@@ -356,9 +356,9 @@ class GridPost:
                 time.sleep(_LOOK)
         del self._waiting[client]
         tree = self._arrived.pop(client, None)
-        late = f"its node did not answer within {timeout:g} s"
+        nothing = f"its node did not answer within {timeout:g} s"
         if tree is None:
-            return late
+            return nothing
         try:
             message = self._pulled(tree, end)
             if message.has_error():
@@ -366,7 +366,7 @@ class GridPost:
             self._count(work, "up", message.content)
         except ObjectPullError:
             whole = "its node did not send its answer as a whole"
-            return whole if time.monotonic() < end else late
+            return whole if time.monotonic() < end else nothing
         except (ConfigurationError, httpx.HTTPError):  # of the SuperLink, not of the node
             raise
         except Exception as error:  # whatever Flower raises as it unpacks what a node has made up

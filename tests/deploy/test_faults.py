@@ -228,9 +228,6 @@ def test_a_node_keeps_its_memory_by_run(name: str, tmp_path: Path) -> None:
     assert whole.history == resumed.history
 
 
-@pytest.mark.filterwarnings(
-    "ignore:round .*client 1 failed on its val samples", "ignore::FutureWarning"
-)
 def test_a_memory_that_is_asked_for_stays_however_many_answers_were_not_used(
     tmp_path: Path,
 ) -> None:
@@ -245,7 +242,9 @@ def test_a_memory_that_is_asked_for_stays_however_many_answers_were_not_used(
     assert len([*memory.folder.iterdir()]) <= 22
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:round .*client 1 failed on its val samples", "ignore::FutureWarning"
+)
 def test_a_lost_memory_is_said(tmp_path: Path) -> None:
     run = deployed(tmp_path, FedEC)
 
