@@ -62,7 +62,8 @@ from pflight.errors import ConfigurationError, described
 from .certificates import check_server, write_private
 from .messages import bytes_of, tensor_bytes_of
 from .processes import Process, free_port
-from .remote import Asked, Work
+from .remote import Asked
+from .request import Work
 
 APP = """\
 [project]
