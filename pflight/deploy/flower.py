@@ -163,7 +163,7 @@ def superlink(
     command += ["--database", str(database)]
     command += ["--superexec-auth-secret-file", str(folder / "secret")]
     process, authority = Process(command, folder, "superlink"), Authority(certificates / "ca.pem")
-    address = f"{'localhost' if host in ('0.0.0.0', '::', '127.0.0.1') else host}:{port}"
+    address = address_of(host, port)
     try:
         process.wait_until(lambda: check_server(address, certificates / "ca.pem"))
         control = authority.control(address)
@@ -176,6 +176,12 @@ def superlink(
         raise
     finally:
         process.stop()
+
+
+def address_of(host: str, port: int) -> str:
+    """Return the address by which a process on this machine reaches what listens there."""
+    name = "localhost" if host in ("0.0.0.0", "::", "127.0.0.1") else host
+    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
 
 def start_run(control: ControlHttpClient, app: str = APP) -> int:

@@ -31,7 +31,7 @@ from flwr.superlink.grid import HttpGrid
 from pflight.deploy.certificates import make_certificates
 from pflight.deploy.client import Watch, wait_for
 from pflight.deploy.demo import demonstrate
-from pflight.deploy.flower import GridPost, Heartbeat, give_up_with
+from pflight.deploy.flower import GridPost, Heartbeat, address_of, give_up_with
 from pflight.deploy.messages import numbers_of, packed
 from pflight.deploy.processes import Process, ProcessEndedError, free_port
 from pflight.deploy.remote import Asked
@@ -121,6 +121,19 @@ def answers(post: GridPost, clients: Iterable[int]) -> list[Any]:
 
 
 LATE = "its node did not answer within 0.5 s"
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("0.0.0.0", "localhost:9"),
+        ("::", "localhost:9"),
+        ("::1", "[::1]:9"),
+        ("10.0.0.1", "10.0.0.1:9"),
+    ],
+)
+def test_the_address_of_what_listens_here(host: str, address: str) -> None:
+    assert address_of(host, 9) == address
 
 
 def test_half_an_answer_that_flower_has_given_up_is_none() -> None:
