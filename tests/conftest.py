@@ -13,6 +13,8 @@ from lightning.pytorch.trainer.connectors import callback_connector
 
 os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests start
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Each Trainer looks through all installed packages for these, which takes longer than a round.
 callback_connector._load_external_callbacks = cache(callback_connector._load_external_callbacks)
 

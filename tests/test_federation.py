@@ -176,7 +176,7 @@ class TestFailingClients:
                 type(self).calls += 1
                 assert type(self).calls <= 6
 
-        first = run(linear_client(), small_data(), Local(), rounds=1)
+        first = run(linear_client(), small_data(), Local(), rounds=1, engine="sequential")
         both = run(linear_client(SecondTime), small_data(), Local(), rounds=2)
         for i in range(6):
             assert_same(both.client_state(i), first.client_state(i))
