@@ -120,7 +120,7 @@ def answers(post: GridPost, clients: Iterable[int]) -> list[Any]:
     return [one if isinstance(one, str) else numbers_of(one)["client"] for one in received]
 
 
-LATE = "its node did not answer within 0.5 s"
+LATE = "its node did not answer within 3 s"
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,8 @@ def test_who_has_answered_counts_whoever_else_is_slow(halves: tuple[int, ...]) -
     """Two are asked after the one that took all the time, and what they sent takes time itself."""
     flower = Flower({0: 0.1 if halves else 60.0, 1: 0.0, 2: 0.2}, halves, pull=0.1)
     begun = time.monotonic()
-    assert answers(flower.post(timeout=0.5), [0, 1, 2]) == [LATE, 1, 2]
-    assert time.monotonic() - begun < 5
+    assert answers(flower.post(timeout=3.0), [0, 1, 2]) == [LATE, 1, 2]
+    assert time.monotonic() - begun < 30
 
 
 def test_who_is_back_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +202,7 @@ def test_the_end_of_the_superlink_ends_the_wait_for_it(tmp_path: Path) -> None:
     begun = time.monotonic()
     with pytest.raises(ProcessEndedError, match="flower-superlink ended with status 0"):
         grid.get_nodes()
-    assert 0.5 < time.monotonic() - begun < 10
+    assert 0.5 < time.monotonic() - begun < 60
 
 
 def test_the_end_of_a_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,13 +226,15 @@ def test_a_heartbeat_outlives_its_server() -> None:
         raise httpx.HTTPStatusError("gone", request=None, response=None)  # type: ignore[arg-type]
 
     heartbeat = Heartbeat(SimpleNamespace(SendTaskHeartbeat=beat), every=0.05)  # type: ignore[arg-type]
-    time.sleep(0.5)
+    end = time.monotonic() + 30
+    while len(beats) <= 3:
+        assert time.monotonic() < end
+        time.sleep(0.05)
     heartbeat.stop()
-    assert len(beats) > 3
 
 
 def test_nodes_of_a_demo_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = "import signal, sys, time; signal.signal(15, lambda *_: (time.sleep(1), sys.exit())); "
+    slow = "import signal, sys, time; signal.signal(15, lambda *_: (time.sleep(3), sys.exit())); "
     begun = []
 
     def start(arguments: Sequence[object], log: object) -> subprocess.Popen[bytes]:
@@ -248,7 +250,7 @@ def test_nodes_of_a_demo_end_together(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("pflight.deploy.demo._start", start)
     assert demonstrate(4, tmp_path, []) == 0
-    assert 1 < time.monotonic() - begun[0] < 3
+    assert 3 < time.monotonic() - begun[0] < 11
 
 
 def test_a_node_says_how_long_it_waits(
