@@ -17,7 +17,7 @@ from .jobs import Jobs
 from .outcome import Failure, Outcome
 from .plan import Plan, methods_of, of_data
 from .progress import RunsProgress
-from .reading import read_run, told_apart
+from .reading import read_run, tell_rows_apart, told_apart
 from .results import Results
 from .tuning import Tuning
 
@@ -107,16 +107,19 @@ def report(folders: Paths, *, baseline: str | None = None, target: float | None 
     Raises:
         ConfigurationError: If a folder has neither a run nor a comparison.
     """
-    found: list[Ended] = []
+    comparisons: dict[Path, Described] = {}
     single: list[Outcome | Failure] = []
     for folder in map(Path, _listed(folders)):
         if (folder / FILE).is_file():
-            found += runs_of(Described.read(folder / FILE), folder)
+            comparisons[folder] = Described.read(folder / FILE)
         elif (folder / CONFIG).is_file():
             single.append(read_run(folder))
         else:
             raise ConfigurationError(f"{folder} has neither a {CONFIG} of a run nor a {FILE}")
-    return results_of([*found, *told_apart(single)], baseline=baseline, target=target)
+    found: list[Ended] = [*told_apart(single)]
+    for folder, described in tell_rows_apart(comparisons).items():
+        found += runs_of(described, folder)
+    return results_of(found, baseline=baseline, target=target)
 
 
 def _listed(paths: Paths) -> Sequence[str | os.PathLike[str]]:

@@ -202,6 +202,18 @@ class TestComparison:
         rows = report([tmp_path / "out", plain / "fedavg-0"]).findings.rows
         assert {row.method for row in rows} == {"Local", "FedAvg"}
 
+    def test_beside_one_with_a_setting_that_all_of_it_has(self, tmp_path):
+        made = {"a": [0.05], "b": [0.1], "c": [0.1]}
+        for name, rates in made.items():
+            (tmp_path / name).mkdir()
+            finish(comparison(tmp_path / name, ["fedavg"], {"model.client.optimizer.lr": rates}))
+        outs = [tmp_path / name / "out" for name in made]
+        rows = report(outs[:2]).findings.rows
+        assert {row.label for row in rows} == {"FedAvg, lr=0.05", "FedAvg, lr=0.1"}
+        assert [row.label for row in report(outs[0]).findings.rows] == ["FedAvg"]
+        with pytest.raises(ResultError, match="two runs of one configuration"):
+            report(outs)
+
     def test_a_trial_is_tested_if_it_is_asked_for_itself(self, tmp_path):
         from pflight.experiments.tuning import Tuning
 
