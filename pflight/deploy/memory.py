@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from zipfile import BadZipFile
 
 import torch
 
+from pflight.checkpoint import is_whole
 from pflight.errors import ConfigurationError
 from pflight.files import replacing
 from pflight.memory import ClientMemory
@@ -44,21 +46,23 @@ class NodeMemory(ClientMemory):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.root = self.folder = folder
+        self._client = 0
         self._at: int | None = None
 
-    def enter(self, run: str) -> None:
-        """Be the memory of a run.
+    def enter(self, run: str, client: int) -> None:
+        """Be the memory of a client in a run.
 
         Args:
-            run: Its id, as :func:`new_run` returns one.
+            run: The run's id, as :func:`new_run` returns one.
+            client: The client's.
 
         Raises:
             MessageError: If it is no such id.
         """
         if not _RUN.fullmatch(run):
             raise MessageError("the server sent no id of its run")
-        if self.folder != (folder := self.root / run):
-            self.folder, self._at = folder, None
+        if (self.folder, self._client) != (folder := self.root / run, client):
+            self.folder, self._client, self._at = folder, client, None
 
     def go_to(self, round: int, required: bool) -> None:
         """Be as after a round.
@@ -77,7 +81,7 @@ class NodeMemory(ClientMemory):
         if round == NEVER or not (required or path.is_file()):
             self.load_state_dict({})
         else:
-            self.load_state_dict(_read(path, round))
+            self.load_state_dict(_read(path, self._whose(round)))
         self._at = round
 
     def keep(self, round: int) -> None:
@@ -90,7 +94,7 @@ class NodeMemory(ClientMemory):
         path = self.folder / _FILE.format(round)
         with replacing(path) as partial:
             with partial.open("wb") as file:
-                torch.save(self.state_dict(), file)
+                torch.save({**self._whose(round), "slots": self.state_dict()}, file)
             sync(partial)
         sync(self.folder)
         self._at = round
@@ -102,19 +106,28 @@ class NodeMemory(ClientMemory):
         """Read the memory again before it is used: something came in between."""
         self._at = None
 
+    def _whose(self, round: int) -> dict[str, int]:
+        return {"client": self._client, "round": round}
+
     def _rounds(self) -> Iterator[int]:
         for path in self.folder.glob(_FILE.format("*")):
             yield int(path.stem.partition("-")[2])
 
 
-def _read(path: Path, round: int) -> Slots:
+def _read(path: Path, whose: Mapping[str, int]) -> Slots:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        if path.is_file() and not is_whole(path):  # torch.load does not check the checksums
+            raise BadZipFile
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        slots: Slots = saved.pop("slots")
+        if saved == whose:
+            return slots
+        reason = "is another client's or another round's"
     except FileNotFoundError:
         reason = "is not there"
     except Exception as error:  # whatever torch.load raises for a damaged file
         reason = f"can't be read ({type(error).__name__})"
     raise ConfigurationError(
-        f"its memory after round {round} {reason} in {path.parent}: put it back from a backup, or "
-        "resume the server from a later checkpoint"
+        f"its memory after round {whose['round']} {reason} in {path.parent}: put it back from a "
+        "backup, or resume the server from a later checkpoint"
     )

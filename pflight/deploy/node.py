@@ -317,7 +317,7 @@ class Node:
         clients.rounds_so_far = request.rounds
         clients.attached_engine.setting.mean_samples = request.mean_samples
         seat.sent, seat.judged = sent, judged
-        self.memory.enter(request.run)
+        self.memory.enter(request.run, request.client)
         self.memory.go_to(request.after, self._remembers)
 
     def _received(self, content: RecordDict, group: str) -> TensorDict:

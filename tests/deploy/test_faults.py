@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import warnings
+import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -232,7 +234,7 @@ def test_a_memory_that_is_asked_for_stays_however_many_answers_were_not_used(
     tmp_path: Path,
 ) -> None:
     memory = NodeMemory(tmp_path)
-    memory.enter(new_run())
+    memory.enter(new_run(), 0)
     memory.go_to(NEVER, required=False)
     memory.keep(0)
     for round in range(1, 40):
@@ -242,20 +244,38 @@ def test_a_memory_that_is_asked_for_stays_however_many_answers_were_not_used(
     assert len([*memory.folder.iterdir()]) <= 22
 
 
+def flipped(content: bytes) -> bytes:
+    """Return what a file has after a bit of a tensor has changed."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/data/0"))
+        tensor = archive.read(name)
+    return content.replace(tensor, bytes([tensor[0] ^ 1]) + tensor[1:])
+
+
 @pytest.mark.filterwarnings(
     "ignore:round .*client 1 failed on its val samples", "ignore::FutureWarning"
 )
-def test_a_lost_memory_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda own, others: b"damaged", "can't be read"),
+        (lambda own, others: own[:-1000], "can't be read"),
+        (lambda own, others: flipped(own), "can't be read"),
+        (lambda own, others: others, "is another client's"),
+    ],
+)
+def test_a_lost_memory_is_said(
+    change: Callable[[bytes, bytes], bytes], said: str, tmp_path: Path
+) -> None:
     run = deployed(tmp_path, FedEC)
 
     def lose() -> None:
         for path in (tmp_path / "1").glob("*/round-*.pt"):
-            path.write_bytes(b"damaged")
+            others = tmp_path / "2" / path.relative_to(tmp_path / "1")
+            path.write_bytes(change(path.read_bytes(), others.read_bytes()))
         run.post.nodes[1] = run.node(1)
 
-    with pytest.warns(
-        UserWarning, match=r"client 1 failed: its memory after round 0 can't be read"
-    ):
+    with pytest.warns(UserWarning, match=f"client 1 failed: its memory after round 0 {said}"):
         federation = run.server(3, AfterRound(0, lose))
     assert [entry.failed for entry in federation.history] == [[], [1], [1]]
 
