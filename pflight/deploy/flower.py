@@ -148,9 +148,9 @@ def superlink(
     Raises:
         ConfigurationError: If it can't be started.
     """
-    folder = certificates / "superlink"
+    folder = certificates / "superlink" / str(port)  # there may be another server
     folder.mkdir(parents=True, exist_ok=True)
-    database = folder / f"superlink-{port}.db"
+    database = folder / "superlink.db"
     for kept in folder.glob(f"{database.name}*"):  # nodes, runs and messages of the server before
         kept.unlink()
     write_private(folder / "secret", secret := secrets.token_hex(32).encode())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
+from zipfile import BadZipFile
 
 import torch
 
+from pflight.checkpoint import is_whole
 from pflight.errors import ConfigurationError
 from pflight.files import replacing
 from pflight.memory import ClientMemory
@@ -19,12 +21,12 @@ from .messages import MessageError
 NEVER = -1
 """In place of a round: before the first one in which a client's answer was used."""
 _KEPT = 20
-_FILE = "round-{}.pt"
-_RUN = re.compile("[0-9a-f]{16}")
+_FILE = "round-{}-{}.pt"
+_ID = re.compile("[0-9a-f]{16}")
 
 
-def new_run() -> str:
-    """Return an id for a run, which no other run has."""
+def new_id() -> str:
+    """Return an id for a run or a session, which no other one has."""
     return secrets.token_hex(8)
 
 
@@ -36,49 +38,56 @@ class NodeMemory(ClientMemory):
     resumed from a checkpoint, goes on from what the server knows it by.
 
     Each run has a folder of its own there, so that no run goes on from what another one has kept.
+    A run has a session for each start of its server, so that neither does one of two sessions that
+    resume from the same checkpoint.
 
     Args:
         folder: Where the runs' folders are.
+        client: The client's id.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, client: int) -> None:
         super().__init__()
         self.root = self.folder = folder
-        self._at: int | None = None
+        self._client, self._session = client, ""
+        self._at: Path | None = None
 
-    def enter(self, run: str) -> None:
-        """Be the memory of a run.
+    def enter(self, run: str, session: str) -> None:
+        """Be the memory of a session of a run.
 
         Args:
-            run: Its id, as :func:`new_run` returns one.
+            run: The run's id, as :func:`new_id` returns one.
+            session: The session's, likewise.
 
         Raises:
-            MessageError: If it is no such id.
+            MessageError: If one is no such id.
         """
-        if not _RUN.fullmatch(run):
-            raise MessageError("the server sent no id of its run")
-        if self.folder != (folder := self.root / run):
-            self.folder, self._at = folder, None
+        _check_id(run, "run")
+        _check_id(session, "session")
+        self.folder, self._session = self.root / run, session
 
-    def go_to(self, round: int, required: bool) -> None:
+    def go_to(self, round: int, session: str, required: bool) -> None:
         """Be as after a round.
 
         Args:
             round: Its index, or :data:`NEVER`.
+            session: In which that was.
             required: Whether there must be something.
 
         Raises:
             ConfigurationError: If there is no such memory here.
+            MessageError: If there can be no such session.
         """
-        if round == self._at:
+        _check_id(session, "session")
+        path = self.folder / _FILE.format(round, session)
+        if path == self._at:
             return
         self._at = None
-        path = self.folder / _FILE.format(round)
         if round == NEVER or not (required or path.is_file()):
             self.load_state_dict({})
         else:
-            self.load_state_dict(_read(path, round))
-        self._at = round
+            self.load_state_dict(_read(path, self._whose(round)))
+        self._at = path
 
     def keep(self, round: int) -> None:
         """Write the memory down as that after a round, and forget rounds of long ago.
@@ -87,34 +96,50 @@ class NodeMemory(ClientMemory):
         """
         begun = self._at
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / _FILE.format(round)
+        path = self.folder / _FILE.format(round, self._session)
         with replacing(path) as partial:
             with partial.open("wb") as file:
-                torch.save(self.state_dict(), file)
+                torch.save({**self._whose(round), "slots": self.state_dict()}, file)
             sync(partial)
         sync(self.folder)
-        self._at = round
-        for old in sorted(index for index in self._rounds() if index < round)[:-_KEPT]:
-            if old != begun:
-                (self.folder / _FILE.format(old)).unlink(missing_ok=True)
+        self._at = path
+        files = {path: _round_of(path) for path in self.folder.glob(_FILE.format("*", "*"))}
+        old = sorted({index for index in files.values() if index < round})[:-_KEPT]
+        for path, index in files.items():
+            if index in old and path != begun:
+                path.unlink(missing_ok=True)
 
     def forget_changes(self) -> None:
         """Read the memory again before it is used: something came in between."""
         self._at = None
 
-    def _rounds(self) -> Iterator[int]:
-        for path in self.folder.glob(_FILE.format("*")):
-            yield int(path.stem.partition("-")[2])
+    def _whose(self, round: int) -> dict[str, int]:
+        return {"client": self._client, "round": round}
 
 
-def _read(path: Path, round: int) -> Slots:
+def _check_id(given: str, whose: str) -> None:
+    if not _ID.fullmatch(given):
+        raise MessageError(f"the server sent no id of its {whose}")
+
+
+def _round_of(path: Path) -> int:
+    return int(path.stem.split("-")[1])
+
+
+def _read(path: Path, whose: Mapping[str, int]) -> Slots:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        if path.is_file() and not is_whole(path):  # torch.load does not check the checksums
+            raise BadZipFile
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        slots: Slots = saved.pop("slots")
+        if saved == whose:
+            return slots
+        reason = "is another client's or another round's"
     except FileNotFoundError:
         reason = "is not there"
     except Exception as error:  # whatever torch.load raises for a damaged file
         reason = f"can't be read ({type(error).__name__})"
     raise ConfigurationError(
-        f"its memory after round {round} {reason} in {path.parent}: put it back from a backup, or "
-        "resume the server from a later checkpoint"
+        f"its memory after round {whose['round']} {reason} in {path.parent}: put it back from a "
+        "backup, or resume the server from a later checkpoint"
     )

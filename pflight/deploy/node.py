@@ -196,7 +196,7 @@ class Node:
         """Set everything up for one of so many clients."""
         federation, callback = copy.deepcopy(self._configured)
         data, seat = OwnData(self._samples, self.own, place, num_clients), Seat(callback)
-        before, memory = federation.clients, NodeMemory(self.folder)
+        before, memory = federation.clients, NodeMemory(self.folder, place)
         how = before.module, before.layout, before.half, before.server, memory, before.training
         clients = federation.clients = federation.record.clients = HomeClients(*how)
         runner = L.Trainer(
@@ -205,7 +205,7 @@ class Node:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*max_epochs=0")
             runner.fit(federation, datamodule=data)  # which sets all up, and trains nothing
-        clients.memory = self.memory = NodeMemory(self.folder)
+        clients.memory = self.memory = NodeMemory(self.folder, place)
         federation.to(clients.attached_engine.device)
         self.data, self.seat, self.clients, self.federation = data, seat, clients, federation
 
@@ -317,8 +317,8 @@ class Node:
         clients.rounds_so_far = request.rounds
         clients.attached_engine.setting.mean_samples = request.mean_samples
         seat.sent, seat.judged = sent, judged
-        self.memory.enter(request.run)
-        self.memory.go_to(request.after, self._remembers)
+        self.memory.enter(request.run, request.session)
+        self.memory.go_to(request.after, request.after_session, self._remembers)
 
     def _received(self, content: RecordDict, group: str) -> TensorDict:
         tensors = group_of(content, group, self.clients.layout.template, OWN)
@@ -341,7 +341,7 @@ class Node:
         """Train, or take gradients, and keep what the client remembers."""
         clients, sent = self.clients, self.seat.sent
         self.memory.forget_changes()
-        self.memory.go_to(request.after, self._remembers)
+        self.memory.go_to(request.after, request.after_session, self._remembers)
         if request.work == "train":
             updates = clients._train(self._client, sent, request.epochs or None)
         else:

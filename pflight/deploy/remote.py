@@ -42,7 +42,7 @@ from .answers import (
     values_in,
 )
 from .data import NodeData
-from .memory import NEVER, new_run
+from .memory import NEVER, new_id
 from .messages import MessageError, packed, shown
 from .node import OF_COUNTS
 from .request import JUDGED, SENT, Work
@@ -81,7 +81,9 @@ class RemoteClients(Clients):
     Attributes:
         after: The last round of which each client's answer was used ``[num_clients]``, by which its
             node knows which memory it is to go on from.
+        sessions: In which sessions these rounds were, by client.
         run: An id that no other run has, by which nodes keep what they remember of this one.
+        session: An id that no other start of a server has, likewise.
         agreement: A digest of what all sides agree on.
         counted: Whether the answers of clients are counted right or wrong, by class; ``None`` until
             that is known.
@@ -92,7 +94,8 @@ class RemoteClients(Clients):
         super().__init__(*arguments)
         self.post = post
         self.after = torch.empty(0, dtype=torch.long)
-        self.run, self.agreement = new_run(), ""
+        self.sessions: dict[int, str] = {}
+        self.run, self.session, self.agreement = new_id(), new_id(), ""
         self.counted: bool | None = None
         self._head: Head | None = None
         self._judging = False
@@ -313,7 +316,7 @@ class RemoteClients(Clients):
             "mean_samples": 0.0 if self.data is None else self._mean_samples,
             **numbers,
         }
-        run = {"run": self.run, "agreement": self.agreement}
+        run = {"run": self.run, "session": self.session, "agreement": self.agreement}
         messages = []
         for row, client in enumerate(clients.tolist()):
             rows = {
@@ -321,7 +324,8 @@ class RemoteClients(Clients):
                 for group, columns in groups.items()
             }
             own = {**common, "client": client, "after": int(self.after[client])}
-            content = packed(rows, own, {"do": work, **run, **words})
+            session = self.sessions.get(client, self.session)
+            content = packed(rows, own, {"do": work, **run, "after_session": session, **words})
             messages.append(Asked(client, work, self.current.entry.index, content))
         self.post.send(messages)
 
@@ -363,6 +367,7 @@ class RemoteClients(Clients):
             logs.append(logged)
             if work != "aside":
                 self.after[client] = self.current.entry.index
+                self.sessions[client] = self.session
                 if self.on_client_end is not None:
                     self.on_client_end(client)
         columns = {

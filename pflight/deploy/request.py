@@ -28,7 +28,8 @@ class _Form(NamedTuple):
 
 
 _COMMON = _Form(
-    ("client", "clients", "round", "rounds", "after", "mean_samples"), ("do", "run", "agreement")
+    ("client", "clients", "round", "rounds", "after", "mean_samples"),
+    ("do", "run", "session", "after_session", "agreement"),
 )
 _FORMS: Mapping[Work, _Form] = {
     "describe": _Form((), ("names", "digests"), ()),
@@ -47,12 +48,14 @@ class Request:
     Attributes:
         work: What is asked for.
         run: The run's id.
+        session: The id of the session that goes on.
         agreed: A digest of what both sides must agree on.
         client: The client's id.
         clients: How many clients there are.
         round: The round that goes on.
         rounds: How many there have been.
         after: The round after which the client's memory is asked for.
+        after_session: The id of the session in which that was.
         mean_samples: Mean number of training samples of the clients that may train.
         epochs: Of local training, in place of the federation's own; 0 for these.
         batches: Of which the gradient is taken; 0 for all samples.
@@ -64,12 +67,14 @@ class Request:
 
     work: Work
     run: str
+    session: str
     agreed: str
     client: int
     clients: int
     round: int
     rounds: int
     after: int
+    after_session: str
     mean_samples: float
     epochs: int
     batches: int
@@ -106,8 +111,10 @@ class Request:
         return cls(
             work,
             words_of(content, "run"),
+            words_of(content, "session"),
             words_of(content, "agreement"),
             **counts,
+            after_session=words_of(content, "after_session"),
             mean_samples=mean_samples,
             returns=tuple(words_of(content, "returns", [])),
             split=_split_of(content, work),

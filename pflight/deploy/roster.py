@@ -129,13 +129,14 @@ class Roster(L.Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors and primitives."""
         nodes = {client: key.decode() for client, key in self.nodes.items()}
-        run, after = self.clients.run, self.clients.after
-        return {"run": run, "nodes": nodes, "after": after, "known": self.data.known}
+        own = {name: getattr(self.clients, name) for name in ("run", "after", "sessions")}
+        return {**own, "nodes": nodes, "known": self.data.known}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned."""
         self.nodes = {client: key.encode() for client, key in state_dict["nodes"].items()}
         self.clients.run = state_dict["run"]
+        self.clients.sessions = dict(state_dict["sessions"])
         self.clients.after.copy_(state_dict["after"])
         for client, known in state_dict["known"].items():
             if client not in self.data.known:  # which its node has not said itself yet

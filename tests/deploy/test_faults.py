@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import warnings
+import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,7 +29,7 @@ from pflight.callbacks import (
     SharedPart,
 )
 from pflight.deploy.agreement import digest_of, text_of_model
-from pflight.deploy.memory import NEVER, NodeMemory, new_run
+from pflight.deploy.memory import NEVER, NodeMemory, new_id
 from pflight.deploy.messages import entries_of, packed
 from pflight.deploy.node import COUNTS, STATE
 from pflight.deploy.remote import Asked
@@ -228,34 +230,78 @@ def test_a_node_keeps_its_memory_by_run(name: str, tmp_path: Path) -> None:
     assert whole.history == resumed.history
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Checkpoint directory",
+    "ignore:Be aware that when using",
+    "ignore:round 2. client 2 failed",
+    "ignore::FutureWarning",
+)
+@pytest.mark.parametrize("name", KEEPERS)
+def test_two_sessions_from_one_checkpoint_keep_memories_of_their_own(
+    name: str, tmp_path: Path
+) -> None:
+    """Client 2 fails in round 2 of the other one, so that all go on to something else there."""
+    whole = deployed(tmp_path / "whole", KEEPERS[name]).server(5)
+    run = deployed(tmp_path / "forked", KEEPERS[name])
+    every = partial(ModelCheckpoint, tmp_path, filename="{epoch}", save_top_k=-1)
+    run.server(4, every())
+
+    def silent(asked: Asked, answer: RecordDict) -> RecordDict | str:
+        return "gone" if (asked.client, asked.round) == (2, 2) else answer
+
+    run.post.on_answer = silent
+    run.server(5, ckpt_path=tmp_path / "epoch=1.ckpt")
+    resumed = run.server(5, ckpt_path=tmp_path / "epoch=3.ckpt")
+    assert_same(whole.server_states()[0], resumed.server_states()[0])
+    assert whole.history == resumed.history
+
+
 def test_a_memory_that_is_asked_for_stays_however_many_answers_were_not_used(
     tmp_path: Path,
 ) -> None:
-    memory = NodeMemory(tmp_path)
-    memory.enter(new_run())
-    memory.go_to(NEVER, required=False)
+    memory, session = NodeMemory(tmp_path, 0), new_id()
+    memory.enter(new_id(), session)
+    memory.go_to(NEVER, session, required=False)
     memory.keep(0)
     for round in range(1, 40):
-        memory.go_to(0, required=True)
+        memory.go_to(0, session, required=True)
         memory.keep(round)
-    memory.go_to(0, required=True)
+    memory.go_to(0, session, required=True)
     assert len([*memory.folder.iterdir()]) <= 22
+
+
+def flipped(content: bytes) -> bytes:
+    """Return what a file has after a bit of a tensor has changed."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/data/0"))
+        tensor = archive.read(name)
+    return content.replace(tensor, bytes([tensor[0] ^ 1]) + tensor[1:])
 
 
 @pytest.mark.filterwarnings(
     "ignore:round .*client 1 failed on its val samples", "ignore::FutureWarning"
 )
-def test_a_lost_memory_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda own, others: b"damaged", "can't be read"),
+        (lambda own, others: own[:-1000], "can't be read"),
+        (lambda own, others: flipped(own), "can't be read"),
+        (lambda own, others: others, "is another client's"),
+    ],
+)
+def test_a_lost_memory_is_said(
+    change: Callable[[bytes, bytes], bytes], said: str, tmp_path: Path
+) -> None:
     run = deployed(tmp_path, FedEC)
 
     def lose() -> None:
         for path in (tmp_path / "1").glob("*/round-*.pt"):
-            path.write_bytes(b"damaged")
+            others = tmp_path / "2" / path.relative_to(tmp_path / "1")
+            path.write_bytes(change(path.read_bytes(), others.read_bytes()))
         run.post.nodes[1] = run.node(1)
 
-    with pytest.warns(
-        UserWarning, match=r"client 1 failed: its memory after round 0 can't be read"
-    ):
+    with pytest.warns(UserWarning, match=f"client 1 failed: its memory after round 0 {said}"):
         federation = run.server(3, AfterRound(0, lose))
     assert [entry.failed for entry in federation.history] == [[], [1], [1]]
 
@@ -278,7 +324,8 @@ def test_what_is_private_never_leaves(callback: Any, tmp_path: Path) -> None:
         federation.client_state(0)
     asked = {"clients": 4, "client": 1, "round": 2, "rounds": 2, "mean_samples": 8, "after": 1}
     words = {"do": "train", "returns": sorted(private)}
-    words |= {"run": run.clients.run, "agreement": run.clients.agreement}
+    session = {"session": run.clients.session, "after_session": run.clients.session}
+    words |= {"run": run.clients.run, "agreement": run.clients.agreement, **session}
     entries = {"sent": {name: federation.layout.template[name] for name in left}}
     reply = run.post.nodes[1].answer(packed(entries, {**asked, "epochs": 1}, words))
     assert "is not among what leaves this node" in reply.config_records["words"]["failed"]
@@ -295,11 +342,14 @@ ASKED = {"clients": 4, "client": 0, "round": 0, "rounds": 0, "mean_samples": 8, 
         ({"do": "evaluate", "split": "train"}, "not judged on 'train' samples"),
         ({"do": "losses", "split": "all"}, "no samples that are called 'all'"),
         ({"do": "losses", "split": "train", "run": "../../keys"}, "no id of its run"),
+        ({"do": "losses", "split": "train", "session": "../../keys"}, "no id of its session"),
+        ({"do": "losses", "split": "train", "after_session": "/keys"}, "no id of its session"),
     ],
 )
 def test_a_node_does_nothing_else(change: dict[str, str], said: str, tmp_path: Path) -> None:
     node = deployed(tmp_path).post.nodes[0]
-    change = {"run": new_run(), "agreement": digest_of(node.agreement), **change}
+    ids = {name: new_id() for name in ("run", "session", "after_session")}
+    change = {**ids, "agreement": digest_of(node.agreement), **change}
     reply = node.answer(packed({"sent": {}}, ASKED, change))
     assert said in reply.config_records["words"]["failed"]
     assert node.answer(RecordDict()).config_records["words"]["failed"]

@@ -31,7 +31,7 @@ from flwr.superlink.grid import HttpGrid
 from pflight.deploy.certificates import make_certificates
 from pflight.deploy.client import Watch, wait_for
 from pflight.deploy.demo import demonstrate
-from pflight.deploy.flower import GridPost, Heartbeat, address_of, give_up_with
+from pflight.deploy.flower import GridPost, Heartbeat, address_of, give_up_with, superlink
 from pflight.deploy.messages import numbers_of, packed
 from pflight.deploy.processes import Process, ProcessEndedError, free_port
 from pflight.deploy.remote import Asked
@@ -190,6 +190,24 @@ def test_a_key_that_was_taken_away_may_be_put_back() -> None:
     for keys in ({b"a", b"b"}, {b"a"}, {b"a", b"b"}):
         post.register(keys)
     assert sorted(registered) == [b"a", b"b"]
+
+
+def test_two_servers_keep_apart_what_their_superlinks_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[Path, bytes]] = []
+
+    class Started(Process):
+        def __init__(self, command: list[str], folder: Path, name: str) -> None:
+            secret = Path(command[command.index("--superexec-auth-secret-file") + 1])
+            started.append((secret, secret.read_bytes()))
+            raise ProcessEndedError("it has ended")
+
+    monkeypatch.setattr("pflight.deploy.flower.Process", Started)
+    for port in (9092, 9093):
+        with pytest.raises(ProcessEndedError), superlink("127.0.0.1", port, tmp_path, None, 1.0):
+            pass
+    assert all(secret.read_bytes() == content for secret, content in started)
 
 
 def test_the_end_of_the_superlink_ends_the_wait_for_it(tmp_path: Path) -> None:
