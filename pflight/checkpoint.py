@@ -35,7 +35,7 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
     for entry in ("state_dict", "pytorch-lightning_version"):
         if not isinstance(checkpoint, dict) or entry not in checkpoint:
             raise ConfigurationError(f"{path} is not a Lightning checkpoint: it has no {entry}")
-    locate(_memory(checkpoint), Path(path))
+    locate(memory_of(checkpoint), Path(path))
     return checkpoint
 
 
@@ -87,7 +87,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with named_by(target, _memory(checkpoint)):
+        with named_by(target, memory_of(checkpoint)):
             with replacing(target) as partial:
                 try:
                     with partial.open("wb") as file:
@@ -107,6 +107,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return read_checkpoint(path, map_location)
 
 
-def _memory(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def memory_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's record of the clients' memory; empty if it is not a federation's."""
     return (checkpoint.get("pflight") or {}).get("memory", {})

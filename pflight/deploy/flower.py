@@ -16,6 +16,7 @@ from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import httpx
+from filelock import FileLock, Timeout
 from flwr.app import Context, Message, RecordDict
 from flwr.cli.build import build_fab_from_files
 from flwr.common.constant import SubStatus
@@ -150,6 +151,11 @@ def superlink(
     """
     folder = certificates / "superlink" / str(port)  # there may be another server
     folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock", thread_local=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        raise ConfigurationError(f"another server is running in {folder}") from error
     database = folder / "superlink.db"
     for kept in folder.glob(f"{database.name}*"):  # nodes, runs and messages of the server before
         kept.unlink()
@@ -171,11 +177,14 @@ def superlink(
             give_up_with(grid, process)
             yield GridPost(grid, timeout, patience, control)
         control.close()
-    except httpx.HTTPError:
+    except httpx.HTTPError as error:
         process.check()
-        raise
+        raise ConfigurationError(
+            f"{process.name} does not do what it is asked: {described(error)} (see {process.log})"
+        ) from error
     finally:
         process.stop()
+        lock.release()
 
 
 def address_of(host: str, port: int) -> str:

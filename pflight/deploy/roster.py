@@ -133,7 +133,16 @@ class Roster(L.Callback):
         return {**own, "nodes": nodes, "known": self.data.known}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
+        """Load what :meth:`state_dict` returned.
+
+        Raises:
+            ConfigurationError: If another release has made it.
+        """
+        if missing := self.state_dict().keys() - state_dict.keys():
+            raise ConfigurationError(
+                "the checkpoint is of a run that another release of pflight has deployed, which "
+                f"does not save {', '.join(sorted(missing))}: go on with that release"
+            )
         self.nodes = {client: key.encode() for client, key in state_dict["nodes"].items()}
         self.clients.run = state_dict["run"]
         self.clients.sessions = dict(state_dict["sessions"])

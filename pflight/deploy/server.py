@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from pflight.checkpoint import read_checkpoint
+from pflight.checkpoint import memory_of, read_checkpoint
 from pflight.cli import FederationCLI
 from pflight.cli import main as command_line
 from pflight.errors import ConfigurationError
@@ -92,8 +93,14 @@ class ServerCLI(FederationCLI):
         path = config.get("ckpt_path")
         checkpoint = {} if path is None else read_checkpoint(path)
         saved = checkpoint.get("callbacks", {}).get(Roster.__qualname__)
-        if path is None:
+        if saved is None:
             check_method(callback)
+            if memory_of(checkpoint):
+                warnings.warn(
+                    f"{path} is of a run that was simulated: what its clients have kept from one "
+                    "round to the next is not at the nodes, which begin without",
+                    stacklevel=2,
+                )
         with self._connect() as post:
             try:
                 clients = ask_nodes(self.model, post)

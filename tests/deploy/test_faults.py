@@ -214,6 +214,17 @@ def test_a_server_that_resumes_finds_its_nodes_as_they_were(name: str, tmp_path:
     assert whole.history == resumed.history
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_checkpoint_of_another_release_is_refused(tmp_path: Path) -> None:
+    run = deployed(tmp_path)
+    run.server(1, ModelCheckpoint(tmp_path, filename="old"))
+    checkpoint = torch.load(tmp_path / "old.ckpt", weights_only=True)
+    del checkpoint["callbacks"]["Roster"]["sessions"]
+    torch.save(checkpoint, tmp_path / "old.ckpt")
+    with pytest.raises(ConfigurationError, match=r"another release .* does not save sessions"):
+        run.server(2, ckpt_path=tmp_path / "old.ckpt")
+
+
 @pytest.mark.filterwarnings(
     "ignore:Checkpoint directory", "ignore:Be aware that when using", "ignore::FutureWarning"
 )

