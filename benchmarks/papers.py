@@ -8,12 +8,14 @@
 method's configuration, in a run folder of its own, ``OUT/fedec/cifar10_100_2/fedec_1/0``. After
 each of the last rounds all clients are tested, and what each of them reached becomes a file in the
 folder ``tests`` there. A run that was killed goes on with the same command; one that is done is not
-made again. ``write`` makes the tables of the page from the runs that are done.
+made again. ``write`` puts the figures of the runs that are done into ``docs/papers.csv``, and makes
+the tables of the page from these.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import logging
 import re
@@ -38,10 +40,13 @@ from pflight.cli import FederationCLI
 
 Test = dict[str, Any]
 """The tests after a round: its clients, and each client's accuracy and F1 by model."""
+Figure = tuple[str, ...]
+"""Where a figure belongs: experiment, column, method, seed and measure."""
 
 CONFIGS = Path(str(files("pflight.configs")))
 EXPERIMENTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 MODELS = {"own": "", "server": "server/", "adapted": "finetuned/"}
+FIGURE = ("experiment", "column", "method", "seed", "measure", "value")
 MOST_SEEDS = 10
 TABLE = re.compile(r"(<!-- (\w+)/(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 QUIET = [
@@ -191,42 +196,62 @@ MEASURES: dict[str, tuple[str, Callable[[Sequence[Test], str], float]]] = {
 }
 
 
-def table(experiment: str, column: str, runs: Sequence[Run]) -> str:
-    """Return the table of a column, in which a method has a line once its runs are done."""
+def measured(run: Run) -> dict[Figure, float]:
+    """Return what was measured of a run, for each method whose figures are those of the run."""
+    spec, tests, found = EXPERIMENTS[run.experiment], run.tests, {}
+    for name, method in spec["methods"].items():
+        if method.get("run", name) == run.method:
+            model = method.get("model", "own")
+            values = {measure: MEASURES[measure][1](tests, model) for measure in spec["measures"]}
+            values["seconds"] = min(test["seconds"] for test in tests if test["seconds"])
+            for measure, value in values.items():
+                found[run.experiment, run.column, name, str(run.seed), measure] = value
+    return found
+
+
+def table(experiment: str, column: str, figures: dict[Figure, float]) -> str:
+    """Return the table of a column, in which a method has a line once a run of it is done."""
     spec = EXPERIMENTS[experiment]
-    measures = [MEASURES[name] for name in spec["measures"]]
     published = spec.get("published", {}).get(column)
-    head = ["method", *(["paper"] if published else []), *(title for title, _ in measures)]
-    head += ["seeds", "s a round"]
+    titles = [MEASURES[measure][0] for measure in spec["measures"]]
+    head = ["method", *(["paper"] if published else []), *titles, "seeds", "s a round"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, method in spec["methods"].items():
-        made = [run.tests for run in runs if run.method == method.get("run", name)]
+        made: dict[str, list[float]] = {}
+        for (*where, _, measure), value in figures.items():
+            if where == [experiment, column, name]:
+                made.setdefault(measure, []).append(value)
         if not made:
             continue
         cells = [method["title"]]
         if published:
             figure = published.get(re.split(r"[,(]", method["title"])[0])
             cells.append("" if figure is None else f"{figure:.2f}")
-        for _, measure in measures:
-            values = [measure(tests, method.get("model", "own")) for tests in made]
-            cells.append(cell(values, digits=2))
-        seconds = [test["seconds"] for tests in made for test in tests if test["seconds"]]
-        cells += [
-            str(len(made)),
-            f"{min(seconds):.0f}" if min(seconds) >= 10 else f"{min(seconds):.1f}",
-        ]
+        cells += [cell(made[measure], digits=2) for measure in spec["measures"]]
+        seconds = min(made["seconds"])
+        cells += [str(len(made["seconds"])), f"{seconds:.{0 if seconds >= 10 else 1}f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def write(options: argparse.Namespace) -> None:
-    """Put the tables of all runs that are done between the marks of the page."""
+    """Add the figures of all runs that are done to those of earlier ones, and make the tables."""
+    kept = options.page.with_suffix(".csv")
+    figures: dict[Figure, float] = {}
+    if kept.is_file():
+        with kept.open(newline="", encoding="utf-8") as file:
+            figures = {tuple(row[:5]): float(row[5]) for row in list(csv.reader(file))[1:]}
+    for experiment in EXPERIMENTS:
+        for run in runs_of(experiment, None, None, range(MOST_SEEDS), options):
+            if not run.missing:
+                figures |= measured(run)
+    with kept.open("w", newline="", encoding="utf-8") as file:
+        rows = [(*figure, f"{value:.4f}") for figure, value in sorted(figures.items())]
+        csv.writer(file, lineterminator="\n").writerows([FIGURE, *rows])
 
     def made(match: re.Match[str]) -> str:
         start, experiment, column, end = match.groups()
-        runs = runs_of(experiment, [column], None, range(MOST_SEEDS), options)
-        done = [run for run in runs if not run.missing]
-        return f"{start}\n{table(experiment, column, done)}\n\n{end}"
+        return f"{start}\n{table(experiment, column, figures)}\n\n{end}"
 
     page = options.page.read_text(encoding="utf-8")
     options.page.write_text(TABLE.sub(made, page), encoding="utf-8")

@@ -107,6 +107,11 @@ def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
     assert page.read_text().startswith("# Toy\n\n<!-- toy/digits -->\n")
     assert page.read_text().endswith("<!-- end -->\n\nEnd.\n")
 
+    # Figures of runs whose folders are gone stay in the page.
+    before = page.read_text()
+    papers.write(options(tmp_path / "nothing", page=page))
+    assert page.read_text() == before
+
 
 def statistics_of(values: list[float], clients: Any) -> float:
     return math.fsum(values[client] for client in clients) / len(clients)
