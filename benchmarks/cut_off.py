@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,8 +32,13 @@ LONG = 600.0  # seconds
 CUT = 1  # the node
 
 
-def ip(*arguments: object) -> None:
-    subprocess.run(["ip", *map(str, arguments)], check=True)
+def done(*command: object) -> None:
+    words = [str(word) for word in command]
+    if subprocess.run(words).returncode:
+        raise SystemExit(f"{' '.join(words)} failed; --help says what it takes")
+
+
+ip = partial(done, "ip")
 
 
 @contextmanager
@@ -40,20 +46,8 @@ def namespace(name: str, address: str, net: str) -> Iterator[None]:
     """Make a network namespace with one address, connected to the bridge of another."""
     ip("netns", "add", name)
     try:
-        ip(
-            "link",
-            "add",
-            f"{name}-0",
-            "netns",
-            net,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "eth0",
-            "netns",
-            name,
-        )
+        veth = "link", "add", f"{name}-0", "netns", net, "type", "veth"
+        ip(*veth, "peer", "name", "eth0", "netns", name)
         ip("-n", net, "link", "set", f"{name}-0", "master", "bridge", "up")
         ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
@@ -113,8 +107,8 @@ def main() -> None:
             name, key = f"pf-node{client}", folder / f"{client}.key"
             until_done.enter_context(namespace(name, f"10.77.0.{10 + client}", net))
             if options.delay:
-                words = ["tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "netem", "delay"]
-                subprocess.run([*words, f"{options.delay}ms"], check=True)
+                queue = "tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "netem"
+                done(*queue, "delay", f"{options.delay}ms")
             make_key(key).rename(certificates / "nodes" / f"{client:03}.pub")
             where = "--server", f"{SERVER}:9092", "--ca", certificates / "ca.pem", "--key", key
             own = "--folder", folder / name, "--client", client
@@ -126,12 +120,12 @@ def main() -> None:
         server = start("pf-server", folder / "server.log", "server", *where, root, *given)
         until_done.callback(end, server)
         last = run / "checkpoints" / "last.ckpt"
-        done = wait(last, lambda rounds: len(rounds) >= 2, server)
+        made = wait(last, lambda rounds: len(rounds) >= 2, server)
         ip("-n", f"pf-node{CUT}", "link", "set", "eth0", "down")
-        print(f"node {CUT} is cut off after {done} rounds", flush=True)
-        done = wait(last, lambda rounds: rounds[-1].failed, server)
+        print(f"node {CUT} is cut off after {made} rounds", flush=True)
+        made = wait(last, lambda rounds: rounds[-1].failed, server)
         ip("-n", f"pf-node{CUT}", "link", "set", "eth0", "up")
-        print(f"node {CUT} is connected again after {done} rounds", flush=True)
+        print(f"node {CUT} is connected again after {made} rounds", flush=True)
         wait(last, lambda rounds: not rounds[-1].failed, server)
         for entry in history(last):
             print(f"round {entry.index}: {entry.failed or 'nobody'} failed")
