@@ -188,9 +188,7 @@ class Clients:
         """
         if self.data is None:
             return torch.arange(self.num_clients)
-        clients = self.data.train_clients
-        able = clients if self.engine is None else clients[self.engine.setting.has_batches(clients)]
-        return able if len(able) else clients  # where nobody learns anything, nothing moves
+        return self.data.train_clients if self.engine is None else self.engine.setting.trainable
 
     @property
     def newcomers(self) -> Tensor:

@@ -147,7 +147,7 @@ class FedPAC(FedAvg):
     (Xu et al. 2023, eq. 13 and 14); those below 0.001 are left out. What clients do, and what they
     tell, is in :class:`Aligned`. A client is judged by the server's body with its combined head,
     which stays until it takes part again; the tags ``local/`` are those of its trained model.
-    A newcomer's head is the mean of the last heads that were returned, by numbers of samples.
+    A newcomer's head is the mean of the last heads that were returned, weighted as bodies are.
 
     Args:
         lam: Weight of the distance to the prototypes, by default 1; or that of the client module's

@@ -71,17 +71,11 @@ class ByPrototypes(Prototypical):
         """Return the prototypes."""
         return NearestPrototype(int(module.num_classes), head.width)  # type: ignore[arg-type]
 
-    def finish(
-        self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
-    ) -> TensorDict:
-        """Put the clients' own prototypes, and keep which classes they have."""
-        trained = super().finish(work, clients, starts, trained)
-        return trained.update({_OWN: trained[COUNTS]})
-
     def further(self, work: LocalWork, clients: Tensor, sent: TensorDict, model: str) -> TensorDict:
         """Return the clients' own models, which predict by the nearest prototype."""
         states = self.judged(work, clients, sent)
-        return states.update({_NEAREST: torch.ones_like(states[_NEAREST])})
+        own = work.class_counts_of(clients).to(states[_OWN])
+        return states.update({_OWN: own, _NEAREST: torch.ones_like(states[_NEAREST])})
 
 
 @checked
@@ -133,7 +127,8 @@ class FedProto(Local):
     def setup_server(self) -> None:
         """Keep the initial model and the global prototypes; all else is private to the clients."""
         super().setup_server()
-        self.private = tuple(n for n in self.private if n not in (MEANS, COUNTS, _NEAREST))
+        shared = MEANS, COUNTS, _OWN, _NEAREST
+        self.private = tuple(name for name in self.private if name not in shared)
 
     @property
     def sent_names(self) -> tuple[str, ...]:

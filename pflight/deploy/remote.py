@@ -331,7 +331,7 @@ class RemoteClients(Clients):
 
     @property
     def _mean_samples(self) -> float:
-        return float(self.num_samples[self.attached_data.train_clients].double().mean())
+        return float(self.num_samples[self.trainable].double().mean())
 
     def _received(self, client: int) -> RecordDict:
         """Return a client's answer.

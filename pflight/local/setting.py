@@ -78,8 +78,6 @@ class Setting:
             if data.holds_tensors and _of_its_kind(client, "validation_step", "test_step"):
                 self.task = client
                 self.predicts_outputs = _of_its_kind(client, "predict_step")
-        counts = data.num_samples("train")[data.train_clients]
-        self.mean_samples = float(counts.double().mean())
         resting = {id(part) for part in resting_parts(client)}
         self.mixes_samples = any(
             isinstance(part, nn.modules.batchnorm._BatchNorm)
@@ -87,6 +85,7 @@ class Setting:
             and (part.training or isinstance(client, Task))
             for part in client.modules()
         )
+        self.mean_samples = float(data.num_samples("train")[self.trainable].double().mean())
         self.form: Form | None = None
         self.example: list[Tensor] = []
         if data.holds_tensors:
@@ -149,6 +148,13 @@ class Setting:
         """Return a mask ``[C]`` of the clients that have a batch to train on."""
         counts = self.data.num_samples("train")[clients.cpu()]
         return (counts > (1 if self.mixes_samples else 0)).to(clients.device)
+
+    @property
+    def trainable(self) -> Tensor:
+        """Ids of the clients that have one, ascending; of all that train if nobody has."""
+        clients = self.data.train_clients
+        able = clients[self.has_batches(clients)]
+        return able if len(able) else clients  # where nobody learns anything, nothing moves
 
     def idle_clients(self) -> str | None:
         """Say which clients can't train on all that they have, if there are any."""
