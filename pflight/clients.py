@@ -443,9 +443,15 @@ class Clients:
         """Return the full states ``[C]`` by which clients are judged that are sent this now."""
         return self.participation.judged(self, clients, sent)
 
-    def further(self, clients: Tensor, sent: TensorDict, model: str) -> TensorDict:
+    def as_sent(self, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the full states ``[C]`` of the models that clients are sent."""
+        return self.participation.as_sent(self, clients, self.completed(clients, sent))
+
+    def further(
+        self, clients: Tensor, sent: TensorDict, used: TensorDict, model: str
+    ) -> TensorDict:
         """Return one of the further models ``[C]`` by which clients are judged."""
-        return self.participation.further(self, clients, sent, model)
+        return self.participation.further(self, clients, sent, used, model)
 
     def has_memory(self, clients: Tensor) -> Tensor:
         """Return a mask ``[C]`` of the clients that keep private entries from an earlier round."""

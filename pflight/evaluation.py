@@ -70,20 +70,21 @@ class Evaluator:
     def _outputs(self, ids: Tensor) -> dict[WhichModel, Evaluation | ClientValues]:
         clients, callback = self.clients, self.callback
         parts = [
-            self._evaluate(group, clients.completed(group, sent))
+            self._evaluate(group, clients.as_sent(group, sent))
             for group, sent in callback.broadcast_groups(ids)
         ]
         server = _joined(parts)
         outputs: dict[WhichModel, Evaluation | ClientValues] = {"server/": server, "": server}
-        if callback.personalizes or clients.training.finetune_epochs:
+        further = clients.participation.further_models
+        if callback.personalizes or clients.training.finetune_epochs or further:
             models = ClientModels.of(clients, callback, ids)
             outputs[""] = self._evaluate(ids, models.used)
             if models.finetuned is models.used:
                 outputs["finetuned/"] = outputs[""]
             elif models.finetuned is not None:
                 outputs["finetuned/"] = self._evaluate(ids, models.finetuned)
-        for name in clients.participation.further_models:
-            states = clients.further(ids, callback.broadcast(ids), name)
+        for name in further:
+            states = clients.further(ids, callback.broadcast(ids), models.used, name)
             outputs[name] = self._evaluate(ids, states)
         return outputs
 

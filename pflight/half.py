@@ -389,13 +389,26 @@ class Participation:
         """Return the states ``[C]`` by which clients are judged whose models were fine-tuned."""
         return states
 
-    def further(self, work: LocalWork, clients: Tensor, sent: TensorDict, model: str) -> TensorDict:
+    def as_sent(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
+        """Return the full states ``[C]`` of the tags ``server/``, by default as they are.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]``.
+            states: What the server sends them now, over the initial model ``[C]``.
+        """
+        return states
+
+    def further(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, used: TensorDict, model: str
+    ) -> TensorDict:
         """Return one of :attr:`further_models` of the clients ``[C]``: full states.
 
         Args:
             work: What the clients can do.
             clients: Ids ``[C]``.
             sent: What the server sends them now ``[C]``.
+            used: The states by which they are judged ``[C]``, after fine-tuning if there is any.
             model: Which.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define further()")

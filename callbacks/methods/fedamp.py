@@ -19,6 +19,7 @@ from .hypernetworks import weighted_sums
 from .stored import StoredModels
 
 _PULL, _CLOUD = f"{OWN}pull", f"{OWN}cloud."
+_SMALLEST = 1e-30  # alpha, in which rounds without end would end
 
 
 @checked
@@ -142,7 +143,8 @@ class FedAMP(StoredModels):
     @property
     def alpha_now(self) -> float:
         r""":math:`\alpha_k` of the round that goes on, or of the next one."""
-        return self.alpha * self.alpha_decay ** (self.clients.rounds // self.decay_rounds)
+        alpha = self.alpha * self.alpha_decay ** (self.clients.rounds // self.decay_rounds)
+        return max(alpha, min(self.alpha, _SMALLEST))
 
     def broadcast(self, clients: Tensor) -> TensorDict:
         """Return the clients' mixtures, with the pull if it has changed."""
@@ -154,7 +156,7 @@ class FedAMP(StoredModels):
             else:
                 most = leaf[known.to(leaf.device) if len(known) else slice(None)].amax(dim=0)
                 sent[name] = most.expand(len(clients), *most.shape)
-        if self.alpha_now != self.alpha:
+        if self.lam and self.alpha_now != self.alpha:
             pull = self.clients.layout.template[_PULL].new_tensor(self.lam / self.alpha_now)
             sent[_PULL] = pull.to(clients.device).expand(len(clients))
         return TensorDict(sent, batch_size=[len(clients)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -15,6 +16,8 @@ from pflight.state import StateModule, rows
 from pflight.updates import ClientUpdates
 
 from .stored import StoredModels
+
+_ROUNDING = 1e-9  # 0.7 * 90 is 62.99999999999999
 
 
 class Remembering(Half):
@@ -125,7 +128,7 @@ class FedCAC(StoredModels):
         """Return a mask of a tensor's critical values ``[C, ...]``, of equals the first."""
         sensitivity = rows(((trained - starts) * trained).abs())
         order = sensitivity.argsort(dim=1, descending=True, stable=True)
-        largest = order[:, : int(self.tau * sensitivity.shape[1])]
+        largest = order[:, : math.floor(self.tau * sensitivity.shape[1] + _ROUNDING)]
         mask = torch.zeros_like(sensitivity, dtype=torch.bool).scatter_(1, largest, True)
         return (mask & (sensitivity > 0)).view_as(trained)
 

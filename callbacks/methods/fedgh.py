@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from lightning import LightningModule
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from pflight.errors import ConfigurationError
 from pflight.half import LocalWork
 from pflight.head import Head
 from pflight.options import check_range, checked
@@ -49,7 +53,9 @@ class Reporting(Prototypical):
         states = work.start_states(clients, sent)
         return states.update(work.remembered(clients, states).states)
 
-    def further(self, work: LocalWork, clients: Tensor, sent: TensorDict, model: str) -> TensorDict:
+    def further(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, used: TensorDict, model: str
+    ) -> TensorDict:
         """Return the clients' own models, with the head that is sent."""
         return self.before_training(work, clients, sent)
 
@@ -74,8 +80,8 @@ class FedGH(ServerCallback):
         server_epochs: How often the server goes through them.
 
     Raises:
-        ConfigurationError: If an option is out of range, or the clients' module has no classes or
-            no head.
+        ConfigurationError: If an option is out of range, or the clients' module has no classes, or
+            no head that takes vectors.
 
     Example:
         >>> FedGH(server_lr=0.1).server_batch
@@ -100,14 +106,32 @@ class FedGH(ServerCallback):
 
     @property
     def head_names(self) -> tuple[str, ...]:
-        """Names of the entries of the head that travel."""
+        """Names of the entries of the head that travel, its parameters."""
         head = f"{self.clients.head.name}."
-        return tuple(name for name in super().sent_names if name.startswith(head))
+        return tuple(name for name in self.clients.layout.parameters if name.startswith(head))
 
     @property
     def sent_names(self) -> tuple[str, ...]:
         """Names of the entries that travel: those of the head, and of the prototypes."""
         return (*self.head_names, MEANS, COUNTS)
+
+    def setup_server(self) -> None:
+        """Keep the initial model, and the head as a module of its own, in evaluation mode.
+
+        Raises:
+            ConfigurationError: If the head takes anything else than vectors.
+        """
+        super().setup_server()
+        head = self.clients.head
+        self._head = copy.deepcopy(self.clients.module.get_submodule(head.name)).eval()
+        zeros = self.server.tensors(0, (MEANS,))[MEANS].new_zeros(1, head.width)
+        try:
+            self._logits(self._head_tensors(), zeros)
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"FedGH's server trains the head on mean features, vectors of {head.width} "
+                f"numbers, which {head.name!r} does not take: name a head that does"
+            ) from error
 
     def round(self, cohort: Tensor) -> None:
         """Run one round; clients return their prototypes."""
@@ -130,18 +154,14 @@ class FedGH(ServerCallback):
         self._updates.clear()
         place = states[COUNTS] > 0
         features, classes = states[MEANS][place], place.nonzero()[:, 1]
-        head = {n: t.detach().clone() for n, t in self.server.tensors(0, self.head_names).items()}
-        prefix = f"{self.clients.head.name}."
-        module = self.clients.module.get_submodule(self.clients.head.name)
+        head = self._head_tensors()
         for _ in range(self.server_epochs):
             for z, y in zip(
                 features.split(self.server_batch), classes.split(self.server_batch), strict=True
             ):
                 leaves = {name: value.requires_grad_() for name, value in head.items()}
-                tensors = {name.removeprefix(prefix): leaf for name, leaf in leaves.items()}
                 with torch.enable_grad():
-                    logits = call_with(module, tensors, lambda part, z: part.forward(z), z)
-                    loss = F.cross_entropy(logits, y)
+                    loss = F.cross_entropy(self._logits(leaves, z), y)
                 slopes = torch.autograd.grad(loss, list(leaves.values()))
                 head = {
                     name: leaf.detach() - self.server_lr * slope
@@ -149,6 +169,15 @@ class FedGH(ServerCallback):
                 }
         if len(features):
             self.server.set_pseudo_gradient(0, head)
+
+    def _head_tensors(self) -> dict[str, Tensor]:
+        tensors = self.server.tensors(0, self.head_names)
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+    def _logits(self, head: Mapping[str, Tensor], z: Tensor) -> Tensor:
+        prefix = f"{self.clients.head.name}."
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in head.items()}
+        return call_with(self._head, tensors, lambda part, z: part.forward(z), z)
 
     def bytes_up(self, updates: ClientUpdates) -> int:
         """Return the bytes of the clients' prototypes, each with its class."""

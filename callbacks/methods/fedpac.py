@@ -120,7 +120,9 @@ class Aligned(Prototypical):
             }
         )
 
-    def further(self, work: LocalWork, clients: Tensor, sent: TensorDict, model: str) -> TensorDict:
+    def further(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, used: TensorDict, model: str
+    ) -> TensorDict:
         """Return the models of clients after their last training."""
         states = self.judged(work, clients, sent)
         return states.update(work.remembered(clients, states).states)
@@ -266,6 +268,6 @@ def combinations(shared: Vector, spread: Vector, counts: Vector) -> Vector:
         factor = np.sqrt(values.clip(min=0))[:, None] * vectors.T
         found, _ = nnls(np.vstack([factor, np.ones(len(shared))]), np.append(0 * spread, 1))
         found /= found.sum()
-        found[found < _SMALLEST] = 0
+        found[found < min(_SMALLEST, found.max())] = 0
         row[:] = found / found.sum()
     return weights

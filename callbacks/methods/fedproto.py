@@ -71,11 +71,12 @@ class ByPrototypes(Prototypical):
         """Return the prototypes."""
         return NearestPrototype(int(module.num_classes), head.width)  # type: ignore[arg-type]
 
-    def further(self, work: LocalWork, clients: Tensor, sent: TensorDict, model: str) -> TensorDict:
+    def further(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, used: TensorDict, model: str
+    ) -> TensorDict:
         """Return the clients' own models, which predict by the nearest prototype."""
-        states = self.judged(work, clients, sent)
-        own = work.class_counts_of(clients).to(states[_OWN])
-        return states.update({_OWN: own, _NEAREST: torch.ones_like(states[_NEAREST])})
+        own = work.class_counts_of(clients).to(used[_OWN])
+        return used.copy().update({_OWN: own, _NEAREST: torch.ones_like(used[_NEAREST])})
 
 
 @checked

@@ -64,8 +64,8 @@ class Valved(Half):
         + \frac{\lambda}{B} \sum_b \|T_g(h_b) - \hat Q_{y_b}\|
 
     over its body, its head, the embeddings :math:`Q` and the valve of :class:`ConditionalValve`,
-    the last two with weight decay :math:`\mu`. The second term has the cosines with all rows as
-    logits. Fine-tuning has the first term alone.
+    the last two with weight decay :math:`\mu` in place of the optimizer's own. The second term has
+    the cosines with all rows as logits. Fine-tuning has the first term alone.
 
     Args:
         lam: Weight :math:`\lambda` of the distance.
@@ -116,6 +116,10 @@ class Valved(Half):
     def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Lay the conditions into the states."""
         return self._with_conditions(work, clients, super().judged(work, clients, sent))
+
+    def as_sent(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
+        """Lay the conditions into the states."""
+        return self._with_conditions(work, clients, states.copy())
 
     def _with_conditions(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
         embedding, shares = states[_EMBEDDING], states[_SHARES]

@@ -23,6 +23,7 @@ from .gaussians import Gaussians, Judged
 
 _MEANS, _COVARIANCE = f"{EXTRA}.means", f"{EXTRA}.covariance"
 _WEIGHT, _BIAS = f"{EXTRA}.weight", f"{EXTRA}.bias"
+_STARTS = np.linspace(0, 1, 11)
 
 
 class Discriminant(nn.Module):
@@ -65,8 +66,8 @@ class Discriminating(Half):
     y_b})^\top + r I`, and sends :math:`\beta` of these with :math:`1 - \beta` of the received
     ones. :math:`\beta` in [0, 1] minimises the cross-entropy over two stratified halves of its
     samples, each judged by the statistics of the other, without classes of a single sample; it is
-    0 if there is no other class. A client is judged by the body that it is sent, and statistics
-    that it takes in this way.
+    searched from places on a grid, and 0 if there is no other class. A client is judged by the body
+    that it is sent, and statistics that it takes in this way.
 
     Args:
         ridge: :math:`r`.
@@ -114,6 +115,10 @@ class Discriminating(Half):
         """Lay the discriminants of the clients' own statistics into the states."""
         lay = self.after_finetuning if work.has_samples else self._discriminating
         return lay(work, clients, super().judged(work, clients, sent))
+
+    def as_sent(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
+        """Lay the discriminants of what is sent into the states."""
+        return self._discriminating(work, clients, states.copy())
 
     def after_finetuning(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
         """Take the statistics anew."""
@@ -167,9 +172,14 @@ class Discriminating(Half):
             values, slopes = zip(*(half.loss(at[0], at[-1]) for half in judged), strict=True)
             return sum(values), np.sum(slopes, axis=(0,) if len(at) == 2 else None)
 
-        start, bounds = np.full(self.betas, 0.5), [(0.0, 1.0)] * self.betas
-        found = minimize(loss, start, jac=True, bounds=bounds, method="L-BFGS-B", tol=1e-12)
-        return torch.tensor(found.x).to(z)
+        # There may be several minima: on each edge of the covariance's share, from the best place.
+        edges = [()] if self.betas == 1 else [(0.0,), (1.0,)]
+        how = {"jac": True, "bounds": [(0.0, 1.0)] * self.betas, "method": "L-BFGS-B", "tol": 1e-12}
+        found = []
+        for edge in edges:
+            starts = [np.array([share, *edge]) for share in _STARTS]
+            found.append(minimize(loss, min(starts, key=lambda at: loss(at)[0]), **how))
+        return torch.tensor(min(found, key=lambda one: one.fun).x).to(z)
 
 
 def halves(y: Tensor, random: torch.Generator) -> Tensor:

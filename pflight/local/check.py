@@ -49,7 +49,7 @@ def check_client(setting: Setting, copy: LightningModule) -> Findings:
     half.check(module)
     if not module.automatic_optimization and not half.only_adds:
         raise ConfigurationError(
-            f"{type(half).__name__} replaces the loss of its clients, which "
+            f"the algorithm replaces the loss of its clients, which "
             f"{type(module).__name__} with manual optimization does not hand out"
         )
     if not is_overridden("training_step", module):

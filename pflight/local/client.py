@@ -24,6 +24,7 @@ from .trainer import loss_of, muted, step_arguments
 
 SCALARS = ("num_samples", "mean_samples", "seen", "num_steps")
 """Names of the scalars that a half finds at a client."""
+_NO_LOSS = "its training_step returned no loss"
 
 
 class ClientModel:
@@ -159,6 +160,7 @@ class AloneClient(ClientModel):
     Attributes:
         has_loss: Whether a training step has given a loss.
         skipped: Whether the last one returned none.
+        num_skipped: How many returned none in this training.
     """
 
     def __init__(
@@ -186,6 +188,7 @@ class AloneClient(ClientModel):
         self.buffers = {name: t for name, t in copies.live.items() if name not in parameters}
         self.tell(received)
         self.has_loss = self.skipped = False
+        self.num_skipped = 0
         self._own_step: Callable[[], Tensor] | None = None
         self.trainer.penalty = self._penalty
 
@@ -215,7 +218,8 @@ class AloneClient(ClientModel):
         return {name: held[name] for name in self.copies.live}
 
     def _loss_at(self, tensors: Mapping[str, Tensor], batch: Any) -> Tensor:
-        return call_with(self.module, tensors, task_loss, batch)
+        index = 0 if self._own_step is None else self.trainer.batch_idx
+        return call_with(self.module, tensors, task_loss, batch, index)
 
     # What the engine asks for
 
@@ -249,7 +253,7 @@ class AloneClient(ClientModel):
             output = own_step()
             loss = loss_of(output)
             if loss is None:
-                raise _StepSkippedError
+                raise _StepSkippedError(_NO_LOSS)
             return loss
 
         self._own_step, self.skipped = run, False
@@ -257,6 +261,7 @@ class AloneClient(ClientModel):
             loss = self.half.loss(self, batch)
         except _StepSkippedError:
             self.skipped = True
+            self.num_skipped += 1
             return output
         finally:
             self._own_step = None
@@ -276,7 +281,7 @@ class AloneClient(ClientModel):
         return self.half.penalty(self)
 
 
-class _StepSkippedError(Exception):
+class _StepSkippedError(RuntimeError):
     """A training step returned no loss."""
 
 
@@ -285,15 +290,20 @@ def training_step(module: L.LightningModule, batch: Any, index: int = 0) -> Any:
     return module.training_step(*step_arguments(module, batch, index))
 
 
-def task_loss(module: L.LightningModule, batch: Any) -> Tensor:
+def task_loss(module: L.LightningModule, batch: Any, index: int = 0) -> Tensor:
     """Return a module's loss on a batch: a task's own, or that of the module's training step.
 
     What else is called ``loss`` may be anything, such as ``nn.functional.mse_loss``.
 
+    Args:
+        module: The client module.
+        batch: What its training step takes.
+        index: Of the batch in its epoch.
+
     Raises:
         ConfigurationError: If the module optimizes by hand, whose training step has none.
     """
-    if isinstance(module, Task):
+    if trains_as_a_task(module):
         return module.loss(batch)
     if not module.automatic_optimization:
         raise ConfigurationError(
@@ -301,7 +311,7 @@ def task_loss(module: L.LightningModule, batch: Any) -> Tensor:
             "manual optimization does not hand out"
         )
     with muted(module):
-        loss = loss_of(training_step(module, batch))
+        loss = loss_of(training_step(module, batch, index))
     if loss is None:
-        raise RuntimeError("its training_step returned no loss")
+        raise _StepSkippedError(_NO_LOSS)
     return loss

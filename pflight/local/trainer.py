@@ -213,6 +213,11 @@ class ModuleTrainer:
         loop.epoch_loop.max_steps = -1 if max_batches is None else max_batches
         loop.max_batches = num_batches
 
+    @property
+    def batch_idx(self) -> int:
+        """Index of the batch of the step that goes on, in its epoch."""
+        return self.trainer.fit_loop.epoch_loop.batch_idx
+
     @contextmanager
     def watching(
         self, max_epochs: int | None, num_batches: int, max_batches: int | None

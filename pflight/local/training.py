@@ -64,6 +64,7 @@ class ClientTraining:
         if models.plain and (descents := self._descents(optimizers)):
             return self._descend(visits, descents, epochs, limits)
         for client, optimizer in zip(models.clients, optimizers, strict=True):
+            client.num_skipped = 0
             client.trainer.attach(client.module)
             client.trainer.start(*limits, client.step, optimizer, setting.half.extra_options)
         for visit, batches in visits:
@@ -87,7 +88,7 @@ class ClientTraining:
         steps = models.client.trainer.global_step
         if models.client.module.automatic_optimization and steps:
             self._check_gradients()
-        return self._logs(), steps
+        return self._logs(), steps - models.client.num_skipped
 
     def gradient(self, count: int, visits: Batches) -> tuple[dict[str, Tensor], Logs]:
         """Return the gradients of its parameters over the samples of some visits, and the loss."""

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from pflight import Federation
 from pflight.callbacks import APPLE, FedSGD, Local
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.half import OWN
+from pflight.models import ClientModule
 from tests.runs import (
     ENGINES,
     Normalised,
@@ -22,6 +24,7 @@ from tests.runs import (
     dropout_client,
     flat,
     judged,
+    linear_client,
     parameters,
     quadratic_client,
     run,
@@ -236,3 +239,21 @@ def test_another_number_of_clients_is_refused() -> None:
     data = TensorClients([world_q().samples(0, "train")] * 2, num_classes=2, batch_size=None)
     with pytest.raises(ConfigurationError, match="was set up for 3 clients, the data has 2"):
         federation.trainer.fit(federation, datamodule=data)
+
+
+class EverySecond(ClientModule):
+    """A module that trains on every second batch."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
+        return None if batch_idx % 2 else self.loss(batch)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_module_of_ones_own_sees_the_index_of_a_batch_and_may_skip_it() -> None:
+    data = small_data((14,), dtype=torch.float64)
+    apple, alone = (
+        run(linear_client(EverySecond, double=True), data, callback, 2)
+        for callback in (APPLE(weights_lr=0.0), Local())
+    )
+    assert apple.history[-1].failed == []
+    assert judged(apple, 0) == pytest.approx(judged(alone, 0), rel=1e-12)

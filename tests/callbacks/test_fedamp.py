@@ -220,3 +220,13 @@ def test_bad_options_are_refused() -> None:
         HeurFedAMP(self_weight=2)
     with pytest.raises(ConfigurationError, match="FedAMP: start must be 'cloud' or 'personal'"):
         FedAMP(start="server")
+
+
+def test_no_end_of_rounds_in_which_alpha_decays() -> None:
+    callback = FedAMP(lam=0, alpha=1.0, alpha_decay=0.1, decay_rounds=1)
+    federation = run(quadratic_client(), world_q(), callback, 2)
+    model = federation.history[-1].bytes_down
+    federation.history.extend(federation.history[-1:] * 400)
+    assert 0 < callback.alpha_now < 1e-20
+    sent = callback.broadcast(IDS)
+    assert callback.bytes_down(IDS, sent) == model  # and there is no pull that would change

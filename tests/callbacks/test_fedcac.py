@@ -173,3 +173,10 @@ def test_bad_options_are_refused() -> None:
         FedCAC(tau=2)
     with pytest.raises(ConfigurationError, match="FedCAC: beta must be over 0, got 0"):
         FedCAC(beta=0)
+
+
+@pytest.mark.parametrize(("tau", "size", "largest"), [(0.7, 90, 63), (0.29, 100, 29), (0.5, 7, 3)])
+def test_the_share_of_critical_values_is_not_rounded_off(tau: float, size: int, largest: int):
+    trained = torch.arange(1.0, size + 1).unsqueeze(0)
+    mask = FedCAC(tau=tau).critical(torch.zeros_like(trained), trained)
+    assert mask.nonzero()[:, 1].tolist() == list(range(size - largest, size))

@@ -220,3 +220,20 @@ def test_clients_are_judged_and_tuned_as_by_fedavg() -> None:
 def test_a_bad_weight_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="FedDyn: a must be at least 0, got -1"):
         FedDyn(a=-1)
+
+
+@ENGINES
+def test_the_mean_of_sizes_is_that_of_clients_that_can_train(engine: str) -> None:
+    """One with a single sample can't in a network with BatchNorm, and does not count in N."""
+    callback, data = FedDyn(0.3, size=True), small_data((1, 6, 10), dtype=torch.float64)
+    federation = run(batchnorm_client().double(), data, callback, engine=engine)
+    for client in (1, 2):
+        state, trained = own(federation, client), federation.history
+        assert trained[-1].clients == [0, 1, 2]
+        a = 0.3 * 8 / (6, 10)[client - 1]
+        moved = -state / a
+        if client == 1:
+            total = moved.copy()
+        else:
+            total += moved
+    assert lead(federation) == pytest.approx(total / 2, rel=1e-9, abs=1e-12)

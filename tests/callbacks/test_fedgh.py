@@ -11,9 +11,10 @@ from torch import nn
 
 from pflight.callbacks import FedGH
 from pflight.datamodules import TensorClients
+from pflight.errors import ConfigurationError
 from pflight.models import Classifier
 from tests import networks_reference as reference
-from tests.runs import CLASSES, ENGINES, run, samples, sgd
+from tests.runs import CLASSES, ENGINES, FEATURES, run, samples, sgd
 from tests.worlds import assert_rows
 
 SAMPLES = (
@@ -69,7 +70,7 @@ def test_several_rounds(engine: str) -> None:
     torch.testing.assert_close(server["network.3.weight"], head.weight.detach())
     torch.testing.assert_close(server["network.3.bias"], head.bias.detach())
     received = federation.clients.further(
-        torch.arange(6), callback.broadcast(torch.arange(6)), "received/"
+        torch.arange(6), *2 * [callback.broadcast(torch.arange(6))], "received/"
     )
     for i in range(6):
         if i not in seen:
@@ -101,3 +102,45 @@ def test_missing_classes_and_traffic() -> None:
     assert federation.history[0].bytes_up == 4 * (3 * 8 + 8)
     bias = federation.server_states()[0]["network.1.bias"]
     assert bias[2] < client.network[1].bias[2]  # a class that nobody has only loses ground
+
+
+class Named(nn.Sequential):
+    """A body, and a head of several layers."""
+
+    head = "1"
+
+
+def test_a_head_of_feature_maps_is_an_error_before_the_start() -> None:
+    body = nn.Sequential(nn.Unflatten(1, (1, -1)), nn.Conv1d(1, 4, 1))
+    network = Named(body, nn.Sequential(nn.AdaptiveAvgPool1d(2), nn.Flatten(), nn.Linear(8, 3)))
+    client = Classifier(network.double(), 3, optimizer=sgd(0.1))
+    with pytest.raises(ConfigurationError, match=r"mean features, vectors of 16 .* 'network.1'"):
+        run(client, reference.data(), FedGH())
+
+
+def test_batchnorm_and_dropout_in_the_head() -> None:
+    """The server trains its parameters alone, by its buffers of the start and without dropout."""
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, CLASSES))
+    network = Named(nn.Sequential(nn.Linear(FEATURES, 3), nn.Tanh()), head).double()
+    client = Classifier(network, CLASSES, optimizer=sgd(0.1))
+    data = reference.data()
+    federation = run(client, data, FedGH(server_lr=0.1))
+    model, pairs = copy.deepcopy(network), []
+    for i in sorted(federation.history[0].clients):
+        x, y = data.samples(i, "train")
+        own = copy.deepcopy(federation.client_module(i)).network[0].eval()
+        pairs += [
+            (k, own(x[y == k]).mean(0, keepdim=True).detach()) for k in sorted(set(y.tolist()))
+        ]
+    head = model[1].eval()
+    for k, mean in pairs:
+        slopes = torch.autograd.grad(
+            F.cross_entropy(head(mean), torch.tensor([k])), [*head.parameters()]
+        )
+        with torch.no_grad():
+            for parameter, slope in zip(head.parameters(), slopes, strict=True):
+                parameter -= 0.1 * slope
+    state = federation.server_states()[0]
+    for name, value in head.state_dict().items():
+        torch.testing.assert_close(state[f"network.1.{name}"], value)

@@ -230,3 +230,35 @@ def test_from_equal_starts_and_ends_nothing_moves() -> None:
     assert_same(
         run(client, world_q([0], [1]), FedNova(), 2).server_states()[0], dict(client.state_dict())
     )
+
+
+class Skipping(ClientModule):
+    """A module that trains on full batches alone."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
+        return self.loss(batch) if len(batch[1]) == 4 else None
+
+
+class SkippingByHand(Skipping):
+    """Likewise, in steps that it takes itself."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        if (loss := super().training_step(batch, batch_idx)) is not None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_batches_that_a_module_skips_are_no_steps() -> None:
+    data = small_data((5, 12, 7), dtype=torch.float64)
+    skipping, by_hand, all_of_them = (
+        run(linear_client(kind, double=True), data, FedNova(), 2)
+        for kind in (Skipping, SkippingByHand, ClientModule)
+    )
+    assert_same(skipping.server_states()[0], by_hand.server_states()[0])
+    weights = [one.server_states()[0]["network.weight"] for one in (skipping, all_of_them)]
+    assert not torch.allclose(*weights)

@@ -33,7 +33,7 @@ def test_a4(engine: str) -> None:
     state[MEANS].data.copy_(torch.tensor([[1, 0], [1 / 3, 4 / 3], [-1, 0]]))
     state[COUNTS].data.copy_(torch.tensor([1.0, 3, 1]))
     quiet_trainer(1, callback).fit(federation, datamodule=data)
-    local = [federation.clients.further(torch.tensor([i]), sent(federation, i), "local/")
+    local = [federation.clients.further(torch.tensor([i]), *2 * [sent(federation, i)], "local/")
              for i in range(2)]  # fmt: skip
     heads = [head({n: v[0] for n, v in states.items()}) for states in local]
     assert_rows(heads[0], [[1.016738, -0.012236], [-0.012236, 1.016738], [-1.004502, -1.004502]])
@@ -85,6 +85,10 @@ class TestCombinations:
     def test_equal_clients_have_equal_weights(self, spread: float) -> None:
         found = combinations(np.ones((4, 3)), np.full(4, spread), np.full(4, 7))
         assert found == pytest.approx(np.full((4, 4), 0.25))
+
+    def test_weights_that_are_all_small(self) -> None:
+        found = combinations(np.ones((1200, 1)), np.ones(1200), np.full(1200, 7))
+        assert found == pytest.approx(np.full((1200, 1200), 1 / 1200))
 
     def test_one_client(self) -> None:
         assert combinations(np.ones((1, 3)), np.zeros(1), np.ones(1)) == [[1]]

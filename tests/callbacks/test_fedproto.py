@@ -144,6 +144,26 @@ class TestClasses:
         (values,) = quiet_trainer().test(federation, datamodule=data, verbose=False)
         assert values["test/prototype/macro_acc"] == pytest.approx(torch.stack(right).mean().item())
 
+    @pytest.mark.parametrize("epochs", [0, 3])
+    def test_predictions_of_clients_that_never_trained(self, engine: str, epochs: int) -> None:
+        """They have classes of their own as well, and are fine-tuned first."""
+        labels = [0, 0, 1, 1], [1, 2, 2, 1], [2, 0, 0, 0], [0, 2, 2, 0]
+        data = of_classes(*labels, cohort_size=1, holdout_clients=0.25)
+        options = {"engine": engine, "finetune_epochs": epochs}
+        federation = run(reference.client(), data, FedProto(), 2, **options)
+        state, right = federation.server.tensors(0), []
+        for i, own in enumerate(labels):
+            model = copy.deepcopy(federation.client_module(i)).network.eval()
+            x, y = data.samples(i, "test")
+            distances = torch.cdist(model[:-1](x), state[MEANS])
+            known = {*own} & {*state[COUNTS].nonzero().flatten().tolist()}
+            known = known or {*state[COUNTS].nonzero().flatten().tolist()}
+            distances[:, [k for k in range(3) if k not in known]] = torch.inf
+            right.append((distances.argmin(1) == y).double().mean())
+        quiet_trainer().test(federation, datamodule=data, verbose=False)
+        found = federation.client_metrics("test", "prototype/")["acc"]
+        torch.testing.assert_close(found.double(), torch.stack(right))
+
 
 def test_traffic() -> None:
     data = of_classes([0, 0, 1], [1, 1], [0, 1, 1, 1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from pflight.half import add_what_it_needs
 from pflight.head import EXTRA, step_extra
 from pflight.models import Classifier
 from tests import networks_reference as reference
-from tests.runs import ENGINES, one_client, run, sgd
+from tests.runs import ENGINES, one_client, quiet_trainer, run, sgd
 from tests.worlds import assert_rows, close
 
 VALVE = tuple(
@@ -128,6 +129,14 @@ def test_several_rounds(engine: str) -> None:
         condition = shares[i] @ common["embedding"]
         expected = heads[i](valve(common, condition, server[:-1](x)))
         torch.testing.assert_close(federation.client_module(i)(x), expected)
+    # What the server sends is judged under the client's condition, too, with the first head.
+    losses = []
+    for i in range(6):
+        x, y = data.samples(i, "test")
+        own = valve(common, shares[i] @ common["embedding"], server[:-1](x))
+        losses.append(F.cross_entropy(client.network[-1](own), y))
+    (values,) = quiet_trainer().test(federation, datamodule=data, verbose=False)
+    assert values["test/server/loss"] == pytest.approx(torch.stack(losses).mean().item())
 
 
 def valve(extra: dict[str, Tensor], condition: Tensor, h: Tensor) -> Tensor:

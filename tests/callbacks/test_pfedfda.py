@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from pflight.datamodules import TensorClients
 from pflight.head import EXTRA
 from pflight.randomness import Purpose, generator
 from tests import networks_reference as reference
-from tests.runs import CLASSES, ENGINES, assert_same, run, samples
+from tests.runs import CLASSES, ENGINES, assert_same, quiet_trainer, run, samples
 from tests.worlds import assert_rows, close
 
 MEANS, COVARIANCE = f"{EXTRA}.means", f"{EXTRA}.covariance"
@@ -168,6 +169,41 @@ def test_several_rounds(engine: str) -> None:
         weight, bias = linear(*own(server, i, 3), priors[i])
         expected = server[:-1](x) @ weight.T + bias
         torch.testing.assert_close(federation.client_module(i)(x), expected, rtol=1e-4, atol=1e-4)
+    losses = []  # under the server's own statistics
+    for i in range(6):
+        x, y = data.samples(i, "test")
+        weight, bias = linear(mean, covariance, priors[i])
+        losses.append(F.cross_entropy(server[:-1](x) @ weight.T + bias, y))
+    (values,) = quiet_trainer().test(federation, datamodule=data, verbose=False)
+    assert values["test/server/loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("seed", [652, 765, 1343, 1479])
+def test_the_share_is_at_the_least_of_several_minima(seed: int) -> None:
+    """Compared with a fine grid."""
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=random, dtype=torch.float64)
+
+    y = torch.randint(4, (12,), generator=random)
+    z, factor = normal(4, 6)[y] + normal(12, 6), normal(6, 6)
+    sent = Gaussians(normal(4, 6), 0.2 * factor @ factor.T + 0.5 * torch.eye(6).double())
+    prior = (torch.bincount(y, minlength=4) + 0.01).double() / 12.04
+    folds, half = halves(y, random), Discriminating(ridge=0.01, betas=1)
+    parts = [(z[folds == fold], y[folds == fold]) for fold in (0, 1)]
+    judged = [
+        Judged.of(sent, sent.of(*own, 0.01), half.eps, prior, *other)
+        for own, other in (parts, parts[::-1])
+    ]
+
+    def loss(share: float) -> float:
+        return sum(one.loss(share, share)[0] for one in judged)
+
+    grid = np.array([loss(share) for share in np.linspace(0, 1, 201)])
+    rises = np.diff(grid) > 0
+    assert (np.append([True], ~rises) & np.append(rises, [True])).sum() == 2
+    assert loss(half.share(z, y, folds, sent, prior).item()) <= grid.min() + 1e-9
 
 
 def test_the_halves_are_stratified() -> None:
