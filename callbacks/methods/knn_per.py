@@ -51,7 +51,7 @@ class Neighbours(nn.Module):
         self.register_buffer("share", torch.zeros(()))
 
     def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return logarithms of probabilities; without a store, what the head gives."""
+        """Return logarithms of probabilities; what the head gives if the share is 0."""
         logits = head(z)
         votes = self.votes(z)
         mixed = mixture(self.share, votes, logits.softmax(1).to(votes)).log()
