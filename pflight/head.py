@@ -205,7 +205,10 @@ def step_extra(module: nn.Module, optimizer: Optimizer, options: Mapping[str, An
     Args:
         module: A client module, which may have none.
         optimizer: The module's optimizer.
-        options: Those that this kind of optimizer does not have are left out.
+        options: Those that this kind of optimizer does not have have to be 0 or ``False``.
+
+    Raises:
+        ConfigurationError: If one is not.
     """
     extra = getattr(module, EXTRA, None)
     if extra is None:
@@ -218,4 +221,9 @@ def step_extra(module: nn.Module, optimizer: Optimizer, options: Mapping[str, An
     for group in groups:
         group["params"] = [p for p in group["params"] if id(p) not in own]
     known = {name: value for name, value in options.items() if name in optimizer.defaults}
+    for name, value in options.items():
+        if value and name not in known:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} has no {name}, which the algorithm sets to {value:g}"
+            )
     optimizer.add_param_group({"params": [*own.values()], **known})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from pflight.callbacks import GPFL
 from pflight.callbacks.methods.gpfl import Valved
+from pflight.errors import ConfigurationError
 from pflight.half import add_what_it_needs
 from pflight.head import EXTRA, step_extra
 from pflight.models import Classifier
@@ -152,3 +154,10 @@ def test_what_travels() -> None:
     size = sum(v.nbytes for n, v in client.state_dict().items() if not n.startswith("network.3."))
     (entry,) = run(client, reference.data(), GPFL(), 1).history
     assert entry.bytes_down == entry.bytes_up == 3 * (size + 8 * (3 * 3 + 2 * 3**2 + 6 * 3))
+
+
+def test_an_optimizer_without_weight_decay() -> None:
+    client = reference.client(optimizer=partial(torch.optim.Rprop, lr=0.01))
+    run(client, reference.data(), GPFL(mu=0.0))
+    with pytest.raises(ConfigurationError, match=r"Rprop has no weight_decay, .* sets to 0.1"):
+        run(client, reference.data(), GPFL())
