@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import lightning as L
 import torch
@@ -157,6 +157,6 @@ class Task(L.LightningModule):
             self.clip_gradients(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
 
 
-def trains_as_a_task(module: Any) -> bool:
+def trains_as_a_task(module: Any) -> TypeGuard[Task]:
     """Return whether a module is a task that trains by :class:`Task`'s own training step."""
     return isinstance(module, Task) and type(module).training_step is Task.training_step
