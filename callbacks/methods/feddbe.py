@@ -172,14 +172,14 @@ class FedDBE(FedAvg):
     def round(self, cohort: Tensor) -> None:
         """Run one round, the first of which begins with the global mean."""
         state = self.server.tensors(0, (_MEAN, _KNOWN))
-        self._informed = cohort[:0]  # the clients that have the model from before
+        self._informed = cohort[:0].cpu()  # the clients that have the model from before
         if not state[_KNOWN]:
             clients = self.clients.trainable if self.init == "all" else cohort
             mean = WeightedMean({_MEAN: state[_MEAN]})
             for updates in self.clients.train(clients, self.broadcast, returns=[_MEAN], aside=True):
                 mean.add(updates.states, updates.num_samples)
             mean.all_reduce()
-            self._informed = clients.to(cohort.device)
+            self._informed = clients.cpu()
             if mean.weights[0] > 0:
                 state[_MEAN].copy_(mean.compute()[_MEAN][0])
                 state[_KNOWN].fill_(1)
@@ -199,7 +199,7 @@ class FedDBE(FedAvg):
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
         """Return the bytes of the model, if they lack it, and once those of the global mean."""
-        lacking = clients[~torch.isin(clients, self._informed)]
+        lacking = clients[~torch.isin(clients.cpu(), self._informed).to(clients.device)]
         size = super().bytes_down(lacking, sent.select(*self.returned))
         known, new = bool(self.server.tensors(0)[_KNOWN]), ~self.clients.has_memory(clients)
         return size + known * int(new.sum()) * sent[_MEAN][:1].nbytes

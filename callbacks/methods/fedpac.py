@@ -268,6 +268,7 @@ def combinations(shared: Vector, spread: Vector, counts: Vector) -> Vector:
         factor = np.sqrt(values.clip(min=0))[:, None] * vectors.T
         found, _ = nnls(np.vstack([factor, np.ones(len(shared))]), np.append(0 * spread, 1))
         found /= found.sum()
-        found[found < min(_SMALLEST, found.max())] = 0
+        if found.max() >= _SMALLEST:
+            found[found < _SMALLEST] = 0
         row[:] = found / found.sum()
     return weights

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pflight import Federation
 from pflight.callbacks import FedPAC, FedRep
+from pflight.callbacks.methods import fedpac
 from pflight.callbacks.methods.fedpac import combinations
 from pflight.errors import ConfigurationError
 from pflight.head import EXTRA
@@ -86,9 +87,11 @@ class TestCombinations:
         found = combinations(np.ones((4, 3)), np.full(4, spread), np.full(4, 7))
         assert found == pytest.approx(np.full((4, 4), 0.25))
 
-    def test_weights_that_are_all_small(self) -> None:
-        found = combinations(np.ones((1200, 1)), np.ones(1200), np.full(1200, 7))
-        assert found == pytest.approx(np.full((1200, 1200), 1 / 1200))
+    def test_weights_that_are_all_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As in a cohort of more than a thousand."""
+        monkeypatch.setattr(fedpac, "_SMALLEST", 0.3)
+        found = combinations(np.ones((4, 1)), np.ones(4), np.full(4, 7))
+        assert found == pytest.approx(np.full((4, 4), 0.25))
 
     def test_one_client(self) -> None:
         assert combinations(np.ones((1, 3)), np.zeros(1), np.ones(1)) == [[1]]
