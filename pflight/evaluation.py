@@ -75,16 +75,18 @@ class Evaluator:
         ]
         server = _joined(parts)
         outputs: dict[WhichModel, Evaluation | ClientValues] = {"server/": server, "": server}
-        further = clients.participation.further_models
-        if callback.personalizes or clients.training.finetune_epochs or further:
+        models: ClientModels | None = None
+        if callback.personalizes or clients.training.finetune_epochs:
             models = ClientModels.of(clients, callback, ids)
             outputs[""] = self._evaluate(ids, models.used)
             if models.finetuned is models.used:
                 outputs["finetuned/"] = outputs[""]
             elif models.finetuned is not None:
                 outputs["finetuned/"] = self._evaluate(ids, models.finetuned)
-        for name in further:
-            states = clients.further(ids, callback.broadcast(ids), models.used, name)
+        for name in clients.participation.further_models:
+            sent = callback.broadcast(ids)
+            used = clients.judged(ids, sent) if models is None else models.used
+            states = clients.further(ids, sent, used, name)
             outputs[name] = self._evaluate(ids, states)
         return outputs
 

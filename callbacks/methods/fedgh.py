@@ -159,20 +159,21 @@ class FedGH(ServerCallback):
             for z, y in zip(
                 features.split(self.server_batch), classes.split(self.server_batch), strict=True
             ):
-                leaves = {name: value.requires_grad_() for name, value in head.items()}
+                leaves = {name: head[name].requires_grad_() for name in self.head_names}
                 with torch.enable_grad():
-                    loss = F.cross_entropy(self._logits(leaves, z), y)
+                    loss = F.cross_entropy(self._logits(head, z), y)
                 slopes = torch.autograd.grad(loss, list(leaves.values()))
-                head = {
+                head |= {
                     name: leaf.detach() - self.server_lr * slope
                     for (name, leaf), slope in zip(leaves.items(), slopes, strict=True)
                 }
         if len(features):
-            self.server.set_pseudo_gradient(0, head)
+            self.server.set_pseudo_gradient(0, {name: head[name] for name in self.head_names})
 
     def _head_tensors(self) -> dict[str, Tensor]:
-        tensors = self.server.tensors(0, self.head_names)
-        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        """Return the server's head, with buffers, by names in the client module."""
+        prefix, tensors = f"{self.clients.head.name}.", self.server.tensors(0)
+        return {n: t.detach().clone() for n, t in tensors.items() if n.startswith(prefix)}
 
     def _logits(self, head: Mapping[str, Tensor], z: Tensor) -> Tensor:
         prefix = f"{self.clients.head.name}."
