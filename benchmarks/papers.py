@@ -19,7 +19,6 @@ import csv
 import json
 import logging
 import re
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -35,20 +34,25 @@ from typing import Any
 import numpy as np
 import yaml
 from cells import cell
+from numpy.typing import NDArray
 
 from pflight.cli import FederationCLI
+from pflight.experiments.statistics import differences
 
 Test = dict[str, Any]
 """The tests after a round: its clients, and each client's accuracy and F1 by model."""
 Figure = tuple[str, ...]
 """Where a figure belongs: experiment, column, method, seed and measure."""
+Values = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""Values of clients, and what each weighs in their mean."""
 
 CONFIGS = Path(str(files("pflight.configs")))
 EXPERIMENTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 MODELS = {"own": "", "server": "server/", "adapted": "finetuned/"}
 FIGURE = ("experiment", "column", "method", "seed", "measure", "value")
 MOST_SEEDS = 10
-TABLE = re.compile(r"(<!-- (\w+)/(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- (\w+)/(\w+)(?:: (\w+ - \w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+ENDS = ("low", "high")
 QUIET = [
     "--trainer.accelerator=cpu",
     "--trainer.enable_progress_bar=false",
@@ -129,7 +133,8 @@ class Run:
             unfinished = file.with_suffix(".partial")
             unfinished.write_text(json.dumps(test))
             unfinished.rename(file)
-            print(f"{time.strftime('%H:%M')} {self.path}, round {last}: {mean(test, 'own'):.2f}")
+            reached = f"round {last}: {mean(values_of(test, 'own')):.2f}"
+            print(f"{time.strftime('%H:%M')} {self.path}, {reached}", flush=True)
 
 
 def judged(cli: FederationCLI, adapt: bool) -> Test:
@@ -153,10 +158,10 @@ def judged(cli: FederationCLI, adapt: bool) -> Test:
     return found
 
 
-def mean(
+def values_of(
     test: Test, model: str, name: str = "acc", kind: str = "macro", ids: Sequence[int] | None = None
-) -> float:
-    """Return the mean over clients of a metric of a model, in percent.
+) -> Values:
+    """Return the values of a metric of a model at the clients with test samples.
 
     Args:
         test: The tests after a round.
@@ -165,28 +170,39 @@ def mean(
         kind: ``"macro"``, or ``"micro"`` if clients weigh by their samples.
         ids: The clients, by default all.
     """
-    values, samples = np.array(test[model][name]), np.array(test["samples"])
+    values, samples = np.array(test[model][name]), np.array(test["samples"], dtype=np.float64)
     chosen = samples > 0
     if ids is not None:
         chosen &= np.isin(np.arange(len(values)), ids)
-    weights = samples[chosen] if kind == "micro" else None
-    return float(100 * np.average(values[chosen], weights=weights))
+    return values[chosen], samples[chosen] if kind == "micro" else np.ones(chosen.sum())
 
 
-def over_rounds(tests: Sequence[Test], model: str, trained: bool) -> float:
-    """Return the mean over tests, of all clients or of those that took part in the round."""
-    ids = [test["clients"] if trained else None for test in tests]
-    return statistics.mean(mean(test, model, ids=own) for test, own in zip(tests, ids, strict=True))
+def over_rounds(tests: Sequence[Test], model: str) -> Values:
+    """Return the values of all clients, means over tests."""
+    values, weights = zip(*(values_of(test, model) for test in tests), strict=True)
+    return np.mean(values, axis=0), weights[0]
 
 
-def after_last(tests: Sequence[Test], model: str, name: str, kind: str) -> float:
-    """Return the mean over clients after the last round."""
-    return mean(tests[-1], model, name, kind)
+def in_the_round(tests: Sequence[Test], model: str) -> Values:
+    """Return the values after each round of the clients that took part in it."""
+    found = [values_of(test, model, ids=test["clients"]) for test in tests]
+    values, weights = (np.concatenate(part) for part in zip(*found, strict=True))
+    return values, weights
 
 
-MEASURES: dict[str, tuple[str, Callable[[Sequence[Test], str], float]]] = {
-    "trained": ("trained in the round", partial(over_rounds, trained=True)),
-    "own": ("all clients", partial(over_rounds, trained=False)),
+def after_last(tests: Sequence[Test], model: str, name: str, kind: str) -> Values:
+    """Return the values of all clients after the last round."""
+    return values_of(tests[-1], model, name, kind)
+
+
+def mean(values: Values) -> float:
+    """Return the mean of values, in percent."""
+    return float(100 * np.average(values[0], weights=values[1]))
+
+
+MEASURES: dict[str, tuple[str, Callable[[Sequence[Test], str], Values]]] = {
+    "trained": ("trained in the round", in_the_round),
+    "own": ("all clients", over_rounds),
     "adapted": ("adapted", lambda tests, _: after_last(tests, "adapted", "acc", "macro")),
     "last": ("last round", partial(after_last, name="acc", kind="macro")),
     **{
@@ -202,10 +218,27 @@ def measured(run: Run) -> dict[Figure, float]:
     for name, method in spec["methods"].items():
         if method.get("run", name) == run.method:
             model = method.get("model", "own")
-            values = {measure: MEASURES[measure][1](tests, model) for measure in spec["measures"]}
+            values = {
+                measure: mean(MEASURES[measure][1](tests, model)) for measure in spec["measures"]
+            }
             values["seconds"] = min(test["seconds"] for test in tests if test["seconds"])
             for measure, value in values.items():
                 found[run.experiment, run.column, name, str(run.seed), measure] = value
+    return found
+
+
+def compared(one: Run, other: Run) -> dict[Figure, float]:
+    """Return by how much a run is above another one of the same seed, which has the same cohorts.
+
+    With the ends of a 95 % interval, by bootstrap over the pairs of clients.
+    """
+    found, tests = {}, (one.tests, other.tests)
+    for measure in EXPERIMENTS[one.experiment]["measures"]:
+        (ours, _), (theirs, _) = (MEASURES[measure][1](test, "own") for test in tests)
+        (difference,) = differences([[100 * (ours - theirs)]])
+        where = one.experiment, one.column, f"{one.method} - {other.method}", str(one.seed)
+        found[*where, measure] = difference.mean
+        found |= {(*where, f"{measure}_{end}"): getattr(difference, end) for end in ENDS}
     return found
 
 
@@ -234,6 +267,25 @@ def table(experiment: str, column: str, figures: dict[Figure, float]) -> str:
     return "\n".join(lines)
 
 
+def difference_table(experiment: str, column: str, pair: str, figures: dict[Figure, float]) -> str:
+    """Return the table of the differences between two methods, with a line for each seed."""
+    spec = EXPERIMENTS[experiment]
+    lines = [["seed", *(MEASURES[measure][0] for measure in spec["measures"])]]
+    lines.append(["---"] * len(lines[0]))
+    by_measure: dict[str, list[float]] = {measure: [] for measure in spec["measures"]}
+    for seed in sorted({where[3] for where in figures if where[:3] == (experiment, column, pair)}):
+        cells = [seed]
+        for measure, values in by_measure.items():
+            where = experiment, column, pair, seed
+            values.append(figures[*where, measure])
+            ends = [figures.get((*where, f"{measure}_{end}")) for end in ENDS]
+            interval = "" if None in ends else f" ({ends[0]:.2f} to {ends[1]:.2f})"
+            cells.append(f"{values[-1]:.2f}{interval}")
+        lines.append(cells)
+    lines.append(["mean", *(cell(values, digits=2) for values in by_measure.values())])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
 def write(options: argparse.Namespace) -> None:
     """Add the figures of all runs that are done to those of earlier ones, and make the tables."""
     kept = options.page.with_suffix(".csv")
@@ -242,16 +294,22 @@ def write(options: argparse.Namespace) -> None:
         with kept.open(newline="", encoding="utf-8") as file:
             figures = {tuple(row[:5]): float(row[5]) for row in list(csv.reader(file))[1:]}
     for experiment in EXPERIMENTS:
-        for run in runs_of(experiment, None, None, range(MOST_SEEDS), options):
-            if not run.missing:
-                figures |= measured(run)
+        runs = runs_of(experiment, None, None, range(MOST_SEEDS), options)
+        done = {(run.column, run.method, run.seed): run for run in runs if not run.missing}
+        for (column, method, seed), run in done.items():
+            figures |= measured(run)
+            for one, other in EXPERIMENTS[experiment].get("differences", []):
+                if method == one and (column, other, seed) in done:
+                    figures |= compared(run, done[column, other, seed])
     with kept.open("w", newline="", encoding="utf-8") as file:
         rows = [(*figure, f"{value:.4f}") for figure, value in sorted(figures.items())]
         csv.writer(file, lineterminator="\n").writerows([FIGURE, *rows])
 
     def made(match: re.Match[str]) -> str:
-        start, experiment, column, end = match.groups()
-        return f"{start}\n{table(experiment, column, figures)}\n\n{end}"
+        start, experiment, column, pair, end = match.groups()
+        where = experiment, column
+        made = difference_table(*where, pair, figures) if pair else table(*where, figures)
+        return f"{start}\n{made}\n\n{end}"
 
     page = options.page.read_text(encoding="utf-8")
     options.page.write_text(TABLE.sub(made, page), encoding="utf-8")

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ TOY = {
     "tested": 2,
     "rounds": 3,
     "measures": ["trained", "own", "adapted", "micro_f1"],
+    "differences": [["fedec_2", "fedec_wo"]],
     "columns": {"digits": {"title": "Digits", "config": "data/digits", "set": SMALL}},
     "methods": {
         "fedavg": {"title": "FedAvg", "run": "fedec_wo", "model": "server"},
@@ -86,7 +88,10 @@ def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
         assert one["server"] == other["server"] == one["own"]
         assert other["own"] != other["server"]
 
-    page.write_text("# Toy\n\n<!-- toy/digits -->\nold\n<!-- end -->\n\nEnd.\n")
+    page.write_text(
+        "# Toy\n\n<!-- toy/digits -->\nold\n<!-- end -->\n\n"
+        "<!-- toy/digits: fedec_2 - fedec_wo -->\n<!-- end -->\n\nEnd.\n"
+    )
     papers.write(options(once, page=page))
     head, _, *lines = page.read_text().split("-->\n")[1].strip().splitlines()[:6]
     assert head.split(" | ")[:6] == [
@@ -107,6 +112,21 @@ def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
     assert page.read_text().startswith("# Toy\n\n<!-- toy/digits -->\n")
     assert page.read_text().endswith("<!-- end -->\n\nEnd.\n")
 
+    difference, last = page.read_text().split("fedec_wo -->\n")[1].strip().splitlines()[2:4]
+    pairs = zip(tests["fedec_2"], tests["fedec_wo"], strict=True)
+    own = [
+        [100 * (a - b) for a, b in zip(one["own"]["acc"], other["own"]["acc"], strict=True)]
+        for one, other in pairs
+    ]
+    shown = difference.strip("| ").split(" | ")
+    value, low, high = (float(part) for part in re.findall(r"-?\d+\.\d+", shown[2]))
+    assert value == pytest.approx(math.fsum(map(math.fsum, own)) / 8, abs=0.005)
+    assert low <= value <= high
+    by_client = [(a + b) / 2 for a, b in zip(*own, strict=True)]
+    assert min(by_client) - 0.01 <= low
+    assert high <= max(by_client) + 0.01
+    assert last.startswith(f"| mean | {shown[1].split(' ')[0]} |")
+
     # Figures of runs whose folders are gone stay in the page.
     before = page.read_text()
     papers.write(options(tmp_path / "nothing", page=page))
@@ -119,6 +139,6 @@ def statistics_of(values: list[float], clients: Any) -> float:
 
 def test_micro_means_weigh_clients_by_samples(papers: Any) -> None:
     test = {"samples": [1, 3, 0], "own": {"f1": [0.5, 0.9, math.nan]}}
-    assert papers.mean(test, "own", "f1") == pytest.approx(70)
-    assert papers.mean(test, "own", "f1", "micro") == pytest.approx(80)
-    assert papers.mean(test, "own", "f1", ids=[1]) == pytest.approx(90)
+    assert papers.mean(papers.values_of(test, "own", "f1")) == pytest.approx(70)
+    assert papers.mean(papers.values_of(test, "own", "f1", "micro")) == pytest.approx(80)
+    assert papers.mean(papers.values_of(test, "own", "f1", ids=[1])) == pytest.approx(90)
