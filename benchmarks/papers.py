@@ -324,8 +324,11 @@ def runs_of(
 ) -> list[Run]:
     """Return the runs of an experiment, by default of all its columns and methods."""
     spec, found = EXPERIMENTS[experiment], []
-    names = [name for name in methods or spec["methods"] if "config" in spec["methods"][name]]
+    asked = methods or spec["methods"]
+    names = dict.fromkeys(spec["methods"][name].get("run", name) for name in asked)
     for seed, column, name in product(seeds, columns or spec["columns"], names):
+        if not methods and name in spec["columns"][column].get("without", []):
+            continue
         config = CONFIGS / f"{spec['columns'][column]['config']}.yaml"
         rounds = options.rounds or spec.get("rounds")
         rounds = rounds or yaml.safe_load(config.read_text())["trainer"]["max_epochs"]
@@ -335,6 +338,10 @@ def runs_of(
 
 def make(options: argparse.Namespace) -> None:
     """Make the runs that are asked for."""
+    for kind in ("columns", "methods"):
+        known = EXPERIMENTS[options.experiment][kind]
+        if unknown := {*(getattr(options, kind) or ())} - {*known}:
+            raise SystemExit(f"{options.experiment} has no {min(unknown)}: {kind} are {[*known]}")
     root = [f"data.root={options.root}"] if options.root else []
     said = [f"--{setting}" for setting in (*root, *options.set)]
     for run in runs_of(

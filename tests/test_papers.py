@@ -142,3 +142,27 @@ def test_micro_means_weigh_clients_by_samples(papers: Any) -> None:
     assert papers.mean(papers.values_of(test, "own", "f1")) == pytest.approx(70)
     assert papers.mean(papers.values_of(test, "own", "f1", "micro")) == pytest.approx(80)
     assert papers.mean(papers.values_of(test, "own", "f1", ids=[1])) == pytest.approx(90)
+
+
+def test_unknown_names_are_an_error(papers: Any, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"toy has no fedec: methods are .*'fedec_2'"):
+        papers.make(options(tmp_path, methods=["fedec"]))
+    with pytest.raises(SystemExit, match=r"toy has no cifar10: columns are .*'digits'"):
+        papers.make(options(tmp_path, columns=["cifar10"]))
+
+
+def test_columns_leave_out_methods_that_are_the_same_there(papers: Any, tmp_path: Path) -> None:
+    names = [run.method for run in papers.runs_of("pfedla", None, None, [0], options(tmp_path))]
+    fmnist = [
+        run.method
+        for run in papers.runs_of("pfedla", ["noniid1_fmnist_10"], None, [0], options(tmp_path))
+    ]
+    assert "fedbn" in names
+    assert "fedbn" not in fmnist
+
+
+def test_methods_that_are_readings_of_another_run_make_that_one(
+    papers: Any, tmp_path: Path
+) -> None:
+    runs = papers.runs_of("toy", None, ["fedavg", "fedec_wo"], [0], options(tmp_path))
+    assert [run.method for run in runs] == ["fedec_wo"]
