@@ -66,7 +66,7 @@ def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--comparisons", type=int, default=2000, help="of the first table")
-    parser.add_argument("--tables", type=int, default=300, help="for each line of the second")
+    parser.add_argument("--tables", type=int, default=200, help="for each line of the second")
     parser.add_argument("--draws", type=int, default=10_000, help="of the bootstrap")
     options = parser.parse_args()
     print(f"| seeds | {' | '.join(SPREADS)} |\n|---|{'---|' * len(SPREADS)}")
