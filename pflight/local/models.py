@@ -104,14 +104,14 @@ class LocalModels:
         for name in ("seen", "num_steps"):
             self._scalars[name].zero_()
         self._scalars["mean_samples"].fill_(self.setting.mean_samples)
-        received = {n: start[n] for n in self._copies.live} if anchored else None
+        received = self._laid_out({n: start[n] for n in self._copies.live}) if anchored else None
         known = self._own, self._scalars, received
         self.client = AloneClient(self._copies, self.half, *known)
         self.clients = [self.client]
         if client is not None and self.half.needs_classes:
             self.client.class_counts = self.setting.class_counts[client]
         if memory is not None:
-            self.client.memory = memory
+            self.client.memory = self._laid_out(memory)
             self.client.seen.fill_(1)
         if self._personal_copies is None:
             return
@@ -120,6 +120,15 @@ class LocalModels:
             assert self.half.personal is not None
             personal = AloneClient(self._personal_copies, self.half.personal, *known, self.client)
             self.clients = [personal, self.client]
+
+    def _laid_out(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return tensors of the module in the memory format of its copies."""
+        if not self._channels_last:
+            return tensors
+        return {
+            name: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
+            for name, t in tensors.items()
+        }
 
     def evaluated(self, state: Mapping[str, Tensor]) -> LightningModule:
         """Return the copy of the module with a client's tensors, in evaluation mode."""

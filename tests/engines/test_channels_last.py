@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from pflight import Federation
 from pflight.callbacks import FedAvg, Reptile
 from pflight.datamodules import TensorClients
+from pflight.half import Half
 from pflight.models import ClientModule, ElasticClient
 from tests.runs import quiet_trainer, run, sgd
 
@@ -59,9 +60,10 @@ def fitted(kind: type[ClientModule], flatten: nn.Module) -> Federation:
 
 
 def is_channels_last(federation: Federation) -> bool:
-    module = federation.clients.attached_engine.models.module
-    convolution = module.network[0]
-    weight = convolution.weight
+    return lies_channels_last(federation.clients.attached_engine.models.module.network[0].weight)
+
+
+def lies_channels_last(weight: Tensor) -> bool:
     return weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
 
 
@@ -78,6 +80,14 @@ def test_a_network_that_needs_the_usual_order_ends_the_same(kind: type[ClientMod
     torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("flatten", [nn.Flatten(), Flat()])
+def test_other_weights_of_a_client_lie_as_its_own(flatten: nn.Module) -> None:
+    federation = fitted(ElasticClient, flatten)
+    last = federation.clients.attached_engine.models.client
+    for weights in (last.weights, last.memory, last.received, last.anchor):
+        assert lies_channels_last(weights["network.0.weight"]) == is_channels_last(federation)
+
+
 def test_a_penalty_that_needs_the_usual_order_gets_it() -> None:
     class Ridge(ClientModule):
         def loss(self, batch):
@@ -85,6 +95,22 @@ def test_a_penalty_that_needs_the_usual_order_gets_it() -> None:
             return super().loss(batch) + weights.square().sum()
 
     federation = fitted(Ridge, nn.Flatten())
+    assert not is_channels_last(federation)
+    assert federation.history[-1].failed == []
+
+
+def test_a_half_that_needs_what_was_sent_in_the_usual_order_gets_it() -> None:
+    class Drift(Half):
+        def penalty(self, c):
+            sent = torch.cat([weight.view(-1) for weight in c.anchor.values()])
+            return (torch.cat([w.flatten() for w in c.weights.values()]) - sent).square().sum()
+
+    class Server(FedAvg):
+        def __init__(self) -> None:
+            super().__init__()
+            self.half = Drift()
+
+    federation = run(client(nn.Flatten()), images(), Server(), rounds=2, engine="sequential")
     assert not is_channels_last(federation)
     assert federation.history[-1].failed == []
 
