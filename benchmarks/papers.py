@@ -247,7 +247,8 @@ def table(experiment: str, column: str, figures: dict[Figure, float]) -> str:
     spec = EXPERIMENTS[experiment]
     published = spec.get("published", {}).get(column)
     titles = [MEASURES[measure][0] for measure in spec["measures"]]
-    head = ["method", *(["paper"] if published else []), *titles, "seeds", "s a round"]
+    paper = spec.get("published_title", "paper")
+    head = ["method", *([paper] if published else []), *titles, "seeds", "s a round"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, method in spec["methods"].items():
         made: dict[str, list[float]] = {}
@@ -258,7 +259,8 @@ def table(experiment: str, column: str, figures: dict[Figure, float]) -> str:
             continue
         cells = [method["title"]]
         if published:
-            figure = published.get(re.split(r"[,(]", method["title"])[0])
+            title = method["title"]
+            figure = published.get(title, published.get(re.split(r"[,(]", title)[0]))
             cells.append("" if figure is None else f"{figure:.2f}")
         cells += [cell(made[measure], digits=2) for measure in spec["measures"]]
         seconds = min(made["seconds"])

@@ -70,6 +70,12 @@ def test_every_experiment_is_of_configurations_that_exist(papers: Any) -> None:
             else:
                 assert part["run"] in spec["methods"]
         assert {*spec.get("published", {})} <= {*spec["columns"]}, name
+        titles = {method["title"] for method in spec["methods"].values()}
+        titles |= {re.split(r"[,(]", title)[0] for title in titles}
+        for figures in spec.get("published", {}).values():
+            assert {*figures} <= titles
+        for one, other in spec.get("differences", []):
+            assert all("config" in spec["methods"][method] for method in (one, other))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
