@@ -152,6 +152,14 @@ def started(args: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(args, start_new_session=True, **pipes)  # type: ignore[call-overload]
 
 
+def is_worker(pid: int) -> bool:
+    """Return whether a process makes runs, and is not one that a library has started."""
+    try:
+        return b"pflight.experiments.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
 def processes_of(group: int) -> list[int]:
     """Return the processes of a session that run."""
     found = []
@@ -191,7 +199,10 @@ def test_a_signal_ends_it_after_the_round_and_leaves_no_process(signum, long):
     process = started(command(long, "--seeds=1"))
     early = signum == signal.SIGINT  # while the worker imports its libraries
     wait_for(
-        lambda: len(processes_of(process.pid)) > 1 if early else rounds_in(long / "out"), process
+        lambda: (
+            any(map(is_worker, processes_of(process.pid))) if early else rounds_in(long / "out")
+        ),
+        process,
     )
     os.killpg(process.pid, signum) if early else process.send_signal(signum)  # as a terminal does
     out, err = process.communicate(timeout=120)
