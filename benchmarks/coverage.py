@@ -17,7 +17,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from pflight.experiments.statistics import differences, holm
+from pflight.experiments.statistics import LEVEL, differences, holm
 
 CLIENTS = 20
 SPREADS = {"not at all": 0, "as much": 1, "three times as much": 3}
@@ -58,7 +58,7 @@ def mistakes(
         others = np.delete(values, best, axis=0)
         found = differences([list(values[best] - other) for other in others], options.draws)
         not_bold += [one.low > 0 for one in found]
-        separated.append(min(holm([one.p for one in found])) < 0.05)
+        separated.append(min(holm([one.p for one in found])) < 1 - LEVEL)
     return float(np.mean(not_bold)), float(np.mean(separated))
 
 

@@ -21,7 +21,7 @@ import logging
 import re
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
@@ -284,7 +284,8 @@ def difference_table(experiment: str, column: str, pair: str, figures: dict[Figu
             interval = "" if None in ends else f" ({ends[0]:.2f} to {ends[1]:.2f})"
             cells.append(f"{values[-1]:.2f}{interval}")
         lines.append(cells)
-    lines.append(["mean", *(cell(values, digits=2) for values in by_measure.values())])
+    if len(lines) > 2:
+        lines.append(["mean", *(cell(values, digits=2) for values in by_measure.values())])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -296,11 +297,12 @@ def write(options: argparse.Namespace) -> None:
         with kept.open(newline="", encoding="utf-8") as file:
             figures = {tuple(row[:5]): float(row[5]) for row in list(csv.reader(file))[1:]}
     for experiment in EXPERIMENTS:
-        runs = runs_of(experiment, None, None, range(MOST_SEEDS), options)
+        spec = EXPERIMENTS[experiment]
+        runs = runs_of(experiment, None, spec["methods"], range(MOST_SEEDS), options)
         done = {(run.column, run.method, run.seed): run for run in runs if not run.missing}
         for (column, method, seed), run in done.items():
             figures |= measured(run)
-            for one, other in EXPERIMENTS[experiment].get("differences", []):
+            for one, other in spec.get("differences", []):
                 if method == one and (column, other, seed) in done:
                     figures |= compared(run, done[column, other, seed])
     with kept.open("w", newline="", encoding="utf-8") as file:
@@ -310,8 +312,8 @@ def write(options: argparse.Namespace) -> None:
     def made(match: re.Match[str]) -> str:
         start, experiment, column, pair, end = match.groups()
         where = experiment, column
-        made = difference_table(*where, pair, figures) if pair else table(*where, figures)
-        return f"{start}\n{made}\n\n{end}"
+        content = difference_table(*where, pair, figures) if pair else table(*where, figures)
+        return f"{start}\n{content}\n\n{end}"
 
     page = options.page.read_text(encoding="utf-8")
     options.page.write_text(TABLE.sub(made, page), encoding="utf-8")
@@ -320,7 +322,7 @@ def write(options: argparse.Namespace) -> None:
 def runs_of(
     experiment: str,
     columns: Sequence[str] | None,
-    methods: Sequence[str] | None,
+    methods: Collection[str] | None,
     seeds: Sequence[int],
     options: argparse.Namespace,
 ) -> list[Run]:

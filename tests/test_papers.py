@@ -133,6 +133,12 @@ def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
     assert high <= max(by_client) + 0.01
     assert last.startswith(f"| mean | {shown[1].split(' ')[0]} |")
 
+    new = tmp_path / "new.md"  # nothing has been run for it
+    new.write_text("<!-- toy/digits: fedec_2 - fedec_wo -->\n<!-- end -->\n")
+    papers.write(options(tmp_path / "nothing", page=new))
+    assert "| seed | trained in the round |" in new.read_text()
+    assert "mean" not in new.read_text()
+
     # Figures of runs whose folders are gone stay in the page.
     before = page.read_text()
     papers.write(options(tmp_path / "nothing", page=page))
