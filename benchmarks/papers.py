@@ -221,7 +221,8 @@ def measured(run: Run) -> dict[Figure, float]:
             values = {
                 measure: mean(MEASURES[measure][1](tests, model)) for measure in spec["measures"]
             }
-            values["seconds"] = min(test["seconds"] for test in tests if test["seconds"])
+            if seconds := [test["seconds"] for test in tests if test["seconds"]]:
+                values["seconds"] = min(seconds)  # none if it was stopped before its only test
             for measure, value in values.items():
                 found[run.experiment, run.column, name, str(run.seed), measure] = value
     return found
@@ -262,9 +263,11 @@ def table(experiment: str, column: str, figures: dict[Figure, float]) -> str:
             title = method["title"]
             figure = published.get(title, published.get(re.split(r"[,(]", title)[0]))
             cells.append("" if figure is None else f"{figure:.2f}")
-        cells += [cell(made[measure], digits=2) for measure in spec["measures"]]
-        seconds = min(made["seconds"])
-        cells += [str(len(made["seconds"])), f"{seconds:.{0 if seconds >= 10 else 1}f}"]
+        found = [made.get(measure, []) for measure in spec["measures"]]
+        cells += [cell(values, digits=2) for values in found]
+        cells.append(str(max(map(len, found))))
+        seconds = min(made.get("seconds", []), default=None)
+        cells.append("" if seconds is None else f"{seconds:.{0 if seconds >= 10 else 1}f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -279,10 +282,11 @@ def difference_table(experiment: str, column: str, pair: str, figures: dict[Figu
         cells = [seed]
         for measure, values in by_measure.items():
             where = experiment, column, pair, seed
-            values.append(figures[*where, measure])
+            value = figures.get((*where, measure))
             ends = [figures.get((*where, f"{measure}_{end}")) for end in ENDS]
             interval = "" if None in ends else f" ({ends[0]:.2f} to {ends[1]:.2f})"
-            cells.append(f"{values[-1]:.2f}{interval}")
+            cells.append("" if value is None else f"{value:.2f}{interval}")
+            values += [] if value is None else [value]
         lines.append(cells)
     if len(lines) > 2:
         lines.append(["mean", *(cell(values, digits=2) for values in by_measure.values())])

@@ -144,6 +144,20 @@ def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
     papers.write(options(tmp_path / "nothing", page=page))
     assert page.read_text() == before
 
+    # A run that was stopped before its only tests has no time, and old figures lack what is new.
+    for file in (once / "toy/digits/fedec_2/0/tests").iterdir():
+        file.write_text(json.dumps({**json.loads(file.read_text()), "seconds": None}))
+    kept = page.with_suffix(".csv")
+    kept.write_text("".join(kept.read_text().splitlines(keepends=True)[:1]))
+    papers.write(options(once, page=page))
+    timed, untimed = page.read_text().splitlines()[8:10]
+    assert re.search(r"\| 1 \| \d+\.\d \|$", timed)
+    assert untimed.endswith("| 1 |  |")
+    rows = kept.read_text().splitlines(keepends=True)
+    kept.write_text("".join(row for row in rows if ",own," not in row))
+    papers.write(options(tmp_path / "nothing", page=page))
+    assert page.read_text().splitlines()[9].split("|")[4] == "  "
+
 
 def statistics_of(values: list[float], clients: Any) -> float:
     return math.fsum(values[client] for client in clients) / len(clients)
