@@ -25,16 +25,16 @@ TOY = {
     "tested": 2,
     "rounds": 3,
     "measures": ["trained", "own", "adapted", "micro_f1"],
-    "differences": [["fedec_2", "fedec_wo"]],
+    "differences": [["fedec_1.5", "fedec_wo"]],
     "columns": {"digits": {"title": "Digits", "config": "data/digits", "set": SMALL}},
     "methods": {
         "fedavg": {"title": "FedAvg", "run": "fedec_wo", "model": "server"},
         "really": {"title": "FedAvg, itself", "config": "algorithm/fedavg"},
         "fedec_wo": {"title": "FedEC-wo", "config": "algorithm/fedec_wo"},
-        "fedec_2": {
-            "title": "FedEC, 2",
+        "fedec_1.5": {
+            "title": "FedEC, 1.5",
             "config": "algorithm/fedec",
-            "set": ["trainer.callbacks.alpha=2"],
+            "set": ["trainer.callbacks.alpha=1.5"],
         },
     },
     "published": {"digits": {"FedAvg": 42.654, "FedEC": 92.35}},
@@ -82,13 +82,13 @@ def test_every_experiment_is_of_configurations_that_exist(papers: Any) -> None:
 def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
     once, again, page = tmp_path / "once", tmp_path / "again", tmp_path / "page.md"
     papers.make(options(once))
-    papers.make(options(again, methods=["fedec_2"], rounds=2))
-    papers.make(options(again, methods=["fedec_2"]))
-    (again / "toy/digits/fedec_2/0/tests/3.json").unlink()  # as if killed before the test
-    papers.make(options(again, methods=["fedec_2"]))
-    tests = {name: read(once, name) for name in ("really", "fedec_wo", "fedec_2")}
-    assert [test["round"] for test in tests["fedec_2"]] == [2, 3]
-    assert read(again, "fedec_2")[-1] == tests["fedec_2"][-1]
+    papers.make(options(again, methods=["fedec_1.5"], rounds=2))
+    papers.make(options(again, methods=["fedec_1.5"]))
+    (again / "toy/digits/fedec_1.5/0/tests/3.json").unlink()  # as if killed before the test
+    papers.make(options(again, methods=["fedec_1.5"]))
+    tests = {name: read(once, name) for name in ("really", "fedec_wo", "fedec_1.5")}
+    assert [test["round"] for test in tests["fedec_1.5"]] == [2, 3]
+    assert read(again, "fedec_1.5")[-1] == tests["fedec_1.5"][-1]
     # The server of FedEC-wo is FedAvg's, where clients are equally large.
     for one, other in zip(tests["really"], tests["fedec_wo"], strict=True):
         assert one["server"] == other["server"] == one["own"]
@@ -96,18 +96,18 @@ def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
 
     page.write_text(
         "# Toy\n\n<!-- toy/digits -->\nold\n<!-- end -->\n\n"
-        "<!-- toy/digits: fedec_2 - fedec_wo -->\n<!-- end -->\n\nEnd.\n"
+        "<!-- toy/digits: fedec_1.5 - fedec_wo -->\n<!-- end -->\n\nEnd.\n"
     )
     papers.write(options(once, page=page))
     head, _, *lines = page.read_text().split("-->\n")[1].strip().splitlines()[:6]
     assert head.split(" | ")[:6] == [
         "| method", "paper", "trained in the round", "all clients", "adapted", "micro F1",
     ]  # fmt: skip
-    names = {"FedAvg": "42.65", "FedAvg, itself": "42.65", "FedEC-wo": "", "FedEC, 2": "92.35"}
+    names = {"FedAvg": "42.65", "FedAvg, itself": "42.65", "FedEC-wo": "", "FedEC, 1.5": "92.35"}
     rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
     assert {row[0]: row[1] for row in rows} == names
     assert rows[0][2:6] == rows[1][2:6]
-    two, three = tests["fedec_2"]
+    two, three = tests["fedec_1.5"]
     own = [statistics_of(test["own"]["acc"], range(4)) for test in (two, three)]
     took_part = [statistics_of(test["own"]["acc"], test["clients"]) for test in (two, three)]
     assert rows[3][2:5] == [
@@ -119,7 +119,7 @@ def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
     assert page.read_text().endswith("<!-- end -->\n\nEnd.\n")
 
     difference, last = page.read_text().split("fedec_wo -->\n")[1].strip().splitlines()[2:4]
-    pairs = zip(tests["fedec_2"], tests["fedec_wo"], strict=True)
+    pairs = zip(tests["fedec_1.5"], tests["fedec_wo"], strict=True)
     own = [
         [100 * (a - b) for a, b in zip(one["own"]["acc"], other["own"]["acc"], strict=True)]
         for one, other in pairs
@@ -134,7 +134,7 @@ def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
     assert last.startswith(f"| mean | {shown[1].split(' ')[0]} |")
 
     new = tmp_path / "new.md"  # nothing has been run for it
-    new.write_text("<!-- toy/digits: fedec_2 - fedec_wo -->\n<!-- end -->\n")
+    new.write_text("<!-- toy/digits: fedec_1.5 - fedec_wo -->\n<!-- end -->\n")
     papers.write(options(tmp_path / "nothing", page=new))
     assert "| seed | trained in the round |" in new.read_text()
     assert "mean" not in new.read_text()
@@ -145,7 +145,7 @@ def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
     assert page.read_text() == before
 
     # A run that was stopped before its only tests has no time, and old figures lack what is new.
-    for file in (once / "toy/digits/fedec_2/0/tests").iterdir():
+    for file in (once / "toy/digits/fedec_1.5/0/tests").iterdir():
         file.write_text(json.dumps({**json.loads(file.read_text()), "seconds": None}))
     kept = page.with_suffix(".csv")
     kept.write_text("".join(kept.read_text().splitlines(keepends=True)[:1]))
@@ -171,7 +171,7 @@ def test_micro_means_weigh_clients_by_samples(papers: Any) -> None:
 
 
 def test_unknown_names_are_an_error(papers: Any, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"toy has no fedec: methods are .*'fedec_2'"):
+    with pytest.raises(SystemExit, match=r"toy has no fedec: methods are .*'fedec_1.5'"):
         papers.make(options(tmp_path, methods=["fedec"]))
     with pytest.raises(SystemExit, match=r"toy has no cifar10: columns are .*'digits'"):
         papers.make(options(tmp_path, columns=["cifar10"]))
