@@ -261,7 +261,7 @@ def table(experiment: str, column: str, figures: dict[Figure, float]) -> str:
         cells = [method["title"]]
         if published:
             title = method["title"]
-            figure = published.get(title, published.get(re.split(r"[,(]", title)[0]))
+            figure = published.get(title, published.get(title.split(",")[0]))
             cells.append("" if figure is None else f"{figure:.2f}")
         found = [made.get(measure, []) for measure in spec["measures"]]
         cells += [cell(values, digits=2) for values in found]
@@ -282,11 +282,13 @@ def difference_table(experiment: str, column: str, pair: str, figures: dict[Figu
         cells = [seed]
         for measure, values in by_measure.items():
             where = experiment, column, pair, seed
-            value = figures.get((*where, measure))
+            if (*where, measure) not in figures:
+                cells.append("")
+                continue
+            values.append(figures[*where, measure])
             ends = [figures.get((*where, f"{measure}_{end}")) for end in ENDS]
             interval = "" if None in ends else f" ({ends[0]:.2f} to {ends[1]:.2f})"
-            cells.append("" if value is None else f"{value:.2f}{interval}")
-            values += [] if value is None else [value]
+            cells.append(f"{values[-1]:.2f}{interval}")
         lines.append(cells)
     if len(lines) > 2:
         lines.append(["mean", *(cell(values, digits=2) for values in by_measure.values())])
