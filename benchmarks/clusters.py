@@ -14,11 +14,11 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-import torch
 import yaml
 from jsonargparse import ArgumentParser
 from numpy.typing import NDArray
 
+from pflight.checkpoint import read_checkpoint
 from pflight.datamodules import FederatedDataModule
 
 DRAWS = 2000
@@ -46,12 +46,11 @@ def of_run(folder: Path) -> str:
     data.prepare_data()
     data.setup("fit")
     counts = data.class_counts().double().numpy()
-    checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
-    (clusters,) = (
-        state["assignments"].numpy()
-        for state in checkpoint["callbacks"].values()
-        if "assignments" in state
-    )
+    callbacks = read_checkpoint(folder / "checkpoints" / "last.ckpt")["callbacks"].values()
+    found = [state["assignments"].numpy() for state in callbacks if "assignments" in state]
+    if not found:
+        raise SystemExit(f"{folder} is of a method without clusters")
+    (clusters,) = found
     known = (clusters >= 0) & (counts.sum(axis=1) > 0)
     clusters, counts = clusters[known], counts[known]
     frequencies = counts / counts.sum(axis=1, keepdims=True)
