@@ -30,26 +30,29 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int = 365) -> No
         days: Days for which the server's certificate is good.
 
     Raises:
-        ConfigurationError: If the folder has but half an authority.
+        ConfigurationError: If the folder has but half an authority, a host is none, or nothing
+            can be written there. Nothing is written then.
     """
-    make_folder(folder)
     root, key = folder / "ca.pem", folder / "ca.key"
     if root.exists() != key.exists():
         missing = key if root.exists() else root
         raise ConfigurationError(f"{folder} has no {missing.name}: put it back, or start anew")
-    if root.exists():
+    is_new = not root.exists()
+    if is_new:
+        authority = trustme.CA(organization_name="pflight")
+    else:
         check_pair(root, key)
         authority = trustme.CA.from_pem(root.read_bytes(), key.read_bytes())
-    else:
-        authority = trustme.CA(organization_name="pflight")
-        write_private(key, authority.private_key_pem.bytes())
-        authority.cert_pem.write_to_path(str(root))
     end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
     names = [*dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
     try:
         server = authority.issue_cert(*names, not_after=end)
     except ValueError as error:
         raise ConfigurationError(f"--host: no server has such a name: {error}") from error
+    make_folder(folder)
+    if is_new:
+        write_private(key, authority.private_key_pem.bytes())
+        authority.cert_pem.write_to_path(str(root))
     write_private(folder / "server.key", server.private_key_pem.bytes())
     chain = b"".join(part.bytes() for part in server.cert_chain_pems)
     (folder / "server.pem").write_bytes(chain)
