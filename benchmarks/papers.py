@@ -37,6 +37,7 @@ from cells import cell
 from numpy.typing import NDArray
 
 from pflight.cli import FederationCLI
+from pflight.errors import ConfigurationError
 from pflight.experiments.statistics import differences
 
 Test = dict[str, Any]
@@ -381,7 +382,10 @@ def main() -> None:
     for name in ("lightning.fabric", "lightning.pytorch", "lightning.pytorch.pflight"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    options.do(options)
+    try:
+        options.do(options)
+    except ConfigurationError as error:
+        raise SystemExit(f"papers.py: error: {error}") from None
 
 
 if __name__ == "__main__":

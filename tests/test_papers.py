@@ -7,6 +7,8 @@ import importlib
 import json
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +187,16 @@ def test_unknown_names_are_an_error(papers: Any, tmp_path: Path) -> None:
         papers.make(options(tmp_path, methods=["fedec"]))
     with pytest.raises(SystemExit, match=r"toy has no cifar10: columns are .*'digits'"):
         papers.make(options(tmp_path, columns=["cifar10"]))
+
+
+def test_wrong_data_are_one_line(tmp_path: Path) -> None:
+    what = "run pfedla --columns noniid1_fmnist_10 --methods local --set data.download=false"
+    command = [sys.executable, ROOT / "benchmarks" / "papers.py", *what.split()]
+    folders = ["--root", tmp_path / "none", "--out", tmp_path]
+    done = subprocess.run([*command, *folders], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert re.match(r"papers.py: error: .* not found in .*/none .*root does not exist", line)
 
 
 def test_columns_leave_out_methods_that_are_the_same_there(papers: Any, tmp_path: Path) -> None:

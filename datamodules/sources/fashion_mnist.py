@@ -13,9 +13,9 @@ class FashionMNIST(IdxDataModule):
     60,000 are for training, 10,000 for testing. Held as bytes they take 55 MB; features are
     float32 ``[n, 1, 28, 28]`` of mean 0 (0.2860 before) and deviation 1 (0.3530 before).
 
-    ``root`` is a folder with the four idx files, plain or ``.gz`` (as Debian's package
-    ``dataset-fashion-mnist`` installs them), or with torchvision's ``FashionMNIST/raw``. The
-    arguments are those of :class:`ImageDataModule`.
+    ``root`` is a folder with the four idx files, plain or ``.gz``, or with a folder
+    ``fashion-mnist`` (as Debian's package ``dataset-fashion-mnist`` installs it) or torchvision's
+    ``FashionMNIST/raw`` that has them. The arguments are those of :class:`ImageDataModule`.
     """
 
     title = "Fashion-MNIST"
@@ -27,7 +27,8 @@ class FashionMNIST(IdxDataModule):
 
     def folders(self) -> list[Path]:
         """See :meth:`IdxDataModule.folders`."""
-        return [Path(self.root), Path(self.root, "FashionMNIST", "raw")]
+        folders = "", "fashion-mnist", "FashionMNIST/raw"
+        return [Path(self.root, folder) for folder in folders]
 
     def fetch(self) -> None:
         """See :meth:`ImageDataModule.fetch`."""

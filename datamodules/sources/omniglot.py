@@ -44,8 +44,8 @@ class Omniglot(PartitionedDataModule):
 
     Args:
         root: Folder with the image archives (``images_background.zip``, ``images_evaluation.zip``,
-            ``images_background_small1.zip``, ``images_background_small2.zip``), or with
-            torchvision's ``omniglot-py`` that has them.
+            ``images_background_small1.zip``, ``images_background_small2.zip``), or with a folder
+            ``omniglot`` or torchvision's ``omniglot-py`` that has them.
         download: Whether to fetch archives that are missing into ``root/omniglot-py``.
         archives: Names of the archives to read, without ``.zip``; ``null`` means all that are
             there, and the two complete ones if they have to be fetched.
@@ -106,7 +106,7 @@ class Omniglot(PartitionedDataModule):
         for name in sorted(missing):
             url = f"{source.download_url_prefix}/{name}.zip"
             try:
-                download_url(url, self._folders()[1], f"{name}.zip", source.zips_md5.get(name))
+                download_url(url, self._folders()[-1], f"{name}.zip", source.zips_md5.get(name))
             except (OSError, RuntimeError) as error:
                 raise ConfigurationError(
                     f"could not download {url} to {self.root}{note}: {error}"
@@ -163,8 +163,8 @@ class Omniglot(PartitionedDataModule):
         size = self.image_size, self.image_size
         return np.asarray(ImageOps.invert(image).resize(size, Image.Resampling.BOX))
 
-    def _folders(self) -> tuple[Path, Path]:
-        return Path(self.root), Path(self.root, "omniglot-py")
+    def _folders(self) -> list[Path]:
+        return [Path(self.root), Path(self.root, "omniglot"), Path(self.root, "omniglot-py")]
 
     def _found(self) -> dict[str, Path]:
         """Return the archives to read that are there."""

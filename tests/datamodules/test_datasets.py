@@ -224,8 +224,9 @@ def test_fashion_mnists_own_test_set_can_stay_one(fashion):
     assert data.class_counts("test").sum(dim=0).tolist() == [4] * 10
 
 
-def test_fashion_mnist_reads_torchvisions_folder_and_skips_the_download(fashion):
-    raw = fashion / "somewhere" / "FashionMNIST" / "raw"
+@pytest.mark.parametrize("folder", ["FashionMNIST/raw", "fashion-mnist"])
+def test_fashion_mnist_reads_a_folder_of_its_own_and_skips_the_download(fashion, folder):
+    raw = fashion / "somewhere" / folder
     raw.mkdir(parents=True)
     for file in fashion.glob("*ubyte*"):
         file.rename(raw / file.name)
@@ -327,6 +328,16 @@ def test_omniglot_fetches_what_is_missing(omniglot, monkeypatch):
     assert fetched == [("images_background.zip", False), ("images_evaluation.zip", False)]
     data.setup()
     assert data.num_clients == 2
+
+
+def test_omniglot_reads_a_folder_of_its_own(omniglot):
+    own = omniglot / "data" / "omniglot"
+    own.mkdir(parents=True)
+    for file in omniglot.glob("*.zip"):
+        file.rename(own / file.name)
+    data = Omniglot(str(omniglot / "data"))
+    data.prepare_data()
+    assert data.num_classes == 4
 
 
 def test_a_failed_omniglot_download_names_the_address(tmp_path, monkeypatch):
