@@ -1,4 +1,4 @@
-"""Omniglot, read from its zip archives; its 20 drawers are natural clients."""
+"""Omniglot, read from its zip archives; its drawers are natural clients."""
 
 from __future__ import annotations
 
@@ -42,6 +42,11 @@ class Omniglot(PartitionedDataModule):
     character only once, the characters in a drawer's test samples are ones that this drawer does
     not train on, but others do.
 
+    The archives number the 20 drawers of each alphabet, and a number is not one person: how wide,
+    high and black drawings are agrees between characters of one alphabet, and not between
+    alphabets (``benchmarks/drawers.py``). With ``drawer="number"`` a client has the drawings of
+    one number in all alphabets, with ``"person"`` those in one.
+
     Args:
         root: Folder with the image archives (``images_background.zip``, ``images_evaluation.zip``,
             ``images_background_small1.zip``, ``images_background_small2.zip``), or with a folder
@@ -50,6 +55,7 @@ class Omniglot(PartitionedDataModule):
         archives: Names of the archives to read, without ``.zip``; ``null`` means all that are
             there, and the two complete ones if they have to be fetched.
         target: The label: the ``character``, or its ``alphabet``.
+        drawer: Who is one drawer: a ``number`` in all alphabets, or in one, which is a ``person``.
         image_size: Width and height that the 105 x 105 pixels are scaled to.
         partition: How samples are dealt to clients.
         num_clients: Number of clients; ``null`` means all drawers.
@@ -64,6 +70,7 @@ class Omniglot(PartitionedDataModule):
         download: bool = True,
         archives: list[str] | None = None,
         target: Literal["character", "alphabet"] = "character",
+        drawer: Literal["number", "person"] = "number",
         image_size: int = 28,
         partition: Partition = ByUser(),  # noqa: B008 (a frozen value object)
         num_clients: int | None = None,
@@ -84,6 +91,7 @@ class Omniglot(PartitionedDataModule):
         self.download = download
         self.archives = archives
         self.target = target
+        self.drawer = drawer
         self.image_size = image_size
 
     @cached_property
@@ -125,7 +133,10 @@ class Omniglot(PartitionedDataModule):
                 for position, member in members:
                     images[position] = self._read(archive, member)
         labels = [number[self._class_of(drawing)] for drawing in self._drawings]
-        drawers = np.array([int(drawer) for _, _, drawer in self._drawings])
+        drawers = np.array([int(number) for _, _, number in self._drawings])
+        if self.drawer == "person":
+            people = [f"{alphabet} {number}" for alphabet, _, number in self._drawings]
+            drawers = np.unique(people, return_inverse=True)[1]
         return Samples(torch.from_numpy(images), torch.tensor(labels), drawers)
 
     def transform(self, x: Tensor) -> Tensor:

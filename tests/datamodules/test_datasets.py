@@ -300,6 +300,17 @@ def test_omniglot_has_a_client_for_each_drawer(omniglot):
     torch.testing.assert_close(x[0, 0], expected)
 
 
+def test_omniglots_drawers_may_be_people_of_one_alphabet(omniglot):
+    data = Omniglot(str(omniglot), drawer="person", val_fraction=0, test_fraction=0)
+    data.setup()
+    assert data.num_clients == 8
+    assert data.class_counts().tolist() == 4 * [[1, 1, 0, 0]] + 4 * [[0, 0, 1, 1]]
+    number = Omniglot(str(omniglot), val_fraction=0, test_fraction=0)
+    number.setup()
+    both = torch.cat([data.samples(0, "train")[0], data.samples(4, "train")[0]])
+    assert torch.equal(both, number.samples(0, "train")[0])
+
+
 def test_omniglots_labels_may_be_alphabets(omniglot):
     data = Omniglot(
         str(omniglot), target="alphabet", partition=ClassesPerClient(1), num_clients=2,
