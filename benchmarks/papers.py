@@ -110,7 +110,7 @@ class Run:
         command = [
             "fit",
             *(f"--config=configs/{part['config']}.yaml" for part in parts),
-            *(f"--{setting}" for part in parts for setting in part.get("set", [])),
+            *(f"--{setting}" for part in parts for setting in flat(part.get("set", []))),
             *options,
             f"--seed_everything={self.seed}",
             f"--trainer.default_root_dir={self.path}",
@@ -136,6 +136,11 @@ class Run:
             unfinished.rename(file)
             reached = f"round {last}: {mean(values_of(test, 'own')):.2f}"
             print(f"{time.strftime('%H:%M')} {self.path}, {reached}", flush=True)
+
+
+def flat(names: list[Any]) -> list[str]:
+    """Return the strings in a list and in the lists in it, which YAML can't join."""
+    return [each for name in names for each in (flat(name) if isinstance(name, list) else [name])]
 
 
 def judged(cli: FederationCLI, adapt: bool) -> Test:
@@ -232,11 +237,14 @@ def measured(run: Run) -> dict[Figure, float]:
 def compared(one: Run, other: Run) -> dict[Figure, float]:
     """Return by how much a run is above another one of the same seed, which has the same cohorts.
 
-    With the ends of a 95 % interval, by bootstrap over the pairs of clients.
+    With the ends of a 95 % interval, by bootstrap over the pairs of clients, which count alike:
+    measures that weigh them are left out.
     """
     found, tests = {}, (one.tests, other.tests)
     for measure in EXPERIMENTS[one.experiment]["measures"]:
-        (ours, _), (theirs, _) = (MEASURES[measure][1](test, "own") for test in tests)
+        (ours, weights), (theirs, _) = (MEASURES[measure][1](test, "own") for test in tests)
+        if np.ptp(weights):
+            continue
         (difference,) = differences([[100 * (ours - theirs)]])
         where = one.experiment, one.column, f"{one.method} - {other.method}", str(one.seed)
         found[*where, measure] = difference.mean
@@ -338,7 +346,7 @@ def runs_of(
     asked = methods or spec["methods"]
     names = dict.fromkeys(spec["methods"][name].get("run", name) for name in asked)
     for seed, column, name in product(seeds, columns or spec["columns"], names):
-        if not methods and name in spec["columns"][column].get("without", []):
+        if not methods and name in flat(spec["columns"][column].get("without", [])):
             continue
         config = CONFIGS / f"{spec['columns'][column]['config']}.yaml"
         rounds = options.rounds or spec.get("rounds")
