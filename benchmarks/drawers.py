@@ -23,20 +23,19 @@ Habits = NDArray[np.float64]
 """Of each number: mean log width, log height and log ink ``[numbers, 3]``."""
 
 
-def habits_of(root: str) -> dict[str, list[Habits]]:
-    """Return the habits of each alphabet's drawers, character by character."""
-    options = {"root": root, "download": False, "image_size": PIXELS}
-    characters = Omniglot(**options).load()
-    alphabets = Omniglot(**options, target="alphabet").load().y.numpy()
-    ink = characters.x.numpy()[:, 0] > 127
+def habits_of(root: str) -> dict[int, list[Habits]]:
+    """Return the habits of each alphabet's drawers, character by character, by its first drawer."""
+    drawings = Omniglot(root, download=False, image_size=PIXELS, drawer="person").load()
+    characters, people = drawings.y.numpy(), drawings.groups
+    ink = drawings.x.numpy()[:, 0] > 127
     sizes = [ink.any(axis=axis).sum(axis=1) for axis in (1, 2)]
     seen = np.log(np.stack([*sizes, ink.sum(axis=(1, 2))], axis=1))
-    found: dict[str, list[Habits]] = {}
-    for character in np.unique(characters.y.numpy()):
-        (rows,) = np.nonzero(characters.y.numpy() == character)
-        rows = rows[np.argsort(characters.groups[rows])]
+    found: dict[int, list[Habits]] = {}
+    for character in np.unique(characters):
+        (rows,) = np.nonzero(characters == character)
+        rows = rows[np.argsort(people[rows])]
         relative = seen[rows] - seen[rows].mean(axis=0)
-        found.setdefault(str(alphabets[rows[0]]), []).append(relative)
+        found.setdefault(int(people[rows[0]]), []).append(relative)
     return found
 
 
