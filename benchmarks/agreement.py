@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import logging
 import statistics
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
@@ -34,6 +32,7 @@ import lightning as L
 import numpy as np
 import torch
 from cells import cell
+from quiet import quiet
 from torch import Tensor, nn
 
 from pflight import Federation
@@ -306,8 +305,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seeds", type=int, default=1)
     options = parser.parse_args()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    quiet()
     sys.path.insert(0, str((options.checkout / "system").resolve()))
     differences = ["server's models apart", "own models apart"] if not options.batch_size else []
     head = ["method", *differences, "pflight", "PFLlib"]

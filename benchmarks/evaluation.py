@@ -10,14 +10,13 @@ is evaluated as well. The seconds are those of the Trainer's validation, logs in
 from __future__ import annotations
 
 import argparse
-import logging
 import statistics
-import warnings
 from functools import partial
 
 import lightning as L
 import torch
 from options import at_least
+from quiet import quiet
 from stopwatch import Stopwatch
 
 from pflight import Federation, keep_freed_memory
@@ -70,8 +69,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=at_least(2), default=10)
     options = parser.parse_args()
     keep_freed_memory()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    quiet()
     print("| network | models | ms | min to max |")
     print("|---|---|---|---|")
     for network in NETWORKS:

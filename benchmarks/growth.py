@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
 import statistics
 import time
-import warnings
 from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import pairwise
@@ -28,6 +26,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from options import at_least
+from quiet import quiet
 
 from pflight import Federation
 from pflight.callbacks import FeSEM
@@ -134,8 +133,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=at_least(WINDOW + 1), default=10_000)
     parser.add_argument("--folder", help="where to write; a temporary folder by default")
     options = parser.parse_args()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    quiet()
     with TemporaryDirectory(dir=options.folder) as folder:
         costs = run(options.rounds, folder)
     print("| rounds | ms a round | CPU, ms | of which saving | checkpoint, kB | memory, MiB |")

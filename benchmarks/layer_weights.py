@@ -10,13 +10,12 @@ clients, and the least and the greatest. Nothing is trained; the data set must b
 from __future__ import annotations
 
 import argparse
-import logging
-import warnings
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from quiet import quiet
 from torch import Tensor
 
 from pflight.callbacks import PFedLA
@@ -40,9 +39,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", type=Path, nargs="+", help="run folders")
-    for name in ("lightning.fabric", "lightning.pytorch", "lightning.pytorch.pflight"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    quiet()
     print("| run | layer | mean | least | greatest |\n|---|---|---|---|---|")
     for folder in parser.parse_args().runs:
         for layer, weights in own_weights(folder).items():

@@ -12,7 +12,6 @@ own and tells how much that and its readers held at most, beyond the interpreter
 from __future__ import annotations
 
 import argparse
-import logging
 import multiprocessing
 import os
 import resource
@@ -21,7 +20,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from options import at_least
 from PIL import Image
+from quiet import quiet
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Sampler
 from torchvision.datasets import ImageFolder
@@ -235,8 +234,7 @@ def main() -> None:
     parser.add_argument("--folder", help="where to write; a temporary folder by default")
     parser.add_argument("--single", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    quiet()
     torch.set_num_threads(1)
     if options.single:
         peak_of(Path(options.single), options.rounds, 32, options.num_workers[0])

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
 
 import numpy as np
+from quiet import quiet
 
 from pflight.datamodules import LeafFEMNIST
 
@@ -82,8 +81,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=227)
     parser.add_argument("--step", nargs=2, metavar=("STEP", "ROOT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    quiet()
     if options.step:
         run(*options.step)
         return

@@ -10,9 +10,7 @@ CPU time is that of all threads.
 from __future__ import annotations
 
 import argparse
-import logging
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +20,7 @@ from tempfile import TemporaryDirectory
 import lightning as L
 import torch
 from options import at_least
+from quiet import quiet
 from torch import Tensor
 
 from pflight import Federation
@@ -145,8 +144,7 @@ def main() -> None:
     parser.add_argument("--samples", type=at_least(1), default=5)
     parser.add_argument("--features", type=at_least(1), default=60)
     options = parser.parse_args()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    quiet()
     columns = f"built | {ROUNDS} rounds | validated | described | saved | resumed | checkpoint, MB"
     print(f"| {options.clients:,} clients | {columns} |")
     print("|" + "---|" * 8)

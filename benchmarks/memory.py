@@ -12,12 +12,10 @@ The seconds are those of the median round, the first left out, without checkpoin
 from __future__ import annotations
 
 import argparse
-import logging
 import resource
 import statistics
 import subprocess
 import sys
-import warnings
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -28,6 +26,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from options import at_least
+from quiet import quiet
 from stopwatch import Stopwatch
 
 from pflight import Federation, keep_freed_memory
@@ -98,8 +97,7 @@ def main() -> None:
     parser.add_argument("--single", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     keep_freed_memory()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    quiet()
     if options.single:
         run(
             options.method,

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import logging
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +21,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from options import at_least
+from quiet import quiet
 from stopwatch import Stopwatch
 from torch import Tensor, nn
 
@@ -120,8 +119,7 @@ def main() -> None:
     options = parser.parse_args()
     keep_freed_memory()
     torch.set_num_threads(options.threads)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    quiet()
     print("| workload | loop, s a round | pflight, s a round | ratio (min to max) | same weights |")
     print("|---|---|---|---|---|")
     for name in options.workloads:

@@ -17,10 +17,8 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import logging
 import re
 import time
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
@@ -35,6 +33,7 @@ import numpy as np
 import yaml
 from cells import cell
 from numpy.typing import NDArray
+from quiet import quiet
 
 from pflight.cli import FederationCLI
 from pflight.errors import ConfigurationError
@@ -387,9 +386,7 @@ def main() -> None:
     writing.add_argument("--page", type=Path, default=Path("docs/papers.md"))
     writing.set_defaults(do=write)
     options = parser.parse_args()
-    for name in ("lightning.fabric", "lightning.pytorch", "lightning.pytorch.pflight"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    quiet()
     try:
         options.do(options)
     except ConfigurationError as error:

@@ -16,10 +16,8 @@ sets: the paper's step, the one that is divided by the square of a layer's chang
 from __future__ import annotations
 
 import argparse
-import logging
 import statistics
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -31,6 +29,7 @@ from typing import Any
 import lightning as L
 import torch
 from cells import cell
+from quiet import quiet
 from stopwatch import timing
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -263,8 +262,7 @@ def main() -> None:
     steps.set_defaults(run=print_steps)
     options = parser.parse_args()
     keep_freed_memory()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    quiet()
     options.run(options)
 
 

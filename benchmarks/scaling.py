@@ -12,12 +12,10 @@ process of its own.
 from __future__ import annotations
 
 import argparse
-import logging
 import statistics
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +24,7 @@ import lightning as L
 import numpy as np
 import torch
 from options import at_least, known
+from quiet import quiet
 from stopwatch import Stopwatch
 from tensordict import TensorDict
 
@@ -192,8 +191,7 @@ def main() -> None:
     parser.add_argument("--single", choices=CURVES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     keep_freed_memory()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    quiet()
     if options.single:
         print(CURVES[options.single].measure(options.values[0], options.repeats))
         return
