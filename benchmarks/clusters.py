@@ -10,13 +10,13 @@ do. Beside it stand the mean and the largest share of random clusters of the sam
 from __future__ import annotations
 
 import argparse
-import warnings
 from pathlib import Path
 
 import numpy as np
 import yaml
 from jsonargparse import ArgumentParser
 from numpy.typing import NDArray
+from quiet import quiet
 
 from pflight.checkpoint import read_checkpoint
 from pflight.datamodules import FederatedDataModule
@@ -65,7 +65,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", type=Path, nargs="+", help="run folders")
-    warnings.simplefilter("ignore")
+    quiet()
     print("| run | clients by cluster | share | random, mean | random, largest |")
     print("|---|---|---|---|---|")
     for folder in parser.parse_args().runs:

@@ -298,7 +298,7 @@ def difference_table(experiment: str, column: str, pair: str, figures: dict[Figu
             interval = "" if None in ends else f" ({ends[0]:.2f} to {ends[1]:.2f})"
             cells.append(f"{values[-1]:.2f}{interval}")
         lines.append(cells)
-    if len(lines) > 3:
+    if len(lines) > 3:  # below the head, several seeds
         lines.append(["mean", *(cell(values, digits=2) for values in by_measure.values())])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
