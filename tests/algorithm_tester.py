@@ -80,10 +80,11 @@ from tests.runs import (
 
 
 class Algorithm(NamedTuple):
-    """A server callback, and a client module that may name a half."""
+    """A server callback, a client module that may name a half, and how far engines may differ."""
 
     callback: Callable[[], ServerCallback]
     client: type[ClientModule] = ClientModule
+    tolerance: float = 1e-9
 
 
 ALGORITHMS = {
@@ -140,7 +141,8 @@ ALGORITHMS = {
     "FedPAC": Algorithm(FedPAC),
     "FedCP": Algorithm(FedCP),
     "GPFL": Algorithm(GPFL),
-    "pFedFDA": Algorithm(PFedFDA),
+    # A minimum that is searched for is found to the root of what rounding leaves of a number.
+    "pFedFDA": Algorithm(PFedFDA, tolerance=1e-7),
     "kNN-Per": Algorithm(lambda: KNNPer(k=3)),
     "FedGH": Algorithm(FedGH),
     "FedAS": Algorithm(lambda: FedAS(align_lr=0.1)),
@@ -244,7 +246,9 @@ class AlgorithmTester:
         models = (sequential.server_states(), vectorized.server_states())
         clients = [[run.client_state(i) for i in range(6)] for run in (sequential, vectorized)]
         for left, right in (models, clients):
-            torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(
+                left, right, rtol=algorithm.tolerance, atol=algorithm.tolerance
+            )
 
     def test_the_callback_is_pickled_and_copied(self, algorithm: Algorithm) -> None:
         callback = algorithm.callback()
