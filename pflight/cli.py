@@ -2,55 +2,47 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import lightning as L
 import torch.distributed as dist
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
-from lightning.pytorch.cli import (
-    ArgsType,
-    LightningArgumentParser,
-    LightningCLI,
-    SaveConfigCallback,
-)
+from lightning.pytorch.cli import ArgsType, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 
 # These imports also import their packages, whose classes are then known by their short names.
+from .callbacks.monitors.hparams import hparams_of_config
 from .callbacks.monitors.progress import FederationProgressBar
 from .callbacks.monitors.report import PredictionWriter, ResultTable
-from .callbacks.monitors.tensorboard import Primitive, TensorBoardReport
+from .callbacks.monitors.tensorboard import TensorBoardReport
 from .checkpoint import read_checkpoint
 from .checks import check_processes, check_strategy
-from .config_files import MODE, check_config_file
+from .config_files import MODE, with_shipped_configs
 from .errors import ClientError, ConfigurationError
 from .federation import Federation
-from .files import causes, full_disk, full_disk_left_to_the_main_thread
+from .files import full_disk, full_disk_left_to_the_main_thread
 from .history import check_trained
-from .options import why_not_built
+from .options import as_list, why_not_built
 from .parser import FederationParser, refusal, specs
+from .process import configuration_error, fail, quieten, say
+from .run_callbacks import RunCheckpoint, SaveRunConfig, dumped
 from .runs import RunFolder
-from .server_callback import ServerCallback
-from .shipped import find_config, no_config
 from .signals import SaveWhenStopped, StopBetweenRounds
 from .task import Task
 from .version import __version__
 
-__all__ = ["FederationCLI", "config_file", "main"]
+__all__ = ["FederationCLI", "main"]
 
 _EPILOG = (
     "Options of the federation: --model.help Federation; of its parts, for example: "
@@ -63,7 +55,6 @@ _TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,
     "enable_model_summary": False,
 }
-_RANK_0_FIRST = 5.0  # seconds
 _TEST = ".test"
 _FEDERATION = {
     "class_path": "pflight.Federation",
@@ -156,7 +147,7 @@ class FederationCLI(LightningCLI):
         given = args if isinstance(args, list) else sys.argv[1:]
         commands = {name: self._parser(name) for name in self.subcommands()}
         try:
-            self.config = parser.parse_run(_with_shipped_configs(given), commands)
+            self.config = parser.parse_run(with_shipped_configs(given), commands)
         except UnicodeDecodeError as error:  # in the file of an option, such as --trainer
             raise ConfigurationError(f"a file among the options is not text: {error}") from error
         self._check_options(self.config[self.config.subcommand])
@@ -204,7 +195,7 @@ class FederationCLI(LightningCLI):
         path = self.folder.resolve(config.ckpt_path, may_start=self.subcommand == "fit")
         config.ckpt_path = None if path is None else str(path)
         if path is None:
-            _say(f"no run in {self.folder.path} to continue: starting a new one")
+            say(f"no run in {self.folder.path} to continue: starting a new one")
             return
         record = read_checkpoint(path)
         self._resumed_step = int(record["global_step"])  # for a federation, the rounds so far
@@ -212,7 +203,7 @@ class FederationCLI(LightningCLI):
             self._in_place = path.resolve().is_relative_to(self.folder.path.resolve())
             self._check_origin()
             unit = "round" if "pflight" in record else "step"
-            _say(f"continuing with {unit} {self._resumed_step} from {path}")
+            say(f"continuing with {unit} {self._resumed_step} from {path}")
 
     def _pass_seed(self) -> None:
         config = self.config[self.subcommand]
@@ -256,7 +247,7 @@ class FederationCLI(LightningCLI):
         given = self._get(self.config_init, "trainer")
         if isinstance(self.model, Federation):
             check_strategy(given.strategy)
-        callbacks = list(_as_list(given.callbacks))
+        callbacks = list(as_list(given.callbacks))
         defaults: list[L.Callback] = []
         if not _any_of(callbacks, TensorBoardReport):
             defaults.append(TensorBoardReport())
@@ -284,7 +275,7 @@ class FederationCLI(LightningCLI):
             callbacks.insert(0, self._stop)
         for report in _of(callbacks, TensorBoardReport):
             report.config = report.config or self._dump()
-            report.hparams = report.hparams or _hparams(self.config[self.subcommand])
+            report.hparams = report.hparams or hparams_of_config(self.config[self.subcommand])
         trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
         check_processes(trainer, getattr(self.datamodule, "num_clients", None))
         if self._stop is not None:
@@ -349,7 +340,7 @@ class FederationCLI(LightningCLI):
             path = folder.resolve("best")
         except ConfigurationError as error:
             raise ConfigurationError(f"{error}; name another with --ckpt_path") from error
-        _say(f"{self.subcommand} uses {path}, the best of the run (--ckpt_path names another)")
+        say(f"{self.subcommand} uses {path}, the best of the run (--ckpt_path names another)")
         return str(path)
 
     @rank_zero_only
@@ -361,7 +352,7 @@ class FederationCLI(LightningCLI):
     @rank_zero_only
     def _make_room(self) -> None:
         if not self._in_place and (moved := self.folder.set_aside()):
-            _say(f"moved the earlier run in {self.folder.path} to {moved}")
+            say(f"moved the earlier run in {self.folder.path} to {moved}")
         self._in_place = True
 
     def _undo(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -373,7 +364,7 @@ class FederationCLI(LightningCLI):
             self.folder.drop_empty_events()
         if kind not in (None, SystemExit) and self.folder.put_back():
             self._in_place = False
-            _say(f"moved the earlier run back to {self.folder.path}")
+            say(f"moved the earlier run back to {self.folder.path}")
 
     def _without_table(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         own = isinstance(self.model, Federation)
@@ -408,63 +399,14 @@ class FederationCLI(LightningCLI):
             best.strict = named
             return [best, last]
         if self.subcommand == "fit" and client and is_overridden("validation_step", client):
-            _say(
+            say(
                 f"no best.ckpt is kept: choose a metric that {type(client).__name__} logs, as in "
                 "--monitor val/macro_loss --mode min"
             )
         return [last]
 
     def _dump(self) -> str:
-        return _dumped(self._parser(self.subcommand), self.config[self.subcommand])
-
-
-class RunCheckpoint(ModelCheckpoint):
-    """A ModelCheckpoint that finds its files again after the run folder was moved.
-
-    Unless it is ``strict``, it ignores that its metric is missing.
-    """
-
-    strict = False
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state, with the paths of the files as they are now."""
-
-        def here(path: str) -> str:
-            return str(Path(str(self.dirpath), Path(path).name)) if path else path
-
-        paths = ("best_model_path", "kth_best_model_path", "last_model_path")
-        moved = {name: here(state_dict[name]) for name in paths}
-        best = {here(path): score for path, score in state_dict["best_k_models"].items()}
-        super().load_state_dict(
-            {**state_dict, **moved, "best_k_models": best, "dirpath": self.dirpath}
-        )
-        self.current_score = state_dict["current_score"]  # which the next checkpoint has, too
-
-
-class SaveRunConfig(SaveConfigCallback):
-    """Saves the configuration of a ``fit`` to the run folder, without ``ckpt_path``.
-
-    It does so right before training, when everything has been checked.
-
-    Args:
-        make_room: Called first; moves an earlier run out of the way.
-    """
-
-    def __init__(
-        self, parser: LightningArgumentParser, config: Namespace, make_room: Callable[[], None]
-    ) -> None:
-        super().__init__(parser, config)
-        self.make_room = make_room
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Write nothing yet."""
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write ``config.yaml``; the other ranks wait for it."""
-        if trainer.is_global_zero:
-            self.make_room()
-            RunFolder(trainer.default_root_dir).save_config(_dumped(self.parser, self.config))
-        trainer.strategy.barrier()
+        return dumped(self._parser(self.subcommand), self.config[self.subcommand])
 
 
 def main(
@@ -501,106 +443,10 @@ def main(
             dist.destroy_process_group()  # Lightning leaves gloo's threads running
 
 
-def fail(message: str, status: int = 2) -> NoReturn:
-    """Print one line and exit; other ranks wait for rank 0, which ends them if it fails as well."""
-    rank = getattr(rank_zero_only, "rank", None) or 0
-    if rank:
-        time.sleep(_RANK_0_FIRST)
-        message = f"rank {rank}: {message}"
-    sys.stderr.write(f"pflight: error: {' '.join(message.split())}\n")
-    sys.exit(status)
-
-
-def configuration_error(error: BaseException) -> BaseException | None:
-    """Return the configuration error, pflight's or Lightning's, that caused an exception."""
-    kinds = (ConfigurationError, MisconfigurationException)
-    return next((cause for cause in causes(error) if isinstance(cause, kinds)), None)
-
-
-@rank_zero_only
-def _say(line: str) -> None:
-    print(f"pflight: {line}", flush=True)
-
-
 @rank_zero_only
 def _remove(paths: Iterable[Path]) -> None:
     for path in paths:
         path.unlink(missing_ok=True)  # a new run may have moved it aside
-
-
-def _with_shipped_configs(args: Sequence[str]) -> list[str]:
-    """Return the arguments, with paths of shipped configs for config files that don't exist."""
-    found = list(args)
-    for position, arg in enumerate(found):
-        option, equals, value = arg.partition("=")
-        if option not in ("--config", "-c"):
-            continue
-        if equals:
-            found[position] = f"{option}={config_file(value)}"
-        elif position + 1 < len(found):
-            found[position + 1] = config_file(found[position + 1])
-    return found
-
-
-def config_file(path: str) -> str:
-    """Return the path of a config file, which may be one of those that come with pflight.
-
-    Raises:
-        ConfigurationError: If there is none, or it can't be read.
-    """
-    found = find_config(path)
-    if found is None:
-        raise ConfigurationError(no_config(path))
-    if found == path:
-        check_config_file(path)
-    return found
-
-
-def _dumped(parser: Any, config: Namespace) -> str:
-    """Return the configuration as YAML, without ``ckpt_path`` and ``allow_other_data``."""
-    config = config.clone()
-    config.ckpt_path = None
-    options: Any = config.model.get("init_args") or {}
-    if options.get("allow_other_data"):
-        options.allow_other_data = False  # it holds for one resume only
-    with warnings.catch_warnings():  # jsonargparse 4.49 renamed the argument
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return parser.dump(config, skip_none=False)
-
-
-def _hparams(config: Namespace) -> dict[str, Primitive]:
-    """Flatten the options by which runs differ: algorithm, client, data, optimizer and rounds."""
-    trainer, model, data = (config[name].as_dict() for name in ("trainer", "model", "data"))
-    flat: dict[str, Primitive] = {"rounds": trainer["max_epochs"] or 0}
-    for spec in _as_list(trainer["callbacks"]):
-        kind = resolve_name(spec["class_path"])
-        if isinstance(kind, type) and issubclass(kind, ServerCallback):
-            flat.update(_flatten("algorithm", spec))
-    options = dict(model.get("init_args") or {})
-    if (client := options.pop("client", None)) is not None:
-        flat.pop("algorithm", None)  # the federation knows a better name
-        flat.update(_flatten("client", client))
-        flat.update(_flatten("federation", options))
-    else:
-        flat.update(_flatten("model", model))
-    return flat | dict(_flatten("data", data))
-
-
-def _flatten(key: str, value: Any) -> Iterator[tuple[str, Primitive]]:
-    if isinstance(value, Mapping) and "class_path" in value:
-        yield key, value["class_path"].rpartition(".")[2]
-        value = {**(value.get("init_args") or {}), **(value.get("dict_kwargs") or {})}
-    if isinstance(value, Mapping):
-        for name, part in value.items():
-            yield from _flatten(f"{key}/{name}", part)
-    elif isinstance(value, list):
-        yield key, str(value)
-    elif isinstance(value, Primitive):
-        yield key, value
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _of(callbacks: Sequence[Any], kind: type) -> list[Any]:
@@ -609,31 +455,3 @@ def _of(callbacks: Sequence[Any], kind: type) -> list[Any]:
 
 def _any_of(callbacks: Sequence[Any], kind: type) -> bool:
     return bool(_of(callbacks, kind))
-
-
-def _format_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    line: str | None = None,
-) -> str:
-    return f"warning: {' '.join(str(message).split())}\n"
-
-
-def quieten() -> None:
-    """Silence what libraries print at every start; print pflight's own warnings as one line."""
-    warnings.formatwarning = _format_warning
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("lightning.pytorch.pflight").setLevel(logging.INFO)
-    for message in (
-        r".*does not have many workers",
-        r".*isinstance\(treespec, LeafSpec\).*",
-        r".*Checkpoint directory .* exists and is not empty",
-        r".*GPU available but not used",
-        r".*Checkpoint\(monitor='val/macro_\w+'\)` could not find",  # not validated yet
-        r".*The number of training batches .* is smaller than the logging interval",
-    ):
-        warnings.filterwarnings("ignore", message=message)
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module="lightning")

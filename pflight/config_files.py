@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,41 @@ import yaml  # type: ignore[import-untyped]
 from jsonargparse import get_loader, set_loader
 
 from .errors import ConfigurationError
+from .shipped import find_config, no_config
 
 MODE = "bounded yaml"
 """The parser mode of jsonargparse that limits what YAML aliases may expand to."""
 
 _DEEPEST = 100
 _MOST_BY_ALIASES = 10_000  # nodes that aliases may add to those written in the text
+
+
+def config_file(path: str) -> str:
+    """Return the path of a config file, which may be one of those that come with pflight.
+
+    Raises:
+        ConfigurationError: If there is none, or it can't be read.
+    """
+    found = find_config(path)
+    if found is None:
+        raise ConfigurationError(no_config(path))
+    if found == path:
+        check_config_file(path)
+    return found
+
+
+def with_shipped_configs(args: Sequence[str]) -> list[str]:
+    """Return the arguments, with paths of shipped configs for config files that don't exist."""
+    found = list(args)
+    for position, arg in enumerate(found):
+        option, equals, value = arg.partition("=")
+        if option not in ("--config", "-c"):
+            continue
+        if equals:
+            found[position] = f"{option}={config_file(value)}"
+        elif position + 1 < len(found):
+            found[position + 1] = config_file(found[position + 1])
+    return found
 
 
 def check_config_file(path: str) -> None:

@@ -257,6 +257,11 @@ def described(value: Any) -> str:
     return type(value).__qualname__ if " at 0x" in words else words
 
 
+def as_list(value: Any) -> list[Any]:
+    """Return the list that an option means which takes one, several or none."""
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 @functools.cache
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     return get_type_hints(function)

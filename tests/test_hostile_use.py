@@ -16,12 +16,13 @@ import torch
 import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from pflight import cli
+from pflight import cli, process
 from pflight.checkpoint import AtomicCheckpointIO
 from pflight.cli import main
 from pflight.errors import ConfigurationError
 from pflight.local.time_limit import ClientTimeout, time_limit
 from pflight.memory_files import RowFile, _read_table
+from pflight.run_callbacks import RunCheckpoint
 from tests.pages import DIGITS
 
 OPTIONS = [
@@ -344,7 +345,7 @@ def test_a_checkpoint_of_another_server_optimizer(optimizer, trained, capfd):
 
 
 def test_a_checkpoint_knows_its_score_as_before(tmp_path):
-    before, after = (cli.RunCheckpoint(dirpath=tmp_path, monitor="val/loss") for _ in range(2))
+    before, after = (RunCheckpoint(dirpath=tmp_path, monitor="val/loss") for _ in range(2))
     before.current_score = torch.tensor(0.5)
     after.load_state_dict(before.state_dict())
     assert after.state_dict() == before.state_dict()
@@ -378,7 +379,7 @@ def test_rows_of_client_memory_that_can_not_be_read():
 class TestRanks:
     def test_an_error_of_one_rank_alone_is_said(self, monkeypatch, capfd):
         monkeypatch.setattr(rank_zero_only, "rank", 1)
-        monkeypatch.setattr(cli, "_RANK_0_FIRST", 0.0)
+        monkeypatch.setattr(process, "_RANK_0_FIRST", 0.0)
         assert refused(capfd, ["fit", "--config=nowhere.yaml"]).startswith(
             "rank 1: there is no con"
         )

@@ -14,9 +14,8 @@ from pflight.federation import Federation
 from pflight.history import Round
 from pflight.options import checked
 
+from .hparams import Primitive, hparams_of_objects
 from .quality import columns
-
-Primitive = bool | int | float | str
 
 _COMPARED = (
     "val/macro_acc",
@@ -111,7 +110,7 @@ class TensorBoardReport(L.Callback):
         for earlier in folder.glob(f"events.out.tfevents.*{_HPARAMS}"):
             earlier.unlink()
         writer = FileWriter(str(folder), filename_suffix=_HPARAMS)
-        given = self.hparams if self.hparams is not None else describe(trainer)
+        given = self.hparams if self.hparams is not None else hparams_of_objects(trainer)
         if isinstance(pl_module, Federation):
             given = {"algorithm": pl_module.algorithm, **given}
         for summary in hparams(dict(given), compared):
@@ -131,20 +130,6 @@ def _best(history: Sequence[Round]) -> dict[str, float]:
         for tag, found in values.items()
         if found
     }
-
-
-def describe(trainer: L.Trainer) -> dict[str, Primitive]:
-    """Return the hyper-parameters known from the objects of a run: class names and options."""
-    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
-    described: dict[str, Primitive] = {"rounds": trainer.max_epochs or 0}
-    if isinstance(module, Federation):
-        described["client"] = type(module.client).__name__
-    else:
-        described["model"] = type(module).__name__
-    if data is not None:
-        described["data"] = type(data).__name__
-    options = {k: v for k, v in module.hparams.items() if isinstance(v, Primitive)}
-    return described | options
 
 
 def _tensorboard(trainer: L.Trainer) -> TensorBoardLogger | None:

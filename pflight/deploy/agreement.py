@@ -13,7 +13,7 @@ from pflight.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
 from pflight.federation import Federation
-from pflight.options import described
+from pflight.options import as_list, described
 from pflight.server_callback import ServerCallback
 from pflight.version import __version__
 
@@ -93,8 +93,8 @@ def digest_of(agreement: Mapping[str, str]) -> str:
 
 def server_callback(callbacks: Iterable[Any] | Any) -> ServerCallback:
     """Return the server callback among those of a configuration, by default FedAvg."""
-    given = callbacks if isinstance(callbacks, list) else [callbacks]
-    return next((one for one in given if isinstance(one, ServerCallback)), None) or FedAvg()
+    given = (one for one in as_list(callbacks) if isinstance(one, ServerCallback))
+    return next(given, None) or FedAvg()
 
 
 def text_of_model(config: Any) -> dict[str, str]:

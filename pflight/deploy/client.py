@@ -15,9 +15,10 @@ from typing import Any
 import lightning as L
 from filelock import FileLock, Timeout
 
-from pflight.cli import FederationCLI, quieten
+from pflight.cli import FederationCLI
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
+from pflight.process import quieten
 
 from .agreement import server_callback, text_of_model
 from .certificates import (

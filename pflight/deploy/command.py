@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pkgutil import resolve_name
 
 from pflight.allocator import keep_freed_memory
-from pflight.cli import configuration_error, fail
 from pflight.errors import ConfigurationError
+from pflight.process import configuration_error, fail
 
 
 def deploy(options: argparse.Namespace) -> None:

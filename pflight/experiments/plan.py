@@ -19,8 +19,8 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType
 
 from pflight import catalogue
-from pflight.cli import FederationCLI, config_file
-from pflight.config_files import load
+from pflight.cli import FederationCLI
+from pflight.config_files import config_file, load
 from pflight.errors import ConfigurationError, UnknownOptionError
 from pflight.parser import specs
 from pflight.server_callback import ServerCallback

@@ -20,9 +20,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pflight.cli import configuration_error, quieten
 from pflight.errors import TakenError, described
 from pflight.files import full_disk, full_disk_left_to_the_main_thread
+from pflight.process import configuration_error, quieten
 from pflight.runs import FAILURE, LOG, RESULTS, RunFolder
 from pflight.signals import StopBetweenRounds
 
