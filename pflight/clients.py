@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import lightning as L
 import torch
@@ -17,111 +16,47 @@ from lightning.pytorch.utilities import rank_zero_only
 from tensordict import TensorDict
 from torch import Tensor
 
+from .client_work import MEMORY, PRIVATE, ClientWork, CurrentRound, LocalTraining
 from .cohort import CohortSampler
 from .data_module import FederatedDataModule
 from .distributed import owned
-from .engines.base import Engine, finite_rows
 from .engines.choice import Choice, EngineName, build_engine
 from .engines.sequential import SequentialEngine
 from .errors import ConfigurationError
-from .failures import Failures
-from .half import Half, LocalClient, Measure, Participation, add_what_it_needs, layout_with
-from .head import Head, has_plain_head, head_of, mark, trace
-from .history import Logs, Round, Traffic, add_logs
+from .half import Half, LocalClient, add_what_it_needs, layout_with
+from .head import Head, has_plain_head, mark, trace
+from .history import Round, Traffic, add_logs
 from .host import check_fits, readable
 from .loaders import Split
 from .local.setting import Setting
 from .memory import ClientMemory, MappedMemory
-from .randomness import Purpose, generator
 from .server import ServerModels
 from .state import StateLayout, expand_state, largest_values, moved
-from .updates import ClientFailure, ClientUpdates, Kept
+from .updates import ClientFailure, ClientUpdates
 
 _log = logging.getLogger("lightning.pytorch.pflight")
 _CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
 _EXPLODED = 1e6  # times the largest value that a client started from, or 1
-_PRIVATE = "private"  # the memory slot of entries that never travel
-_MEMORY = "memory"  # and of what halves remember
-STORED = "stored"  # and of what the server half stores by client
+STORED = "stored"
+"""The memory slot of what the server half stores by client."""
 
 
-class ServerHalf(Protocol):
-    """What the clients have to know of the server half of an algorithm."""
+class Clients(ClientWork):
+    """All clients of a federation, as its server half knows them.
 
-    @property
-    def private(self) -> tuple[str, ...]:
-        """Names of the entries of a state that stay with the client."""
-
-    @property
-    def sent_names(self) -> tuple[str, ...]:
-        """Names of the entries of a state that travel."""
-
-    def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
-        """Return the bytes sent to the clients ``[C]``."""
-
-    def bytes_up(self, updates: ClientUpdates) -> int:
-        """Return the bytes that the clients of a chunk sent."""
-
-
-@dataclass(frozen=True)
-class LocalTraining:
-    """How clients train and are judged.
-
-    Attributes:
-        epochs: Epochs of local training in a round.
-        steps: Batches in place of epochs, or ``None``.
-        finetune_epochs: Epochs of fine-tuning before a client is judged.
-        on_client_error: What becomes of a client that fails.
-        seed: Keys all randomness.
-    """
-
-    epochs: int = 1
-    steps: int | None = None
-    finetune_epochs: int = 0
-    on_client_error: Literal["skip", "raise"] = "skip"
-    seed: int = 0
-
-
-@dataclass
-class CurrentRound:
-    """What is known of a round while it goes on.
-
-    Attributes:
-        entry: Its entry in the history.
-        silent: The clients that never answer ``[S]``.
-        logs: What the clients logged.
-        histograms: Distributions for TensorBoard, by name.
-    """
-
-    entry: Round
-    silent: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
-    logs: Logs = field(default_factory=dict)
-    histograms: dict[str, Tensor] = field(default_factory=dict)
-
-
-class Clients:
-    """All clients of a federation, of which each rank simulates those that it owns.
-
-    A server half asks them to train, for gradients or losses, and gets what they send, chunk by
-    chunk; traffic, failures and logs are counted on the way. What they do by themselves, as a
+    It asks them to train, for gradients or losses, and gets what they send, chunk by chunk;
+    traffic, failures and logs are counted on the way. What they do by themselves, as a
     :class:`~pflight.half.LocalWork`, and what they keep is for their half alone.
 
     Args:
-        module: The client module.
-        layout: Its state layout, with all that the half adds.
+        module: As all that follow, as in :class:`~pflight.client_work.ClientWork`.
+        layout: Its state layout.
         half: The client half.
         server: The server's models.
         memory: Where the clients keep things.
         training: How they train.
 
     Attributes:
-        num_clients: Number of clients; 0 before there is data.
-        data: Their samples, or ``None`` before a Trainer has run them.
-        engine: What trains them, likewise.
-        server_half: The server half of the algorithm.
-        participation: What they do around their training, by default the half.
-        history: An entry for every round so far.
-        current: The round that goes on.
         traffic: The bytes of all rounds so far.
         on_updates: Functions that are called with each chunk of updates, full states, as it comes.
         on_client_end: Called with the id of each client that has trained.
@@ -137,43 +72,14 @@ class Clients:
         memory: ClientMemory,
         training: LocalTraining,
     ) -> None:
-        self.module = module
-        self.layout = layout
-        self.half = half
-        self.participation: Participation = half
-        self.server = server
-        self.memory = memory
-        self.training = training
-        self.num_clients = 0
-        self.data: FederatedDataModule | None = None
-        self.engine: Engine | None = None
-        self.server_half: ServerHalf | None = None
-        self.history: list[Round] = []
-        self.current = CurrentRound(Round(0, []))
+        super().__init__(module, layout, half, server, memory, training)
         self.traffic = Traffic()
         self.on_updates: list[Callable[[ClientUpdates], None]] = []
         self.on_client_end: Callable[[int], None] | None = None
-        self._failures = self.failures_of(0, "it is left out")
         self.said_not_finite: set[str] = set()
         self._warned: set[str] = set()  # of clients that are not stacked
-        self._learner: Engine | None = None  # of another module than the clients' own
 
     # Who they are
-
-    @property
-    def seed(self) -> int:
-        """Keys all randomness of local training and of the server."""
-        return self.training.seed
-
-    @property
-    def device(self) -> torch.device:
-        """Where the clients train, and the server's models are."""
-        return next(self.server.parameters()).device if len(self.server) else torch.device("cpu")
-
-    @property
-    def rounds(self) -> int:
-        """How many rounds there have been."""
-        return len(self.history)
 
     @property
     def last_round(self) -> int:
@@ -206,29 +112,10 @@ class Clients:
         return 0 if self.data is None else self.cohorts.size
 
     @property
-    def num_samples(self) -> Tensor:
-        """Number of training samples of every client ``[num_clients]``."""
-        return self.attached_data.num_samples("train")
-
-    @property
     def class_counts(self) -> Tensor:
         """Training samples of every client by class ``[num_clients, num_classes]``."""
         classes = getattr(self.module, "num_classes", None)
         return self.attached_data.class_counts("train", classes)
-
-    @property
-    def attached_data(self) -> FederatedDataModule:
-        """The clients' data; an error before a Trainer has run them."""
-        if self.data is None:
-            raise ConfigurationError("the federation has no data yet: run it with a Trainer")
-        return self.data
-
-    @property
-    def attached_engine(self) -> Engine:
-        """What trains the clients; an error before a Trainer has run them."""
-        if self.engine is None:
-            raise ConfigurationError("local training needs the data: run it with a Trainer")
-        return self.engine
 
     def take(self, data: FederatedDataModule) -> None:
         """Take the clients' data, of as many clients as before.
@@ -410,35 +297,6 @@ class Clients:
         self.leave_out(failures, "to tell its loss")
         return losses
 
-    def train_aside(
-        self,
-        clients: Tensor,
-        sent: TensorDict,
-        round_index: int | None = None,
-        epochs: int | None = None,
-    ) -> ClientUpdates:
-        """Train the clients ``[C]`` aside from any round: nothing is recorded or kept.
-
-        So a newcomer finds out where it belongs.
-
-        Args:
-            clients: Ids ``[C]``.
-            sent: What they are sent ``[C]``.
-            round_index: Keys the order of batches and all other randomness; by default as if there
-                were another round now.
-            epochs: As in :meth:`train`.
-        """
-        starts = self.participation.before_training(self, clients, sent)
-        updates = self.attached_engine.train(
-            clients,
-            starts,
-            round_index=self.rounds if round_index is None else round_index,
-            epochs=epochs or self.training.epochs,
-            steps=None if epochs else self.training.steps,
-        )
-        self.note_failures(updates.failures, "to find its place")
-        return self._finished(clients, starts, updates)
-
     def judged(self, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Return the full states ``[C]`` by which clients are judged that are sent this now."""
         return self.participation.judged(self, clients, sent)
@@ -455,7 +313,7 @@ class Clients:
 
     def has_memory(self, clients: Tensor) -> Tensor:
         """Return a mask ``[C]`` of the clients that keep private entries from an earlier round."""
-        return self.memory.seen(_PRIVATE, clients)
+        return self.memory.seen(PRIVATE, clients)
 
     # What the server half stores by client, on the rank that has it
 
@@ -471,183 +329,7 @@ class Clients:
         """Return a mask ``[C]`` of the clients for which something is stored."""
         return self.memory.seen(STORED, clients)
 
-    # What they do by themselves, and keep
-
-    def start_states(self, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return full states ``[C]``: what was kept, over what is sent, over the initial model."""
-        assert self.server_half is not None
-        states = self.completed(clients, sent)
-        if private := self.server_half.private:
-            states.update(self.memory.read(_PRIVATE, clients, states.select(*private)))
-        return states
-
-    def completed(self, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return full states ``[C]``: what is sent, over the initial model's other entries."""
-        states = {**self.server.expand(0, self.layout.names, len(clients)), **sent}
-        return TensorDict(states, batch_size=[len(clients)])
-
-    def remembered(self, clients: Tensor, states: TensorDict) -> Kept:
-        """Return what the clients' halves kept, by default entries of ``states`` ``[C]``."""
-        names = self.half.remembered(self.layout)
-        return Kept(
-            self.memory.read(_MEMORY, clients, states.select(*names)),
-            self.memory.seen(_MEMORY, clients),
-        )
-
-    def read(self, slot: str, clients: Tensor, default: TensorDict) -> TensorDict:
-        """See :class:`~pflight.half.LocalWork`, as for all that follow."""
-        return self.memory.read(slot, clients, default)
-
-    def write(self, slot: str, clients: Tensor, states: TensorDict) -> None:
-        """Write ``states`` ``[C]`` into a slot of the clients' memory."""
-        self.memory.write(slot, clients, states)
-
-    def own_gradients(self, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Return each client's gradient over all its samples, at its state ``[C]``."""
-        index, parameters = self.current.entry.index, self.layout.parameters
-        updates = self.attached_engine.gradients(clients, states, round_index=index)
-        gradients = updates.states.select(*parameters)
-        self.note_failures(updates.failures, "to take its gradient")
-        if not updates.failures:
-            return gradients
-        nans = {name: torch.full_like(states[name], torch.nan) for name in parameters}
-        everybody = TensorDict(nans, batch_size=[len(clients)])
-        everybody[torch.isin(clients, updates.clients)] = gradients
-        return everybody
-
-    def finetune(
-        self,
-        clients: Tensor,
-        states: TensorDict,
-        *,
-        epochs: int = 1,
-        steps: int | None = None,
-        doing: str = "to be fine-tuned",
-    ) -> TensorDict:
-        """Return copies of the states ``[C]`` trained on the task's loss alone.
-
-        Without an anchor, penalties vanish. A client whose training fails keeps its state.
-        """
-        updates = self.attached_engine.train(
-            clients,
-            states,
-            round_index=self.rounds,
-            epochs=epochs,
-            steps=steps,
-            purpose=Purpose.FINETUNE,
-        )
-        self.note_failures(updates.failures, doing)
-        return _laid_over(updates, clients, states)
-
-    @property
-    def head(self) -> Head:
-        """The head of the clients' module."""
-        return head_of(self.module)
-
-    def random(self, client: int) -> torch.Generator:
-        """Return what draws random numbers for a client, by seed and round."""
-        return generator(Purpose.LOCAL_WORK, self.seed, self.rounds, client)
-
-    @property
-    def has_samples(self) -> bool:
-        """Whether there are samples: not where a federation is loaded without its data."""
-        return self.engine is not None
-
-    @property
-    def batch_size(self) -> int:
-        """Samples in a batch of local training, at most."""
-        return self.attached_data.batch_size or int(self.num_samples.max())
-
-    def num_samples_of(self, clients: Tensor) -> Tensor:
-        """Return the clients' numbers of training samples ``[C]``."""
-        return self.num_samples[clients.cpu()].to(self.device)
-
-    def class_counts_of(self, clients: Tensor) -> Tensor:
-        """Return the clients' training samples by class ``[C, K]``."""
-        counts = self.attached_engine.setting.class_counts
-        return counts[clients.to(counts.device)]
-
-    def sums(
-        self,
-        clients: Tensor,
-        states: TensorDict,
-        measure: Measure,
-        like: Mapping[str, Tensor],
-        batch_size: int | None = None,
-    ) -> TensorDict:
-        """Return sums over each client's training samples ``[C]``."""
-        sums, failures = self.attached_engine.sums(clients, states, measure, like, batch_size)
-        self.note_failures(failures, "to look through its samples")
-        failed = torch.tensor([failure.client for failure in failures], dtype=torch.long)
-        sums[torch.isin(clients.cpu(), failed).to(self.device)] = torch.nan
-        return sums
-
-    def rows(
-        self, clients: Tensor, states: TensorDict, measure: Measure, split: Split = "train"
-    ) -> list[dict[str, Tensor] | None]:
-        """Return what each of a client's samples of a split gives, by client."""
-        rows, failures = self.attached_engine.rows(clients, states, measure, split)
-        self.note_failures(failures, "to look through its samples")
-        failed = {failure.client for failure in failures}
-        ids = clients.tolist()
-        return [None if i in failed else own for i, own in zip(ids, rows, strict=True)]
-
-    def num_batches(self, clients: Tensor) -> Tensor:
-        """Return how many batches there are in a local epoch of the clients ``[C]``."""
-        counts = self.num_samples[clients.cpu()].double()
-        return (counts / (self.attached_data.batch_size or counts)).ceil()
-
-    def learn(
-        self,
-        build: Callable[[L.LightningModule], L.LightningModule],
-        clients: Tensor,
-        starts: TensorDict,
-        *,
-        doing: str,
-        epochs: int = 1,
-        steps: int | None = None,
-    ) -> TensorDict:
-        """Return ``starts`` ``[C]`` as another module than the clients' own trains them."""
-        if self._learner is None:
-            setting, module = self.attached_engine.setting, build(self.module)
-            how = setting.data, setting.precision, setting.device, setting.seed
-            other = Setting(module, Half(), StateLayout.of(module), *how)
-            other.mixes_samples = setting.mixes_samples  # as where the clients' own trains
-            self._learner = SequentialEngine(other)
-            self._learner.check_input()
-        index, purpose = self.current.entry.index, Purpose.FINETUNE
-        updates = self._learner.train(
-            clients, starts, round_index=index, epochs=epochs, steps=steps, purpose=purpose
-        )
-        self.note_failures(updates.failures, doing)
-        return _laid_over(updates, clients, starts)
-
-    # Failures
-
-    def failures_of(self, round_index: int, consequence: str, together: bool = True) -> Failures:
-        """Return an empty set of clients that fail at something; see :class:`Failures`."""
-        return Failures(round_index, consequence, self.training.on_client_error, together)
-
-    @contextmanager
-    def noting(self, failures: Failures) -> Iterator[None]:
-        """Note the clients that fail meanwhile among these failures."""
-        before, self._failures = self._failures, failures
-        try:
-            yield
-        finally:
-            self._failures = before
-
-    def note_failures(self, failures: Iterable[ClientFailure], doing: str = "") -> None:
-        """Leave clients out of what is going on and warn, or stop, as ``on_client_error`` says.
-
-        Args:
-            failures: Clients of this rank.
-            doing: What they did when they failed, after "failed"; by default they trained.
-
-        Raises:
-            ClientError: To stop the run.
-        """
-        self._failures.note(failures, doing)
+    # A round
 
     def leave_out(self, failures: Sequence[ClientFailure], doing: str) -> None:
         """Note failures, as :meth:`note_failures` does, and leave these clients out of the round.
@@ -659,8 +341,6 @@ class Clients:
         failed = torch.tensor([failure.client for failure in failures], dtype=torch.long)
         silent = self.current.silent
         self.current.silent = torch.cat([silent, failed.to(silent.device)])
-
-    # A round
 
     def check_memory_of_rounds(self, size: int, rounds: int | None) -> None:
         """Raise if what the clients of all rounds are going to keep does not fit into RAM.
@@ -762,30 +442,16 @@ class Clients:
         if idle.any():  # who has learnt nothing has nothing to say, and weighs nothing
             before = starts[torch.isin(clients, updates.clients)]
             updates = updates.where(~idle | moved(before, updates.states, self.layout.parameters))
-        updates = self._finished(clients, starts, updates)
+        updates = self.finished(clients, starts, updates)
         if aside:
             return updates
         for listener in self.on_updates:
             listener(updates)
         starts = self._keep(clients, starts, updates)
         if updates.kept is not None:
-            self.memory.write(_MEMORY, updates.clients, updates.kept)
+            self.memory.write(MEMORY, updates.clients, updates.kept)
         self.participation.keep(self, updates.clients, starts, updates.states)
         return updates
-
-    def _finished(
-        self, clients: Tensor, starts: TensorDict, updates: ClientUpdates
-    ) -> ClientUpdates:
-        """Return what clients make of their training; those that get a NaN have failed."""
-        if type(self.participation).finish is Participation.finish or not len(updates.clients):
-            return updates
-        if len(updates.clients) < len(clients):
-            starts = starts[torch.isin(clients, updates.clients)]
-        states = self.participation.finish(self, updates.clients, starts, updates.states)
-        sound = torch.tensor(finite_rows(states), dtype=torch.bool)
-        odd = updates.clients[~sound.to(updates.clients.device)].tolist()
-        self.note_failures(ClientFailure(i, "what it sends is NaN or infinite") for i in odd)
-        return replace(updates, states=states).where(sound)
 
     def _take_gradients(
         self, clients: Tensor, sent: TensorDict, batches: int | None = None
@@ -804,7 +470,7 @@ class Clients:
             starts = starts[torch.isin(clients, updates.clients)]
         self._warn_of_explosions(updates, starts)
         if private := self.server_half.private:
-            self.memory.write(_PRIVATE, updates.clients, updates.states.select(*private))
+            self.memory.write(PRIVATE, updates.clients, updates.states.select(*private))
         return starts
 
     def _warn_of_explosions(self, updates: ClientUpdates, starts: TensorDict) -> None:
@@ -817,12 +483,3 @@ class Clients:
                 f"its largest value has grown {float(growth[row]):.1e} times; it is taken as it is",
                 stacklevel=2,
             )
-
-
-def _laid_over(updates: ClientUpdates, clients: Tensor, states: TensorDict) -> TensorDict:
-    """Return the trained states ``[C]``, and those of ``states`` of clients that failed."""
-    if not updates.failures:
-        return updates.states
-    trained = states.select(*updates.states.keys()).clone()
-    trained[torch.isin(clients, updates.clients)] = updates.states
-    return trained

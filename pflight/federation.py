@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .checkpoint import read_checkpoint
 from .checks import check_data, check_given, check_trainer, open_memory
-from .clients import Clients, LocalTraining
+from .client_work import LocalTraining
+from .clients import Clients
 from .distributed import owned
 from .engines.choice import EngineName
 from .errors import ConfigurationError
@@ -123,8 +124,7 @@ class Federation(L.LightningModule):
         self.automatic_optimization = False
         self.server_optimizer, self.server_scheduler = server_optimizer, server_scheduler
         self.engine, self.clients_at_once = engine, clients_at_once
-        self.client_timeout = client_timeout
-        self.f1_average = f1_average
+        self.client_timeout, self.f1_average = client_timeout, f1_average
         self.evaluator: type[Evaluator] = Evaluator
         # In a tuple, so that it is not a submodule: its parameters are not the server's.
         self._client = (copy.deepcopy(client),)

@@ -17,7 +17,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.clients import Clients, CurrentRound
+from pflight.client_work import CurrentRound
+from pflight.clients import Clients
 from pflight.data_module import FederatedDataModule
 from pflight.engines.sequential import SequentialEngine
 from pflight.errors import ConfigurationError, described
