@@ -757,12 +757,14 @@ class TestConfigs:
 
     @pytest.mark.parametrize("algorithm", ALGORITHMS)
     def test_every_algorithm_runs(self, algorithm, capsys):
-        """Before its data and trainer; results call it as its configuration's first line does."""
+        """In either order of files, and results call it as its configuration's first line does."""
         small = ["--trainer.max_epochs=1", "--trainer.default_root_dir=run"]
         small += ["--trainer.accelerator=cpu", "--data.num_clients=6"]
-        names = (f"algorithm/{algorithm}", "trainer/tensorboard", "data/digits")
+        names = ("data/digits", f"algorithm/{algorithm}", "trainer/tensorboard")
+        turned = printed_config(capsys, *composed(*reversed(names)))
         main(["fit", *composed(*names), *small])
-        assert_composed(yaml.safe_load(Path("run/config.yaml").read_text()), algorithm)
+        for config in (turned, Path("run/config.yaml").read_text()):
+            assert_composed(yaml.safe_load(config), algorithm)
         events = read_events("run")
         assert events.scalars["val/macro_acc"] == [0]
         shipped = files("pflight.configs").joinpath(f"algorithm/{algorithm}.yaml").read_text()
