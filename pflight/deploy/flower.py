@@ -421,6 +421,9 @@ def supernode(
         key: The node's private key.
         own: Certificates for what the SuperNode and this process say to each other.
         secret: A file with what both of them know.
+
+    Raises:
+        ProcessEndedError: If it ends at once, as when another process takes its port meanwhile.
     """
     port = free_port()
     command = ["flower-supernode", "--superlink", address, "--root-certificates", str(root)]
@@ -428,10 +431,16 @@ def supernode(
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--ssl-ca-certfile", str(own["ca"]), "--ssl-certfile", str(own["certificate"])]
     command += ["--ssl-keyfile", str(own["key"]), "--superexec-auth-secret-file", str(secret)]
-    process = Process(command, folder, "supernode")
+    process, runtime = Process(command, folder, "supernode"), f"127.0.0.1:{port}"
+
+    def ready() -> bool:
+        try:
+            return check_server(runtime, own["ca"])
+        except ConfigurationError:  # what answers was faster to take the port: this one ends
+            return False
+
     try:
-        runtime = f"127.0.0.1:{port}"
-        process.wait_until(lambda: check_server(runtime, own["ca"]))
+        process.wait_until(ready)
         yield process, runtime
     finally:
         process.stop()

@@ -20,11 +20,17 @@ from pflight import Federation
 from pflight.__main__ import main
 from pflight.callbacks import FedAvg
 from pflight.datamodules import FederatedDataModule
-from pflight.deploy.certificates import check_server, make_certificates, make_key
+from pflight.deploy.certificates import (
+    check_server,
+    make_certificates,
+    make_key,
+    write_private,
+)
 from pflight.deploy.client import NodeCLI
+from pflight.deploy.flower import supernode
 from pflight.deploy.keys import keys_in
 from pflight.deploy.node import Node
-from pflight.deploy.processes import free_port
+from pflight.deploy.processes import ProcessEndedError, free_port
 from pflight.errors import ConfigurationError
 from pflight.loaders import Split
 from tests.runs import linear_client
@@ -106,6 +112,24 @@ def test_a_server_that_is_not_trusted(certificates: Path, tmp_path: Path) -> Non
         pytest.raises(ConfigurationError, match="certificate has expired"),
     ):
         check_server(address, certificates / "ca.pem")
+
+
+@pytest.mark.slow
+def test_a_supernode_whose_port_was_taken_meanwhile_ends(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes of a machine may be given the same free port; a node starts one that ends anew."""
+    other, secret = tmp_path / "other", tmp_path / "secret"
+    make_certificates(other, ["127.0.0.1"])
+    write_private(secret, b"0" * 64)
+    ca = other / "ca.pem"
+    own = {"ca": ca, "certificate": other / "server.pem", "key": other / "server.key"}
+    there = tmp_path, "localhost:1", ca, tmp_path / "node.key", own, secret
+    with answering(certificates) as address:
+        port = int(address.rpartition(":")[2])
+        monkeypatch.setattr("pflight.deploy.flower.free_port", lambda: port)
+        with pytest.raises(ProcessEndedError, match="API failed to start"), supernode(*there):
+            pass
 
 
 def test_nobody_is_at_an_address(certificates: Path) -> None:
