@@ -139,6 +139,7 @@ class VectorizedEngine:
         self._stacked = StackedClient(module, setting.half, setting.layout)
         self._probe = Probe(self._stacked, self.alone.models)
         self._audited, self._audits = -1, False  # the last such round, and whether one is due
+        self._doubted = False  # whether the last client got something else alone
         self._dependence: dict[bool, Dependence] = {}  # by whether there is an anchor
         self._phases: dict[tuple[int, bool], list[Phase | None]] = {}
         self._reused: dict[str, Tensor] = {}
@@ -476,8 +477,6 @@ class VectorizedEngine:
             return TensorDict(columns, batch_size=[len(order)])
 
         states, keep = in_order(done.results), in_order(done.kept)
-        for name in self.setting.layout.frozen:
-            states[name] = starts[name]
         failures, answered = [], torch.ones(len(order), dtype=torch.bool)
         if failed:
             rows = torch.tensor(sorted(order[row] for row in failed))
@@ -490,11 +489,13 @@ class VectorizedEngine:
             self._warn_of_fallbacks(causes, failures)
             answered[rows] = torch.isin(clients[rows], again.clients).cpu()
             rows = rows[answered[rows]]
-            states[rows] = again.states
+            states[rows] = again.states.select(*done.results)
             if again.kept is not None:
                 keep[rows] = again.kept
         if not answered.all():
             clients, states, keep = clients[answered], states[answered], keep[answered]
+        for name in self.setting.layout.frozen:  # one tensor for all clients
+            states[name] = starts[name][: len(clients)]
         return ClientUpdates(
             clients,
             states,
@@ -661,28 +662,31 @@ class VectorizedEngine:
         gradients: Stack,
         losses: Tensor,
     ) -> None:
-        """Raise if a client alone gets something else than it got in a stack.
+        """Raise if two clients in a row get something else alone than they got in a stack.
 
-        Two have to, because a single one may be next to a kink, of which rounding chooses the side.
+        A single one may be next to a kink, of which rounding chooses the side. After a stack of one
+        that did, the audit stays due.
         """
-        stacked, why = self._stacked, ""
+        stacked = self._stacked
         for row, (state, leaves) in audited.items():
-            self._audits, got = False, {name: g[row] for name, g in gradients.items()}
+            got = {name: gradient[row] for name, gradient in gradients.items()}
             found = Witness(stacked.mode, stacked.training_phase, state, leaves, got, losses[row])
+            why = "gets other results alone"
             try:
                 if not self._probe.contradicts(found):
+                    self._audits = self._doubted = False
                     return
-                why = "gets other results alone"
             except Exception as error:
                 why = f"fails alone: {reason_of(error)}"
-        if why:
-            name = type(self.setting.client).__name__
-            raise ConfigurationError(
-                f"round {self._audited}: a {name} that trained together with others {why}, as with "
-                "numbers that it keeps outside of its tensors and that change from call to call. "
-                "Results so far are wrong: train with engine='sequential', or say vectorizable = "
-                f"False in {name}"
-            )
+            if self._doubted:
+                name = type(self.setting.client).__name__
+                raise ConfigurationError(
+                    f"round {self._audited}: a {name} that trained together with others {why}, as "
+                    "with numbers that it keeps outside of its tensors and that change from call "
+                    "to call. Results so far are wrong: train with engine='sequential', or say "
+                    f"vectorizable = False in {name}"
+                )
+            self._doubted = True
 
     def _batches(self, chunk: _Chunk, work: _Work, phase: Phase | None = None) -> Batches:
         """Prepare the batches of a chunk, or those of a phase, in memory that all chunks use."""

@@ -124,11 +124,13 @@ class StackedClient:
     def phase(self, phase: Phase | None) -> Iterator[None]:
         """Let parameters rest that don't train in a phase."""
         self.training_phase = phase
-        with resting(self.module, self.layout, phase):
+        try:
+            with resting(self.module, self.layout, phase):
+                self._note_modes()
+                yield
+        finally:
+            self.training_phase = None
             self._note_modes()
-            yield
-        self.training_phase = None
-        self._note_modes()
 
     def _note_modes(self) -> None:
         modules, parameters = self.module.modules(), self.module.parameters()

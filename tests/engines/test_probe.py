@@ -388,6 +388,27 @@ def test_a_module_that_changes_from_call_to_call_stops_the_run(callback: Any) ->
     run(client_of(Turns), same_sizes(), callback(), rounds=20, engine="sequential")
 
 
+def test_stacks_of_one_are_audited_too() -> None:
+    with pytest.raises(ConfigurationError, match="Results so far are wrong"):
+        run(client_of(Turns), same_sizes(), rounds=40, engine="vectorized", clients_at_once=1)
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_a_single_client_next_to_a_kink_stops_no_run(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[bool] = []
+
+    def contradicts(*_: Any) -> bool:
+        answers.append(not answers)
+        return answers[-1]
+
+    monkeypatch.setattr(Probe, "contradicts", contradicts)
+    client = client_of(ClientModule)
+    run(client, same_sizes(), rounds=1, engine="vectorized", clients_at_once=at_once)
+    assert answers == [True, False]
+
+
 def test_clients_are_audited_in_rounds_of_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     audited: list[Witness] = []
     contradicts = Probe.contradicts

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 from pflight import Federation
-from pflight.callbacks import FedAvg, FedSGD, FeSEM, Local, Reptile, ServerCallback
+from pflight.callbacks import FedAvg, FedRep, FedSGD, FeSEM, Local, Reptile, ServerCallback
 from pflight.datamodules import TensorClients
 from pflight.engines import VectorizedEngine
 from pflight.errors import ClientError, ConfigurationError
@@ -387,21 +387,48 @@ def test_a_client_that_gives_nan_is_left_out_alone() -> None:
         run(client, data, engine="vectorized", on_client_error="raise")
 
 
+class Broken(TensorClients):
+    """Loses the samples of a client."""
+
+    def augment(self, x: Tensor, client: int, round: int, epoch: int = 0) -> Tensor:
+        if client == 2:
+            raise OSError("its disk is gone")
+        return x
+
+
+def broken_data() -> Broken:
+    train = [samples(count, client, torch.float64) for client, count in enumerate(COUNTS)]
+    return Broken(train, num_classes=CLASSES, batch_size=4)
+
+
 @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_a_client_that_raises_is_left_out_alone() -> None:
-    class Broken(TensorClients):
-        def augment(self, x: Tensor, client: int, round: int, epoch: int = 0) -> Tensor:
-            if client == 2:
-                raise OSError("its disk is gone")
-            return x
-
-    train = [samples(count, client, torch.float64) for client, count in enumerate(COUNTS)]
-    data = Broken(train, num_classes=CLASSES, batch_size=4)
-    client = linear_client(double=True)
+    data, client = broken_data(), linear_client(double=True)
     stacked = both(client, data=data, rounds=2)
     assert [entry.failed for entry in stacked.history] == [[2], [2]]
     with pytest.raises(ClientError, match="client 2 failed: OSError: its disk is gone"):
         run(client, data, engine="vectorized", on_client_error="raise")
+
+
+@pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
+def test_frozen_tensors_are_left_alone_where_a_client_fails(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    client = network_client(nn.Sequential(nn.Linear(FEATURES, 6), nn.Linear(6, CLASSES))).double()
+    client.network[0].requires_grad_(False)
+    stacked = both(client, data=broken_data(), rounds=2)
+    assert [entry.failed for entry in stacked.history] == [[2], [2]]
+    assert said_of("expanded tensors", recwarn) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
+def test_a_phase_ends_where_a_client_fails() -> None:
+    client = network_client(nn.Sequential(nn.Linear(FEATURES, 6), nn.Linear(6, CLASSES))).double()
+    engine = run(
+        client, broken_data(), FedRep(), engine="vectorized", local_epochs=2
+    ).clients.attached_engine
+    assert isinstance(engine, VectorizedEngine)
+    assert engine._stacked.training_phase is None
 
 
 # What can't be stacked
