@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import csv
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, TypeGuard
 
 import lightning as L
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from pflight.distributed import gather_to_first
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.files import replacing
 from pflight.host import readable
+from pflight.models.classifier import Classifier
 from pflight.options import checked
 from pflight.runs import PREDICTIONS
-from pflight.updates import Evaluation
+from pflight.task import Task
+from pflight.updates import Evaluation, Predictions
 
 from .quality import columns, judged_by
 
-_ROWS = {
+_MODELS = {
     "": "used by the clients",
     "server/": "sent by the server",
     "finetuned/": "fine-tuned",
-    "new/": "newcomers: used",
-    "new/server/": "newcomers: sent",
-    "new/finetuned/": "newcomers: fine-tuned",
 }
+_GROUPS = {"": "", "new/": "newcomers: "}
 
 
 @checked
@@ -79,10 +81,12 @@ class ResultTable(L.Callback):
         table.add_column("model")
         for column in shown.values():
             table.add_column(column, justify="right")
-        for prefix, label in _ROWS.items():
-            tags = [f"{stage}/{prefix}{metric}" for metric in shown]
+        further = federation.clients.participation.further_models
+        models = {**_MODELS, **{model: model.removesuffix("/") for model in further}}
+        for (group, whose), (model, label) in product(_GROUPS.items(), models.items()):
+            tags = [f"{stage}/{group}{model}{metric}" for metric in shown]
             if tags and all(tag in metrics for tag in tags):
-                table.add_row(label, *(f"{float(metrics[tag]):.4f}" for tag in tags))
+                table.add_row(whose + label, *(f"{float(metrics[tag]):.4f}" for tag in tags))
         console.print(table if table.row_count else caption)
 
 
@@ -90,20 +94,29 @@ class ResultTable(L.Callback):
 class PredictionWriter(L.Callback):
     """Writes each client's predictions on its test samples to one file when ``predict`` ends.
 
-    The file is a table with the columns client, index (of the sample among the client's test
-    samples), label, prediction, and the predicted class's probability.
+    The file is a table with a row for each sample: client, index among the client's test samples,
+    and
+
+    - of a :class:`~pflight.models.Classifier`: label, prediction, and the predicted class's
+      probability;
+    - of another :class:`~pflight.task.Task`: target and output;
+    - of any other module: output, which is what its ``predict_step`` returns.
+
+    Targets and outputs that are several numbers have a column for each, as ``output_0``. Labels and
+    targets are left out where samples come from torch Datasets.
 
     Args:
         path: The file; by default ``predictions.csv`` in ``trainer.default_root_dir``. An earlier
             one stays until the new one is complete.
 
     Raises:
-        ConfigurationError: If no file can be written there, before anything is predicted.
+        ConfigurationError: If no file can be written there, before anything is predicted; or if a
+            ``predict_step`` returns something other than tensors with a row for each sample.
     """
 
     def __init__(self, path: str | None = None) -> None:
         self.path = path
-        self._outputs: list[Evaluation] = []
+        self._chunks: list[dict[str, Tensor]] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Check that the file can be written at the end."""
@@ -122,7 +135,7 @@ class PredictionWriter(L.Callback):
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start without predictions."""
-        self._outputs = []
+        self._chunks = []
 
     def on_predict_batch_end(
         self,
@@ -133,16 +146,16 @@ class PredictionWriter(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep the outputs of a chunk of clients."""
-        if isinstance(outputs, Evaluation):
-            self._outputs.append(outputs)
+        """Keep the predictions of a chunk of clients."""
+        if isinstance(pl_module, Federation) and outputs:
+            self._chunks.append(self._columns(pl_module, outputs))
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the predictions of all ranks' clients, in the order of their ids."""
         if not isinstance(pl_module, Federation):
             return
-        ranks = gather_to_first(self._outputs)
-        self._outputs = []
+        ranks = gather_to_first(self._chunks)
+        self._chunks = []
         if trainer.is_global_zero:
             path = self._file(trainer)
             with replacing(path) as partial:
@@ -152,24 +165,71 @@ class PredictionWriter(L.Callback):
     def _file(self, trainer: L.Trainer) -> Path:
         return Path(self.path or Path(trainer.default_root_dir, PREDICTIONS))
 
+    def _columns(
+        self, federation: Federation, outputs: Evaluation | Predictions
+    ) -> dict[str, Tensor]:
+        """Return the columns of the file for the ``B`` samples of a chunk: tensors ``[B, ...]``."""
+        client = federation.client
+        if isinstance(outputs, Evaluation):
+            target = "label" if _classifies(client) else "target"
+            columns, values = {"client": outputs.clients, target: outputs.targets}, outputs.outputs
+        else:
+            owners, values = self._joined(federation, outputs)
+            columns = {"client": owners}
+        if not _classifies(client):
+            return {**columns, "output": values}
+        logits = values.float().reshape(len(values), client.num_classes)
+        probability, predicted = logits.softmax(dim=1).max(dim=1)
+        return {**columns, "prediction": predicted, "probability": probability}
 
-def _write(path: Path, chunks: list[Evaluation]) -> int:
-    columns = [torch.cat(parts) for parts in zip(*chunks, strict=True)] if chunks else []
+    def _joined(self, federation: Federation, predictions: Predictions) -> tuple[Tensor, Tensor]:
+        """Return whose samples these are ``[B]``, and what ``predict_step`` gives ``[B, ...]``."""
+        clients = torch.tensor([client for client, _ in predictions])
+        counts = federation.clients.attached_data.num_samples("test")[clients]
+        parts = [batch for _, batches in predictions for batch in batches]
+        earlier = [chunk["output"] for chunk in self._chunks if "output" in chunk]
+        shapes = {_shape_of_row(part) for part in [*earlier, *parts]}
+        if (
+            None in shapes
+            or len(shapes) > 1
+            or [sum(map(len, batches)) for _, batches in predictions] != counts.tolist()
+        ):
+            raise ConfigurationError(
+                f"can't write the predictions of {type(federation.client).__name__}: its "
+                "predict_step must return a tensor with a row for each sample of a batch, and all "
+                "rows must have one shape"
+            )
+        return clients.repeat_interleave(counts), torch.cat(parts).cpu()
+
+
+def _classifies(client: L.LightningModule) -> TypeGuard[Classifier]:
+    return isinstance(client, Classifier) and type(client).predict_step is Task.predict_step
+
+
+def _shape_of_row(outputs: Any) -> torch.Size | None:
+    return outputs.shape[1:] if isinstance(outputs, Tensor) and outputs.dim() else None
+
+
+def _write(path: Path, chunks: list[dict[str, Tensor]]) -> int:
+    table = {name: torch.cat([c[name] for c in chunks]) for name in (chunks[0] if chunks else ())}
+    clients, order = table.pop("client", torch.empty(0)).sort(stable=True)
+    index = torch.arange(len(clients)) - torch.searchsorted(clients, clients)
+    columns = {"client": clients, "index": index}
+    for name, values in table.items():
+        parts = values[order].unsqueeze(-1).flatten(1).T
+        names = [name] if len(parts) == 1 else [f"{name}_{k}" for k in range(len(parts))]
+        columns.update(zip(names, parts, strict=True))
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["client", "index", "label", "prediction", "probability"])
-        if not columns:
-            return 0
-        clients, logits, labels, _ = columns
-        order = clients.argsort(stable=True)
-        clients, logits, labels = clients[order], logits[order], labels[order]
-        probability, predicted = logits.float().softmax(dim=1).max(dim=1)
-        first = torch.searchsorted(clients, clients)
-        index = torch.arange(len(clients)) - first
-        fields = (clients, index, labels, predicted)
-        values = zip(*(field.tolist() for field in fields), probability.tolist(), strict=True)
-        writer.writerows((*row[:-1], f"{row[-1]:.6f}") for row in values)
+        writer.writerow(columns)
+        writer.writerows(zip(*map(_texts, columns.values()), strict=True))
     return len(clients)
+
+
+def _texts(values: Tensor) -> list[str]:
+    """Return each number as the shortest text that reads back as the same one."""
+    known = values.float() if values.dtype == torch.bfloat16 else values  # which NumPy lacks
+    return known.numpy().astype(str).tolist()
 
 
 def _caption(trainer: L.Trainer, federation: Federation, stage: str) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -12,12 +15,16 @@ import torch
 import yaml
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from pflight import Federation
 from pflight.callbacks import (
     FedAvg,
     FederationProgressBar,
+    FedGH,
+    FedPAC,
+    FedProto,
     FeSEM,
     Local,
     PredictionWriter,
@@ -25,9 +32,10 @@ from pflight.callbacks import (
     TensorBoardReport,
 )
 from pflight.callbacks.monitors.tensorboard import _best
-from pflight.datamodules import TensorClients
+from pflight.datamodules import DatasetClients, FederatedDataModule, TensorClients
+from pflight.errors import ConfigurationError
 from pflight.history import Round
-from pflight.models import ClientModule
+from pflight.models import ClientModule, Regressor
 from tests.event_files import read_events
 from tests.runs import small_data
 
@@ -160,6 +168,22 @@ class TestResultTable:
         down = sum(entry.bytes_down for entry in module.history)
         assert f"2 rounds; {down} B down, 0 B up" in text
 
+    @pytest.mark.parametrize("holdout", [0.0, 0.4])
+    @pytest.mark.parametrize(
+        ("method", "model"), [(FedProto, "prototype"), (FedPAC, "local"), (FedGH, "received")]
+    )
+    def test_further_models_have_a_row(self, method, model, holdout):
+        output, file = console(terminal=False)
+        module, run = federation(), trainer(1, method(), ResultTable(output))
+        data = small_data(holdout_clients=holdout)
+        run.fit(module, datamodule=data)
+        file.truncate(0)
+        metrics = run.test(module, datamodule=data, verbose=False)[0]
+        rows = [line for line in file.getvalue().splitlines() if model in line]
+        groups = ["", "new/"] if holdout else [""]
+        shown = [f"{metrics[f'test/{group}{model}/macro_acc']:.4f}" for group in groups]
+        assert [re.findall(r"\d\.\d{4}", row)[1] for row in rows] == shown
+
     def test_a_round_has_the_number_that_it_has_in_the_history(self):
         output, file = console(terminal=False)
         module, run = federation(), trainer(4, ResultTable(output))
@@ -174,6 +198,36 @@ class TestResultTable:
         assert file.getvalue().startswith("1 round;")
 
 
+class Own(L.LightningModule):
+    """A module that is no task and predicts by a function of its network's outputs."""
+
+    def __init__(self, predict: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 3)
+        self.predict = predict
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.predict(self.net(batch[0]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def predictions(
+    client: L.LightningModule, data: FederatedDataModule, folder: Path
+) -> tuple[Federation, list[dict[str, str]]]:
+    """Fit a federation in which every client has a model; return it, and what is written of it."""
+    path = folder / "out.csv"
+    module, run = Federation(client), trainer(1, Local(), PredictionWriter(str(path)))
+    run.fit(module, datamodule=data)
+    run.predict(module, datamodule=data)
+    with path.open() as file:
+        return module, [*csv.DictReader(file)]
+
+
 class TestPredictionWriter:
     def test_writes_where_it_is_told(self, data, tmp_path):
         path = tmp_path / "deep" / "out.csv"
@@ -185,6 +239,62 @@ class TestPredictionWriter:
         assert len(lines) == 1 + 6 * CLIENTS
         labels = [int(line.split(",")[2]) for line in lines[1:]]
         assert labels == torch.cat([data.samples(i, "test")[1] for i in range(CLIENTS)]).tolist()
+
+    @pytest.mark.parametrize("shape", [(), (1,), (2,)])
+    def test_targets_and_outputs_of_a_regressor(self, tmp_path, shape):
+        torch.manual_seed(0)
+        samples = [(torch.randn(5, 4), torch.randn(5, *shape)) for _ in range(CLIENTS)]
+        data = TensorClients(samples, samples)
+        client = Regressor(nn.Linear(4, 2 if shape == (2,) else 1))
+        module, rows = predictions(client, data, tmp_path)
+        ends = ["_0", "_1"] if shape == (2,) else [""]
+        assert list(rows[0]) == ["client", "index", *(f"target{end}" for end in ends)] + [
+            f"output{end}" for end in ends
+        ]
+        assert [(int(row["client"]), int(row["index"])) for row in rows] == [
+            (client, index) for client in range(CLIENTS) for index in range(5)
+        ]
+        for name, expected in (
+            ("target", torch.cat([y for _, y in samples])),
+            ("output", torch.cat([module.client_module(i)(x) for i, (x, _) in enumerate(samples)])),
+        ):
+            written = torch.tensor([[float(row[name + end]) for end in ends] for row in rows])
+            torch.testing.assert_close(written, expected.view(len(rows), -1))
+
+    def test_what_an_own_predict_step_returns(self, data, tmp_path):
+        module, rows = predictions(Own(lambda z: z.argmax(1)), data, tmp_path)
+        assert list(rows[0]) == ["client", "index", "output"]
+        expected = [module.client_module(i).net(data.samples(i, "test")[0]) for i in range(CLIENTS)]
+        assert [int(row["output"]) for row in rows] == torch.cat(expected).argmax(1).tolist()
+
+    @pytest.mark.parametrize(
+        "predict",
+        [
+            lambda z: None,
+            lambda z: {"logits": z},
+            lambda z: z.mean(),
+            lambda z: z[1:],
+            lambda z: z[:, : len(z)],
+        ],
+        ids=["nothing", "dict", "number", "fewer rows", "other rows"],
+    )
+    def test_what_makes_no_table_is_an_error(self, tmp_path, predict):
+        data = small_data(eval_batch_size=5)
+        with pytest.raises(ConfigurationError, match="its predict_step must return a tensor with"):
+            predictions(Own(predict), data, tmp_path)
+        assert not [*tmp_path.iterdir()]
+
+    def test_datasets_have_no_labels(self, tmp_path):
+        torch.manual_seed(0)
+        samples = [TensorDataset(torch.randn(5, 4), torch.arange(5) % 3) for _ in range(CLIENTS)]
+        data = DatasetClients(samples, test=samples)
+        module, rows = predictions(ClientModule(nn.Linear(4, 3), num_classes=3), data, tmp_path)
+        assert list(rows[0]) == ["client", "index", "prediction", "probability"]
+        expected = [module.client_module(i)(own.tensors[0]) for i, own in enumerate(samples)]
+        probability, predicted = torch.cat(expected).softmax(1).max(1)
+        assert [int(row["prediction"]) for row in rows] == predicted.tolist()
+        written = torch.tensor([float(row["probability"]) for row in rows])
+        torch.testing.assert_close(written, probability)
 
 
 class TestTensorBoard:
