@@ -18,6 +18,7 @@ from pflight.updates import ClientUpdates
 from .stored import StoredModels
 
 _ROUNDING = 1e-9  # 0.7 * 90 is 62.99999999999999
+_NOISE = 32  # units of the precision; rounding comes to 6 of them
 
 
 class Remembering(Half):
@@ -33,8 +34,9 @@ class FedCAC(StoredModels):
 
     A client that started from :math:`s_i` and returned :math:`\theta_i` is sensitive to parameters
     by :math:`|(\theta_i - s_i) \odot \theta_i|`; in each tensor, the share :math:`\tau` with the
-    largest values, as long as these are not 0, is its critical part, the mask :math:`M_i`. Clients
-    of a round collaborate on these if the masks overlap enough: with
+    largest values, as long as these are not 0, is its critical part, the mask :math:`M_i`. Changes
+    that are mere rounding count as 0, such as those of a bias before BatchNorm. Clients of a round
+    collaborate on the critical parts if the masks overlap enough: with
 
     .. math:: O_{ij} = 1 - \frac{\|M_i - M_j\|_1}{2 \|M_i\|_1}, \qquad
         O_{ij} \ge \bar O + \frac{t}{\beta} (O_{\max} - \bar O)
@@ -118,18 +120,30 @@ class FedCAC(StoredModels):
     def receive(self, updates: ClientUpdates) -> None:
         """Keep a chunk's models, and which of their parameters are critical."""
         asked, sent = self._sent
-        starts = sent[torch.isin(asked, updates.clients)]
+        starts, trained = sent[torch.isin(asked, updates.clients)], updates.states
+        changes = [rows((trained[n] - starts[n]).abs()).amax(1) for n in self.masks.tensors()]
+        largest = torch.stack(changes).amax(0)
         for name, masks in self.masks.tensors().items():
-            trained = updates.states[name]
-            masks[updates.clients] = self.critical(starts[name], trained).to(masks)
+            mask = self.critical(starts[name], trained[name], largest)
+            masks[updates.clients] = mask.to(masks)
         super().receive(updates)
 
-    def critical(self, starts: Tensor, trained: Tensor) -> Tensor:
-        """Return a mask of a tensor's critical values ``[C, ...]``, of equals the first."""
-        sensitivity = rows(((trained - starts) * trained).abs())
+    def critical(self, starts: Tensor, trained: Tensor, largest: Tensor | float = 0.0) -> Tensor:
+        """Return a mask of a tensor's critical values ``[C, ...]``, of equals the first.
+
+        Args:
+            starts: The tensor as clients were sent it ``[C, ...]``.
+            trained: As they returned it.
+            largest: The largest change in each client's model ``[C]``. A change is rounding if it
+                is tiny beside it or beside the value.
+        """
+        values, changes = rows(trained.abs()), rows((trained - starts).abs())
+        precision = torch.finfo(torch.promote_types(trained.dtype, torch.float)).eps
+        noise = _NOISE * precision * values.T.clamp(min=largest).T
+        sensitivity = values * changes * (changes > noise)
         order = sensitivity.argsort(dim=1, descending=True, stable=True)
-        largest = order[:, : math.floor(self.tau * sensitivity.shape[1] + _ROUNDING)]
-        mask = torch.zeros_like(sensitivity, dtype=torch.bool).scatter_(1, largest, True)
+        chosen = order[:, : math.floor(self.tau * sensitivity.shape[1] + _ROUNDING)]
+        mask = torch.zeros_like(sensitivity, dtype=torch.bool).scatter_(1, chosen, True)
         return (mask & (sensitivity > 0)).view_as(trained)
 
     def step(self) -> None:

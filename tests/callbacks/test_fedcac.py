@@ -142,6 +142,22 @@ def test_a_tensor_that_stays_zero_has_nothing_critical() -> None:
     assert callback.critical(start, trained).long().tolist() == [[0, 0, 0, 0], [1, 1, 0, 0]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("zero", [False, True], ids=["bias", "zero bias"])
+def test_rounding_makes_nothing_critical(zero: bool, dtype: torch.dtype) -> None:
+    """A bias before BatchNorm has no gradient but rounding, of which each engine has its own."""
+    federations = []
+    for engine in "sequential", "vectorized":
+        client, callback = batchnorm_client().to(dtype), FedCAC()
+        if zero:
+            torch.nn.init.zeros_(client.network[0].bias)
+        data = small_data((6, 12, 7, 10, 3, 8), dtype)
+        federations.append(run(client, data, callback, 3, local_epochs=2, engine=engine))
+        assert not callback.masks.tensors()["network.0.bias"].any()
+    for i in range(6):
+        torch.testing.assert_close(*(federation.client_state(i) for federation in federations))
+
+
 def test_who_is_alone_collaborates_with_nobody() -> None:
     federation = run(batchnorm_client(), small_data(cohort_size=1), FedCAC(judged="local"), 1)
     (client,) = federation.history[0].clients
