@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import yaml
 from cells import cell
+from claims import ENDS, Figure, claims_table, pairs, published
 from numpy.typing import NDArray
 from quiet import quiet
 
@@ -41,18 +42,19 @@ from pflight.experiments.statistics import differences
 
 Test = dict[str, Any]
 """The tests after a round: its clients, and each client's accuracy and F1 by model."""
-Figure = tuple[str, ...]
-"""Where a figure belongs: experiment, column, method, seed and measure."""
 Values = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Values of clients, and what each weighs in their mean."""
 
 CONFIGS = Path(str(files("pflight.configs")))
-EXPERIMENTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+EXPERIMENTS: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+)
 MODELS = {"own": "", "server": "server/", "adapted": "finetuned/"}
 FIGURE = ("experiment", "column", "method", "seed", "measure", "value")
 MOST_SEEDS = 10
-TABLE = re.compile(r"(<!-- (\w+)/(\w+)(?:: ([\w.]+ - [\w.]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
-ENDS = ("low", "high")
+TABLE = re.compile(
+    r"(<!-- (\w+)(?:/(\w+))?(?:: ([\w.]+ - [\w.]+|claims))? -->\n).*?(<!-- end -->)", re.DOTALL
+)
 QUIET = [
     "--trainer.accelerator=cpu",
     "--trainer.enable_progress_bar=false",
@@ -254,10 +256,10 @@ def compared(one: Run, other: Run) -> dict[Figure, float]:
 def table(experiment: str, column: str, figures: dict[Figure, float]) -> str:
     """Return the table of a column, in which a method has a line once a run of it is done."""
     spec = EXPERIMENTS[experiment]
-    published = spec.get("published", {}).get(column)
+    is_published = column in spec.get("published", {})
     titles = [MEASURES[measure][0] for measure in spec["measures"]]
     paper = spec.get("published_title", "paper")
-    head = ["method", *([paper] if published else []), *titles, "seeds", "s a round"]
+    head = ["method", *([paper] if is_published else []), *titles, "seeds", "s a round"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, method in spec["methods"].items():
         made: dict[str, list[float]] = {}
@@ -267,10 +269,8 @@ def table(experiment: str, column: str, figures: dict[Figure, float]) -> str:
         if not made:
             continue
         cells = [method["title"]]
-        if published:
-            title = method["title"]
-            figure = published.get(title, published.get(title.split(",")[0]))
-            cells.append("" if figure is None else f"{figure:.2f}")
+        if is_published:
+            cells.append(published(spec, column, name))
         found = [made.get(measure, []) for measure in spec["measures"]]
         cells += [cell(values, digits=2) for values in found]
         cells.append(str(max(map(len, found))))
@@ -314,10 +314,14 @@ def write(options: argparse.Namespace) -> None:
         spec = EXPERIMENTS[experiment]
         runs = runs_of(experiment, None, spec["methods"], range(MOST_SEEDS), options)
         done = {(run.column, run.method, run.seed): run for run in runs if not run.missing}
+        asked = {
+            (column, *pair) for column in spec["columns"] for pair in spec.get("differences", [])
+        }
+        asked |= {*pairs(spec)}
         for (column, method, seed), run in done.items():
             figures |= measured(run)
-            for one, other in spec.get("differences", []):
-                if method == one and (column, other, seed) in done:
+            for where, one, other in asked:
+                if (where, one) == (column, method) and (column, other, seed) in done:
                     figures |= compared(run, done[column, other, seed])
     with kept.open("w", newline="", encoding="utf-8") as file:
         rows = [(*figure, f"{value:.4f}") for figure, value in sorted(figures.items())]
@@ -325,8 +329,14 @@ def write(options: argparse.Namespace) -> None:
 
     def made(match: re.Match[str]) -> str:
         start, experiment, column, pair, end = match.groups()
-        where = experiment, column
-        content = difference_table(*where, pair, figures) if pair else table(*where, figures)
+        spec = EXPERIMENTS[experiment]
+        if pair == "claims":
+            titles = [MEASURES[measure][0] for measure in spec["claims"]["measures"]]
+            content = claims_table(experiment, spec, figures, titles)
+        elif pair:
+            content = difference_table(experiment, column, pair, figures)
+        else:
+            content = table(experiment, column, figures)
         return f"{start}\n{content}\n\n{end}"
 
     page = options.page.read_text(encoding="utf-8")

@@ -29,6 +29,13 @@ TOY = {
     "measures": ["trained", "own", "adapted", "micro_f1"],
     "differences": [["fedec_1.5", "fedec_wo"]],
     "columns": {"digits": {"title": "Digits", "config": "data/digits", "set": SMALL}},
+    "claims": {
+        "measures": ["own", "adapted"],
+        "heads": ["Digits", "elsewhere"],
+        "rows": [
+            {"title": "FedEC − FedAvg", "pairs": [["digits", "fedec_1.5", "really"], None]},
+        ],
+    },
     "methods": {
         "fedavg": {"title": "FedAvg", "run": "fedec_wo", "model": "server"},
         "really": {"title": "FedAvg, itself", "config": "algorithm/fedavg"},
@@ -51,6 +58,11 @@ def papers(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
+@pytest.fixture
+def claims(papers: Any) -> Any:
+    return importlib.import_module("claims")
+
+
 def options(folder: Path, **others: Any) -> argparse.Namespace:
     asked = {"experiment": "toy", "columns": None, "methods": None, "seeds": [0]}
     return argparse.Namespace(
@@ -63,7 +75,7 @@ def read(folder: Path, method: str) -> list[dict[str, Any]]:
     return [{**json.loads(file.read_text()), "seconds": None} for file in files]
 
 
-def test_every_experiment_is_of_configurations_that_exist(papers: Any) -> None:
+def test_every_experiment_is_of_configurations_that_exist(papers: Any, claims: Any) -> None:
     for name, spec in papers.EXPERIMENTS.items():
         assert {*spec["measures"]} <= {*papers.MEASURES}
         for part in (*spec["columns"].values(), *spec["methods"].values()):
@@ -76,6 +88,10 @@ def test_every_experiment_is_of_configurations_that_exist(papers: Any) -> None:
         titles |= {title.split(",")[0] for title in titles}
         for figures in spec.get("published", {}).values():
             assert {*figures} <= titles
+        for column, *pair in claims.pairs(spec):
+            assert column in spec["columns"]
+            assert {*pair} <= {*spec["methods"]}
+        assert {*spec.get("claims", {}).get("measures", [])} <= {*spec["measures"]}
         for one, other in spec.get("differences", []):
             assert all("config" in spec["methods"][method] for method in (one, other))
 
@@ -98,7 +114,8 @@ def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
 
     page.write_text(
         "# Toy\n\n<!-- toy/digits -->\nold\n<!-- end -->\n\n"
-        "<!-- toy/digits: fedec_1.5 - fedec_wo -->\n<!-- end -->\n\nEnd.\n"
+        "<!-- toy/digits: fedec_1.5 - fedec_wo -->\n<!-- end -->\n\n"
+        "<!-- toy: claims -->\n<!-- end -->\n\nEnd.\n"
     )
     papers.write(options(once, page=page))
     head, _, *lines = page.read_text().split("-->\n")[1].strip().splitlines()[:6]
@@ -134,6 +151,15 @@ def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
     by_client = [(a + b) / 2 for a, b in zip(*own, strict=True)]
     assert min(by_client) - 0.01 <= low
     assert high <= max(by_client) + 0.01
+
+    claim = page.read_text().split("claims -->\n")[1].split("<!-- end -->")[0].strip()
+    head, _, line = claim.splitlines()
+    assert head == "| difference | paper | Digits | elsewhere |"
+    own = [50 * sum(test[i]["own"]["acc"]) / 4 for test in tests.values() for i in (0, 1)]
+    mean = sum(own[4:]) - sum(own[:2])  # of FedEC and of FedAvg itself, which is the first
+    assert line.startswith(f"| FedEC − FedAvg | 49.7 | {mean:.1f} (")
+    assert re.search(r" to -?\d+\.\d, 1\): (less|no|open|yes|more)", line)
+    assert line.endswith("|  |")
 
     new = tmp_path / "new.md"  # nothing has been run for it
     new.write_text("<!-- toy/digits: fedec_1.5 - fedec_wo -->\n<!-- end -->\n")
@@ -173,6 +199,49 @@ def test_the_mean_over_seeds_is_below_their_differences(papers: Any) -> None:
     assert mean.startswith("| mean | 2.00 ± 1.41 |")
 
 
+@pytest.mark.parametrize(
+    ("paper", "mean", "interval", "said"),
+    [
+        (2.0, 1.5, (0.5, 2.5), "yes"),
+        (2.0, 0.9, (0.5, 1.3), "less"),
+        (2.0, 4.5, (1.0, 8.0), "more"),
+        (2.0, 1.5, (-0.5, 3.5), "open"),
+        (2.0, 0.5, (-0.5, 1.5), "no"),
+        (2.0, -1.5, (-2.5, -0.5), "no"),
+        (-2.0, -1.5, (-2.5, -0.5), "yes"),
+        (-2.0, -1.5, None, "yes"),
+        (2.0, -1.5, None, "no"),
+        (2.0, 0.0, None, "no"),
+    ],
+)
+def test_verdicts(
+    claims: Any, paper: float, mean: float, interval: tuple[float, float] | None, said: str
+) -> None:
+    assert claims.verdict(paper, claims.Difference(mean, interval, 1)) == said
+
+
+def test_claims_are_compared_at_the_seeds_of_both(papers: Any, claims: Any) -> None:
+    spec = papers.EXPERIMENTS["toy"]
+    of = {"fedec_1.5": (90.0, 93.0, 95.0, 10.0), "really": (50.0, 52.0, 57.0)}
+    figures = {
+        ("toy", "digits", method, str(seed), "own"): value
+        for method, values in of.items()
+        for seed, value in enumerate(values)
+    }
+    pair = "digits", "fedec_1.5", "really"
+    found = claims.difference_here(figures, "toy", pair, "own")
+    # By hand: 40, 41 and 38, of which the standard error is 0.8819, and t of two degrees 4.3027.
+    assert found.mean == pytest.approx(119 / 3)
+    assert found.interval == pytest.approx((119 / 3 - 3.7946, 119 / 3 + 3.7946), abs=1e-3)
+    assert found.seeds == 3
+    assert claims.difference_here(figures, "toy", pair, "adapted") is None
+    (line,) = claims.claims_table("toy", spec, figures, ["all clients", "adapted"]).splitlines()[2:]
+    assert line == "| FedEC − FedAvg | 49.7 | 39.7 (35.9 to 43.5, 3): yes |  |"
+    adapted = {(*where[:4], "adapted"): -value for where, value in figures.items()}
+    shown = claims.claims_table("toy", spec, figures | adapted, ["all clients", "adapted"])
+    assert shown.endswith("39.7 (35.9 to 43.5, 3): yes (adapted: no) |  |")
+
+
 def test_micro_means_weigh_clients_by_samples(papers: Any) -> None:
     test = {"samples": [1, 3, 0], "own": {"f1": [0.5, 0.9, math.nan]}}
     assert papers.mean(papers.values_of(test, "own", "f1")) == pytest.approx(70)
@@ -186,7 +255,7 @@ def test_published_figures_are_of_a_method_with_its_bracket(papers: Any) -> None
         for retain in (1, 2)
     }
     one, two = papers.table("pfedla", "noniid1_cifar10_10", figures).splitlines()[2:]
-    assert one.startswith("| HeurpFedLA(1), 0.5 | 60.02 |  | 61.00 |")
+    assert one.startswith("| HeurpFedLA(1), 0.5 | 60.02 ± 0.74 |  | 61.00 |")
     assert two.startswith("| HeurpFedLA(2), 0.5 | 59.90 |  | 62.00 |")
 
 

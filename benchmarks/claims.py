@@ -1,0 +1,141 @@
+"""Differences between methods that the papers print, beside those of the runs here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+Figure = tuple[str, ...]
+"""Where a figure belongs: experiment, column, method, seed and measure."""
+Pair = tuple[str, str, str]
+"""A column, and the two of its methods whose difference is meant."""
+
+ENDS = ("low", "high")
+
+
+class Difference(NamedTuple):
+    """By how much a method is above another one, in points.
+
+    Attributes:
+        mean: Over the seeds that both have.
+        interval: 95 %: of t over several seeds, over clients for one, ``None`` if it is not known.
+        seeds: How many there are.
+    """
+
+    mean: float
+    interval: tuple[float, float] | None
+    seeds: int
+
+
+def pairs(spec: Mapping[str, Any]) -> list[Pair]:
+    """Return what an experiment's claims compare."""
+    rows = spec.get("claims", {}).get("rows", [])
+    return [tuple(pair) for row in rows for pair in row["pairs"] if pair]
+
+
+def published(spec: Mapping[str, Any], column: str, method: str) -> str:
+    """Return what a paper prints of a method, which its title names, or nothing."""
+    figures, title = spec.get("published", {}).get(column, {}), spec["methods"][method]["title"]
+    figure = figures.get(title, figures.get(title.split(",")[0], ""))
+    return f"{figure:.2f}" if isinstance(figure, float) else figure
+
+
+def difference_here(
+    figures: Mapping[Figure, float], experiment: str, pair: Pair, measure: str
+) -> Difference | None:
+    """Return the difference between the runs of two methods, by seeds; ``None`` if there is none.
+
+    Args:
+        figures: All that is known, in percent.
+        experiment: Whose methods they are.
+        pair: The methods.
+        measure: By which they are compared.
+    """
+    column, *methods = pair
+    ours, theirs = (
+        {
+            where[3]: value
+            for where, value in figures.items()
+            if where == (experiment, column, method, where[3], measure)
+        }
+        for method in methods
+    )
+    seeds = sorted(ours.keys() & theirs.keys())
+    if not seeds:
+        return None
+    found = [ours[seed] - theirs[seed] for seed in seeds]
+    mean = float(np.mean(found))
+    if len(found) > 1:
+        ends = stats.t.interval(0.95, len(found) - 1, loc=mean, scale=stats.sem(found))
+        return Difference(mean, (float(ends[0]), float(ends[1])), len(found))
+    where = experiment, column, " - ".join(methods), *seeds
+    low, high = (figures.get((*where, f"{measure}_{end}"), math.nan) for end in ENDS)
+    return Difference(mean, None if math.isnan(low) else (low, high), 1)
+
+
+def verdict(paper: float, here: Difference) -> str:
+    """Return whether a difference is the paper's.
+
+    Returns:
+        ``"open"`` if 0 and the paper's difference are in the interval; ``"no"`` if 0 alone is in
+        it, or the sign is another; ``"less"`` and ``"more"`` below half and above twice the
+        paper's; ``"yes"`` otherwise.
+    """
+    low, high = here.interval or (here.mean, here.mean)
+    if low <= 0 <= high:
+        return "open" if low <= paper <= high else "no"
+    ratio = here.mean / paper
+    if ratio < 0:
+        return "no"
+    return "less" if ratio < 0.5 else "more" if ratio > 2 else "yes"
+
+
+def claims_table(
+    experiment: str, spec: Mapping[str, Any], figures: Mapping[Figure, float], titles: list[str]
+) -> str:
+    """Return the table of an experiment's claims.
+
+    A cell has the difference of the first measure, and the verdict; the verdicts of the other
+    measures where they are others.
+
+    Args:
+        experiment: Its name.
+        spec: Its part of ``papers.yaml``; ``claims`` has ``measures``, ``heads`` and ``rows``.
+        figures: All that is known.
+        titles: Of the claims' measures.
+    """
+    claims = spec["claims"]
+    lines = [["difference", "paper", *claims["heads"]]]
+    lines.append(["---"] * len(lines[0]))
+    for row in claims["rows"]:
+        column, *methods = next(pair for pair in row["pairs"] if pair)
+        printed = [published(spec, claims.get("published", column), method) for method in methods]
+        (one, *_), (other, *_) = parted = [[float(part) for part in p.split("±")] for p in printed]
+        spreads = [part[1] for part in parted if len(part) > 1]
+        spread = f" ± {math.hypot(*spreads):.1f}" if spreads else ""
+        cells = [row["title"], f"{one - other:.1f}{spread}"]
+        for pair in row["pairs"]:
+            found = [
+                pair and difference_here(figures, experiment, tuple(pair), measure)
+                for measure in claims["measures"]
+            ]
+            cells.append(_cell(one - other, found, titles) if found[0] else "")
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _cell(paper: float, found: list[Difference | None], titles: list[str]) -> str:
+    main, verdicts = found[0], [one and verdict(paper, one) for one in found]
+    assert main is not None
+    interval = "" if main.interval is None else "{:.1f} to {:.1f}, ".format(*main.interval)
+    others = [
+        f"{title}: {said}"
+        for said, title in zip(verdicts, titles, strict=True)
+        if said not in (None, verdicts[0])
+    ]
+    said = f"{verdicts[0]} ({'; '.join(others)})" if others else verdicts[0]
+    return f"{round(main.mean, 1) + 0.0:.1f} ({interval}{main.seeds}): {said}"
