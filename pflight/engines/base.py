@@ -18,7 +18,6 @@ from pflight.randomness import Purpose
 from pflight.state import entries, rows
 from pflight.updates import ClientFailure, ClientUpdates, Evaluation, Kept, Predictions
 
-GRADIENT_BATCH = 512  # samples in one pass where their number does not matter
 ONE_THREAD = 20e6  # operations of a batch's forward pass from which on threads pay
 
 

@@ -144,7 +144,7 @@ class SequentialEngine:
             for row, client in enumerate(clients.tolist()):
                 seed = derive_seed(purpose, self.setting.seed, round_index, client)
                 seed_everything(seed, self.device)
-                with self._attempt(client, failures):
+                with self.attempt(client, failures):
                     start = {name: column[row] for name, column in columns.items()}
                     memory = None
                     if kept is not None and kept.seen[row]:
@@ -187,7 +187,7 @@ class SequentialEngine:
         )
 
     @contextmanager
-    def _attempt(self, client: int, failures: list[ClientFailure]) -> Iterator[None]:
+    def attempt(self, client: int, failures: list[ClientFailure]) -> Iterator[None]:
         """Note the failure of a client that raises or takes too long; the next gets a new copy."""
         try:
             with time_limit(self.setting.client_timeout):
@@ -210,7 +210,7 @@ class SequentialEngine:
             self.setting,
             clients,
             split,
-            attempt=self._attempt,
+            attempt=self.attempt,
             at_once=lambda samples: self.outputs_of_one(states, samples),
             alone=lambda row, x: self.outputs(_row(states, row), x),
             operations=self.operations,
@@ -374,7 +374,7 @@ class SequentialEngine:
         for row, client in enumerate(clients.tolist()):
             if not counts[client]:
                 continue
-            with self._attempt(client, failures):
+            with self.attempt(client, failures):
                 self.models.load(_row(states, row), anchored=False, client=client)
                 for visit, batches in visits[client]:
                     work(row, client, visit, batches)

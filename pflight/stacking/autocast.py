@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
+
+from pflight.local.setting import Setting
 
 _LOWER = {
     F.linear,
@@ -98,3 +102,10 @@ def _cast(tree: Any, old: torch.dtype, new: torch.dtype) -> Any:
         return leaf.to(new) if isinstance(leaf, Tensor) and leaf.dtype == old else leaf
 
     return tree_map(cast, tree)
+
+
+def stacked_context(setting: Setting) -> AbstractContextManager[Any]:
+    """Return what stacked passes run in."""
+    if isinstance(setting.precision, MixedPrecision):
+        return StackedAutocast(torch.bfloat16)  # float16 is refused
+    return setting.forward_context()

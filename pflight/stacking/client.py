@@ -292,6 +292,11 @@ class StackedClient:
         return self._remember(state)
 
 
+def _told(name: str) -> Any:
+    """Return a property that looks up what a client is told, whenever it is asked for."""
+    return property(lambda row: row.tensors[name], doc="See :class:`~pflight.half.LocalClient`.")
+
+
 class StackedRow(ClientModel):
     """One client of a stack, as a half sees it: a :class:`~pflight.half.LocalClient`.
 
@@ -306,6 +311,9 @@ class StackedRow(ClientModel):
         own_loss: What :meth:`task_loss` gave, or ``None``: without gradients.
         real: Which samples of a batch ``[batch]`` don't only fill it up; ``None`` for all.
     """
+
+    num_samples, mean_samples = _told("num_samples"), _told("mean_samples")
+    class_counts, seen, num_steps = _told("class_counts"), _told("seen"), _told("num_steps")
 
     def __init__(
         self,
@@ -331,31 +339,6 @@ class StackedRow(ClientModel):
         self.memory = Part(tensors, MEMORY, stacked.memory) if mode.remembers else None
         self.own_loss: Tensor | None = None
         self.real = None if sample_weights is None else sample_weights > 0
-
-    @property
-    def num_samples(self) -> Tensor:
-        """See :class:`~pflight.half.LocalClient`."""
-        return self.tensors["num_samples"]
-
-    @property
-    def mean_samples(self) -> Tensor:
-        """See :class:`~pflight.half.LocalClient`."""
-        return self.tensors["mean_samples"]
-
-    @property
-    def class_counts(self) -> Tensor:
-        """See :class:`~pflight.half.LocalClient`."""
-        return self.tensors["class_counts"]
-
-    @property
-    def seen(self) -> Tensor:
-        """See :class:`~pflight.half.LocalClient`."""
-        return self.tensors["seen"]
-
-    @property
-    def num_steps(self) -> Tensor:
-        """See :class:`~pflight.half.LocalClient`."""
-        return self.tensors["num_steps"]
 
     def task_loss(self, batch: Any) -> Tensor:
         """See :class:`~pflight.half.LocalClient`."""

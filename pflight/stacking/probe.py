@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import copy
-import operator
-import random
-import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from lightning import LightningModule
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
-from pflight.errors import said_by
-from pflight.half import PERSONAL, Half, Phase
-from pflight.local.client import AloneClient, training_step
+from pflight.half import Half
+from pflight.local.client import training_step
 from pflight.local.descent import steps_only
 from pflight.local.models import LocalModels
-from pflight.local.phases import resting
 from pflight.local.trainer import loss_of
 from pflight.randomness import isolated
 from pflight.state import state_tensors
 from pflight.task import Task, trains_as_a_task
 
-from .client import ANCHOR, MEMORY, Mode, Stack, StackedClient, no_logs
+from .client import ANCHOR, MEMORY, Mode, Stack, StackedClient
+from .reasons import failure, reason_of
+from .reference import Reference, alike
 from .steps import misfit
+from .untouched import left_alone
 
-FOREIGN = "its configure_optimizers() gives an optimizer of parameters that are not its own"
-DRAWS = "it draws random numbers while it trains"
+_FOREIGN = "its configure_optimizers() gives an optimizer of parameters that are not its own"
 _TOLERANCE = 1e-2  # of the largest gradient; stacked arithmetic rounds otherwise
 _TRACE = 1e-4  # of the largest gradient, that samples without weight leave
 _CLASSES = 32  # that are tried
-_ODD, _ODD_IN_HALF = 5e-2, 0.3  # as _TOLERANCE, of a run that goes on
-_VANISHED = 1e-3  # of the largest gradient at first, from which on gradients are rounding
 
 
 class Dependence(NamedTuple):
@@ -51,25 +43,15 @@ class Dependence(NamedTuple):
     """Whether samples whose weight is zero leave no trace, so that they may fill up a batch."""
 
 
-class Witness(NamedTuple):
-    """One client of a stack in one step: what it had, and what it got."""
-
-    mode: Mode
-    phase: Phase | None
-    state: dict[str, Tensor]
-    """With all that it was told."""
-    leaves: list[Tensor]
-    """Of its batch."""
-    gradients: dict[str, Tensor]
-    loss: Tensor
-
-
 class Probe:
     """Compares a stack of two clients with unequal weights to either of them alone.
 
     Args:
         stacked: The client module that stands for many.
         models: Those of a client alone, by which stacking is measured.
+
+    Attributes:
+        largest_gradient: Of a client alone, as it was given; known after :meth:`obstacle`.
     """
 
     def __init__(self, stacked: StackedClient, models: LocalModels) -> None:
@@ -77,7 +59,8 @@ class Probe:
         self.models = models
         self.setting = models.setting
         self.module = stacked.module
-        self._largest = 0.0  # gradient of a client alone, as it was given
+        self.reference = Reference(stacked, models)
+        self.largest_gradient = 0.0
 
     def declared_obstacle(self) -> str | None:
         """Say what a module has that keeps it from being stacked, or return ``None``."""
@@ -128,16 +111,15 @@ class Probe:
             logged.update(values)
 
         module.log, module.log_dict = log, log_dict
-        with isolated(self.setting.device), torch.no_grad():
-            drawn = _generators()
+        with isolated(self.setting.device), torch.no_grad(), left_alone() as touched:
             try:
                 loss = module.loss(self.setting.form.batch([leaf.clone() for leaf in leaves]))
                 batch = self.setting.form.batch([leaf.clone() for leaf in leaves])
                 given = loss_of(training_step(module, batch, index))
             except Exception as error:
-                return _failed("a client alone fails", error), ()
-            if drawn != _generators():
-                return DRAWS, ()
+                return failure("a client alone fails", error), ()
+        if touched:
+            return touched[0], ()
         if not isinstance(given, Tensor) or not _close(loss, given):
             return "its training_step gives another loss than its method loss()", ()
         for name, value in logged.items():
@@ -159,7 +141,6 @@ class Probe:
         """
         stacked, module = self.stacked, self.module
         stacked.prepare(mode)
-        attributes = _attributes(module)
         try:
             optimizer, _ = stacked.optimizer()
         except Exception as error:
@@ -167,27 +148,24 @@ class Probe:
         if reason := misfit(optimizer):
             return reason
         if not steps_only(optimizer, {id(parameter) for parameter in module.parameters()}):
-            return FOREIGN
-        attributes = _attributes(module)
+            return _FOREIGN
         with isolated(self.setting.device), torch.enable_grad():
-            drawn = _generators()
-            try:
-                alone = [self._alone(mode, batch) for batch in batches]
-            except Exception as error:
-                return _failed("a client alone fails", error)
-            if name := self._changed_parameter(mode, batches[0]):
-                return f"its loss changes the parameter {name} in place"
-            try:
-                agrees = [
-                    self._agrees(mode, batch, results)
-                    for batch, results in zip(batches, alone, strict=True)
-                ]
-            except Exception as error:
-                return _failed("many at once fail", error)
-            if drawn != _generators():
-                return DRAWS
-            if not _same(attributes, _attributes(module)):
-                return "it sets attributes of itself while it trains"
+            with left_alone(module) as touched:
+                try:
+                    alone = [self._alone(mode, batch) for batch in batches]
+                except Exception as error:
+                    return failure("a client alone fails", error)
+                if name := self._changed_parameter(mode, batches[0]):
+                    return f"its loss changes the parameter {name} in place"
+                try:
+                    agrees = [
+                        self._agrees(mode, batch, results)
+                        for batch, results in zip(batches, alone, strict=True)
+                    ]
+                except Exception as error:
+                    return failure("many at once fail", error)
+            if touched:
+                return touched[0]
             if name := self._replaced_buffer(mode, batches[0]):
                 return f"it replaces the buffer {name}, instead of changing it in place"
             if not all(agrees):
@@ -198,7 +176,7 @@ class Probe:
             untouched = [_untouched(results) for results in alone]
             given = [g for results in alone for g in results.gradients[0][0].values()]
             sizes = [float(g.abs().max()) for g in given if g is not None and g.numel()]
-            self._largest = max([self._largest, *sizes])
+            self.largest_gradient = max([self.largest_gradient, *sizes])
         if odd := frozenset().union(*untouched) - untouched[0].intersection(*untouched):
             return f"whether {min(odd)} has a gradient depends on the size of the batch"
         return None
@@ -227,29 +205,6 @@ class Probe:
             unequal and self._weighs_samples(mode, largest),
         )
 
-    def contradicts(self, found: Witness) -> bool:
-        """Return whether a client alone gets something else than it got in a stack.
-
-        What rounding leaves of a gradient that vanishes is not looked at: beside the largest one of
-        now, that of the beginning counts.
-        """
-        with isolated(self.setting.device), torch.enable_grad():
-            alone, loss = self._gradients(
-                found.mode, found.state, found.leaves, found.phase, steps=True
-            )
-        known = {n: g for n, g in alone.items() if g is not None and n in found.gradients}
-        numbers = [*known.values(), loss, found.loss, *(found.gradients[name] for name in known)]
-        if not all(bool(number.isfinite().all()) for number in numbers):
-            return False  # it will fail by itself
-        precise = self.setting.dtype.itemsize >= 4 and not isinstance(
-            self.setting.precision, MixedPrecision
-        )
-        stack = {name: found.gradients[name].unsqueeze(0) for name in known}
-        tolerance = _ODD if precise else _ODD_IN_HALF
-        return not _alike(
-            stack, found.loss[None], [(known, loss)], tolerance, _VANISHED * self._largest
-        )
-
     @torch.no_grad()
     def predicts_each_alone(self, x: Tensor) -> bool:
         """Return whether predictions stay as they are beside the zeros that fill batches up."""
@@ -267,66 +222,13 @@ class Probe:
 
     # A client alone, as it trains in the sequential engine
 
-    def _enter(self, mode: Mode, state: Mapping[str, Tensor]) -> list[AloneClient]:
-        """Return the models of a client in a state, with what it is told."""
-        layout, models = self.setting.layout, self.models
-        frozen = state_tensors(self.module)
-        start = {name: state.get(name, frozen.get(name)) for name in layout.names}
-        models.load(start, mode.anchored)  # type: ignore[arg-type]
-        client = models.client
-        if mode.remembers:
-            client.memory = {name: state[f"{MEMORY}{name}"] for name in self.stacked.memory}
-        for name in ("num_samples", "mean_samples", "seen", "num_steps"):
-            getattr(client, name).copy_(state[name])
-        for model in models.clients:
-            model.module.log = model.module.log_dict = no_logs  # type: ignore[method-assign]
-            if mode.anchored:
-                model.tell({n: state[f"{ANCHOR}{n}"] for n in self.stacked.live})
-            if "class_counts" in state:
-                model.class_counts = state["class_counts"]
-        return models.clients
-
-    def _gradients(
-        self,
-        mode: Mode,
-        state: Mapping[str, Tensor],
-        leaves: list[Tensor],
-        phase: Phase | None = None,
-        steps: bool = False,
-    ) -> tuple[dict[str, Tensor | None], Tensor]:
-        """Return the gradients of the parameters in a state, and the loss.
-
-        Args:
-            mode: What the client trains with.
-            state: With all that it is told.
-            leaves: The tensors of a batch.
-            phase: Of the parameters that train.
-            steps: Whether the loss is that of a training step.
-        """
-        assert self.setting.form is not None
-        batch = self.setting.form.batch([leaf.clone() for leaf in leaves])
-        gradients: dict[str, Tensor | None] = {}
-        total = torch.zeros((), device=self.setting.device)
-        for model in self._enter(mode, state):
-            prefix = PERSONAL if model.shared is not None else ""
-            with resting(model.module, self.setting.layout, phase):
-                own = model.loss(batch, len(leaves[0])) if steps else model.half.loss(model, batch)
-                if own is None:
-                    raise RuntimeError("its training_step returned no loss")
-                total = total + own.detach()
-                weights = {name: w for name, w in model.weights.items() if w.requires_grad}
-                parts = torch.autograd.grad(own, list(weights.values()), allow_unused=True)
-            names = (f"{prefix}{name}" for name in weights)
-            gradients.update(zip(names, parts, strict=True))
-        return gradients, total
-
     def _alone(self, mode: Mode, leaves: list[Tensor]) -> _Alone:
         """Return what two clients get, one after the other."""
         states = self._two_states(mode)
         alone = _Alone([], [])
         for row in (0, 1):
             own = {name: tensor[row] for name, tensor in states.items()}
-            alone.gradients.append(self._gradients(mode, own, leaves))
+            alone.gradients.append(self.reference.gradients(mode, own, leaves))
             client = self.models.client
             with torch.no_grad():
                 if mode.anchored:
@@ -346,14 +248,14 @@ class Probe:
         for name in self.stacked.parameters:
             state[name] *= 100  # beyond bounds, if there are any
         with suppress(Exception):  # which are of such weights
-            self._gradients(mode, state, leaves)
+            self.reference.gradients(mode, state, leaves)
         weights = self.models.client.weights
         return next((n for n in self.stacked.parameters if not weights[n].equal(state[n])), None)
 
     def _replaced_buffer(self, mode: Mode, leaves: list[Tensor]) -> str | None:
         """Return the name of a buffer that the client sets anew, which would be lost."""
         state = {name: value[0] for name, value in self._two_states(mode).items()}
-        self._enter(mode, state)
+        self.reference.enter(mode, state)
         module = self.models.client.module
         before = dict(module.named_buffers())
         assert self.setting.form is not None
@@ -403,7 +305,7 @@ class Probe:
         again = [part.clone() for part in twice]
         repeated = stacked.gradients(parameters, afresh, setting.form.batch(again))
         by_row = [({n: g[row] for n, g in found[0].items()}, found[1][row]) for row in (0, 1)]
-        if not _alike(*repeated[:2], by_row, _TRACE):
+        if not alike(*repeated[:2], by_row, _TRACE):
             return False
         with torch.no_grad():
             if stacked.changes_afterwards and mode.anchored:
@@ -414,7 +316,7 @@ class Probe:
             if setting.task is not None:
                 results["its outputs"] = stacked.outputs(states, twice[0])
         stacked.prepare(mode)
-        return _alike(*found[:2], alone.gradients, _TOLERANCE) and all(
+        return alike(*found[:2], alone.gradients, _TOLERANCE) and all(
             _close(results[name][row], value)
             for row, results_alone in enumerate(alone.others)
             for name, value in results_alone.items()
@@ -457,7 +359,7 @@ class Probe:
                 ]
                 alone = []
                 for state, n in zip(own, counts, strict=True):
-                    alone.append(self._gradients(mode, state, [leaf[:n] for leaf in real]))
+                    alone.append(self.reference.gradients(mode, state, [leaf[:n] for leaf in real]))
                     state |= {name: t.clone() for name, t in self.models.state().items()}
             weights = torch.zeros(2, 2 * count, dtype=torch.double, device=setting.device)
             for row, n in enumerate(counts):
@@ -469,7 +371,7 @@ class Probe:
                 batch = [leaf.expand(2, *leaf.shape) for leaf in filled]
                 after = {name: value.clone() for name, value in others.items()}
                 found = stacked.gradients(parameters, after, setting.form.batch(batch), weights)
-                if not _alike(*found[:2], alone, _TRACE):
+                if not alike(*found[:2], alone, _TRACE):
                     return False
                 for name in setting.layout.buffers:
                     torch.testing.assert_close(after[name], torch.stack([s[name] for s in own]))
@@ -526,107 +428,3 @@ def _close(one: Tensor, other: Tensor) -> bool:
     if not other.is_floating_point():
         return torch.equal(one, other)
     return torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
-
-
-def _alike(
-    stacked: Stack,
-    losses: Tensor,
-    alone: Sequence[tuple[Mapping[str, Tensor | None], Tensor]],
-    tolerance: float,
-    smallest: float = 0.0,
-) -> bool:
-    """Return whether the rows of stacked gradients and losses are those of single clients.
-
-    Args:
-        stacked: Gradients ``[C, ...]``.
-        losses: And losses ``[C]``.
-        alone: Those of the clients.
-        tolerance: Difference, as a part of a client's largest gradient.
-        smallest: What counts as the largest gradient where it is smaller than this.
-    """
-    for row, (gradients, loss) in enumerate(alone):
-        if not (losses[row] - loss).abs() <= tolerance * max(1.0, float(loss.abs())):
-            return False
-        known = {name: g for name, g in gradients.items() if g is not None and g.numel()}
-        scale = max([smallest, *(float(g.abs().max()) for g in known.values())])
-        for name, gradient in known.items():
-            difference = (stacked[name][row] - gradient).abs().max()
-            if not difference <= tolerance * scale + 1e-6:
-                return False
-    return True
-
-
-def _generators() -> tuple[Any, ...]:
-    numpy: Any = np.random.get_state(legacy=False)
-    drawn = numpy["state"]["pos"], numpy["state"]["key"].tobytes()
-    return random.getstate(), drawn, torch.get_rng_state().tolist()
-
-
-def _attributes(client: nn.Module) -> dict[tuple[Any, str], Any]:
-    """Return the attributes of all modules, their classes and what these name of their globals.
-
-    Each with what is in it: a list, a class or another object may change while it stays the same.
-    """
-    kinds = {kind for module in client.modules() for kind in type(module).__mro__}
-    owners = [*client.named_modules(), *((kind, kind) for kind in kinds)]
-    found = {
-        (name, attribute): value
-        for name, owner in owners
-        for attribute, value in vars(owner).items()
-        if attribute != "training"
-    }
-    for kind in kinds:
-        if kind.__module__.split(".")[0] in ("torch", "lightning", "pflight", "builtins"):
-            continue
-        for method in vars(kind).values():
-            if not isinstance(method, FunctionType):
-                continue
-            known = method.__globals__.keys() & method.__code__.co_names
-            found |= {(method, name): method.__globals__[name] for name in known}
-    return {place: (value, _contents(value)) for place, value in found.items()}
-
-
-def _contents(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [*value.keys(), *value.values()]
-    if isinstance(value, list | set):
-        return list(value)
-    if isinstance(value, ModuleType | FunctionType | nn.Module) or not hasattr(value, "__dict__"):
-        return []
-    return [*vars(value).values()]
-
-
-def _same(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> bool:
-    return before.keys() == after.keys() and all(
-        after[key][0] is value
-        and len(after[key][1]) == len(contents)
-        and all(map(operator.is_, after[key][1], contents))
-        for key, (value, contents) in before.items()
-    )
-
-
-def _failed(what: str, error: Exception) -> str:
-    """Say why clients failed, and which unless the reason says so."""
-    reason = reason_of(error)
-    return reason if reason.startswith("it ") else f"{what}: {reason}"
-
-
-def reason_of(error: BaseException) -> str:
-    """Return an error's first sentence, for users who don't know how clients are stacked."""
-    line = said_by(error).split("\n")[0].split(". ")[0] or type(error).__name__
-    if "meta tensors" in line:  # as which a client's scalars are handed to what all clients share
-        return "it asks for the value of num_samples or another number that clients differ in"
-    if "calling .item()" in line or "data-dependent" in line:
-        return "it branches on values or takes a number out of a tensor, as F.one_hot does"
-    if "data pointer" in line:
-        return "it takes values out of a tensor, as numpy() does"
-    if "dynamic shape" in line:
-        return "it makes tensors whose shape depends on values, as masks do"
-    if "randomness" in line:
-        return f"{DRAWS}, as dropout does"
-    if "out= or view" in line:
-        return "it writes the result of an operation into a tensor (out=), as spectral_norm does"
-    if missing := re.search(r"(?:[Bb]atching rule|not yet support).* aten::(\w+)", line):
-        recurrent = re.search(r"rnn|lstm|gru", missing[1])
-        return f"vmap can't do {missing[1]}" + (", of recurrent layers" if recurrent else "")
-    return line

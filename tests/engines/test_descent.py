@@ -12,7 +12,9 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
 from pflight.callbacks import FedAvg
+from pflight.half import Phase
 from pflight.local.descent import Descent
+from pflight.local.phases import paced
 from pflight.models import ClientModule
 from tests.runs import linear_client, run, sgd, small_data
 
@@ -159,3 +161,11 @@ def test_a_client_may_know_its_epoch_and_step() -> None:
         for kind in (Weighted, HookedWeighted)
     ]
     torch.testing.assert_close(*states, rtol=0, atol=1e-12)
+
+
+def test_a_phases_learning_rate_ends_with_it_also_by_a_failure() -> None:
+    groups = [{"lr": 0.1}, {"lr": 0.2}]
+    with pytest.raises(OSError, match="disk"), paced(groups, Phase(0, 1, ["weight"], lr=5.0)):
+        assert [group["lr"] for group in groups] == [5.0, 5.0]
+        raise OSError("disk")
+    assert [group["lr"] for group in groups] == [0.1, 0.2]

@@ -28,12 +28,12 @@ from pflight.callbacks import (
     PFedMe,
 )
 from pflight.datamodules import TensorClients
-from pflight.engines import VectorizedEngine
 from pflight.errors import ClientError, ConfigurationError
 from pflight.half import Half, LocalClient, Phase
 from pflight.models import ClientModule
 from pflight.models.halves import Dane
-from pflight.stacking.probe import Probe, Witness
+from pflight.stacking.audit import Audit, Witness
+from pflight.stacking.training import StackedTraining
 from tests.runs import (
     CLASSES,
     ENGINES,
@@ -403,7 +403,7 @@ def test_a_single_client_next_to_a_kink_stops_no_run(
         answers.append(not answers)
         return answers[-1]
 
-    monkeypatch.setattr(Probe, "contradicts", contradicts)
+    monkeypatch.setattr(Audit, "contradicts", contradicts)
     client = client_of(ClientModule)
     run(client, same_sizes(), rounds=1, engine="vectorized", clients_at_once=at_once)
     assert answers == [True, False]
@@ -411,13 +411,13 @@ def test_a_single_client_next_to_a_kink_stops_no_run(
 
 def test_clients_are_audited_in_rounds_of_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     audited: list[Witness] = []
-    contradicts = Probe.contradicts
+    contradicts = Audit.contradicts
 
-    def noted(self: Probe, found: Witness) -> bool:
+    def noted(self: Audit, found: Witness) -> bool:
         audited.append(found)
         return contradicts(self, found)
 
-    monkeypatch.setattr(Probe, "contradicts", noted)
+    monkeypatch.setattr(Audit, "contradicts", noted)
     data = TensorClients(
         [samples(count, seed, dtype=torch.float64) for seed, count in enumerate(COUNTS)],
         num_classes=CLASSES,
@@ -444,14 +444,14 @@ HALVES = {
 @pytest.mark.parametrize("name", HALVES)
 def test_halves_pass_every_audit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also at every step of every chunk, and in single precision."""
-    monkeypatch.setattr("pflight.stacking.probe._ODD", 1e-3)
-    in_step = VectorizedEngine._gradients
+    monkeypatch.setattr("pflight.stacking.audit._ODD", 1e-3)
+    in_step = StackedTraining._gradients
 
-    def audited(self: VectorizedEngine, *args: Any, **options: Any) -> Any:
-        self._audits = True
+    def audited(self: StackedTraining, *args: Any, **options: Any) -> Any:
+        self.audit.due = True
         return in_step(self, *args[:4], **{**options, "last": True})
 
-    monkeypatch.setattr(VectorizedEngine, "_gradients", audited)
+    monkeypatch.setattr(StackedTraining, "_gradients", audited)
     client = batchnorm_client(optimizer=sgd(0.1, momentum=0.5 * (name != "SCAFFOLD")))
     federation = run(
         client,

@@ -1,0 +1,36 @@
+"""Why clients can't be stacked, in words for users who don't know how they are."""
+
+from __future__ import annotations
+
+import re
+
+from pflight.errors import said_by
+
+DRAWS = "it draws random numbers while it trains"
+
+
+def failure(what: str, error: Exception) -> str:
+    """Say why clients failed, and which unless the reason says so."""
+    reason = reason_of(error)
+    return reason if reason.startswith("it ") else f"{what}: {reason}"
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error's first sentence, for users who don't know how clients are stacked."""
+    line = said_by(error).split("\n")[0].split(". ")[0] or type(error).__name__
+    if "meta tensors" in line:  # as which a client's scalars are handed to what all clients share
+        return "it asks for the value of num_samples or another number that clients differ in"
+    if "calling .item()" in line or "data-dependent" in line:
+        return "it branches on values or takes a number out of a tensor, as F.one_hot does"
+    if "data pointer" in line:
+        return "it takes values out of a tensor, as numpy() does"
+    if "dynamic shape" in line:
+        return "it makes tensors whose shape depends on values, as masks do"
+    if "randomness" in line:
+        return f"{DRAWS}, as dropout does"
+    if "out= or view" in line:
+        return "it writes the result of an operation into a tensor (out=), as spectral_norm does"
+    if missing := re.search(r"(?:[Bb]atching rule|not yet support).* aten::(\w+)", line):
+        recurrent = re.search(r"rnn|lstm|gru", missing[1])
+        return f"vmap can't do {missing[1]}" + (", of recurrent layers" if recurrent else "")
+    return line
