@@ -80,14 +80,8 @@ class StopBetweenRounds(L.Callback):
         self._ear: tuple[int, int] | None = None
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
 
-    def __getstate__(self) -> dict[str, Any]:  # another process can use none of it
-        return {
-            "advice": str,
-            "checkpoint": None,
-            "signum": 0,
-            "_in_rounds": False,
-            "_agreed": False,
-        }
+    def __reduce__(self) -> tuple[Any, ...]:  # another process can use none of the rest
+        return type(self), (), {"saved_apart": self.saved_apart}
 
     def __enter__(self) -> StopBetweenRounds:
         """Begin to record signals; only the main thread can."""

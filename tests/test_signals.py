@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -23,7 +25,7 @@ from pflight.checkpoint import AtomicCheckpointIO
 from pflight.cli import main
 from pflight.clients import Clients
 from pflight.models import MLP
-from pflight.signals import StopBetweenRounds
+from pflight.signals import SaveWhenStopped, StopBetweenRounds
 from tests.event_files import read_events
 from tests.pages import DIGITS
 from tests.runs import linear_client, quiet_trainer, small_data
@@ -235,6 +237,20 @@ def test_a_stock_trainer_inside_of_the_context():
     with pytest.raises(SystemExit) as exit_, stop:
         trainer.fit(federation, datamodule=small_data())
     assert exit_.value.code == 143
+    assert len(federation.history) == 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda stop: pickle.loads(pickle.dumps(stop))])
+def test_a_copy_watches_a_run_of_its_own(copied: Callable[..., Any]):
+    stop = StopBetweenRounds(lambda: "go on")
+    saves = SaveWhenStopped(stop, Path("stopped.ckpt"))
+    stop.signum = signal.SIGTERM
+    other = copied(saves)._stop
+    assert other.saved_apart
+    assert vars(other).keys() == vars(stop).keys()
+    federation = Federation(linear_client())
+    with other:
+        quiet_trainer(2, FedAvg(), other).fit(federation, datamodule=small_data())
     assert len(federation.history) == 2
 
 
