@@ -175,8 +175,8 @@ class Dirichlet(Partition):
         for row, available in zip(counts, supply, strict=True):
             wants_more = held * num_clients < supply.sum()
             shares = random.dirichlet(np.full(num_clients, self.alpha)) * wants_more
-            if not shares.sum() > 0:
-                shares = wants_more.astype(float)
+            if not shares.sum() > 0:  # underflow; a part of such a draw is Dirichlet, too
+                shares[wants_more] = random.dirichlet(np.full(wants_more.sum(), self.alpha))
             cuts = np.floor(available * (shares / shares.sum()).cumsum() + 1e-9).astype(np.int64)
             cuts[np.flatnonzero(wants_more)[-1] :] = available
             row[:] = np.diff(cuts, prepend=0)
@@ -244,13 +244,14 @@ class ClassesPerClient(Partition):
 class DominantClasses(Partition):
     """Each client has all classes, of which ``k`` dominant ones hold ``share`` of its samples.
 
-    All clients have the same number of samples. The numbers of clients in which a class dominates
-    differ by at most one. Amounts are equal among the dominant classes and among the others, to
-    within one sample. This is pFedLA's "non-IID.2" (Ma et al., 2022).
+    All clients have the same number of samples, at least so many that each class has one. The
+    numbers of clients in which a class dominates differ by at most one. Amounts are equal among the
+    dominant classes and among the others, to within one sample. This is pFedLA's "non-IID.2" (Ma et
+    al., 2022).
 
     Args:
         k: Number of dominant classes per client.
-        share: Their share of the client's samples.
+        share: Their share of the client's samples, more than if all classes had equal amounts.
         samples_per_client: Number of samples of every client; ``None`` means the largest number
             that the data allow.
 
@@ -267,7 +268,7 @@ class DominantClasses(Partition):
 
     def __post_init__(self) -> None:
         _check_k_and_size(self, self.k, self.samples_per_client)
-        check_range(self, "(0, 1]", share=self.share)
+        check_range(self, "(0, 1)", share=self.share)
 
     def split(
         self, labels: Ints, num_clients: int | None, seed: int, groups: Ints | None = None
@@ -278,27 +279,36 @@ class DominantClasses(Partition):
         classes, kinds, supply = np.unique(labels, return_inverse=True, return_counts=True)
         _check_has_classes(self.k, classes)
         chosen = choose_classes(self.k, len(classes), num_clients, random)
-        if self.share * len(classes) < self.k:
+        if round(self.share * len(classes), 9) <= self.k:
             raise ConfigurationError(
                 f"{self}: {self.k} of {len(classes)} classes with {self.share:.0%} of the samples "
                 "would not dominate"
             )
+        least = self._smallest_size(len(classes))
         largest = self.samples_per_client or self._largest_size(chosen, supply)
-        smallest = self.samples_per_client or max(1, largest - 2 * len(classes))
+        if self.samples_per_client and self.samples_per_client < least:
+            raise ConfigurationError(
+                f"{self}: samples_per_client must be at least {least}, so that each client has "
+                f"all {len(classes)} classes"
+            )
+        smallest = self.samples_per_client or max(least, largest - 2 * len(classes))
         for size in range(largest, smallest - 1, -1):
             counts = equal_sizes(chosen, self.share, size, supply, random)
             if counts is not None:
                 return deal(kinds, counts, random)
-        raise _shortage(self, num_clients, self.samples_per_client or 1, classes, supply)
+        raise _shortage(self, num_clients, self.samples_per_client or least, classes, supply)
+
+    def _smallest_size(self, num_classes: int) -> int:
+        """Return the size at which each class that does not dominate has a sample."""
+        others = num_classes - self.k
+        return int(round((others - 0.5) / (1 - self.share), 9)) + 1
 
     def _largest_size(self, chosen: Bools, supply: Ints) -> int:
         """Return the size at which the first class is used up, if samples were divisible."""
-        k, others = self.k, len(chosen) - self.k
         slots = chosen.sum(axis=1)
-        share = self.share if others else 1.0
-        demand = slots * share / k + (chosen.shape[1] - slots) * (1 - share) / max(others, 1)
-        needed = demand > 0
-        return int((supply[needed] / demand[needed]).min()) + 1
+        dominant = slots * self.share / self.k
+        others = (chosen.shape[1] - slots) * (1 - self.share) / (len(chosen) - self.k)
+        return int((supply / (dominant + others)).min()) + 1
 
 
 @checked

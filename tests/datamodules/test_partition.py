@@ -34,7 +34,7 @@ PARTITIONS = st.one_of(
     st.builds(
         ConsecutiveClasses, st.integers(1, 4), st.integers(4, 9), st.sampled_from([-9.0, 1.0, 1e4])
     ),
-    st.builds(DominantClasses, st.integers(1, 4), st.sampled_from([0.3, 0.4, 0.9, 1.0])),
+    st.builds(DominantClasses, st.integers(1, 4), st.sampled_from([0.3, 0.4, 0.8])),
     st.builds(DominantClasses, st.integers(1, 3), st.just(0.5), st.integers(3, 20)),
     st.just(ByUser()),
 )
@@ -128,8 +128,9 @@ def check(partition: Partition, labels, groups, parts):
         case DominantClasses(k=k, share=share, samples_per_client=size):
             assert np.ptp(sizes) == 0
             assert size in (None, sizes[0])
+            assert counts.min() > 0
             ordered = np.sort(counts, axis=1)
-            wanted = np.floor(share * sizes[0] + 0.5) if k < num_classes else sizes[0]
+            wanted = np.floor(share * sizes[0] + 0.5)
             assert (abs(ordered[:, -k:].sum(axis=1) - wanted) <= k).all()
             assert (np.ptp(ordered[:, -k:], axis=1) <= 1).all()
         case ByUser():
@@ -336,6 +337,19 @@ def test_dominant_classes_find_the_size_that_exhausts_the_data():
     assert {len(part) for part in parts} == {700}
 
 
+@pytest.mark.parametrize(
+    ("k", "share", "least"), [(2, 0.4, 13), (2, 0.6, 19), (2, 0.9, 76), (2, 0.95, 151)]
+)
+def test_dominant_classes_leave_each_other_class_a_sample(k, share, least):
+    labels = np.arange(4000) % 10
+    counts = table(labels, DominantClasses(k, share, least).split(labels, 5, seed=0))
+    assert counts.min() == 1
+    with pytest.raises(ConfigurationError, match=f"samples_per_client must be at least {least}"):
+        DominantClasses(k, share, least - 1).split(labels, 5, seed=0)
+    with pytest.raises(ConfigurationError, match=f"can't give 400 clients {least} samples each"):
+        DominantClasses(k, share).split(labels, 400, seed=0)
+
+
 def test_dirichlet_is_skewed_for_small_alpha_and_even_for_large():
     labels = np.arange(10_000) % 10
     largest = []
@@ -358,6 +372,16 @@ def test_dirichlet_gives_a_class_to_who_lacks_samples_if_its_draw_names_nobody_e
     labels = np.repeat([0, 1], 10)
     parts = Dirichlet(1e-4, min_samples=1).split(labels, 2, seed)
     assert sorted(tuple(labels[part]) for part in parts) == [(0,) * 10, (1,) * 10]
+
+
+@pytest.mark.parametrize("alpha", [1e-3, 1e-4, 1e-30, 5e-324])
+def test_dirichlet_gives_a_class_to_few_clients_where_alpha_is_tiny(alpha):
+    labels = np.arange(10_000) % 10
+    pairs = 0
+    for seed in range(10):
+        parts = Dirichlet(alpha, min_samples=1, too_few="move").split(labels, 10, seed)
+        pairs += (table(labels, parts) > 1).sum()
+    assert 100 <= pairs <= 130  # ten classes in ten deals
 
 
 def test_dirichlet_reports_counts_or_moves_samples():
@@ -402,7 +426,7 @@ def test_natural_draws_some_people_if_fewer_clients_are_asked_for():
         (lambda: Dirichlet(samples_per_client=30).split(np.arange(80), 3, 0), "30 each"),
         (lambda: ClassesPerClient(0), "ClassesPerClient: k must be at least 1"),
         (lambda: ClassesPerClient(3, 2), "samples_per_client"),
-        (lambda: DominantClasses(2, 1.5), "share"),
+        (lambda: DominantClasses(2, 1.0), r"share must be in \(0, 1\), got 1.0"),
         (lambda: ClassesPerClient(5).split(np.arange(8) % 4, 2, 0), "k is 5, .* 4 classes"),
         (lambda: ClassesPerClient(1).split(np.array([0, 0, 0, 1]), 4, 0), "class 1 into 2 pieces"),
         (lambda: ClassShards(0), "ClassShards: k must be at least 1"),
@@ -414,6 +438,8 @@ def test_natural_draws_some_people_if_fewer_clients_are_asked_for():
         (lambda: ConsecutiveClasses(3).split(np.arange(9) % 2, 2, 0), "k is 3, .* 2 classes"),
         (lambda: ConsecutiveClasses(1).split(np.array([0, 1, 1]), 3, 0), "3 clients"),
         (lambda: DominantClasses(3, 0.4).split(np.arange(50) % 5, 2, 0), "would not dominate"),
+        (lambda: DominantClasses(2, 0.4).split(np.arange(50) % 5, 2, 0), "would not dominate"),
+        (lambda: DominantClasses(7, 0.7).split(np.arange(50) % 10, 2, 0), "would not dominate"),
         (lambda: ClassesPerClient(1, 9).split(np.arange(20) % 2, 4, 0), "20 in 2 classes"),
         (lambda: IID().split(np.zeros(3, int), 4, 0), "3 samples are too few for 4 clients"),
         (lambda: IID().split(np.zeros(3, int), None, 0), "num_clients"),
