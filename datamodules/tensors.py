@@ -31,7 +31,7 @@ class TensorClients(FederatedDataModule):
         test: The same for testing, in the same order of clients; ``None`` means no test data.
         val: The same for validation.
         num_classes: Number of classes; labels are ``0 .. num_classes - 1``. ``None`` for other
-            targets ``[n, ...]``, which are kept as they are.
+            targets ``[n, ...]`` of one shape and type, which are kept as they are.
         cohort_size: Clients that train in a round; with neither this nor ``participation``, all.
         batch_size: Samples in a local training batch; ``None`` means all of the client's.
         seed: Seed of the cohorts, the newcomers and the order of the samples.
@@ -81,14 +81,12 @@ class TensorClients(FederatedDataModule):
                 )
             for client, pair in enumerate(given):
                 _check_form(pair, f"client {client}, {split}", num_classes)
-            self._pairs[split] = given
+            self._pairs[split] = given if num_classes is None else [*map(_with_int_labels, given)]
         x, y = self._check_shapes()
-        nothing = x[:0], y[:0] if num_classes is None else y[:0].long()
-        labelled = num_classes is not None
+        nothing = x[:0], y[:0]
         for split, given in self._pairs.items():
             _check_values(given, split, num_classes)
-            filled = [_with_int_labels(pair) for pair in given] if labelled else given
-            kept = [pair if pair[0].shape[0] else nothing for pair in filled]
+            kept = [pair if pair[0].shape[0] else nothing for pair in given]
             self._pairs[split] = kept or [nothing] * self.num_clients
         self.setup()
 
@@ -98,22 +96,23 @@ class TensorClients(FederatedDataModule):
         return self._pairs[split][client]
 
     def _check_shapes(self) -> Pair:
-        """Raise unless all features have one shape and dtype; return the first samples."""
+        """Raise unless features and targets have one shape and dtype; return the first samples."""
         first: Pair | None = None
         origin = ""
+        compared = ("features",) if self.knows_classes else ("features", "targets")
         for split, pairs in self._pairs.items():
-            for client, (x, y) in enumerate(pairs):
-                shape = x.shape
-                if shape[0] == 0:
+            for client, pair in enumerate(pairs):
+                if pair[0].shape[0] == 0:
                     continue
                 if first is None:
-                    first, origin, expected = (x, y), f"client {client}, {split}", shape[1:]
-                elif shape[1:] != expected or x.dtype != first[0].dtype:
-                    raise ConfigurationError(
-                        f"client {client}, {split}: features are {x.dtype} of shape "
-                        f"{list(shape[1:])}, but those of {origin} are {first[0].dtype} of shape "
-                        f"{list(expected)}"
-                    )
+                    first, origin = pair, f"client {client}, {split}"
+                for name, own, usual in zip(compared, pair, first, strict=False):
+                    if own.shape[1:] != usual.shape[1:] or own.dtype != usual.dtype:
+                        raise ConfigurationError(
+                            f"client {client}, {split}: {name} are {own.dtype} of shape "
+                            f"{list(own.shape[1:])}, but those of {origin} are {usual.dtype} of "
+                            f"shape {list(usual.shape[1:])}"
+                        )
         if first is None:
             raise ConfigurationError("train is empty: no client has a sample")
         return first
@@ -167,8 +166,13 @@ def _blocks(pairs: Pairs) -> Iterator[dict[int, Pair]]:
 
 
 def _with_int_labels(pair: Pair) -> Pair:
+    """Return features and int64 labels; labels that are no whole numbers stay as they are."""
     x, y = pair
-    return pair if y.dtype is torch.long else (x, y.long())
+    if y.dtype is torch.long or y.is_complex():
+        return pair
+    labels = y.long()
+    whole = not y.is_floating_point() or bool((y == labels).all())
+    return (x, labels) if whole else pair
 
 
 def _fault_of(x: Tensor, y: Tensor, num_classes: int | None) -> str | None:
@@ -177,9 +181,9 @@ def _fault_of(x: Tensor, y: Tensor, num_classes: int | None) -> str | None:
         return "features contain NaN or infinite values"
     if num_classes is None:
         return None if _finite(y) else "targets contain NaN or infinite values"
-    if y.is_complex() or not (y == (labels := y.long())).all():
+    if y.dtype is not torch.long:
         return f"labels must be whole numbers, got {y.dtype}"
-    smallest, largest = (int(bound) for bound in labels.aminmax())
+    smallest, largest = (int(bound) for bound in y.aminmax())
     if smallest < 0 or largest >= num_classes:
         return f"labels go from {smallest} to {largest}, but num_classes is {num_classes}"
     return None

@@ -28,7 +28,9 @@ def test_tensors_are_kept_without_a_copy_and_in_their_type():
     assert batch[0].dtype == torch.float64
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float32, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.uint16, torch.uint64, torch.int32, torch.float32, torch.bool]
+)
 def test_labels_of_whole_numbers_are_cast(dtype):
     x, y = pair()
     data = TensorClients([(x, y.to(dtype))], num_classes=2)
@@ -157,9 +159,9 @@ def test_labels_are_checked_where_there_are_no_features():
 
 def test_labels_of_several_types_are_checked_together():
     y = torch.tensor([0, 1, 1])
-    kinds = torch.uint8, torch.int64, torch.float64, torch.bool
+    kinds = torch.uint8, torch.int64, torch.float64, torch.bool, torch.uint16
     data = TensorClients([(torch.zeros(3, 2), y.to(kind)) for kind in kinds], num_classes=2)
-    assert all(torch.equal(data.labels(client, "train"), y) for client in range(4))
+    assert all(torch.equal(data.labels(client, "train"), y) for client in range(5))
 
 
 def test_what_is_checked_of_many_clients_is_checked_at_once():
@@ -212,3 +214,18 @@ def test_without_classes_targets_are_kept_as_they_are():
         TensorClients([(x, y), (x, y / 0 * 0)])
     with pytest.raises(ConfigurationError, match=r"client 0, train: features of shape \[5, 4\]"):
         TensorClients([(x, y[:3])])
+
+
+@pytest.mark.parametrize(
+    ("usual", "odd", "said"),
+    [
+        (torch.zeros(6), torch.zeros(6, 1), "float32 of shape [1], {}float32 of shape []"),
+        (torch.zeros(6, 1), torch.zeros(6, 2), "float32 of shape [2], {}float32 of shape [1]"),
+        (Y, Y.to(torch.uint16), "uint16 of shape [], {}int64 of shape []"),
+    ],
+)
+def test_targets_of_another_kind_are_named(usual, odd, said):
+    with pytest.raises(ConfigurationError) as caught:
+        TensorClients([(X, usual), (X[:0], odd[:0]), (X, odd)])
+    said = said.format("but those of client 0, train are torch.")
+    assert str(caught.value) == f"client 2, train: targets are torch.{said}"
