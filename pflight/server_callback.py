@@ -149,12 +149,13 @@ class ServerCallback(L.Callback):
     def setup_server(self) -> None:
         """Make the server's parameters, by default one model; called once per federation.
 
-        Layout, data and number of :attr:`clients` are known by now. Raise
+        All that changes in a run is made here and not in ``__init__``, so that a callback that has
+        been used before starts anew; what a checkpoint has of it is loaded later. Layout, data and
+        number of :attr:`clients` are known by now. Raise
         :class:`~pflight.errors.ConfigurationError` for options that don't fit them.
         """
         self.server.add(1)
-        if self.buffers == "local":
-            self.private = self._module_buffers
+        self.private = self._module_buffers if self.buffers == "local" else ()
 
     @property
     def bytes_kept(self) -> int:

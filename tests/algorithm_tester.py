@@ -259,6 +259,12 @@ class AlgorithmTester:
                 self.train(algorithm, 2, small_data()),
             )
 
+    def test_a_callback_that_was_used_before_is_as_a_new_one(self, algorithm: Algorithm) -> None:
+        used, data = algorithm.callback(), small_data()
+        run(dropout_client(algorithm.client), data, used, 3, seed=1)
+        again = run(dropout_client(algorithm.client), data, used)
+        assert_equal(again, self.train(algorithm, 1, data))
+
     def test_every_client_can_be_asked_and_tested(self, algorithm: Algorithm) -> None:
         data = small_data(cohort_size=3, holdout_clients=0.34)
         federation = self.train(algorithm, data=data)

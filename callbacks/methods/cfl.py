@@ -109,12 +109,13 @@ class CFL(MultiCenter):
         check_range(self, "[1, inf)", min_size=min_size)
         self.eps1, self.eps2, self.gamma = eps1, eps2, gamma
         self.linkage, self.min_size, self.warmup = linkage, min_size, warmup
-        self.splits: list[Split] = []
-        self._changes: dict[int, Tensor] = {}  # updates since the last test, by client
 
     def setup_server(self) -> None:
         """Make one model, for all clients that can train."""
+        self.num_clusters = 1
         super().setup_server()
+        self.splits: list[Split] = []
+        self._changes: dict[int, Tensor] = {}  # updates since the last test, by client
         self.assignments[self.clients.trainable] = 0
 
     def round(self, cohort: Tensor) -> None:

@@ -65,11 +65,11 @@ class FedExP(FedAvg):
         check_range(self, "(0, 1]", eps_decay=eps_decay)
         self.eps = eps
         self.eps_decay = eps_decay
-        self.steps = 0
 
     def setup_server(self) -> None:
         """Make the server's model, and room for the one before."""
         super().setup_server()
+        self.steps = 0
         self.previous = StateModule(self.server.tensors(0, self.clients.layout.parameters))
         self.modules["previous"] = self.previous
 

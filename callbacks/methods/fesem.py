@@ -140,16 +140,23 @@ class FeSEM(ClusteredMethod):
         self.distance = squared_distance if distance == "l2" else distance
         self.candidates = candidates
         self.criterion = criterion
-        self.initialized = centers is not None
-        self.selection: ClusterSelection | None = None
+        self.automatic = num_clusters == "auto"
         if mu is not None:
             self.bring(Proximal, mu=mu, scaling=scaling)
 
     @property
     def algorithm_name(self) -> str:
         """FeSEM, or FeSEM-MA with ``matching``, and whether the number of clusters is chosen."""
-        chosen = " (K chosen)" * (self._given.get("num_clusters") == "auto")
+        chosen = " (K chosen)" * self.automatic
         return ("FeSEM" if self.matching is None else "FeSEM-MA") + chosen
+
+    def setup_server(self) -> None:
+        """Make the centers, or one model if their number is to be chosen."""
+        if self.automatic:
+            self.num_clusters = 0
+        super().setup_server()
+        self.initialized = self.centers is not None
+        self.selection: ClusterSelection | None = None
 
     def on_before_configure_optimizers(self, trainer: L.Trainer) -> None:
         """Choose the number of clusters if it is not known yet, and make as many models."""

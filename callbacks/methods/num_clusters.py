@@ -87,13 +87,13 @@ class ClusteredMethod(MultiCenter):
     Attributes:
         init_clients: Maximum number of clients in a trial run.
         centers: K states to start from, or ``None``.
-        initialized: Whether there are centers yet.
+        automatic: Whether the number of clusters is to be chosen.
         candidates: Numbers of clusters to choose from.
         criterion: How to choose, as in :class:`ClusterSelection`.
     """
 
     init_clients: int
-    initialized: bool
+    automatic: bool
     candidates: Sequence[int]
     criterion: Criterion
 
@@ -140,7 +140,7 @@ def select_by_trials(
     accuracy, distance = {}, {}
     for k in numbers:
         trial = copy.copy(callback)
-        trial.num_clusters, trial.centers, trial.initialized = k, None, False
+        trial.num_clusters, trial.centers, trial.automatic = k, None, False
         with isolated(federation.device), _quiet():
             accuracy[k], distance[k] = _trial(federation, client, sample, trial, rounds, trainer)
         _say(f"num_clusters {k}: val/macro_acc {accuracy[k]:.4f}, distance {distance[k]:.4g}")

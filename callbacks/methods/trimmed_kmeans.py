@@ -94,6 +94,10 @@ class TrimmedKMeans(MultiCenter):
         self.num_iterations = num_iterations
         self._cluster_mean = TrimmedMean(cluster_beta, trim, estimate)
         self._round_mean = TrimmedMean(beta, trim, estimate)
+
+    def setup_server(self) -> None:
+        """Make K models, equal until stage 2."""
+        super().setup_server()
         self._start: dict[str, Tensor] = {}
         self._centers: Tensor | None = None  # centers of stage 2 [K, d]
 
