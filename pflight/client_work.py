@@ -77,7 +77,7 @@ class CurrentRound:
 
     Attributes:
         entry: Its entry in the history.
-        silent: The clients that never answer ``[S]``.
+        silent: Ids of all clients that never answer in it, on the CPU.
         logs: What the clients logged.
         histograms: Distributions for TensorBoard, by name.
     """
@@ -86,6 +86,10 @@ class CurrentRound:
     silent: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     logs: Logs = field(default_factory=dict)
     histograms: dict[str, Tensor] = field(default_factory=dict)
+
+    def answers(self, clients: Tensor) -> Tensor:
+        """Return a mask ``[C]`` of the clients that answer, as far as is known by now."""
+        return ~torch.isin(clients.cpu(), self.silent).to(clients.device)
 
 
 class ClientWork:

@@ -23,6 +23,7 @@ from .distributed import owned
 from .engines.choice import Choice, EngineName, build_engine
 from .engines.sequential import SequentialEngine
 from .errors import ConfigurationError
+from .failures import Failures
 from .half import Half, LocalClient, add_what_it_needs, layout_with
 from .head import Head, has_plain_head, mark, trace
 from .history import Round, Traffic, add_logs
@@ -251,7 +252,7 @@ class Clients(ClientWork):
         and don't appear in the updates. Traffic, failures and the clients' logs are recorded.
 
         Args:
-            clients: All clients that take part ``[S]``; which of them never answer is drawn here.
+            clients: All clients that take part ``[S]``; some never answer, as the round has it.
             send: Gets ids ``[C]``; returns what these clients are sent ``[C]``.
             epochs: Local epochs, in place of the federation's own epochs or steps.
             returns: Names of the entries that they send back; by default all that travel.
@@ -339,8 +340,7 @@ class Clients(ClientWork):
         """
         self.note_failures(failures, doing)
         failed = torch.tensor([failure.client for failure in failures], dtype=torch.long)
-        silent = self.current.silent
-        self.current.silent = torch.cat([silent, failed.to(silent.device)])
+        self.current.silent = torch.cat([self.current.silent, failed])
 
     def check_memory_of_rounds(self, size: int, rounds: int | None) -> None:
         """Raise if what the clients of all rounds are going to keep does not fit into RAM.
@@ -360,10 +360,12 @@ class Clients(ClientWork):
                 "use client_memory='disk', or fewer clients",
             )
 
-    def begin_round(self, index: int, cohort: Tensor) -> None:
-        """Forget the round before, and draw who of a cohort ``[S]`` never answers."""
-        self.current = CurrentRound(Round(index, []))
-        self.current.silent = self._draw_silent(cohort)
+    def begin_round(self) -> Failures:
+        """Forget the round before, draw who never answers in the next, and return its failures."""
+        index, everybody = self.rounds, self.cohorts.clients
+        silent = everybody[~self.cohorts.answers(index, everybody)]
+        self.current = CurrentRound(Round(index, []), silent)
+        return self.failures_of(index, "it is left out of this round")
 
     def end_round(self, failed: Iterable[int]) -> dict[str, float]:
         """Combine the round over ranks, enter it into the history, and return what to log of it.
@@ -372,23 +374,16 @@ class Clients(ClientWork):
             failed: The clients of this rank that failed.
         """
         entry = self.current.entry
+        self.current.silent = self.current.silent[:0]  # all may be asked between rounds
         entry.failed += failed
         entry.combine_ranks(self.current.logs)
         self.history.append(entry)
         return entry.metrics | self.traffic.count(entry)
 
-    def _draw_silent(self, clients: Tensor) -> Tensor:
-        if not len(clients):
-            return clients
-        cohorts = self.attached_data.cohorts
-        answers = cohorts.answers(self.current.entry.index, clients.cpu())
-        return clients[~answers.to(clients.device)]
-
     def _chunks(
         self, clients: Tensor, whole: int | None = None, at_once: int | None = None
     ) -> Iterator[Tensor]:
         """Split the clients of a round, this rank's, into chunks whose models fit into memory."""
-        self.current.silent = self._draw_silent(clients)
         size = max(self.attached_engine.chunk, _CHUNK_BYTES // max(1, self.layout.nbytes))
         size = size if at_once is None else min(size, at_once)
         mine = owned(clients)
@@ -412,10 +407,10 @@ class Clients(ClientWork):
         entry = current.entry
         entry.clients += clients.tolist()
         entry.bytes_down += half.bytes_down(clients, sent)
-        silent = torch.isin(clients, current.silent)
-        if silent.any():
-            entry.failed += clients[silent].tolist()
-            clients, sent = clients[~silent], sent[~silent]
+        answers = current.answers(clients)
+        if not answers.all():
+            entry.failed += clients[~answers].tolist()
+            clients, sent = clients[answers], sent[answers]
         updates = work(clients, sent)
         self.note_failures(updates.failures)
         add_logs(current.logs, updates.logs)

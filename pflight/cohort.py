@@ -60,7 +60,8 @@ class CohortSampler:
         sampling: ``"uniform"``, or ``"samples"`` to sample in proportion to the data.
         availability: Probability that a client can be sampled in a round. If fewer than ``s``
             clients can, the cohort is smaller; at least one always can.
-        dropout: Probability that a sampled client does not answer; at least one always does.
+        dropout: Probability that a client that takes part does not answer; at least one of a
+            cohort always does.
         seed: Seed of all draws.
 
     Raises:
@@ -118,24 +119,24 @@ class CohortSampler:
         return self.clients[first.sort().values]
 
     def answers(self, round: int, clients: Tensor) -> Tensor:
-        """Return which of the sampled clients answer.
+        """Return which of the clients answer, should they take part.
 
-        Whether a client answers depends on ``(seed, round, client)`` alone, unless all of
-        ``clients`` would drop out: then the one with the highest draw answers.
+        It depends on ``(seed, round, client)`` alone. Of the round's cohort the one with the
+        highest draw answers in any case.
 
         Args:
             round: Index of the round.
-            clients: The whole cohort, ``[s]``.
+            clients: Ids of any of the clients that may be sampled, ``[C]``.
 
         Returns:
-            A BoolTensor ``[s]``, with at least one ``True``.
+            A BoolTensor ``[C]``.
         """
         random = generator(Purpose.DROPOUT, self.seed, round)
         luck = torch.rand(int(self.clients[-1]) + 1, generator=random, dtype=torch.float64)
-        luck = luck[clients.cpu()]
-        answers = luck >= self.dropout
-        if len(answers):
-            answers[luck.argmax()] = True
+        answers = luck[clients] >= self.dropout
+        if not answers.all():
+            cohort = self.sample(round)
+            answers |= clients == cohort[luck[cohort].argmax()]
         return answers
 
 
@@ -143,21 +144,15 @@ class CohortLoader:
     """Yields the cohort of one round: an epoch of training is a round.
 
     It is not a torch DataLoader, so that Lightning does not replace its sampler under any strategy.
-    It is its own ``sampler``, whose ``set_epoch`` Lightning calls before each epoch.
+
+    Attributes:
+        round: The round whose cohort the next iteration yields. The federation sets it, which knows
+            how many rounds there have been, under whichever Trainer.
     """
 
     def __init__(self, cohorts: CohortSampler) -> None:
         self.cohorts = cohorts
         self.round = 0
-
-    @property
-    def sampler(self) -> CohortLoader:
-        """The object whose ``set_epoch`` Lightning calls: the loader itself."""
-        return self
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the round whose cohort the next iteration yields."""
-        self.round = epoch
 
     def __len__(self) -> int:
         return 1

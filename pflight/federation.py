@@ -42,7 +42,7 @@ class Federation(L.LightningModule):
 
     A cohort of clients is a batch, a communication round is a training step and one epoch, and the
     server's update is an optimizer step, so that the stock ``lightning.Trainer`` runs a federation:
-    ``max_epochs`` is the number of rounds. The algorithm is a
+    ``max_epochs`` is the number of rounds, after which another ``fit`` goes on. The algorithm is a
     :class:`~pflight.callbacks.ServerCallback` among the Trainer's callbacks, by default FedAvg; the
     data comes from a :class:`~pflight.datamodules.FederatedDataModule`.
 
@@ -280,28 +280,28 @@ class Federation(L.LightningModule):
         """Return the server optimizer, with its scheduler if there is one."""
         callback = self.attached_callback
         callback.on_before_configure_optimizers(self.trainer)
-        optimizer, scheduler = build_optimizer(
-            self.parameters(),
-            self.server_optimizer or callback.configure_optimizer,
-            self.server_scheduler or callback.configure_scheduler,
-        )
+        build = self.server_optimizer or callback.configure_optimizer
+        schedule = self.server_scheduler or callback.configure_scheduler
+        optimizer, scheduler = build_optimizer(self.parameters(), build, schedule)
         if (monitor := monitored(scheduler)) is not None:
             check_monitor(self, self.clients, "the server's ReduceLROnPlateau", monitor)
         self.server.optimizer = optimizer
         return optimizer if scheduler is None else ([optimizer], [scheduler])
 
+    def on_train_epoch_start(self) -> None:
+        """Have the loader yield the cohort of the round that begins, the next after the last."""
+        self.trainer.train_dataloader.round = self.clients.rounds
+
     def training_step(self, cohort: Tensor, batch_idx: int) -> None:
         """Run one communication round with a cohort of client ids ``[S]``."""
-        optimizer = self.optimizers()
-        assert not isinstance(optimizer, list)  # as configure_optimizers returns it
+        optimizer: Any = self.optimizers()  # one, as configure_optimizers returns it
         optimizer.zero_grad()
-        self.clients.begin_round(self.current_epoch, cohort)
-        failures = self.clients.failures_of(self.current_epoch, "it is left out of this round")
+        failures = self.clients.begin_round()
         with self._server_work(), self.clients.noting(failures):
             self.attached_callback.round(cohort)
         failures.raise_together()
-        log_histograms(self, self.clients.current.histograms, self.current_epoch)
-        log_values(self, self.clients.end_round(failures.clients), self.current_epoch)
+        log_values(self, self.clients.end_round(failures.clients), self.clients.last_round)
+        log_histograms(self, self.clients.current.histograms, self.clients.last_round)
         optimizer.step()
         step_schedule(self.lr_schedulers())
 

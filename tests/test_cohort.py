@@ -105,8 +105,11 @@ def test_dropout_decides_each_client_by_itself():
     everyone = torch.arange(1000)
     answers = cohorts.answers(0, everyone)
     assert abs(int(answers.sum()) - 800) < 60
-    some = everyone[::7]
+    some = torch.cat([everyone[::7], everyone[:1]])
     assert torch.equal(cohorts.answers(0, some), answers[some])
+    assert torch.equal(
+        torch.cat([cohorts.answers(0, client) for client in everyone.split(1)]), answers
+    )
     assert not torch.equal(cohorts.answers(1, everyone), answers)
 
 
@@ -114,6 +117,14 @@ def test_one_answers_though_all_would_drop_out():
     cohorts = sampler(5, dropout=1 - 1e-12)
     assert all(int(cohorts.answers(round, torch.arange(5)).sum()) == 1 for round in range(20))
     assert len(cohorts.answers(0, torch.empty(0, dtype=torch.long))) == 0
+
+
+def test_it_is_one_of_the_cohort_whoever_else_takes_part():
+    cohorts, everyone = sampler(9, size=3, dropout=1 - 1e-12), torch.arange(9)
+    for round in range(20):
+        answers = cohorts.answers(round, everyone)
+        assert int(answers.sum()) == 1
+        assert everyone[answers] in cohorts.sample(round)
 
 
 @pytest.mark.parametrize(
@@ -154,5 +165,5 @@ def test_the_loader_yields_the_cohort_of_its_round():
     loader = CohortLoader(cohorts)
     assert len(loader) == len(list(loader)) == 1
     for round in (0, 3):
-        loader.sampler.set_epoch(round)
+        loader.round = round
         assert torch.equal(next(iter(loader)), cohorts.sample(round))

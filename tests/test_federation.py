@@ -1,19 +1,23 @@
 """Failing clients, traffic, and what a federation reports."""
 
 import copy
+import csv
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 import pflight
 from pflight import Federation
-from pflight.callbacks import FedAvg, FedSGD, FeSEM, Local, ServerCallback
+from pflight.callbacks import L2GD, FedAvg, FedSGD, FeSEM, Local, ServerCallback
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.models import ClientModule
+from pflight.updates import ClientFailure, ClientUpdates
 from tests.runs import (
     FEATURES,
     assert_same,
@@ -266,6 +270,74 @@ class TestClientsThatNeverAnswer:
         assert failed == [entry.failed for entry in usual.history]
         assert len(set(map(tuple, failed))) == 3
         assert_same(own.server_states()[0], usual.server_states()[0])
+
+    def test_it_does_not_depend_on_who_else_is_asked(self) -> None:
+        class OneByOne(FedAvg):
+            def round(self, cohort: Tensor) -> None:
+                self.on_round_start()
+                for client in cohort.split(1):
+                    for updates in self.clients.train(client, self.broadcast):
+                        self.receive(updates)
+                self.step()
+
+        data = small_data(cohort_size=4, dropout=0.5)
+        own, usual = (run(linear_client(), data, c, rounds=4) for c in (OneByOne(), FedAvg()))
+        failed = [entry.failed for entry in own.history]
+        assert failed == [entry.failed for entry in usual.history]
+        assert any(failed)
+
+    def test_all_are_there_between_the_rounds(self) -> None:
+        federation = run(linear_client(), small_data(dropout=0.5), FedAvg())
+        assert federation.history[0].failed
+        assert federation.clients.current.answers(torch.arange(6)).all()
+
+    def test_nor_does_a_client_answer_that_was_left_out_before_it_trained(self) -> None:
+        class WithoutOne(FedAvg):
+            def round(self, cohort: Tensor) -> None:
+                self.clients.leave_out([ClientFailure(1, "no")], "to tell its loss")
+                super().round(cohort)
+
+            def receive(self, updates: ClientUpdates) -> None:
+                assert 1 not in updates.clients
+                super().receive(updates)
+
+        with pytest.warns(UserWarning, match="round 0: client 1 failed to tell its loss: no"):
+            federation = run(linear_client(), small_data(), WithoutOne())
+        assert federation.history[0].failed == [1]
+
+
+class TestFittedAgain:
+    @pytest.mark.parametrize("callback", [FedAvg, lambda: FeSEM(2), L2GD])
+    def test_another_trainer_goes_on_with_the_next_round(self, callback: Any) -> None:
+        data = small_data(cohort_size=3, dropout=0.2)
+        whole = run(dropout_client(), data, callback(), rounds=4)
+        federation = run(dropout_client(), data, server := callback(), rounds=2)
+        quiet_trainer(2, server).fit(federation, datamodule=data)
+        assert [entry.index for entry in federation.history] == [0, 1, 2, 3]
+        assert federation.history == whole.history
+        for left, right in zip(federation.server_states(), whole.server_states(), strict=True):
+            assert_same(left, right)
+        for i in range(6):
+            assert_same(federation.client_state(i), whole.client_state(i))
+
+    def test_the_log_goes_on_as_well(self, tmp_path: Path) -> None:
+        logger = CSVLogger(tmp_path)
+        federation = run(linear_client(), small_data(), FedAvg(), trainer={"logger": logger})
+        quiet_trainer(1, federation.callback, logger=logger).fit(
+            federation, datamodule=small_data()
+        )
+        with Path(logger.log_dir, "metrics.csv").open() as file:
+            steps = {row["step"] for row in csv.DictReader(file)}
+        assert steps == {"0", "1"}
+
+    def test_from_a_checkpoint_it_goes_on_where_that_was_saved(self, tmp_path: Path) -> None:
+        data, path = small_data(cohort_size=3), tmp_path / "two.ckpt"
+        federation = run(linear_client(), data, FedAvg(), rounds=2)
+        quiet_trainer(1, federation.callback).fit(federation, datamodule=data)
+        federation.trainer.save_checkpoint(path)
+        whole = run(linear_client(), data, FedAvg(), rounds=4)
+        again = run(linear_client(), data, FedAvg(), rounds=2, ckpt_path=path)
+        assert again.history == whole.history
 
 
 class TestCommunication:

@@ -206,7 +206,7 @@ class RemoteClients(Clients):
         for group in filter(None, groups):
             asked = torch.cat(group)
             sent = send(asked)
-            awake = ~torch.isin(asked, self.current.silent)
+            awake = self.current.answers(asked)
             words = {"returns": names}
             self._send(work, asked[awake], {SENT: sent[awake]}, numbers, words)
             for chunk in group:
@@ -220,7 +220,7 @@ class RemoteClients(Clients):
     def losses(self, clients: Tensor, sent: TensorDict, split: Split = "train") -> Tensor:
         """See :class:`~pflight.clients.Clients`."""
         losses = torch.full((len(clients),), torch.nan, dtype=torch.double, device=self.device)
-        awake = ~torch.isin(clients, self.current.silent)
+        awake = self.current.answers(clients)
         self._send("losses", clients[awake], {SENT: sent[awake]}, {}, {"split": split})
         counts, failures = self.attached_data.num_samples(split), []
         for row in awake.nonzero().flatten().tolist():
