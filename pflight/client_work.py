@@ -202,8 +202,8 @@ class ClientWork:
 
     def num_batches(self, clients: Tensor) -> Tensor:
         """Return how many batches there are in a local epoch of the clients ``[C]``."""
-        counts = self.num_samples[clients.cpu()].double()
-        return (counts / (self.attached_data.batch_size or counts)).ceil()
+        sizes = map(self.attached_engine.setting.batch_sizes, self.num_samples_of(clients).tolist())
+        return torch.tensor([len(batches) for batches in sizes], dtype=torch.double)
 
     def random(self, client: int) -> torch.Generator:
         """Return what draws random numbers for a client, by seed and round."""
@@ -273,16 +273,10 @@ class ClientWork:
 
     def own_gradients(self, clients: Tensor, states: TensorDict) -> TensorDict:
         """Return each client's gradient over all its samples, at its state ``[C]``."""
-        index, parameters = self.current.entry.index, self.layout.parameters
+        index = self.current.entry.index
         updates = self.attached_engine.gradients(clients, states, round_index=index)
-        gradients = updates.states.select(*parameters)
         self.note_failures(updates.failures, "to take its gradient")
-        if not updates.failures:
-            return gradients
-        nans = {name: torch.full_like(states[name], torch.nan) for name in parameters}
-        everybody = TensorDict(nans, batch_size=[len(clients)])
-        everybody[torch.isin(clients, updates.clients)] = gradients
-        return everybody
+        return _or_nan(updates, clients, states).select(*self.layout.parameters)
 
     def finetune(
         self,
@@ -343,11 +337,11 @@ class ClientWork:
         epochs: int = 1,
         steps: int | None = None,
     ) -> TensorDict:
-        """Return ``starts`` ``[C]`` as another module than the clients' own trains them."""
+        """Return ``starts`` ``[C]`` as another module trains them; NaN for a client that fails."""
         if self._learner is None:
             setting, module = self.attached_engine.setting, build(self.module)
-            how = setting.data, setting.precision, setting.device, setting.seed
-            other = Setting(module, Half(), StateLayout.of(module), *how)
+            how = setting.precision, setting.device, setting.seed, setting.client_timeout
+            other = Setting(module, Half(), StateLayout.of(module), setting.data, *how)
             other.mixes_samples = setting.mixes_samples  # as where the clients' own trains
             self._learner = SequentialEngine(other)
             self._learner.check_input()
@@ -356,7 +350,7 @@ class ClientWork:
             clients, starts, round_index=index, epochs=epochs, steps=steps, purpose=purpose
         )
         self.note_failures(updates.failures, doing)
-        return _laid_over(updates, clients, starts)
+        return _or_nan(updates, clients, starts)
 
     def finished(
         self, clients: Tensor, starts: TensorDict, updates: ClientUpdates
@@ -407,3 +401,12 @@ def _laid_over(updates: ClientUpdates, clients: Tensor, states: TensorDict) -> T
     trained = states.select(*updates.states.keys()).clone()
     trained[torch.isin(clients, updates.clients)] = updates.states
     return trained
+
+
+def _or_nan(updates: ClientUpdates, clients: Tensor, states: TensorDict) -> TensorDict:
+    """Return the updated states ``[C]``, with NaN for clients that failed, like ``states``."""
+    return _laid_over(updates, clients, states.apply(_nan_like) if updates.failures else states)
+
+
+def _nan_like(values: Tensor) -> Tensor:
+    return torch.full_like(values, torch.nan) if values.is_floating_point() else values

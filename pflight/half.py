@@ -294,7 +294,10 @@ class LocalWork(Protocol):
         """
 
     def num_batches(self, clients: Tensor) -> Tensor:
-        """Return how many batches there are in a local epoch of the clients ``[C]``."""
+        """Return how many batches there are in a local epoch of the clients ``[C]``.
+
+        It is 0 for a client that can't train, for want of samples.
+        """
 
     def learn(
         self,
@@ -308,12 +311,13 @@ class LocalWork(Protocol):
     ) -> TensorDict:
         """Return ``starts`` ``[C]`` as another module than the clients' own trains them.
 
-        It sees the first batches of the round, in their order.
+        It sees the first batches of the round, in their order. A client whose training fails is
+        left out and gets NaN, with which its own training fails as well.
 
         Args:
             build: Makes that module of the client module, always the same one.
             clients: Ids ``[C]``.
-            starts: Its states; a client whose training fails keeps its own.
+            starts: Its states.
             doing: What they do, for messages.
             epochs: Local epochs.
             steps: Batches in place of epochs.

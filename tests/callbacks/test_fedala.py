@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from pflight.errors import ConfigurationError
 from pflight.half import LocalClient, LocalWork
 from pflight.models import ClientModule, ProximalClient
 from pflight.models.halves import AdaptiveMixture
+from pflight.models.halves.fedala import Mixing
+from pflight.updates import ClientUpdates
 from tests import reference
 from tests.runs import (
     CLASSES,
@@ -252,6 +255,52 @@ def test_penalties_vanish_while_weights_are_learned() -> None:
         assert_close(weights(one, i), weights(other, i), rtol=1e-5, atol=1e-6)
     pulled = run(linear_client(ProximalClient, mu=5.0), small_data(), FedALA(), 3)
     assert np.isfinite(flat(pulled.client_state(0))).all()
+
+
+def is_of_client_4(module: Mixing, batch: tuple[Tensor, Tensor]) -> bool:
+    return bool((small_data().samples(4, "train")[0] == batch[0][0]).all(dim=1).any())
+
+
+@pytest.mark.filterwarnings("ignore:round 1. client 4 failed to learn its weights:UserWarning")
+class TestAClientThatCannotLearnItsWeights:
+    """Number 4 is as others in the first round, in which nobody learns any."""
+
+    @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+    def test_it_is_left_out(self, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        step = Mixing.training_step
+
+        def fail(module: Mixing, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            if is_of_client_4(module, batch):
+                raise OSError("disk")
+            return step(module, batch, batch_idx)
+
+        received: list[list[int]] = []
+
+        class Watched(FedALA):
+            def receive(self, updates: ClientUpdates) -> None:
+                received.append(updates.clients.tolist())
+                super().receive(updates)
+
+        monkeypatch.setattr(Mixing, "training_step", fail)
+        federation = run(linear_client(), small_data(), Watched(), 2, engine=engine)
+        assert [entry.failed for entry in federation.history] == [[], [4]]
+        assert received == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 5]]
+        assert np.isfinite(flat(federation.client_state(4))).all()
+        assert np.isfinite(flat(federation.server_states()[0])).all()
+
+    def test_it_has_no_more_time_than_for_its_training(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        step = Mixing.training_step
+
+        def hang(module: Mixing, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            if is_of_client_4(module, batch):
+                time.sleep(6)
+            return step(module, batch, batch_idx)
+
+        monkeypatch.setattr(Mixing, "training_step", hang)
+        federation = run(linear_client(), small_data(), FedALA(), 2, client_timeout=2.0)
+        assert [entry.failed for entry in federation.history] == [[], [4]]
 
 
 def test_the_federations_own_client_is_untouched() -> None:

@@ -26,7 +26,15 @@ from pflight.callbacks import (
     ServerCallback,
 )
 from pflight.half import Half, LocalClient
-from tests.runs import ENGINES, assert_same, batchnorm_client, run, sgd, small_data
+from tests.runs import (
+    ENGINES,
+    assert_same,
+    batchnorm_client,
+    linear_client,
+    run,
+    sgd,
+    small_data,
+)
 
 METHODS: dict[str, Callable[[], ServerCallback]] = {
     "FedAvg": FedAvg,
@@ -47,6 +55,17 @@ METHODS: dict[str, Callable[[], ServerCallback]] = {
     "Local": Local,
     "CFL": lambda: CFL(1e3, 0, min_size=1, warmup=0),
 }
+
+
+def test_a_single_sample_at_the_end_makes_no_batch() -> None:
+    """With batches of four: it joins the one before, or is left out where it is the only one."""
+    data = small_data([5, 9, 8, 1, 0])
+    merged, plain = (
+        run(client, data, FedAvg()) for client in (batchnorm_client(), linear_client())
+    )
+    clients = torch.arange(5)
+    assert merged.clients.num_batches(clients).tolist() == [1, 2, 2, 0, 0]
+    assert plain.clients.num_batches(clients).tolist() == [2, 3, 2, 1, 0]
 
 
 @ENGINES
