@@ -48,9 +48,11 @@ def paced(groups: Sequence[dict[str, Any]], phase: Phase | None) -> Iterator[Non
     own = [group["lr"] for group in groups]
     for group in groups:
         group["lr"] = phase.lr
-    yield
-    for group, lr in zip(groups, own, strict=True):
-        group["lr"] = lr
+    try:
+        yield
+    finally:
+        for group, lr in zip(groups, own, strict=True):
+            group["lr"] = lr
 
 
 def phase_of(phases: Sequence[Phase] | None, epoch: int) -> Phase | None:
