@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,7 +57,7 @@ def difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
         return f"client {client} has {now} {word} samples, {before} in the checkpoint{more}"
     if len(others := (saved["fingerprint"] != here["fingerprint"]).nonzero().flatten()):
         return f"the labels or the selection of samples differ for {_named(others)}"
-    if len(others := _in_one_only(saved["new_clients"], here["new_clients"])):
+    if len(others := torch.from_numpy(np.setxor1d(saved["new_clients"], here["new_clients"]))):
         return f"only here or only in the checkpoint {_named(others)} never train"
     return None
 
@@ -67,11 +68,6 @@ def _small(numbers: Tensor) -> Tensor:
     kinds = (torch.uint8, torch.int16, torch.int32)
     kind = next((kind for kind in kinds if most <= torch.iinfo(kind).max), torch.long)
     return numbers.to("cpu", kind)
-
-
-def _in_one_only(one: Tensor, other: Tensor) -> Tensor:
-    ids, times = torch.cat([one.long(), other.long()]).unique(return_counts=True)
-    return ids[times == 1]
 
 
 def _named(clients: Tensor) -> str:
