@@ -170,10 +170,14 @@ class FederatedDataModule(L.LightningDataModule):
             num_classes: Number of classes, for data that don't say how many there are.
 
         Raises:
-            ConfigurationError: If labels are no classes or out of range; the message names the
-                client.
+            ConfigurationError: If nobody says how many classes there are, or if labels are no
+                classes or out of range; the message names the client.
         """
-        classes = self.num_classes if num_classes is None else num_classes
+        classes = getattr(self, "num_classes", None) if num_classes is None else num_classes
+        if classes is None:
+            raise ConfigurationError(
+                f"{self} has no num_classes, without which its samples can't be counted by class"
+            )
         parts = [self.labels(client, split) for client in range(self.num_clients)]
         for client, y in enumerate(parts):
             if y.dim() != 1 or y.is_floating_point():
@@ -359,17 +363,17 @@ class FederatedDataModule(L.LightningDataModule):
         return ClientLoader(clients, self.eval_chunk) if len(clients) else empty_loader()
 
     def summary(self) -> str:
-        """Return a small text table of the clients' samples."""
-        title = [
-            f"{type(self).__name__}: {self.num_clients} clients",
-            f"{self.num_classes} classes",
-        ]
+        """Return a small text table of the clients' samples, and of their classes if known."""
+        title = [f"{type(self).__name__}: {self.num_clients} clients"]
+        if self.knows_classes:
+            title.append(f"{self.num_classes} classes")
         if partition := getattr(self, "partition", None):
             title.append(str(partition))
         if len(self.new_clients):
             title.append(f"{len(self.new_clients)} clients held out as newcomers")
         sizes = {split: self.num_samples(split) for split in SPLITS}
-        return partition_table(title, sizes, self._all_class_counts())
+        classes = self._all_class_counts() if self.knows_classes else None
+        return partition_table(title, sizes, classes)
 
     def partition_figure(self) -> Figure:
         """Draw each client's samples by class as stacked bars, all splits together."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,24 +20,28 @@ _MOST_NAMED = 60
 _MOST_BARS = 200
 
 
-def partition_table(title: Sequence[str], sizes: Mapping[Split, Tensor], classes: Tensor) -> str:
+def partition_table(
+    title: Sequence[str], sizes: Mapping[Split, Tensor], classes: Tensor | None = None
+) -> str:
     """Return a table of the clients' sample counts and classes.
 
     Args:
         title: Parts of the first line.
         sizes: Each client's number of samples ``[num_clients]``, by split.
-        classes: How many samples of each class each client has, ``[num_clients, num_classes]``.
+        classes: How many samples of each class each client has, ``[num_clients, num_classes]``, if
+            they have classes.
 
     Returns:
         Lines of text: a title, a row for each split and for all, and the classes per client.
     """
-    total = sum(sizes.values(), start=classes.new_zeros(len(classes)))
+    total = torch.stack([*sizes.values()]).sum(dim=0)
     rows = [("", "clients", "samples", "min", "median", "max")]
     for name, counts in (*sizes.items(), ("all", total)):
         rows.append(
             (name, str(int((counts > 0).sum())), f"{int(counts.sum()):,}", *_spread(counts))
         )
-    rows.append(("classes", "", "", *_spread((classes > 0).sum(dim=1))))
+    if classes is not None:
+        rows.append(("classes", "", "", *_spread((classes > 0).sum(dim=1))))
     lines = ["{:<8}{:>8}{:>10}{:>8}{:>8}{:>8}".format(*row) for row in rows]
     return "\n".join([", ".join(title), *lines])
 

@@ -175,6 +175,10 @@ class KnownClusters(FederatedDataModule):
                 "clients"
             )
         if self.difference == "labels":
+            if not self.data.knows_classes:
+                raise ConfigurationError(
+                    f"difference='labels' needs known classes, which {self.data} does not have"
+                )
             if self.num_clusters > self.num_classes:
                 raise ConfigurationError(
                     f"difference='labels' allows at most num_classes={self.num_classes} clusters, "

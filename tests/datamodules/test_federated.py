@@ -244,6 +244,13 @@ def test_a_data_set_of_ones_own_needs_samples_only():
         FederatedDataModule(num_classes=2).samples(0, "train")
 
 
+def test_classes_that_are_not_known_are_not_counted():
+    data = Squares(num_classes=None)
+    with pytest.raises(ConfigurationError, match="Squares has no num_classes"):
+        data.class_counts()
+    assert data.class_counts(num_classes=2).tolist() == [[1, 0], [2, 0], [3, 0]]
+
+
 def test_local_data_modules_prepare_and_set_up_the_federations_data():
     calls = []
 

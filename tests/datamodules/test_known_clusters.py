@@ -209,6 +209,7 @@ def test_bad_options(options, message):
 WORDS = TensorClients(
     [(torch.ones(2, 4, dtype=torch.long), torch.tensor([0, 1]))] * 4, num_classes=2
 )
+NUMBERS = TensorClients([(torch.ones(2, 4), torch.ones(2, 1))] * 4)
 
 
 @pytest.mark.parametrize(
@@ -218,6 +219,7 @@ WORDS = TensorClients(
         (vectors(), 4, "labels", "at most num_classes=3 clusters, got num_clusters=4"),
         (images(), 5, "rotation", "at most 4 clusters of images, got num_clusters=5"),
         (images(4, 5), 2, "rotation", r"features of TensorClients have the shape \[3, 4, 5\]"),
+        (NUMBERS, 2, "labels", "needs known classes, which TensorClients does not have"),
         (WORDS, 2, "features", "those of TensorClients are torch.int64"),
         (WORDS, 2, "rotation", "those of TensorClients are torch.int64"),
     ],

@@ -37,6 +37,13 @@ def test_the_summary_counts_clients_samples_and_classes():
     ]
 
 
+def test_the_summary_of_data_without_classes():
+    data = TensorClients([(torch.zeros(2, 2), torch.zeros(2, 1))] * 3)
+    title, *rows = data.summary().splitlines()
+    assert title == "TensorClients: 3 clients"
+    assert [row.split()[0] for row in rows] == ["clients", "train", "val", "test", "all"]
+
+
 def test_the_summary_names_the_partition():
     assert "ClassesPerClient(k=2" in digits().summary()
 
