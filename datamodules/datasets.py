@@ -166,7 +166,7 @@ class DatasetClients(FederatedDataModule):
         if split not in self._loaders:
             samples = _Samples(self.datasets[split], self.collate_fn or default_collate)
             self._loaders[split] = _Loader(samples, self.num_workers, self.pin_memory)
-        return self._loaders[split].batches(_keys(visits, self.seed))
+        return self._loaders[split].batches(_keys(visits, self.seed, self.id_offset))
 
     def teardown(self, stage: str | None = None) -> None:
         """End the workers; a later stage starts new ones."""
@@ -217,10 +217,10 @@ def _known(dataset: Dataset[Any]) -> Iterator[Tensor]:
         yield dataset.tensors[-1] if rows is None else dataset.tensors[-1][rows]
 
 
-def _keys(visits: Sequence[Visit], seed: int) -> Iterator[list[Key]]:
+def _keys(visits: Sequence[Visit], seed: int, id_offset: int) -> Iterator[list[Key]]:
     """Yield the keys of each batch's samples."""
     for client, round, epoch, parts in visits:
-        first = derive_seed(Purpose.AUGMENT, seed, round or 0, client, epoch)
+        first = derive_seed(Purpose.AUGMENT, seed, round or 0, client + id_offset, epoch)
         for part in parts:
             yield [(client, index, first + index * _STRIDE & _MASK) for index in part.tolist()]
 

@@ -78,6 +78,10 @@ class FederatedDataModule(L.LightningDataModule):
     fill = torch.tensor(0.0)
     """Pixel values outside an image ``[C, H, W]``, in a shape that expands to it."""
 
+    id_offset = 0
+    """What is added to a client's id to draw its random numbers; not 0 where a node of a deployment
+    has its client under another id than the federation."""
+
     def __init__(
         self,
         *,
@@ -275,7 +279,7 @@ class FederatedDataModule(L.LightningDataModule):
             epoch: Index of the local epoch within the round.
         """
         count = int(self.num_samples("train")[client])
-        return sample_order(count, self.seed, round, client, epoch)
+        return sample_order(count, self.seed, round, client + self.id_offset, epoch)
 
     def orders(self, clients: Sequence[int], round: int, epoch: int = 0) -> Sequence[Tensor]:
         """Return the :meth:`order` of several clients, faster than one by one."""
@@ -283,7 +287,8 @@ class FederatedDataModule(L.LightningDataModule):
         if len(counts) > 1 or type(self).order is not FederatedDataModule.order:
             return [self.order(client, round, epoch) for client in clients]
         keys = Purpose.ORDER, self.seed, round, epoch
-        return shuffled(counts.pop(), *keys, streams=clients).unbind()
+        streams = [client + self.id_offset for client in clients]
+        return shuffled(counts.pop(), *keys, streams=streams).unbind()
 
     def noise(self, count: int, client: int, round: int, epoch: int = 0) -> Tensor:
         """Return the random numbers for augmenting a client's samples, ``[count, num_draws]``.
@@ -295,7 +300,8 @@ class FederatedDataModule(L.LightningDataModule):
             epoch: Index of the local epoch within the round.
         """
         draws = self.augmentation.num_draws if self.augmentation is not None else 0
-        random = generator(Purpose.AUGMENT, self.seed, round, client, epoch)
+        stream = client + self.id_offset
+        random = generator(Purpose.AUGMENT, self.seed, round, stream, epoch)
         return torch.rand(count, draws, generator=random)
 
     def augment(self, x: Tensor, client: int, round: int, epoch: int = 0) -> Tensor:

@@ -16,19 +16,19 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from tensordict import TensorDict
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from pflight.cohort import sample_clients
 from pflight.data_module import FederatedDataModule
 from pflight.distributed import all_sum, gather
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
-from pflight.loaders import Split, Visit
+from pflight.loaders import SPLITS, Split
 from pflight.models.classifier import as_classifier
 from pflight.options import whole
 from pflight.randomness import Purpose, generator, isolated
 from pflight.state import stack_states
 from pflight.updates import ClientUpdates
+from pflight.wrapped_data import WrappedData
 
 from .multi_center import MultiCenter
 
@@ -182,7 +182,7 @@ def check_candidates(candidates: Sequence[int], criterion: str) -> None:
         )
 
 
-class SampledClients(FederatedDataModule):
+class SampledClients(WrappedData):
     """Some of the clients of other data, renumbered, all of which take part in every round.
 
     If none of them has validation samples, each holds out a random fifth of its training samples.
@@ -193,61 +193,32 @@ class SampledClients(FederatedDataModule):
     """
 
     def __init__(self, data: FederatedDataModule, clients: Tensor) -> None:
-        super().__init__(
-            num_classes=getattr(data, "num_classes", None),
-            batch_size=data.batch_size,
-            eval_batch_size=data.eval_batch_size,
-            eval_chunk=data.eval_chunk,
-            augmentation=data.augmentation,
-            seed=data.seed,
-        )
-        self.data = data
+        everybody = {"cohort_size": None, "participation": None, "holdout_clients": 0.0}
+        super().__init__(data, availability=1.0, dropout=0.0, **everybody)
         self.clients = clients
         self.num_clients = len(clients)
-        self.fill = data.fill
-        self.holds_out = not data.num_samples("val")[clients].any()
+        if not data.num_samples("val")[clients].any():
+            self.cut = SPLITS
 
-    def samples(self, client: int, split: Split) -> Any:
-        """See :meth:`FederatedDataModule.samples`."""
-        origin = int(self.clients[client])
-        if not self.holds_out:
-            return self.data.samples(origin, split)
-        samples = self.data.samples(origin, "train")
-        part = self._part(origin, split)
-        return tree_map(lambda leaf: leaf[part], samples)
+    def origin(self, client: int) -> int:
+        """Return a client's id among all."""
+        return int(self.clients[client])
 
-    @property
-    def holds_tensors(self) -> bool:
-        """Whether the data of all clients are tensors."""
-        return self.data.holds_tensors
+    def taken(self, values: Tensor) -> Tensor:
+        """Return the sampled clients' values ``[M, ...]`` of those of all clients."""
+        return values[self.clients]
 
     def num_samples(self, split: Split = "train") -> Tensor:
         """Return each client's number of samples, ``[num_clients]``."""
-        if not self.holds_out:
-            return self.data.num_samples(split)[self.clients]
-        counts = self.data.num_samples("train")[self.clients]
+        if split not in self.cut:
+            return super().num_samples(split)
+        counts = super().num_samples("train")
         held_out = counts // 5
         return {"train": counts - held_out, "val": held_out}.get(split, torch.zeros_like(counts))
 
-    def batches(self, split: Split, visits: Sequence[Visit]) -> Iterator[Any]:
-        """See :meth:`FederatedDataModule.batches`."""
-        moved = [visit._replace(client=int(self.clients[visit.client])) for visit in visits]
-        if not self.holds_out:
-            return self.data.batches(split, moved)
-        for row, visit in enumerate(moved):
-            place = self._part(visit.client, split)
-            moved[row] = visit._replace(parts=[place[part] for part in visit.parts])
-        return self.data.batches("train", moved)
-
-    def labels(self, client: int, split: Split) -> Tensor:
-        """See :meth:`FederatedDataModule.labels`."""
-        origin = int(self.clients[client])
-        if not self.holds_out:
-            return self.data.labels(origin, split)
-        return self.data.labels(origin, "train")[self._part(origin, split)]
-
-    def _part(self, origin: int, split: Split) -> Tensor:
-        """Return the positions of a split among a client's training samples."""
+    def rows(self, client: int, split: Split) -> Tensor:
+        """Return the positions of a split among a client's training samples, ``[n]``."""
+        origin = self.origin(client)
         count = int(self.data.num_samples("train")[origin])
         order = torch.randperm(count, generator=generator(Purpose.SAMPLE, self.seed, origin))
         held_out, rest = order[: count // 5], order[count // 5 :]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +9,14 @@ from torch import Tensor
 
 from pflight.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError
-from pflight.loaders import SPLITS, Split, Visit
-
-OPTIONS = tuple(inspect.signature(FederatedDataModule).parameters)
-"""What any federated data can be told, such as ``cohort_size``."""
+from pflight.loaders import SPLITS, Split
+from pflight.wrapped_data import WrappedData
 
 
-class OwnData(FederatedDataModule):
+class OwnData(WrappedData):
     """One client's samples as its node has them; all other clients have none.
+
+    Random numbers are those of its id in the federation, as where all clients are simulated.
 
     Args:
         data: The node's data, of one client or of many.
@@ -27,66 +25,32 @@ class OwnData(FederatedDataModule):
         num_clients: How many clients the federation has.
     """
 
+    clusters = None
+
     def __init__(self, data: FederatedDataModule, own: int, place: int, num_clients: int) -> None:
         data.check_client(own)
         if not 0 <= place < num_clients:
             raise ConfigurationError(f"there is no client {place} among {num_clients}")
-        given: dict[str, Any] = {name: getattr(data, name, None) for name in OPTIONS}
-        alone = {"cohort_size": None, "participation": None, "holdout_clients": 0.0}
-        super().__init__(**{**given, **alone})
-        self.data = data
+        super().__init__(data, cohort_size=None, participation=None, holdout_clients=0.0)
+        data.id_offset = place - own
         self.own = own
-        self.fill = data.fill
         self.place, self.num_clients = place, num_clients
 
-    def samples(self, client: int, split: Split) -> Any:
-        """See :meth:`FederatedDataModule.samples`."""
-        self._check_own(client)
-        return self.data.samples(self.own, split)
+    def origin(self, client: int) -> int:
+        """Return the id of the one client that is here in the node's data.
 
-    def labels(self, client: int, split: Split) -> Tensor:
-        """See :meth:`FederatedDataModule.labels`."""
-        self._check_own(client)
-        return self.data.labels(self.own, split)
+        Raises:
+            ConfigurationError: If it is another client.
+        """
+        if client != self.place:
+            raise ConfigurationError(f"the samples of client {client} are on another machine")
+        return self.own
 
-    @property
-    def holds_tensors(self) -> bool:
-        """Whether the node's data are tensors."""
-        return self.data.holds_tensors
-
-    def num_samples(self, split: Split = "train") -> Tensor:
-        """Return each client's number of samples, ``[num_clients]``: 0 for all others."""
-        return self._in_place(self.data.num_samples(split))
-
-    def class_counts(self, split: Split = "train", num_classes: int | None = None) -> Tensor:
-        """Return each client's samples by class ``[num_clients, K]``: 0 for all others."""
-        return self._in_place(self.data.class_counts(split, num_classes))
-
-    def batches(self, split: Split, visits: Sequence[Visit]) -> Iterator[Any]:
-        """See :meth:`FederatedDataModule.batches`."""
-        for visit in visits:
-            self._check_own(visit.client)
-        return self.data.batches(split, [visit._replace(client=self.own) for visit in visits])
-
-    def fingerprint(self) -> Tensor:
-        """Return a number that identifies the samples, for each client."""
-        return self._in_place(self.data.fingerprint())
-
-    def prepare_data(self) -> None:
-        """Prepare the node's data."""
-        self.data.prepare_data()
-
-    def teardown(self, stage: str | None = None) -> None:
-        """Leave the workers of the node's data alone: there will be more messages."""
-
-    def _in_place(self, values: Tensor) -> Tensor:
+    def taken(self, values: Tensor) -> Tensor:
+        """Return the client's values at its place, ``[num_clients, ...]``: 0 for all others."""
         placed = values.new_zeros((self.num_clients, *values.shape[1:]))
         placed[self.place] = values[self.own]
         return placed
-
-    def _check_own(self, client: int) -> None:
-        if client != self.place:
-            raise ConfigurationError(f"the samples of client {client} are on another machine")
 
 
 class NodeData(FederatedDataModule):

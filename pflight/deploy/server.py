@@ -21,10 +21,11 @@ from pflight.federation import Federation
 from pflight.host import readable
 from pflight.server_callback import ServerCallback
 from pflight.signals import StopBetweenRounds
+from pflight.wrapped_data import OPTIONS
 
 from .agreement import agreement_on, server_callback, text_of_model
 from .certificates import check_pair, trusting
-from .data import OPTIONS, NodeData
+from .data import NodeData
 from .flower import GridPost, superlink
 from .keys import keys_in
 from .processes import check_port

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
 
 from pflight import Federation
 from pflight.callbacks import FeSEM
@@ -84,6 +85,24 @@ class TestSample:
                 assert torch.equal(sample.labels(new, split), y)
         again = SampledClients(data, torch.tensor([5]))
         assert torch.equal(again.samples(0, "val")[0], sample.samples(1, "val")[0])
+
+    @pytest.mark.parametrize("val_fraction", [0.0, 0.1])
+    def test_clients_are_as_they_are_in_the_data(self, val_fraction: float) -> None:
+        class Own(ClusteredSynthetic):
+            def augment(self, x: Tensor, client: int, round: int, epoch: int = 0) -> Tensor:
+                return x + client
+
+        data = Own(2, num_clients=9, val_fraction=val_fraction)
+        data.setup()
+        clients = [2, 5, 7]
+        sample = SampledClients(data, torch.tensor(clients))
+        assert torch.equal(sample.clusters, data.clusters[clients])
+        for new, (old, order) in enumerate(zip(clients, sample.orders(range(3), 4), strict=True)):
+            x, _ = sample.samples(new, "train")
+            whole = data.samples(old, "train")[0][data.order(old, 4)]
+            taken = (whole[:, None] == x).all(dim=2).any(dim=1)
+            assert torch.equal(x[order], whole[taken])
+            assert torch.equal(sample.augment(x, new, 4), x + old)
 
     def test_clients_are_drawn_by_the_seed(self) -> None:
         clients = torch.arange(3, 103)

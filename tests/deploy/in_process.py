@@ -18,11 +18,12 @@ from pflight.callbacks import ServerCallback
 from pflight.datamodules import FederatedDataModule
 from pflight.deploy.agreement import agreement_on
 from pflight.deploy.certificates import make_key
-from pflight.deploy.data import OPTIONS, NodeData
+from pflight.deploy.data import NodeData
 from pflight.deploy.messages import bytes_of, tensor_bytes_of
 from pflight.deploy.node import Node
 from pflight.deploy.remote import Asked, ask_nodes
 from pflight.deploy.roster import Roster
+from pflight.wrapped_data import OPTIONS
 from tests.runs import quiet_trainer
 
 

@@ -8,19 +8,39 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from torch import Tensor
 
 from pflight import Federation
-from pflight.callbacks import Ditto, FedAvg
+from pflight.callbacks import Ditto, FedAvg, FedFomo, ServerCallback
+from pflight.datamodules import FederatedDataModule
 from pflight.errors import ConfigurationError
+from pflight.loaders import Split
 from tests.algorithm_tester import ALGORITHMS
 from tests.deploy.in_process import Deployed
-from tests.runs import batchnorm_client, quiet_trainer, run, small_data
+from tests.runs import (
+    CLASSES,
+    batchnorm_client,
+    linear_client,
+    quiet_trainer,
+    run,
+    samples,
+    small_data,
+)
 from tests.test_any_method import Diabetes, lazy
 
 REFUSED = {  # what needs to see what clients don't show, and what is said
     "FeSEM-auto": "the train samples of client 0 are on its own machine",
     "FeSEM-MA": "matching, .* can't count them: .* stays with its node",
 }
+
+
+def assert_same_run(here: Federation, there: Federation) -> None:
+    for left, right in zip(here.server_states(), there.server_states(), strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-6)
+    for one, other in zip(here.history, there.history, strict=True):
+        assert (one.clients, one.failed) == (other.clients, other.failed)
+        assert (one.bytes_down, one.bytes_up) == (other.bytes_down, other.bytes_up)
+        assert one.metrics == pytest.approx(other.metrics, abs=1e-6, nan_ok=True)
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in REFUSED])
@@ -30,12 +50,32 @@ def test_deployed_is_simulated(name: str, tmp_path: Path) -> None:
     make = partial(batchnorm_client, algorithm.client)
     here = run(make(), data, algorithm.callback(), 3, engine="sequential")
     there = Deployed(make, data, algorithm.callback, tmp_path).server(3)
-    for left, right in zip(here.server_states(), there.server_states(), strict=True):
-        torch.testing.assert_close(left, right, rtol=0, atol=1e-6)
-    for one, other in zip(here.history, there.history, strict=True):
-        assert (one.clients, one.failed) == (other.clients, other.failed)
-        assert (one.bytes_down, one.bytes_up) == (other.bytes_down, other.bytes_up)
-        assert one.metrics == pytest.approx(other.metrics, abs=1e-6, nan_ok=True)
+    assert_same_run(here, there)
+
+
+class Sorted(FederatedDataModule):
+    """Data with an order and an augmentation of their own."""
+
+    num_clients = 3
+
+    def samples(self, client: int, split: Split) -> tuple[Tensor, Tensor]:
+        return samples(6 + client, client)
+
+    def order(self, client: int, round: int, epoch: int = 0) -> Tensor:
+        return self.samples(client, "train")[0][:, 0].argsort()
+
+    def augment(self, x: Tensor, client: int, round: int, epoch: int = 0) -> Tensor:
+        return x + client + round
+
+
+@pytest.mark.parametrize("callback", [FedAvg, FedFomo])
+def test_what_the_data_define_counts_at_nodes(
+    callback: type[ServerCallback], tmp_path: Path
+) -> None:
+    data = Sorted(num_classes=CLASSES, batch_size=4)
+    here = run(linear_client(), data, callback(), 2, engine="sequential")
+    there = Deployed(linear_client, data, callback, tmp_path).server(2)
+    assert_same_run(here, there)
 
 
 @pytest.mark.parametrize("name", REFUSED)
