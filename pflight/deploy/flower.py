@@ -9,7 +9,7 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
@@ -104,12 +104,10 @@ class LostServerError(ConfigurationError):
 
 
 class Authority:
-    """How a connection is trusted: by a certificate authority, or a secret between two processes.
+    """A certificate authority, by which connections are trusted.
 
     Args:
-        root: The authority's certificate, PEM.
-        secret: What only the executor of tasks knows, or ``None``.
-        token: Of a task, or ``None``.
+        root: Its certificate, PEM.
     """
 
     def __init__(self, root: Path) -> None:
@@ -118,7 +116,13 @@ class Authority:
     def runtime(
         self, address: str, secret: bytes | None = None, token: str = ""
     ) -> RuntimeHttpClient:
-        """Return a connection to a runtime: of a SuperLink, or of a SuperNode."""
+        """Return a connection to a runtime: of a SuperLink, or of a SuperNode.
+
+        Args:
+            address: Of the runtime.
+            secret: What only the executor of tasks knows, to acquire one.
+            token: Of a task, to work on it.
+        """
         interceptors: list[Any] = [RuntimeVersionHttpInterceptor(component_name="pflight")]
         if secret is not None:
             auth = SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods=_ACQUIRE)
@@ -172,11 +176,12 @@ def superlink(
     address = address_of(host, port)
     try:
         process.wait_until(lambda: check_server(address, certificates / "ca.pem"))
-        control = authority.control(address)
-        with _task(authority, address, secret, start_run(control)) as grid:
+        with (
+            authority.control(address) as control,
+            _task(authority, address, secret, start_run(control)) as grid,
+        ):
             give_up_with(grid, process)
             yield GridPost(grid, timeout, patience, control)
-        control.close()
     except httpx.HTTPError as error:
         process.check()
         raise ConfigurationError(
@@ -223,6 +228,8 @@ def give_up_with(grid: HttpGrid, process: Process | None = None) -> None:
 class Heartbeat:
     """Tells Flower that a task goes on; unlike Flower's own, it never interrupts the process.
 
+    As a context manager it does so until the end.
+
     Args:
         client: The connection to the task's runtime.
         every: Seconds from one to the next, of which Flower misses five.
@@ -232,6 +239,12 @@ class Heartbeat:
         self._client, self._every, self._done = client, every, Event()
         self._thread = Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
+
+    def __enter__(self) -> Heartbeat:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def _beat(self) -> None:
         while True:
@@ -249,37 +262,33 @@ class Heartbeat:
 @contextmanager
 def _task(authority: Authority, address: str, secret: bytes, run_id: int) -> Iterator[HttpGrid]:
     """Be the process of a run's server, and yield the grid of its nodes."""
-    executor = authority.runtime(address, secret)
     end, token = time.monotonic() + _START, ""
-    while not token:
-        acquired = executor.AcquireTask(
-            AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
-        )
-        if acquired.token and acquired.task.run_id == run_id:
-            token = acquired.token
-        elif time.monotonic() > end:
-            raise ConfigurationError("the SuperLink did not start the run")
-        else:
-            time.sleep(_LOOK)
-    executor.close()
-    client = authority.runtime(address, token=token)
-    heartbeat = Heartbeat(client)
-    given = client.PullTaskInput(PullTaskInputRequest())
-    run = run_from_proto(given.run)
-    TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, run.run_id
-    TaskIdentity.node_id = given.context.node_id
-    grid = HttpGrid(address, False, authority.root.read_bytes(), token=token)
-    grid.set_run(run)
-    status = SubStatus.FAILED
-    try:
-        yield grid
-        status = SubStatus.COMPLETED
-    finally:
-        heartbeat.stop()
-        with suppress(httpx.HTTPError):
-            client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=""))
-        client.close()
-        grid.close()
+    with authority.runtime(address, secret) as executor:
+        request = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
+        while not token:
+            acquired = executor.AcquireTask(request)
+            if acquired.token and acquired.task.run_id == run_id:
+                token = acquired.token
+            elif time.monotonic() > end:
+                raise ConfigurationError("the SuperLink did not start the run")
+            else:
+                time.sleep(_LOOK)
+    with authority.runtime(address, token=token) as client:
+        status = SubStatus.FAILED
+        try:
+            with Heartbeat(client):
+                given = client.PullTaskInput(PullTaskInputRequest())
+                run = run_from_proto(given.run)
+                TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, run.run_id
+                TaskIdentity.node_id = given.context.node_id
+                root = authority.root.read_bytes()
+                with closing(HttpGrid(address, False, root, token=token)) as grid:
+                    grid.set_run(run)
+                    yield grid
+            status = SubStatus.COMPLETED
+        finally:
+            with suppress(httpx.HTTPError):
+                client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=""))
 
 
 class GridPost:

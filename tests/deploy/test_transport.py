@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterable, Sequence
@@ -31,7 +32,14 @@ from flwr.superlink.grid import HttpGrid
 from pflight.deploy.certificates import make_certificates
 from pflight.deploy.client import Watch, wait_for
 from pflight.deploy.demo import demonstrate
-from pflight.deploy.flower import GridPost, Heartbeat, address_of, give_up_with, superlink
+from pflight.deploy.flower import (
+    Authority,
+    GridPost,
+    Heartbeat,
+    address_of,
+    give_up_with,
+    superlink,
+)
 from pflight.deploy.messages import numbers_of, packed
 from pflight.deploy.processes import Process, ProcessEndedError, free_port
 from pflight.deploy.remote import Asked
@@ -208,6 +216,53 @@ def test_two_servers_keep_apart_what_their_superlinks_need(
         with pytest.raises(ProcessEndedError), superlink("127.0.0.1", port, tmp_path, None, 1.0):
             pass
     assert all(secret.read_bytes() == content for secret, content in started)
+
+
+class Connection:
+    """A connection to a SuperLink that starts a run, and then is gone."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.is_open = False
+
+    def AcquireTask(self, request: Any) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(token="token", task=SimpleNamespace(run_id=7))
+
+    def __getattr__(self, name: str) -> Any:
+        raise httpx.ConnectError("gone")
+
+
+def test_a_run_that_can_not_begin_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Connection] = []
+
+    def connect(*_: Any, **__: Any) -> Connection:
+        made.append(Connection())
+        return made[-1]
+
+    for kind in "control", "runtime":
+        monkeypatch.setattr(Authority, kind, connect)
+    monkeypatch.setattr("pflight.deploy.flower.check_server", lambda *_: True)
+    monkeypatch.setattr("pflight.deploy.flower.start_run", lambda *_: 7)
+    monkeypatch.setattr(
+        "pflight.deploy.flower.Process", lambda *_: Process(["sleep", "60"], tmp_path, "superlink")
+    )
+    gone = pytest.raises(
+        ConfigurationError, match="superlink does not do what it is asked: ConnectError: gone"
+    )
+    with gone, superlink("127.0.0.1", 9092, tmp_path, None, 1.0):
+        pass
+    assert [connection.is_open for connection in made] == [False] * 3
+    assert "heartbeat" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_the_end_of_the_superlink_ends_the_wait_for_it(tmp_path: Path) -> None:
