@@ -20,6 +20,7 @@ from pflight.errors import ConfigurationError
 
 _LOOK = 0.2  # seconds from one look at a process to the next
 _START = 120.0  # seconds in which a process starts
+_PATIENCE = 10.0  # seconds in which it ends after a signal
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
 
@@ -102,13 +103,11 @@ class Process:
 
     def stop(self) -> None:
         """End it, and what it has started."""
-        for signum, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+        for signum in (signal.SIGTERM, signal.SIGKILL):  # of which the second ends its whole group
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signum)
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(patience)
-                if signum == signal.SIGTERM:
-                    continue  # kill what may be left of its group
+                self._process.wait(_PATIENCE)
 
 
 def end_with_parent() -> None:
