@@ -16,10 +16,11 @@ from .typos import Options, UnclearError
 
 _CLASSES: dict[str, Callable[[], list[catalogue.Entry]]] = {
     "data": catalogue.data,
-    "data.partition": catalogue.partitions,
-    "model.client.network": catalogue.networks,
-    "trainer.callbacks": catalogue.methods,
+    "partition": catalogue.partitions,
+    "network": catalogue.networks,
+    "callbacks": catalogue.methods,
 }
+_OF_EVERY_RUN = ("data", "data.partition", "model.client.network", "trainer.callbacks")
 
 
 def complete() -> None:
@@ -64,16 +65,18 @@ def _add_options(run: CommandParser, command: str, args: list[str]) -> None:
         run.add_argument(flag, action="store_true")
     config: Any = run.add_argument("--config", "-c", action="append")
     config.completer = _config_files
-    for name in dict.fromkeys([*options.names(), *_CLASSES]):
-        action: Any = run.add_argument(f"--{name}")
-        if name in _CLASSES:
+    for name in dict.fromkeys([*options.names(), *_OF_EVERY_RUN]):
+        kind = name.rpartition(".")[2]
+        flags = (f"--{name}", f"--{name}+") if kind == "callbacks" else (f"--{name}",)
+        action: Any = run.add_argument(*flags)
+        if kind in _CLASSES:
             help_: Any = run.add_argument(f"--{name}.help", nargs="?")
-            action.completer = help_.completer = partial(_classes, name)
+            action.completer = help_.completer = partial(_classes, kind)
 
 
-def _classes(option: str, **_: Any) -> list[str]:
-    paths = [str(one.class_path) for one in _CLASSES[option]()]
-    whole = option == "model.client.network"  # torchvision has classes of the same names
+def _classes(kind: str, **_: Any) -> list[str]:
+    paths = [str(one.class_path) for one in _CLASSES[kind]()]
+    whole = kind == "network"  # torchvision has classes of the same names
     return paths if whole else [path.rpartition(".")[2] for path in paths]
 
 

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
         known = {section: [*map(_known, entries)] for section, entries in found.items()}
         console.print_json(data=known)
         return
-    if not (console.is_terminal or "COLUMNS" in os.environ):
+    if not (console.width and (console.is_terminal or "COLUMNS" in os.environ)):
         console.width = _UNLIMITED
     for section, entries in found.items():
         if section == "configs" and "methods" in found:  # which has the algorithms' already

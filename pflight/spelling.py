@@ -8,6 +8,7 @@ from itertools import takewhile
 
 OF_THE_PARSER = ("config", "print_config", "help")
 """Options of all runs that no configuration has."""
+_MISSED = 2  # letters that a misspelt name may lack, or have too many
 
 
 def question(meant: Sequence[str]) -> str:
@@ -34,6 +35,17 @@ def no_option(option: str, known: Iterable[str]) -> str:
     return f"there is no option {option}{question(_meant(option, known))}"
 
 
+def too_early(option: str) -> str:
+    """Return a message that an option is not given after the class that has it.
+
+    Example:
+        >>> too_early("data.partition.alpha")
+        'data.partition.alpha has to follow the class that has it: give --data.partition first'
+    """
+    whose = option.rpartition(".")[0]
+    return f"{option} has to follow the class that has it: give --{whose} first"
+
+
 def no_class(name: str, meant: Sequence[str]) -> str:
     """Return a message that there is no such class, with those that may have been meant."""
     return f"unknown class {name}{question(meant)}"
@@ -42,11 +54,14 @@ def no_class(name: str, meant: Sequence[str]) -> str:
 def closest(name: str, known: Iterable[str]) -> list[str]:
     """Return the known name that is most like another, if one is like it at all.
 
+    It contains the other, or is about as long.
+
     Example:
-        >>> closest("Digit", ["Digits", "Dirichlet"])
-        ['Digits']
+        >>> closest("Digit", ["Digits", "Dirichlet"]), closest("root", ["dropout"])
+        (['Digits'], [])
     """
-    return get_close_matches(name, known, n=1)
+    alike = (one for one in known if name in one or abs(len(one) - len(name)) <= _MISSED)
+    return get_close_matches(name, alike, n=1)
 
 
 def _meant(option: str, known: Iterable[str]) -> list[str]:

@@ -215,6 +215,11 @@ class TestList:
         for one in json.loads(listed(capsys, "methods", "--json"))["methods"]:
             assert f"{one['name']} {one['summary']}" in " ".join(wrapped.split())
 
+    def test_where_the_width_is_unknown(self, capsys, monkeypatch):
+        whole = listed(capsys)
+        monkeypatch.setenv("COLUMNS", "0")
+        assert listed(capsys) == whole
+
     def test_one_section(self, capsys):
         assert [*json.loads(listed(capsys, "networks", "--json"))] == ["networks"]
         assert "algorithm/fesem " in listed(capsys, "configs")
@@ -269,6 +274,13 @@ def test_completion_in_bash() -> None:
     assert data == {"--data.num_clusters"}
     assert values == node == {"Dirichlet"}
     assert {"server", "client", "demo", "certificates"} <= deploy
+    inner, partition, callbacks = completions(
+        f"pflight fit --config {QUICKSTART} --data.data Dig",
+        f"pflight fit --config {QUICKSTART} --data.data.partition Dir",
+        "pflight fit --trainer.callbacks+ FedPr",
+    )
+    assert (inner, partition) == ({"Digits"}, {"Dirichlet"})
+    assert {"FedProx"} <= callbacks
 
 
 def test_completion_as_zsh_asks_for_it() -> None:
