@@ -162,7 +162,7 @@ class LeafDataModule(PartitionedDataModule):
         found = [
             sorted(root.glob("all_data/*.json")),
             sorted(root.glob("data/all_data/*.json")),
-            [path for path in parquet_files(root) if root / _UNFINISHED not in path.parents],
+            parquet_files(root, unfinished=root / _UNFINISHED),
         ]
         return next((_Files(files, []) for files in found if files), None)
 

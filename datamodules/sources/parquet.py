@@ -23,27 +23,33 @@ _MOST_PIXELS = 1 << 24
 _SHARD = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})\.parquet")
 
 
-def parquet_files(folder: Path, pattern: str = "**/*.parquet") -> list[Path]:
+def parquet_files(
+    folder: Path, pattern: str = "**/*.parquet", unfinished: Path | None = None
+) -> list[Path]:
     """Return the parquet files of a folder, sorted.
 
     Args:
         folder: The folder; it need not exist.
         pattern: Which of its files; by default all, also those in folders inside it.
+        unfinished: A folder whose files don't count.
 
     Raises:
         ConfigurationError: Files are called ``...-of-00003.parquet``, and one of the three is
-            missing; or what has such a name is not a file.
+            missing, or is there in another folder or as one of another number, too; other files
+            have one name and one size; or what has such a name is not a file.
     """
-    found = sorted(folder.glob(pattern))
+    found = [path for path in sorted(folder.glob(pattern)) if unfinished not in path.parents]
     files = [
         path for path in found if (_SHARD.match(path.name) or not path.is_dir()) and is_file(path)
     ]
+    named: dict[str, Path] = {}
     for path in files:
-        if shard := _SHARD.fullmatch(path.name):
-            for number in range(int(shard["count"])):
-                other = path.with_name(f"{shard['name']}-{number:05}-of-{shard['count']}.parquet")
-                if not other.is_file():
-                    raise ConfigurationError(f"{other} is missing: {path.name} is there")
+        name, parts = _parts(path)
+        for part in parts:
+            if not part.is_file():
+                raise ConfigurationError(f"{part} is missing: {path.name} is there")
+        if (first := named.setdefault(name, path)) not in parts:
+            raise ConfigurationError(f"{first} and {path} are the same data twice; remove one")
     return files
 
 
@@ -154,6 +160,15 @@ def _check_png(content: bytes) -> None:
         if crc32(content[start + 4 : end]) != int.from_bytes(checksum, "big") or not checksum:
             raise ValueError("a checksum is wrong, or it is truncated")
         start = end + 4
+
+
+def _parts(path: Path) -> tuple[str, list[Path]]:
+    """Return what tells a file's data from others, and all files that these are in."""
+    if not (shard := _SHARD.fullmatch(path.name)):
+        return f"{path.name} of {path.stat().st_size} bytes", [path]
+    name, count = shard["name"], shard["count"]
+    numbers = range(int(count))
+    return name, [path.with_name(f"{name}-{number:05}-of-{count}.parquet") for number in numbers]
 
 
 def _plain(values: list[Any]) -> list[Any]:

@@ -55,6 +55,43 @@ def test_a_shard_that_is_missing_is_named(tmp_path, lost):
         parquet_files(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (["data/train-00000-of-00001"], ["old/train-00000-of-00001"]),
+        (["train-00000-of-00001"], ["train-00000-of-00002", "train-00001-of-00002"]),
+        (["a/train-00000-of-00002", "a/train-00001-of-00002"], ["b/train-00000-of-00001"]),
+        (["a/0000"], ["b/0000"]),
+    ],
+)
+def test_data_that_are_there_twice_are_refused(tmp_path, one, other):
+    paths = [tmp_path / f"{name}.parquet" for name in one + other]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    first, second = paths[0], paths[len(one)]
+    with pytest.raises(ConfigurationError, match=f"^{first} and {second} are the same data twice"):
+        parquet_files(tmp_path)
+    for path in paths[len(one) :]:
+        path.unlink()
+    assert parquet_files(tmp_path) == paths[: len(one)]
+
+
+def test_other_data_may_have_the_same_name_in_another_folder(tmp_path):
+    for split, rows in (("train", 3), ("test", 2)):
+        (tmp_path / split).mkdir()
+        write(tmp_path / split / "0000.parquet", label=list(range(rows)) * 100)
+    assert len(parquet_files(tmp_path)) == 2
+
+
+def test_files_of_an_unfinished_download_do_not_count(tmp_path):
+    whole, part = tmp_path / "hub", tmp_path / "hub.partial"
+    for folder, name in ((whole, "train"), (part, "train"), (part, "train-00000-of-00003")):
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.parquet").touch()
+    assert parquet_files(tmp_path, unfinished=part) == [whole / "train.parquet"]
+
+
 def test_columns_come_back_in_the_order_of_the_rows(tmp_path):
     images = [{"bytes": b"%d" % row, "path": None} for row in range(4000)]
     path = write(tmp_path / "a.parquet", img=images, label=list(range(4000)), other=[0.5] * 4000)
