@@ -175,7 +175,7 @@ class FederationCLI(LightningCLI):
         return RunFolder(self._get(self.config, "trainer").default_root_dir)
 
     def before_instantiate_classes(self) -> None:
-        """Pass ``seed_everything`` to model and data with seed 0, and find the checkpoint."""
+        """Pass ``seed_everything`` to what has no seed of its own, and find the checkpoint."""
         self._pass_seed()
         config = self.config[self.subcommand]
         if not config.trainer.fast_dev_run:
@@ -207,10 +207,10 @@ class FederationCLI(LightningCLI):
 
     def _pass_seed(self) -> None:
         config = self.config[self.subcommand]
-        for part in (config.model, config.data):
-            options = part.get("init_args")
-            if options is not None and options.get("seed") == 0:
-                options.seed = int(config.seed_everything)
+        for _, spec in specs(config):
+            options = spec.get("init_args") or {}
+            if "seed" in options and options["seed"] is None:
+                options["seed"] = int(config.seed_everything)
 
     def instantiate_classes(self) -> None:
         """Make the model, the data and the Trainer.
@@ -221,7 +221,7 @@ class FederationCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-            if reason := refusal(error):
+            if reason := refusal(error, self.config[self.subcommand]):
                 raise ConfigurationError(reason) from error
             raise
 

@@ -25,7 +25,7 @@ from .augmentation import Augmentation
 from .config_files import groups_in
 from .datamodules.partitions.partition import Partition
 from .errors import ConfigurationError, UnknownOptionError
-from .spelling import OF_THE_PARSER, closest, no_class, no_option
+from .spelling import OF_THE_PARSER, closest, no_class, no_option, too_early
 
 __all__ = ["FederationParser", "refusal"]
 
@@ -73,6 +73,8 @@ _UNKNOWN_CLASSES = (
     re.compile(r"(?:.*: )?(?:Expected a dot|Unexpected) import path \w+: (?P<name>.*)"),
     re.compile(r"module '(?P<module>[^']+)' has no attribute '(?P<name>[^']+)'.*"),
 )
+_NO_VALUE = re.compile(r"(?<=argument )--\S+(?=: expected one argument)")
+_UNEXPECTED = re.compile(r".* got an unexpected keyword argument '(?P<name>\w+)'.*")
 
 
 class FederationParser(LightningArgumentParser):
@@ -81,7 +83,17 @@ class FederationParser(LightningArgumentParser):
     It accepts ``None`` as ``null``: jsonargparse reads the value of
     ``--model.client.constraint null`` and passes it to the parser of the client's options as the
     text ``None``.
+
+    Where a class has a ``seed`` that is 0 by default, the default is ``None`` here: that of the
+    run.
     """
+
+    def add_class_arguments(self, theclass: type, *more: Any, **options: Any) -> list[str]:
+        """Add the arguments of a class as usual."""
+        added: list[str] = super().add_class_arguments(theclass, *more, **options)
+        if "seed" in added and self.get_default("seed") == 0:
+            self.set_defaults(seed=None)
+        return added
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, *more: Any, **options: Any
@@ -107,7 +119,7 @@ class FederationParser(LightningArgumentParser):
         try:
             return self.parse_args(args)
         except ArgumentError as error:
-            complaint = _complaint(str(error))
+            complaint = _complaint(_with_whole_name(str(error), args))
             reason = complaint.in_words()
             option, *others = _unknown(complaint.unknown_option, args, commands)
             if not option:
@@ -117,7 +129,7 @@ class FederationParser(LightningArgumentParser):
             else:
                 known = [*complaint.siblings, *self._options(args, option, commands)]
                 known += OF_THE_PARSER
-                reason = no_option(option, known)
+                reason = too_early(option) if option in known else no_option(option, known)
             raise UnknownOptionError(reason, [option, *others]) from error
 
     def _options(
@@ -185,11 +197,15 @@ class _Complaint(NamedTuple):
         return f"{self.key}: {said}" if self.key else said
 
 
-def refusal(error: BaseException) -> str | None:
+def refusal(error: BaseException, config: Namespace) -> str | None:
     """Return in one line why a class rejects its options; ``None`` for a bug in the class.
 
     jsonargparse's own message is about all types that a value could have; its cause is the error of
     the first of them.
+
+    Args:
+        error: What was raised when the classes of a run were made.
+        config: The configuration of the run.
     """
     root, name = error, None
     while root.__cause__ is not None:
@@ -197,9 +213,23 @@ def refusal(error: BaseException) -> str | None:
         root, name = root.__cause__, made[1] if made else name
     if isinstance(root, MisconfigurationException):
         return None  # its message is clear by itself
+    if unexpected := _UNEXPECTED.fullmatch(str(root)):
+        for option, spec in specs(config):
+            if unexpected["name"] in (spec.get("dict_kwargs") or {}):
+                return no_option(f"{option}.dict_kwargs.{unexpected['name']}", ())
     if name and not isinstance(root, ImportError | OSError | RuntimeError | ValueError):
         return None
     return f"{name or 'trainer'}: {' '.join(str(root).split())}"
+
+
+def _with_whole_name(message: str, args: Sequence[str]) -> str:
+    """Return an error with the option that has no value; argparse names the one that it is of."""
+
+    def whole(part: re.Match[str]) -> str:
+        given = (one for one, after in pairwise([*args, "--"]) if after.startswith("--"))
+        return next((one for one in given if f"{one}.".startswith(f"{part[0]}.")), part[0])
+
+    return _NO_VALUE.sub(whole, message)
 
 
 def _complaint(message: str) -> _Complaint:

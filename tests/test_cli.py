@@ -26,7 +26,7 @@ from pflight import Federation
 from pflight.__main__ import main as command
 from pflight.callbacks import FeSEM
 from pflight.checkpoint import AtomicCheckpointIO
-from pflight.cli import main
+from pflight.cli import FederationCLI, main
 from pflight.errors import ConfigurationError
 from pflight.history import load_history
 from pflight.models import MLP, ProximalClient
@@ -718,6 +718,29 @@ def test_one_seed_reaches_the_data_and_the_federation_unless_they_have_their_own
     config = yaml.safe_load(Path("run", "config.yaml").read_text())
     assert config["data"]["init_args"]["seed"] == 3
     assert config["model"]["init_args"]["seed"] == 5
+
+
+def test_a_seed_of_zero_is_kept():
+    pflight("fit", "--seed_everything=3", "--data.seed=0", "--model.seed=0", rounds=1)
+    config = yaml.safe_load(Path("run", "config.yaml").read_text())
+    assert config["data"]["init_args"]["seed"] == config["model"]["init_args"]["seed"] == 0
+
+
+def test_the_seed_reaches_wrapped_data():
+    rotated = ["fit", *composed("data/rotated_digits"), "--trainer.max_epochs=1"]
+    main([*rotated, "--seed_everything=3", "--data.data.num_clients=4"])
+    data = yaml.safe_load(Path("runs/default/config.yaml").read_text())["data"]["init_args"]
+    assert data["seed"] == data["data"]["init_args"]["seed"] == 3
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_saved_config_keeps_its_seeds(seed, monkeypatch):
+    monkeypatch.setattr(FederationCLI, "fit", lambda self, **_: None)
+    cli = FederationCLI(["fit", *composed("data/digits"), f"--seed_everything={seed}"])
+    Path("saved.yaml").write_text(cli._dump())
+    again = ["fit", "--config", "saved.yaml", "--seed_everything=5"]
+    cli = FederationCLI([*again, "--model.seed=null"])
+    assert (cli.datamodule.seed, cli.model.clients.seed) == (seed, 5)
 
 
 PARTS = ("data/digits", "algorithm/fesem", "trainer/tensorboard")

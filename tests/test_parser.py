@@ -68,7 +68,7 @@ CASES: list[tuple[str, Any, str]] = [
     ("data.dropout", None, "Digits: dropout must be a finite number, got null"),
     ("data.partition", None, "Digits: partition must be a Partition, got null"),
     ("model.client.optimizer", None, "Classifier: optimizer must be a function, got null"),
-    ("model.seed", None, "Federation: seed must be a whole number, got null"),
+    ("model.local_epochs", None, "Federation: local_epochs must be a whole number, got null"),
     ("data", None, "the following arguments are required: data"),
     # out of range
     ("seed_everything", -3, "seed_everything must be from 0 to 2**32 - 1, got -3"),
@@ -127,6 +127,7 @@ CASES: list[tuple[str, Any, str]] = [
     ("trainer.seed", 3, "no option trainer.seed: did you mean model.seed or data.seed?"),
     ("model.client.optimizer.lrr", 3, "lrr: did you mean model.client.optimizer.lr?"),
     ("model.xyzzy", 3, "there is no option model.xyzzy"),
+    ("data.dict_kwargs", {"a": 1}, "there is no option data.dict_kwargs.a"),
     # classes that there are not
     ("data", "Digit", "data: unknown class Digit: did you mean Digits?"),
     (
@@ -207,6 +208,30 @@ def test_several_mistakes_hide_no_suggestion(capsys: pytest.CaptureFixture[str])
     assert "did you mean data.num_clients?" in refused(capsys, *mistakes)
     needed = ["--data=LeafFEMNIST", "--data.rooot=data", "--data.partition.nonsense=3"]
     assert "did you mean data.root?" in refused(capsys, *needed)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["--data.partition.alpha=1", "--data.partition=Dirichlet"],
+            "data.partition.alpha has to follow the class that has it: give --data.partition first",
+        ),
+        (["--data.num_clients"], "argument --data.num_clients: expected one argument"),
+        (["--data.num_clients", "--data.seed=1"], "argument --data.num_clients: expected one arg"),
+        (["--data.dict_kwargs.a=1"], "there is no option data.dict_kwargs.a"),
+    ],
+)
+def test_one_line_on_arguments(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, *args)
+
+
+def test_what_is_not_alike_is_not_proposed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "--data.root=x") == "there is no option data.root"
+    said = refused(capsys, "--data.augmentation=Foo")
+    assert said == "data.augmentation: unknown class Foo"
 
 
 class Refuses(L.LightningDataModule):
