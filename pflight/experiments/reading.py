@@ -94,11 +94,18 @@ def _options_in(folder: Path) -> tuple[int, dict[str, Any]]:
     config = load((folder / CONFIG).read_text("utf-8-sig"))
     if any(not isinstance(config.get(name), Mapping) for name in ("model", "data", "trainer")):
         raise ConfigurationError(f"{folder / CONFIG} is not that of a run: it lacks options")
-    seed, options = int(config.get("seed_everything") or 0), without_place(config)
-    for part in (options["model"], options["data"]):
-        if (part.get("init_args") or {}).get("seed") == seed:  # as the command line passes it on
-            part["init_args"] = {**part["init_args"], "seed": 0}
-    return seed, options
+    seed = int(config.get("seed_everything") or 0)
+    return seed, _without_seed(without_place(config), seed)
+
+
+def _without_seed(value: Any, seed: int) -> Any:
+    """Return options without the seed of the run, which the command line has passed on."""
+    if isinstance(value, list):
+        return [_without_seed(item, seed) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    left = {name: _without_seed(part, seed) for name, part in value.items()}
+    return left | {"seed": None} if left.get("seed") == seed else left
 
 
 def _differing(options: dict[str, Any], same: Sequence[dict[str, Any]]) -> dict[str, Any]:
