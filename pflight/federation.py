@@ -31,7 +31,7 @@ from .options import check_range, check_types
 from .record import RunRecord
 from .round_log import log_histograms, log_hyperparameters, log_values, silence_hints
 from .server import ServerModels, server_work
-from .server_callback import ServerCallback, chosen_half, server_callback_of
+from .server_callback import ServerCallback, attached, chosen_half, server_callback_of
 from .server_schedule import WaitingSchedule, build_optimizer, monitored, step_schedule
 from .state import StateLayout, with_state
 from .updates import Evaluation, Predictions
@@ -163,12 +163,11 @@ class Federation(L.LightningModule):
 
     @property
     def attached_callback(self) -> ServerCallback:
-        """The server callback that set this federation up; an error before one has."""
-        if self.callback is None:
-            raise ConfigurationError(
-                "the federation has no server yet: run it with a Trainer, or load a checkpoint"
-            )
-        return self.callback
+        """The server callback that set this federation up; an error before one has.
+
+        It is one as well once another federation has been set up by it, which it knows since.
+        """
+        return attached(self.callback, self.clients)
 
     @property
     def algorithm(self) -> str:
@@ -177,7 +176,7 @@ class Federation(L.LightningModule):
 
     def server_states(self) -> list[dict[str, Tensor]]:
         """Return the server's models, each in the form of ``client.state_dict()``."""
-        states = self.callback.server_states() if self.callback else []
+        states = self.attached_callback.server_states() if self.callback else []
         return [self.layout.state_dict(state) for state in states]
 
     def client_state(self, client: int) -> dict[str, Tensor]:

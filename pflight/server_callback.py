@@ -117,12 +117,14 @@ class ServerCallback(L.Callback):
             before: The callback that set the federation up, whose state is taken over.
 
         Raises:
-            ConfigurationError: If ``before`` is of another class or has other options.
+            ConfigurationError: If ``before`` is of another class or has other options, or another
+                federation has been set up by it since.
         """
         if before is None:
             self.clients, self.server, clients.server_half = clients, server, self
             self.setup_server()
             return
+        attached(before, clients)
         if type(self) is not type(before):
             raise ConfigurationError(
                 f"this federation was trained with {type(before).__name__}, but this Trainer has "
@@ -284,6 +286,24 @@ def server_callback_of(trainer: L.Trainer) -> ServerCallback | None:
         names = " and ".join(type(callback).__name__ for callback in given)
         raise ConfigurationError(f"a federation takes one server callback, got {names}")
     return given[0] if given else None
+
+
+def attached(callback: ServerCallback | None, clients: Clients) -> ServerCallback:
+    """Return the server callback that set a federation up, which has these clients.
+
+    Raises:
+        ConfigurationError: If none has, or it has set another federation up since.
+    """
+    if callback is None:
+        raise ConfigurationError(
+            "the federation has no server yet: run it with a Trainer, or load a checkpoint"
+        )
+    if callback.clients is not clients:
+        raise ConfigurationError(
+            f"this {type(callback).__name__} has been used for another federation since, and knows "
+            "that one alone: give each federation that you go on with a callback of its own"
+        )
+    return callback
 
 
 def chosen_half(callback: ServerCallback, module: L.LightningModule, num_clients: int) -> Half:

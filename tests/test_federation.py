@@ -307,6 +307,21 @@ class TestClientsThatNeverAnswer:
 
 
 class TestFittedAgain:
+    def test_a_callback_knows_the_federation_that_it_was_used_for_last(self) -> None:
+        first, last = (
+            run(linear_client(), small_data(), callback := FedAvg(), seed=0),
+            run(linear_client(), small_data(), callback, seed=1),
+        )
+        assert last.server_states()
+        for ask in (
+            first.server_states,
+            lambda: first.client_state(0),
+            lambda: quiet_trainer(1, callback).fit(first, datamodule=small_data()),
+            lambda: quiet_trainer(1, FedAvg()).fit(first, datamodule=small_data()),
+        ):
+            with pytest.raises(ConfigurationError, match="used for another federation since"):
+                ask()
+
     @pytest.mark.parametrize("callback", [FedAvg, lambda: FeSEM(2), L2GD])
     def test_another_trainer_goes_on_with_the_next_round(self, callback: Any) -> None:
         data = small_data(cohort_size=3, dropout=0.2)
