@@ -214,12 +214,12 @@ def cached_samples(
 ) -> CachedSamples:
     """Open the cache of some files; if there is none, build it first.
 
-    A cache is identified by the names, sizes and modification times of its sources, and by the
-    options. When the sources change, it is replaced; other options have another cache. It is
-    written to a temporary folder and renamed when it is complete. Of several processes that start
-    at once, one builds and the others wait. Everything in it has checksums: those of the features
-    are verified when a block is first read, all others when the cache is opened. A damaged cache is
-    built again, with a warning.
+    A cache is identified by the paths of its sources, relative to ``folder``, by their sizes and
+    modification times, and by the options. When the sources change, it is replaced; other options
+    have another cache. It is written to a temporary folder and renamed when it is complete. Of
+    several processes that start at once, one builds and the others wait. Everything in it has
+    checksums: those of the features are verified when a block is first read, all others when the
+    cache is opened. A damaged cache is built again, with a warning.
 
     Args:
         folder: The folder of all caches, which is created if it is missing.
@@ -386,7 +386,7 @@ class _Cache:
 
     def _place(self) -> Path:
         """Return the path of the cache for the sources as they are now."""
-        names = [(path.parent.name, path.name) for path in self._sources]
+        names = [os.path.relpath(path, self._folder) for path in self._sources]
         which = _digest([_FORMAT, names, dict(self._options)])
         version = _digest([facts for path in self._sources for facts in _facts(path)])
         return self._folder / f"{self._name}-{which}-{version}"

@@ -174,6 +174,21 @@ def test_a_moved_folder_keeps_its_cache(tmp_path):
     check(cached_samples(tmp_path / "new" / "cache", "data", [moved], {}, refuse, 10))
 
 
+def test_two_data_sets_may_share_a_folder_of_caches(tmp_path, monkeypatch):
+    def opened(name: str, build) -> CachedSamples:
+        sources = [tmp_path / name / "train" / "a.json"]
+        return cached_samples(tmp_path / "cache", "data", sources, {}, build, 10)
+
+    for name in ("one", "two"):
+        (tmp_path / name / "train").mkdir(parents=True)
+        (tmp_path / name / "train" / "a.json").write_text(name * len(name))
+        opened(name, write)
+    for name in ("one", "two"):
+        check(opened(name, refuse))
+    monkeypatch.chdir(tmp_path)
+    check(cached_samples(Path("cache"), "data", [Path("one/train/a.json")], {}, refuse, 10))
+
+
 def test_an_error_while_building_leaves_nothing_behind(tmp_path):
     def fail(writer: SampleWriter) -> None:
         write(writer)
