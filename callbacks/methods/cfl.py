@@ -6,7 +6,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.distributed import gather
@@ -15,7 +14,7 @@ from pflight.randomness import Purpose, derive_seed
 from pflight.state import expand_state, stack_states
 from pflight.updates import ClientUpdates
 
-from .clustering import Linkage, bipartition, parameter_vectors
+from .clustering import Linkage, bipartition
 from .multi_center import MultiCenter
 
 
@@ -151,7 +150,7 @@ class CFL(MultiCenter):
             if (self.assignments == k).sum() > self.min_size:
                 ours = clusters == k
                 start = stack_states([self.server.tensors(k)])
-                changes = self._vectors(updates.states[ours]) - self._vectors(start)
+                changes = self.vectors(updates.states[ours]) - self.vectors(start)
                 kept = (change.clone() for change in changes.cpu())
                 self._arrived.update(zip(clients[ours].tolist(), kept, strict=True))
 
@@ -180,7 +179,7 @@ class CFL(MultiCenter):
             asked = clients[here.to(clients.device)]
             sent = expand_state(split.state, len(asked)).to(self.clients.device)
             tried = self.clients.train_aside(asked, sent, split.round)
-            changes = F.normalize(self._vectors(tried.states) - self._vectors(sent[:1]))
+            changes = F.normalize(self.vectors(tried.states) - self.vectors(sent[:1]))
             cosines = changes @ F.normalize(split.directions).to(changes).T
             follows = torch.isin(asked, tried.clients[cosines[:, 1] > cosines[:, 0]])
             clusters[here[follows.cpu()]] = split.new
@@ -218,10 +217,6 @@ class CFL(MultiCenter):
         self.server.copy(cluster)
         self.assignments[leaving] = new
         self.num_clusters += 1
-
-    def _vectors(self, states: TensorDict) -> Tensor:
-        """Return the parameters of a stack ``[C]`` as vectors ``[C, d]``."""
-        return parameter_vectors(states, self.clients.layout.parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tree and the updates since the last tests, for the checkpoint."""

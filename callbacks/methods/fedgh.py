@@ -20,9 +20,7 @@ from pflight.state import call_with
 from pflight.updates import ClientUpdates
 
 from .clustering import gather_states
-from .prototypes import COUNTS, MEANS, Prototypes, Prototypical
-
-_ID = 8  # bytes of a class's number
+from .prototypes import COUNTS, MEANS, Prototypes, Prototypical, prototype_bytes
 
 
 @checked
@@ -182,5 +180,4 @@ class FedGH(ServerCallback):
 
     def bytes_up(self, updates: ClientUpdates) -> int:
         """Return the bytes of the clients' prototypes, each with its class."""
-        row = updates.states[MEANS][:1, 0].nbytes
-        return int((updates.states[COUNTS] > 0).sum()) * (row + _ID)
+        return prototype_bytes(updates)

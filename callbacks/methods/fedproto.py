@@ -16,10 +16,9 @@ from pflight.options import checked
 from pflight.updates import ClientUpdates
 
 from .local import Local
-from .prototypes import COUNTS, MEANS, ClassMeans, Prototypes, Prototypical
+from .prototypes import COUNTS, MEANS, ClassMeans, Prototypes, Prototypical, prototype_bytes
 
 _OWN, _NEAREST = f"{EXTRA}.own", f"{EXTRA}.nearest"
-_ID = 8  # bytes of a class's number
 
 
 class NearestPrototype(Prototypes):
@@ -156,6 +155,5 @@ class FedProto(Local):
 
     def bytes_up(self, updates: ClientUpdates) -> int:
         """Return the bytes of the clients' prototypes, with class and number of samples."""
-        counts, row = updates.states[COUNTS], updates.states[MEANS][:1, 0].nbytes
-        number = counts.element_size() * (self.weighting == "samples")
-        return int((counts > 0).sum()) * (row + _ID + number)
+        number = updates.states[COUNTS].element_size()
+        return prototype_bytes(updates, number if self.weighting == "samples" else 0)

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
 from pflight.options import check_range, checked
 
-from .gradients import clipped
+from .gradients import check_gradients, clipped
 
 
 @checked
@@ -47,11 +46,7 @@ class FedSGD(FedAvg):
     def setup_server(self) -> None:
         """Make the server's model; raise for clients with manual optimization."""
         super().setup_server()
-        if not self.clients.module.automatic_optimization:
-            raise ConfigurationError(
-                "FedSGD asks for the gradient of training_step's loss, which "
-                f"{type(self.clients.module).__name__} with manual optimization does not give"
-            )
+        check_gradients(self.clients.module, "FedSGD")
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return SGD with this callback's step size."""

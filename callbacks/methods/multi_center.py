@@ -19,6 +19,7 @@ from pflight.state import WeightedMean, entries, expand_state, stack_states
 from pflight.updates import ClientUpdates
 
 from .chains import Chain, matched_chain
+from .clustering import parameter_vectors
 from .matching import BBPMAP, MatchedMean, State, align
 
 
@@ -178,6 +179,10 @@ class MultiCenter(ServerCallback):
         else:
             self.mean.add(updates.states, self.client_weights(updates.clients), clusters)
         self._assigned[updates.clients.cpu()] = clusters.cpu()
+
+    def vectors(self, states: TensorDict) -> Tensor:
+        """Return the parameters of a stack of states ``[C]`` as vectors ``[C, d]``."""
+        return parameter_vectors(states, self.clients.layout.parameters)
 
     def client_weights(self, clients: Tensor) -> Tensor:
         """Return the weight of each of the clients ``[C]`` in the mean of its cluster."""

@@ -13,8 +13,10 @@ from pflight.distributed import all_sum
 from pflight.half import Half, LocalClient, LocalWork
 from pflight.head import EXTRA
 from pflight.options import check_range, checked
+from pflight.updates import ClientUpdates
 
 MEANS, COUNTS = f"{EXTRA}.means", f"{EXTRA}.counts"
+_ID = 8  # bytes of a class's number
 
 
 class Prototypes(nn.Module):
@@ -118,6 +120,12 @@ class ClassMeans:
         sums, totals = all_sum(self._sums), all_sum(self._totals).unsqueeze(1)
         self._means.copy_(torch.where(totals > 0, sums / totals, self._means))
         self._weights.copy_(torch.where(totals[:, 0] > 0, totals[:, 0], self._weights))
+
+
+def prototype_bytes(updates: ClientUpdates, more: int = 0) -> int:
+    """Return the bytes of clients' prototypes, each with its class and ``more`` bytes."""
+    row = updates.states[MEANS][:1, 0].nbytes
+    return int((updates.states[COUNTS] > 0).sum()) * (row + _ID + more)
 
 
 def own_prototypes(

@@ -14,7 +14,7 @@ from pflight.server_callback import ServerCallback
 from pflight.state import entries, expand_state
 from pflight.updates import ClientUpdates
 
-from .clustering import TrimmedMean, gather_states, nearest, parameter_vectors, trimmed_kmeans
+from .clustering import TrimmedMean, gather_states, nearest, trimmed_kmeans
 from .multi_center import MultiCenter
 
 
@@ -150,7 +150,7 @@ class TrimmedKMeans(MultiCenter):
         if len(clients) < count:
             return  # too few answered: the next round tries again
         clusters, self._centers = trimmed_kmeans(
-            self._vectors(states),
+            self.vectors(states),
             count,
             self._cluster_mean,
             restarts=self.num_restarts,
@@ -181,7 +181,7 @@ class TrimmedKMeans(MultiCenter):
     def _nearest(self, states: TensorDict) -> Tensor:
         """Return, for each model of stage 1 ``[M]``, the nearest center of stage 2."""
         assert self._centers is not None
-        points = self._vectors(states)
+        points = self.vectors(states)
         return nearest(points, self._centers.to(points)).cpu()
 
     def _means(
@@ -192,15 +192,12 @@ class TrimmedKMeans(MultiCenter):
         for k in clusters.unique().tolist():
             members = states[clusters == k]
             if mean.trim == "radius":
-                members = members[mean.near(self._vectors(members))]
+                members = members[mean.near(self.vectors(members))]
             means[k] = {
                 name: mean(leaf) if leaf.is_floating_point() else leaf.amax(dim=0)
                 for name, leaf in entries(members)
             }
         return means
-
-    def _vectors(self, states: TensorDict) -> Tensor:
-        return parameter_vectors(states, self.clients.layout.parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the assignments, the initial model and the centers, for the checkpoint."""
