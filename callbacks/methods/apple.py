@@ -25,7 +25,7 @@ _HELD = 2**28  # bytes of cores that clients hold at once, unless it is a single
 
 
 @checked
-class Mixing(Half):
+class MixedCores(Half):
     r"""APPLE's client, which trains its core model and how it mixes this with the others'.
 
     Its model is :math:`w_i = \sum_j p_{ij} c_j`, of its own core :math:`c_i` and those of the
@@ -109,9 +109,9 @@ class APPLE(StoredModels):
     r"""Adaptive personalized cross-silo federated learning (Luo and Wu 2022, algorithm 1).
 
     The server stores a core model of every client and sends all of them to each, which mixes them
-    and trains as :class:`Mixing` says; no mean is taken. Weights start at the clients' shares of
-    all samples, :math:`p^0_j = n_j / \sum_k n_k`, and are held there by a penalty that fades over
-    the rounds r = 0, 1, ... to 0 in round L: by
+    and trains as :class:`MixedCores` says; no mean is taken. Weights start at the clients' shares
+    of all samples, :math:`p^0_j = n_j / \sum_k n_k`, and are held there by a penalty that fades
+    over the rounds r = 0, 1, ... to 0 in round L: by
     :math:`\lambda(r) = 10^{-3 r / L}` or :math:`\frac12 (\cos(\pi r / L) + 1)`.
 
     All cores start as the initial model. In the paper all clients take part in all rounds; one that
@@ -150,11 +150,11 @@ class APPLE(StoredModels):
         self.mu = mu
         self.schedule = schedule
         self.penalty_rounds = penalty_rounds
-        self.half = Mixing(weights_lr=weights_lr)
+        self.half = MixedCores(weights_lr=weights_lr)
 
     def expect(self, num_clients: int) -> None:
         """Have clients make room for as many cores as there are clients."""
-        self.half = Mixing(num_clients, self.weights_lr)
+        self.half = MixedCores(num_clients, self.weights_lr)
 
     def setup_server(self) -> None:
         """Store the initial model as every client's core."""
