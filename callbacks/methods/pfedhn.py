@@ -192,7 +192,7 @@ class PFedHN(ServerCallback):
         return self._sent
 
     def change(self, updates: ClientUpdates) -> dict[str, Tensor]:
-        """Return the change of a single client, or ``None`` if it did not answer."""
+        """Return the change of a single client by name, nothing if it did not answer."""
         if not len(updates.clients):
             return {}
         states, sent = updates.states, self._sent

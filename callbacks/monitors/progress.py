@@ -18,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from pflight.distributed import owned
 from pflight.federation import Federation
 from pflight.options import checked
 
@@ -83,8 +84,7 @@ class FederationProgressBar(ProgressBar):
     ) -> None:
         """Start to count the clients of a cohort; with several ranks, those of rank 0."""
         if isinstance(pl_module, Federation):
-            mine = batch % trainer.world_size == trainer.global_rank
-            self._start_inner("clients", int(mine.sum()))
+            self._start_inner("clients", len(owned(batch)))
         elif batch_idx == 0:
             self._start_inner("batches", int(trainer.num_training_batches))
 
