@@ -1,1 +1,1 @@
-"""One module that stands for many clients at once, and what tells whether it can."""
+"""One module that stands for many clients at once, how these train, and whether it can at all."""
