@@ -54,6 +54,15 @@ def runs(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     hidden.rename(plain)
 
 
+def test_runs_of_wrapped_data_at_several_seeds_are_a_row(tmp_path):
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for seed, folder in enumerate(folders):
+        options = f"--seed_everything={seed}", "--trainer.max_epochs=1", "--data.data.num_clients=4"
+        fit("configs/data/rotated_digits.yaml", "fedavg", folder, *options)
+    (row,) = report(folders).findings.rows
+    assert [*row.runs] == [0, 1]
+
+
 class TestRuns:
     def test_are_rows_with_the_options_by_which_they_differ(self, runs, capfd):
         folders = [runs / name for name in ("fedavg-0", "fedavg-1", "fedprox-0.5", "fedprox-1")]
