@@ -296,15 +296,15 @@ def _aliases(client: nn.Module) -> dict[str, str]:
 
 
 def other_places(module: nn.Module) -> dict[str, str]:
-    """Return the further places of tied tensors, with the first name of each tensor.
+    """Return the further places of tied tensors, one name each, with each tensor's first name.
 
     A module with two names counts as one place.
     """
-    return {
-        alias: name
-        for alias, name in _aliases(module).items()
-        if _place(module, alias) != _place(module, name)
-    }
+    aliases = _aliases(module)
+    names: dict[tuple[int, str], str] = {}
+    for name in (*aliases.values(), *aliases):
+        names.setdefault(_place(module, name), name)
+    return {name: aliases[name] for name in names.values() if name in aliases}
 
 
 def _place(module: nn.Module, name: str) -> tuple[int, str]:

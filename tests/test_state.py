@@ -12,7 +12,9 @@ from pflight.state import (
     StateLayout,
     StateModule,
     WeightedMean,
+    call_with,
     expand_state,
+    other_places,
     squared_distance,
     stack_states,
     state_bytes,
@@ -261,3 +263,27 @@ def nested(children: list[nn.Module], scaled: bool) -> nn.Module:
     if scaled:
         module.register_parameter("scale", nn.Parameter(torch.ones(1)))
     return module
+
+
+class TwiceNamed(nn.Module):
+    """Two layers of one weight, both of which have a second name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        self.last.weight = self.first.weight
+        self.layers = nn.Sequential(self.first, self.last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def test_a_tied_weight_is_put_in_each_place_once_and_taken_out_again() -> None:
+    module = TwiceNamed()
+    weight, x = module.first.weight, torch.randn(3, 2)
+    other = torch.randn(2, 2)
+    assert other_places(module) == {"last.weight": "first.weight"}
+    y = call_with(module, {"first.weight": other}, lambda m: m(x))
+    assert torch.equal(y, x @ other.T @ other.T)
+    assert module.first.weight is weight
+    assert module.last.weight is weight
