@@ -23,10 +23,12 @@ from pflight import ConfigurationError, Federation
 from pflight.callbacks import (
     APFL,
     IFCA,
+    MOON,
     SCAFFOLD,
     Ditto,
     FedALA,
     FedAvg,
+    FedCP,
     FedDANE,
     FedEC,
     FedFomo,
@@ -334,6 +336,24 @@ def test_what_training_changes_of_the_frozen_never_reaches_the_next(method: Serv
         return run(Drifting(), hospitals(counts), copy.deepcopy(method))
 
     assert_same(fit([0, 14]).client_state(1), fit([9, 14]).client_state(1))
+
+
+class Tallying(Regression):
+    """Counts its training steps in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("method", [MOON(), FedCP()], ids=["MOON", "FedCP"])
+def test_what_a_step_with_the_sent_model_counts_is_forgotten(method: ServerCallback) -> None:
+    federation = run(Tallying(), hospitals([8, 8, 8]), method, 2)
+    assert federation.server_states()[0]["steps"] == 4
 
 
 class Leaky(Regression):

@@ -80,7 +80,7 @@ class ClientModel:
         """See :class:`~pflight.half.LocalClient`."""
         args, kwargs = self._call
         with _evaluating(self.module):
-            return call_with(self.module, tensors, operator.call, *args, **kwargs)
+            return call_with(self.module, self._lent(tensors), operator.call, *args, **kwargs)
 
     @property
     def extra(self) -> Mapping[str, Tensor]:
@@ -101,7 +101,7 @@ class ClientModel:
     def features_with(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """See :class:`~pflight.half.LocalClient`."""
         with _evaluating(self.module), watched(self.module) as seen:
-            self._loss_at(tensors, self._batch)
+            self._loss_at(self._lent(tensors), self._batch)
         return self._last(seen)
 
     def predict(
@@ -127,6 +127,10 @@ class ClientModel:
         count: Any = self.module.num_classes
         rows = y == torch.arange(count, device=y.device)
         return rows.to(next(iter(self.weights.values())).dtype)
+
+    def _lent(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors with copies of the buffers, which a step may change in place."""
+        return {n: t.clone() if n in self.buffers else t for n, t in tensors.items()}
 
     def _last(self, seen: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         if not seen:
