@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils import signal_handling
 
+from pflight.augmentation import Augmentation
 from pflight.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError, described, said_by
 from pflight.fingerprint import checksum_of
@@ -52,10 +53,10 @@ class DatasetClients(FederatedDataModule):
 
     Samples are read when a batch needs them, by one DataLoader for all clients; counting uses a
     dataset's ``len`` and reads none, but classes can only be counted by reading. ``collate_fn``
-    makes batches, in any form that the client module's steps take. Random transforms of a sample
-    depend only on ``(seed, round, client, epoch, index)``, so that they are the same with any
-    number of workers and in a resumed run. Random numbers in ``collate_fn`` follow those of the
-    batch's last sample.
+    makes batches, in any form that the client module's steps take; for an ``augmentation`` they
+    must be pairs of images and labels. Random transforms of a sample depend only on ``(seed, round,
+    client, epoch, index)``, so that they are the same with any number of workers and in a resumed
+    run. Random numbers in ``collate_fn`` follow those of the batch's last sample.
 
     Args:
         train: Each client's training samples. To deal one Dataset to clients, give a list of
@@ -70,7 +71,8 @@ class DatasetClients(FederatedDataModule):
         **kwargs: Further arguments of :class:`FederatedDataModule`.
 
     Raises:
-        ConfigurationError: If a list is empty or of another length, or a dataset can't be counted.
+        ConfigurationError: If a list is empty or of another length, a dataset can't be counted, or
+            a ``Subset`` has samples that there are not.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -115,6 +117,10 @@ class DatasetClients(FederatedDataModule):
                         f"client {client}, {split}: {type(dataset).__name__} is not a map-style "
                         "Dataset, which has __len__ and __getitem__"
                     )
+                try:
+                    _chosen(dataset)
+                except IndexError as error:
+                    raise ConfigurationError(f"client {client}, {split}: {error}") from error
             self.datasets[split] = datasets
             self._sizes[split] = torch.tensor([_size(*one, split) for one in enumerate(datasets)])
         check_range(self, "[0, inf)", num_workers=num_workers)
@@ -136,8 +142,8 @@ class DatasetClients(FederatedDataModule):
             ConfigurationError: If they can't be, or are no pairs of an input and a class.
         """
         if (client, split) not in self._labels:
-            size = self.eval_batch_size or max(int(self._sizes[split][client]), 1)
-            parts = torch.arange(int(self._sizes[split][client])).split(size)
+            size = int(self._sizes[split][client])
+            parts = torch.arange(size).split(self.eval_batch_size or size) if size else ()
             try:
                 found = [*map(labels_of, self.batches(split, [Visit(client, None, 0, parts)]))]
             except Exception as error:  # of the user's Datasets
@@ -162,11 +168,41 @@ class DatasetClients(FederatedDataModule):
         return torch.tensor(sums)
 
     def batches(self, split: Split, visits: Sequence[Visit]) -> Iterator[Any]:
-        """Yield the batches of some visits to clients, made by ``collate_fn``."""
+        """Yield the batches of some visits to clients, made by ``collate_fn`` and augmented.
+
+        Raises:
+            ConfigurationError: If they are to be augmented, and are no pairs of images and labels.
+        """
         if split not in self._loaders:
             samples = _Samples(self.datasets[split], self.collate_fn or default_collate)
             self._loaders[split] = _Loader(samples, self.num_workers, self.pin_memory)
-        return self._loaders[split].batches(_keys(visits, self.seed, self.id_offset))
+        batches = self._loaders[split].batches(_keys(visits, self.seed, self.id_offset))
+        if self.augmentation is None:
+            return batches
+        return self._augmented(batches, self.augmentation, split, visits)
+
+    def _augmented(
+        self,
+        batches: Iterator[Any],
+        augmentation: Augmentation,
+        split: Split,
+        visits: Sequence[Visit],
+    ) -> Iterator[Any]:
+        """Yield batches, those of local epochs with changed images."""
+        for client, round, epoch, parts in visits:
+            if round is None:
+                yield from islice(batches, len(parts))
+                continue
+            noise = self.noise(int(self._sizes[split][client]), client, round, epoch)
+            for part, batch in zip(parts, batches, strict=False):
+                is_pair = isinstance(batch, tuple | list) and len(batch) == 2
+                if not (is_pair and isinstance(batch[0], Tensor)):
+                    raise ConfigurationError(
+                        f"{self}: an augmentation changes the images of pairs (images, labels), "
+                        "which the batches are not"
+                    )
+                x, y = batch
+                yield augmentation(x, noise[part].to(x.device), self.fill.to(x)), y
 
     def teardown(self, stage: str | None = None) -> None:
         """End the workers; a later stage starts new ones."""
@@ -203,6 +239,19 @@ def _size(client: int, dataset: Dataset[Any], split: Split) -> int:
 
 def _known(dataset: Dataset[Any]) -> Iterator[Tensor]:
     """Yield what is known of a Dataset's samples without reading any."""
+    dataset, rows = _chosen(dataset)
+    if rows is not None:
+        yield rows
+    if isinstance(dataset, TensorDataset):
+        yield dataset.tensors[-1] if rows is None else dataset.tensors[-1][rows]
+
+
+def _chosen(dataset: Dataset[Any]) -> tuple[Dataset[Any], Tensor | None]:
+    """Return the Dataset that a ``Subset`` is of, and which of its samples it has, ``[n]``.
+
+    Raises:
+        IndexError: If they are none of its samples.
+    """
     rows = None
     while isinstance(dataset, Subset):
         try:
@@ -211,10 +260,13 @@ def _known(dataset: Dataset[Any]) -> Iterator[Tensor]:
             break
         rows = chosen if rows is None else chosen[rows]
         dataset = dataset.dataset
-    if rows is not None:
-        yield rows
-    if isinstance(dataset, TensorDataset):
-        yield dataset.tensors[-1] if rows is None else dataset.tensors[-1][rows]
+        if isinstance(dataset, Subset | TensorDataset):  # of others, anything may be an index
+            size = len(dataset)
+            if len(outside := rows[(rows < -size) | (rows >= size)]):
+                raise IndexError(
+                    f"the Subset has sample {outside[0]} of a {type(dataset).__name__} of {size}"
+                )
+    return dataset, rows
 
 
 def _keys(visits: Sequence[Visit], seed: int, id_offset: int) -> Iterator[list[Key]]:

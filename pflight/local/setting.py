@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pflight.data_module import FederatedDataModule
+from pflight.errors import ConfigurationError
 from pflight.half import Half
 from pflight.loaders import Split
 from pflight.state import StateLayout, resting_parts
@@ -38,7 +39,7 @@ class Setting:
         client_timeout: Seconds after which what a client does is interrupted, or ``None``.
 
     Raises:
-        ConfigurationError: If clients can't be interrupted here.
+        ConfigurationError: If clients can't be interrupted here, or samples can't be augmented.
 
     Attributes:
         task: The client module, where it is a task that is judged by its outputs.
@@ -92,6 +93,11 @@ class Setting:
             usual = usual_samples(data, self._of_pairs, client_timeout)
             samples = precision.convert_input(usual)
             self.form = Form.of(samples)
+            if data.augmentation is not None and self.form.names[0] != "features":
+                raise ConfigurationError(
+                    f"{data}: an augmentation changes the images of pairs (images, labels), but "
+                    f"samples() returns {', '.join(self.form.names)}"
+                )
             self.example = [leaf[:2].to(device, copy=True) for leaf in tree_leaves(samples)]
 
     @property

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import lightning as L
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torchvision.transforms import functional
 
+from pflight.callbacks import FedAvg
+from pflight.datamodules import FederatedDataModule
 from pflight.datamodules.crop_and_flip import CropAndFlip
 from pflight.errors import ConfigurationError
+from tests.runs import run
 
 BLACK = torch.tensor([-2.0, -1.5, 7.0]).view(3, 1, 1)
 LARGEST_DRAW = 1 - 2**-24  # of torch.rand
@@ -73,3 +77,35 @@ def test_one_number_fills_all_channels():
 def test_a_negative_padding_is_refused():
     with pytest.raises(ConfigurationError, match="padding must be at least 0, got -1"):
         CropAndFlip(padding=-1)
+
+
+class NamedSamples(FederatedDataModule):
+    num_clients = 2
+
+    def samples(self, client, split):
+        return {"image": torch.rand(4, 1, 6, 6), "class": torch.arange(4) % 2}
+
+
+class OfNamedSamples(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(36, 2)
+
+    def loss(self, batch):
+        logits = self.net(batch["image"].flatten(1))
+        return torch.nn.functional.cross_entropy(logits, batch["class"])
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_samples_that_are_no_pairs_are_not_augmented_but_refused(engine):
+    run(OfNamedSamples(), NamedSamples(num_classes=None), FedAvg(), engine=engine)
+    data = NamedSamples(num_classes=None, augmentation=CropAndFlip(1))
+    message = r"^NamedSamples: .* pairs .*returns samples\['image'\], samples\['class'\]$"
+    with pytest.raises(ConfigurationError, match=message):
+        run(OfNamedSamples(), data, FedAvg(), engine=engine)

@@ -24,7 +24,7 @@ from torchvision.transforms import v2
 
 from pflight import ClientError, Federation
 from pflight.callbacks import FedAvg
-from pflight.datamodules import DatasetClients
+from pflight.datamodules import CropAndFlip, DatasetClients, TensorClients
 from pflight.errors import ConfigurationError
 from pflight.loaders import Visit
 from pflight.models import Classifier
@@ -223,6 +223,38 @@ def test_one_client_and_all_of_them_are_ordinary_data() -> None:
 
 
 @WORKERS
+def test_images_are_augmented_as_those_of_tensors(workers: int) -> None:
+    pairs = [(torch.rand(count, 1, 6, 6), torch.arange(count) % 2) for count in (7, 5)]
+    options: Any = {"batch_size": 3, "augmentation": CropAndFlip(1)}
+    data = DatasetClients([TensorDataset(*pair) for pair in pairs], num_workers=workers, **options)
+    tensors = TensorClients(pairs, num_classes=2, **options)
+    visits = [
+        Visit(client, round, epoch, data.order(client, round or 0, epoch).split(3))
+        for client, round, epoch in ((0, 2, 1), (1, None, 0), (0, 2, 0), (1, 0, 0))
+    ]
+    seen = list(data.batches("train", visits))
+    for (x, y), (expected, labels) in zip(seen, tensors.batches("train", visits), strict=True):
+        assert torch.equal(x, expected)
+        assert torch.equal(y, labels)
+    alone = torch.cat([x for x, _ in data.client(1).train_dataloader()])
+    assert torch.equal(torch.cat([x for x, _ in seen[-2:]]), alone)
+    data.teardown()
+
+
+def named(samples: list[Any]) -> Any:
+    return dict(zip(("image", "class"), default_collate(samples), strict=True))
+
+
+@WORKERS
+def test_batches_that_are_no_pairs_are_not_augmented_but_refused(root: Path, workers: int) -> None:
+    data = hospitals(root, workers, collate_fn=named, augmentation=CropAndFlip(1))
+    with pytest.raises(
+        ConfigurationError, match=r"^DatasetClients: .* pairs .* the batches are not$"
+    ):
+        run(network(), data, FedAvg())
+
+
+@WORKERS
 @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
 def test_readers_go_on_after_an_image_that_cannot_be_read(root: Path, workers: int) -> None:
     data = hospitals(root, workers, collate_fn=None)
@@ -318,6 +350,14 @@ def test_classes_are_read_once_if_they_are_asked_for(root: Path, workers: int) -
     data.teardown()
 
 
+def test_a_client_without_samples_has_no_classes() -> None:
+    table = TensorDataset(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
+    data = DatasetClients([table, Subset(table, [])], num_classes=2)
+    assert data.class_counts().tolist() == [[1, 2], [0, 0]]
+    assert data.class_counts("val").tolist() == [[0, 0], [0, 0]]
+    assert len(data.partition_figure().axes[0].patches) > 0
+
+
 def dealt(seed: int) -> DatasetClients:
     """One table, of which each client has other rows for training and validation."""
     table = TensorDataset(torch.arange(24.0).view(12, 2), torch.arange(12) % 3)
@@ -335,6 +375,24 @@ def test_other_rows_are_other_data(tmp_path: Path) -> None:
     assert one.fingerprint() != other.fingerprint()
     words: Any = Subset({"a": 1, "b": 2}, ["a", "b"])  # type: ignore[arg-type]
     assert DatasetClients([words]).fingerprint().tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("indices", "said"),
+    [
+        ([[0, 4]], "4 of a TensorDataset of 4"),
+        ([[0, -5]], "-5 of a TensorDataset of 4"),
+        ([[3, 1], [0, 2]], "2 of a Subset of 2"),
+        ([[3, 9], [1]], "9 of a TensorDataset of 4"),
+    ],
+)
+def test_rows_that_there_are_not_are_an_error(indices: list[list[int]], said: str) -> None:
+    table = TensorDataset(torch.zeros(4, 2), torch.arange(4))
+    subset: Dataset[Any] = table
+    for rows in indices:
+        subset = Subset(subset, rows)
+    with pytest.raises(ConfigurationError, match=f"^client 1, val: the Subset has sample {said}$"):
+        DatasetClients([table] * 2, [Subset(table, [-4, 3]), subset])
 
 
 def test_a_run_goes_on_with_the_same_rows_alone(tmp_path: Path) -> None:
