@@ -25,7 +25,7 @@ from .local.setting import Setting
 from .memory import ClientMemory
 from .randomness import Purpose, generator
 from .server import ServerModels
-from .state import StateLayout
+from .state import StateLayout, entries
 from .updates import ClientFailure, ClientUpdates, Kept
 
 PRIVATE = "private"
@@ -404,9 +404,10 @@ def _laid_over(updates: ClientUpdates, clients: Tensor, states: TensorDict) -> T
 
 
 def _or_nan(updates: ClientUpdates, clients: Tensor, states: TensorDict) -> TensorDict:
-    """Return the updated states ``[C]``, with NaN for clients that failed, like ``states``."""
-    return _laid_over(updates, clients, states.apply(_nan_like) if updates.failures else states)
-
-
-def _nan_like(values: Tensor) -> Tensor:
-    return torch.full_like(values, torch.nan) if values.is_floating_point() else values
+    """Return the updated states ``[C]``, and NaN in place of ``states`` of clients that failed."""
+    if not updates.failures:
+        return updates.states
+    values = {name: value.clone() for name, value in entries(states)}
+    for value in filter(Tensor.is_floating_point, values.values()):
+        value.fill_(torch.nan)
+    return _laid_over(updates, clients, TensorDict(values, batch_size=[len(clients)]))

@@ -289,7 +289,8 @@ class Federation(L.LightningModule):
 
     def on_train_epoch_start(self) -> None:
         """Have the loader yield the cohort of the round that begins, the next after the last."""
-        self.trainer.train_dataloader.round = self.clients.rounds
+        loader: Any = self.trainer.train_dataloader
+        loader.round = self.clients.rounds
 
     def training_step(self, cohort: Tensor, batch_idx: int) -> None:
         """Run one communication round with a cohort of client ids ``[S]``."""
