@@ -272,7 +272,8 @@ class ClientValues:
 class LoggedMetrics:
     """Means over clients of the metrics that their own modules log in an evaluation.
 
-    A metric that a module logs as ``val/X`` gives, over the clients that logged a number:
+    A metric that a module logs as ``val/X`` gives, over the clients that logged a number (NaN if
+    none did, but NaN or infinity):
     ``micro_X``, the mean weighted by the clients' samples; ``macro_X``, the plain mean; and, if it
     is known whether higher is better, ``worst_decile_X``, the mean of the worst tenth of the
     clients, rounded up. ``X`` itself is the same as ``micro_X``, unless it is the name of such a
@@ -333,16 +334,16 @@ class LoggedMetrics:
 
     def compute(self, clients: Tensor) -> dict[str, Tensor]:
         """Return the means over some clients ``[C]``."""
-        directions, columns = self.directions, self.per_client()
+        directions, columns, logged = self.directions, self.per_client(), self._gathered().values
         chosen = torch.zeros(len(self.num_samples), dtype=torch.bool)
         chosen[clients.cpu()] = True
         means: dict[str, Tensor] = {}
         micro: dict[str, Tensor] = {}
         for name in sorted(directions):
+            if not chosen[[*logged[name]]].any():
+                continue
             known = chosen & columns[name].isfinite()
             values, counts = columns[name][known], columns["num_samples"][known].double()
-            if not len(values):
-                continue
             means[f"micro_{name}"] = (counts * values).sum() / counts.sum()
             means[f"macro_{name}"] = values.mean()
             if (best := directions[name]) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from torchmetrics import MeanAbsoluteError, R2Score
 from torchmetrics.classification import BinaryJaccardIndex
 from torchmetrics.text import Perplexity
 
-from pflight import ConfigurationError, Federation
+from pflight import ClientError, ConfigurationError, Federation
 from pflight.callbacks import (
     APFL,
     IFCA,
@@ -314,6 +315,35 @@ def test_clients_share_the_tensors_of_a_frozen_backbone(method: ServerCallback) 
     assert not set(federation.layout.frozen).intersection(federation.attached_callback.private)
 
 
+class Pretrained(FrozenBackbone):
+    """Loads what it builds upon as Lightning has it, before it trains."""
+
+    def prepare_data(self) -> None:
+        self.pretrained = torch.eye(5, 3)
+
+    def setup(self, stage: str) -> None:
+        assert stage == "fit"
+        self.backbone = nn.Linear(3, 5, bias=False).requires_grad_(False)
+        self.backbone.weight.copy_(self.pretrained)
+
+
+def test_a_module_is_set_up_once_and_before_its_state_is_looked_at() -> None:
+    given = Pretrained()
+    federation = run(given, hospitals(), FedAvg())
+    assert torch.equal(federation.client_state(1)["backbone.weight"], torch.eye(5, 3))
+    assert not hasattr(given, "pretrained")
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+def test_a_hook_that_no_client_calls_is_named() -> None:
+    class Closing(Regression):
+        def teardown(self, stage: str) -> None:
+            """Close what setup() has opened."""
+
+    with pytest.warns(UserWarning, match=r"Closing.teardown is ignored: the module is set up once"):
+        run(Closing(), hospitals(), FedAvg())
+
+
 class Drifting(Regression):
     """Follows its own weights with a frozen layer, which its loss looks at."""
 
@@ -354,6 +384,34 @@ class Tallying(Regression):
 def test_what_a_step_with_the_sent_model_counts_is_forgotten(method: ServerCallback) -> None:
     federation = run(Tallying(), hospitals([8, 8, 8]), method, 2)
     assert federation.server_states()[0]["steps"] == 4
+
+
+class Versioned(Regression):
+    """Has extra state that is no tensor, and saves nothing of a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Linear(3, 3).requires_grad_(False)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"version": 1}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in state.items() if "backbone" not in name}
+
+
+@pytest.mark.parametrize("method", [FedAvg(), PFedMe(lam=5.0)], ids=["FedAvg", "pFedMe"])
+def test_extra_state_and_what_is_not_saved_stay_with_the_module(method: ServerCallback) -> None:
+    given = Versioned()
+    federation = run(given, hospitals(), method)
+    trained = federation.client_module(0)
+    assert set(federation.client_state(0)) == {name for name, _ in given.net.named_parameters("net")}
+    assert_same(trained.net.state_dict(prefix="net."), federation.client_state(0))
+    assert_same(trained.backbone.state_dict(), given.backbone.state_dict())
 
 
 class Leaky(Regression):
@@ -456,12 +514,103 @@ def test_two_optimizers_by_hand(mu: float) -> None:
         torch.testing.assert_close(inside, alone)
 
 
+class ByHand(Regression):
+    """The same steps by hand, in one of the ways to take them."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.way = way
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers(use_pl_optimizer=not self.way.startswith("bare"))
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(self.net(batch[0]), batch[1])
+            self.manual_backward(loss)
+            return loss
+
+        if self.way == "closure":
+            optimizer.step(closure=closure)
+        elif self.way == "bare closure":
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("way", ["step", "closure", "bare", "bare closure"])
+def test_a_penalty_is_that_of_automatic_optimization(way: str) -> None:
+    method = FeSEM(num_clusters=1, mu=5.0)
+    torch.manual_seed(3)
+    by_hand = run(ByHand(way), hospitals(), copy.deepcopy(method), 2)
+    expected = run(regression(), hospitals(), copy.deepcopy(method), 2)
+    torch.testing.assert_close(by_hand.server_states(), expected.server_states())
+
+
 @pytest.mark.parametrize(
     "method", [Ditto(lam=0.1), IFCA(2), FedFomo(), FedALA()], ids=lambda m: type(m).__name__
 )
 def test_what_needs_the_loss_itself_refuses_manual_optimization(method: ServerCallback) -> None:
     with pytest.raises(ConfigurationError, match="GAN with manual optimization does not hand out"):
         run(GAN(), hospitals(), copy.deepcopy(method), 2)
+
+
+ELSEWHERE = [PFedMe(lam=5.0), PerFedAvg(), APFL(alpha_lr=0.01)]
+"""Methods that take the loss at other weights, where nothing is logged."""
+
+
+class Updates(Regression):
+    """Counts with a metric, and follows with its learning rate what it logs while it trains."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        predicted = self.net(batch[0])
+        self.mae.update(predicted, batch[1])
+        loss = F.mse_loss(predicted, batch[1])
+        self.log("train/loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return [optimizer], [{"scheduler": plateau, "monitor": "train/loss"}]
+
+
+@pytest.mark.filterwarnings("ignore:.*Skipping learning rate update:RuntimeWarning")
+@pytest.mark.parametrize("method", ELSEWHERE, ids=lambda method: type(method).__name__)
+def test_metrics_and_schedules_rest_where_the_loss_is_taken_elsewhere(method) -> None:
+    torch.manual_seed(3)
+    updates = run(Updates(), hospitals(), copy.deepcopy(method))
+    expected = run(regression(), hospitals(), copy.deepcopy(method))
+    for client in range(4):
+        assert_same(updates.client_state(client), expected.client_state(client))
+
+
+class CountsBatches(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count += 1
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("method", ELSEWHERE, ids=lambda method: type(method).__name__)
+def test_a_tensor_that_changes_beside_the_state_is_said_to(method) -> None:
+    with pytest.raises(ClientError, match="changes a tensor in place that is not in its state_d"):
+        run(CountsBatches(), hospitals(), copy.deepcopy(method), on_client_error="raise")
+
+
+def test_what_is_logged_is_that_of_the_personal_model() -> None:
+    class Constant(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("train/one", 1.0)
+            return super().training_step(batch, batch_idx)
+
+    federation = run(Constant(), hospitals(), Ditto(lam=0.1))
+    assert federation.history[0].metrics["train/one"] == 1
 
 
 class Scheduled(Regression):
@@ -538,6 +687,34 @@ def test_a_training_step_need_not_take_the_index_of_its_batch() -> None:
     torch.manual_seed(3)
     state = run(Short(), hospitals(), FedAvg()).server_states()[0]
     assert_same(state, run(regression(), hospitals(), FedAvg()).server_states()[0])
+
+
+class Predicts(Regression):
+    """Predicts without the index, and with hooks."""
+
+    validation_step = L.LightningModule.validation_step
+
+    def on_predict_start(self) -> None:
+        self.scale = 2.0
+
+    def on_predict_batch_end(self, outputs: Tensor, batch: Any, batch_idx: int) -> None:
+        outputs += batch_idx
+
+    def predict_step(self, batch: Any) -> Tensor:
+        assert not self.training
+        return self.scale * self.net(batch[0])
+
+
+def test_predictions_are_those_of_a_stock_trainer() -> None:
+    data = hospitals(eval_batch_size=4)
+    federation = run(Predicts(), data, FedAvg(), on_client_error="raise")
+    chunks = federation.trainer.predict(federation, datamodule=data)
+    predictions = dict(pair for chunk in chunks for pair in chunk)
+    assert sorted(predictions) == [*range(4)]
+    for client, given in predictions.items():
+        loader = DataLoader(data.datasets["test"][client], 4)
+        expected = quiet_trainer().predict(federation.client_module(client), loader)
+        torch.testing.assert_close(given, expected)
 
 
 class Segmenter(L.LightningModule):
@@ -705,6 +882,36 @@ def test_values_that_some_clients_lack() -> None:
     values = federation.client_metrics("val")
     assert values["num_samples"].tolist() == [1, 0, 3, 4]
     assert values["head/size"].isnan().tolist() == [True, True, False, False]
+
+
+class Overflowing(Regression):
+    """Logs values that are infinite from the second round on."""
+
+    factor = 1.0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/mae", self.factor)
+        self.log("val/count", float(len(batch[0])))
+
+
+class Overflow(L.Callback):
+    def on_validation_end(self, *_: Any) -> None:
+        Overflowing.factor = float("inf")
+
+
+@pytest.mark.filterwarnings("ignore:round 1. val/mae of client 0 and 3 others is NaN or infinite")
+def test_a_metric_that_no_client_has_any_more_is_not_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Overflowing, "factor", 1.0)
+    best = ModelCheckpoint(tmp_path, monitor="val/macro_mae", mode="min")
+    stop = EarlyStopping("val/macro_mae", mode="min", patience=9)
+    federation = run(Overflowing(), hospitals(), FedAvg(), 5, Overflow(), best, stop)
+    assert len(federation.history) == 2  # not finite
+    values = (federation.trainer.callback_metrics, federation.history[-1].metrics)
+    assert all(math.isnan(found["val/macro_mae"]) for found in values)
+    assert all(found["val/macro_count"] == 6.5 for found in values)
+    assert best.best_model_score == 1.0
 
 
 class Logs(Regression):

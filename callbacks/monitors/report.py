@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -241,7 +242,7 @@ def _caption(trainer: L.Trainer, federation: Federation, stage: str) -> str:
     if failed := sum(len(r.failed) for r in history):
         parts.append(f"{failed} of {sum(len(r.clients) for r in history)} trainings failed")
     monitor, higher = judged_by(trainer)
-    judged = [r for r in history if monitor in r.metrics]
+    judged = [r for r in history if math.isfinite(r.metrics.get(monitor, math.nan))]
     if stage == "val" and judged:
         best = (max if higher else min)(judged, key=lambda r: r.metrics[monitor])
         name = monitor.removeprefix("val/").replace("_", " ", 1)

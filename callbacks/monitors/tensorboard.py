@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ class TensorBoardReport(L.Callback):
 def _best(history: Sequence[Round]) -> dict[str, float]:
     """Return the best value of each validation metric in any round, of a loss the lowest."""
     values = {
-        tag: [entry.metrics[tag] for entry in history if tag in entry.metrics]
+        tag: [v for r in history if math.isfinite(v := r.metrics.get(tag, math.nan))]
         for tag in _COMPARED
         if tag.startswith("val/")
     }
