@@ -89,16 +89,14 @@ class Study:
     Optuna is asked anew in each process, and in the same order it proposes the same: what is kept
     are the runs of the trials, nothing else. Trials that do not learn from others may run at the
     same time. TPE's are points of a Halton sequence, so that few of them cover the ranges, and the
-    first options, such as the clients' learning rate, get the same values for all methods.
+    first options, such as the clients' learning rate, get the same values for all methods. The
+    first trial has the method's own values; Optuna learns from it if it could have drawn them.
 
     Args:
         tuning: How settings are chosen.
         space: The options, each with a range or values.
         before: The options' values in the method's configuration.
         name: The method's, for messages; it also keys what is drawn.
-
-    Attributes:
-        told: Number of trials that have ended.
 
     Raises:
         ConfigurationError: If a range is none.
@@ -112,6 +110,7 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self.tuning = tuning
         self.space = {o: _distribution(o, told, before.get(o)) for o, told in space.items()}
+        self._own = {option: before.get(option) for option in space}
         # What is drawn for a method depends on nothing but the method.
         seed = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16)
         sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=seed)
@@ -120,14 +119,20 @@ class Study:
             self._free = _FREE
             sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_FREE)
         self._study = optuna.create_study(direction="maximize", sampler=sampler)
-        first = {o: _drawn(values, before.get(o)) for o, values in self.space.items()}
+        first = {o: _drawn(values, self._own[o]) for o, values in self.space.items()}
+        self._could_draw_own = None not in first.values()
         self._study.enqueue_trial({o: v for o, v in first.items() if v is not None})
         if tuning.sampler == "tpe":
             for point in Halton(len(self.space), scramble=False).random(_FREE)[1:]:  # after the 0
                 places = zip(self.space.items(), point, strict=True)
                 self._study.enqueue_trial({o: _at(values, place) for (o, values), place in places})
         self._trials: list[optuna.Trial] = []
-        self.told = 0
+        self._reached: list[float] = []
+
+    @property
+    def told(self) -> int:
+        """Number of trials that have ended."""
+        return len(self._reached)
 
     def pending(self) -> list[dict[str, Any]]:
         """Return the settings of the trials that have begun, or can, and of which nothing is told.
@@ -138,16 +143,21 @@ class Study:
             len(self._trials) < self._free or self.told == len(self._trials)
         ):
             self._trials.append(self._study.ask(self.space))
-        return [_settings(trial.params) for trial in self._trials[self.told :]]
+        return self._tried[self.told :]
+
+    @property
+    def _tried(self) -> list[dict[str, Any]]:
+        """The settings of the trials that have begun; the first are the method's own."""
+        return [_settings(t.params) if t.number else self._own for t in self._trials]
 
     def tell(self, value: float) -> None:
         """Take what the first pending trial reached, the more the better; NaN if it failed."""
         from optuna.trial import TrialState
 
         trial = self._trials[self.told]
-        failed = not math.isfinite(value)
-        self._study.tell(trial, None if failed else value, TrialState.FAIL if failed else None)
-        self.told += 1
+        learns = math.isfinite(value) and (trial.number or self._could_draw_own)
+        self._study.tell(trial, value if learns else None, None if learns else TrialState.FAIL)
+        self._reached.append(value)
 
     def limits(self, option: str) -> list[Any]:
         """Return the values of an option, or the ends of its range."""
@@ -162,12 +172,9 @@ class Study:
     @property
     def best(self) -> tuple[dict[str, Any], float] | None:
         """The best settings with what they reached; ``None`` if all trials failed."""
-        try:
-            trial = self._study.best_trial
-        except ValueError:
-            return None
-        assert trial.value is not None
-        return _settings(trial.params), trial.value
+        told = zip(self._tried, self._reached, strict=False)
+        known = [trial for trial in told if math.isfinite(trial[1])]
+        return max(known, key=lambda trial: trial[1], default=None)
 
 
 def _distribution(option: str, told: Any, before: Any = None) -> Any:

@@ -50,12 +50,15 @@ class TestStudy:
     def test_begins_with_the_settings_of_the_configuration(self, sampler):
         assert study(sampler=sampler).pending()[0] == BEFORE
 
-    def test_draws_what_the_configuration_has_not(self):
-        before = {LR: 5.0, KIND: None, STEPS: 5}  # out of range; not listed
-        first = Study(Tuning(3), SPACE, before, "fedavg").pending()[0]
-        assert first[STEPS] == 5
-        assert 0.01 <= first[LR] <= 1
-        assert first[KIND] in SPACE[KIND]
+    @SAMPLERS
+    @pytest.mark.parametrize("change", [{LR: 5.0}, {KIND: None}, {LR: 0.031622, STEPS: 21}])
+    def test_begins_with_them_although_no_range_has_them(self, sampler, change):
+        before = {**BEFORE, **change}
+        tried = Study(Tuning(14, sampler=sampler), SPACE, before, "fedavg")
+        every = play(tried, lambda settings: 0.0 if settings == before else worth(settings))
+        assert every[0] == before
+        assert before not in every[1:]
+        assert tried.best == (before, 0.0)
 
     def test_takes_equal_numbers_as_listed_values(self):
         first = Study(Tuning(3), {"mu": [1, 0]}, {"mu": 0.0}, "fedprox").pending()[0]
