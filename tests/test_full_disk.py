@@ -17,6 +17,7 @@ from pflight.callbacks.monitors.pictures.picture import new_figure
 from pflight.checkpoint import AtomicCheckpointIO
 from pflight.cli import main
 from pflight.commands import parser as front_door
+from pflight.experiments.jobs import Jobs
 from pflight.experiments.worker import make
 from pflight.files import causes, full_disk
 from tests.event_files import read_events
@@ -187,6 +188,25 @@ def test_a_comparison_stops_at_its_first_run(disk, tmp_path, capfd):
     disk.make_room()
     compare_command.run(options)
     assert len([*out.glob("*/seed-*/results.json")]) == 2
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("where", ["comparison.json", "table.csv"])
+def test_the_files_of_a_comparison(where, named, tmp_path, monkeypatch, capfd):
+    def full(path: Path, *args: Any, **options: Any) -> Any:
+        if where in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device", *[str(path)] * named)
+        return write(path, *args, **options)
+
+    write = Path.open
+    monkeypatch.setattr(Path, "open", full)
+    monkeypatch.setattr(Jobs, "work", lambda _: None)
+    data, out = data_config(tmp_path), tmp_path / "results"
+    options = front_door()[0].parse_args(
+        ["compare", f"--config={data}", "--methods", "fedavg", "--seeds=1", f"--out={out}"]
+    )
+    line = assert_one_line(capfd, lambda: compare_command.run(options))
+    assert line.endswith(": the same command goes on")
 
 
 def test_predictions(disk, capfd):

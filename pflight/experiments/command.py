@@ -20,7 +20,7 @@ from .tuning import Tuning
 
 
 def compare_and_print(options: argparse.Namespace) -> None:
-    """Run ``pflight compare``."""
+    """Run ``pflight compare``; the exit status is 1 if every run failed."""
     console = Console()
     with _in_one_line():
         results = compare(
@@ -37,6 +37,8 @@ def compare_and_print(options: argparse.Namespace) -> None:
         )
     console.print(results)
     console.print(f"pflight: tables and figures are in {options.out}", highlight=False)
+    if not results.findings.finished:
+        raise SystemExit(1)
 
 
 def report_and_print(options: argparse.Namespace) -> None:
@@ -57,8 +59,9 @@ def _in_one_line() -> Iterator[None]:
     except (ConfigurationError, ResultError) as error:
         fail(str(error))
     except OSError as error:
-        if error.filename is None:
-            raise
         full = full_disk(error) is not None
+        if not (full or error.filename):
+            raise
+        where = f" ({error.filename})" if error.filename else ""
         more = ": the same command goes on" if full else ""
-        fail(f"{error.strerror} ({error.filename}){more}", 1 if full else 2)
+        fail(f"{error.strerror}{where}{more}", 1 if full else 2)

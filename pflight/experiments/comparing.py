@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ from rich.console import Console
 
 from pflight.errors import ConfigurationError
 from pflight.runs import CONFIG
+from pflight.shipped import find_config
 
 from .comparison import FILE, Comparison, Described, Ended, results_of, runs_of
 from .jobs import Jobs
-from .outcome import Failure, Outcome
-from .plan import Plan, methods_of, of_data
+from .plan import Method, Plan, methods_of, of_data
 from .progress import RunsProgress
 from .reading import read_run, tell_rows_apart, told_apart
 from .results import Results
@@ -73,10 +73,10 @@ def compare(
         varied,
         seeds=seeds,
         tuning=tuning,
-        folder=Path(out),
+        folder=Path(os.path.expanduser(out)),
         jobs=jobs,
     )
-    baseline = next((method.title for method in chosen if method.name == baseline), baseline)
+    baseline = _title(baseline, chosen)
     comparison.results(baseline=baseline)  # raises if there is no such row
     comparison.save()
     comparison.forget_failures()
@@ -108,18 +108,25 @@ def report(folders: Paths, *, baseline: str | None = None, target: float | None 
         ConfigurationError: If a folder has neither a run nor a comparison.
     """
     comparisons: dict[Path, Described] = {}
-    single: list[Outcome | Failure] = []
-    for folder in map(Path, _listed(folders)):
+    single: list[Ended] = []
+    for folder in (Path(os.path.expanduser(folder)) for folder in _listed(folders)):
         if (folder / FILE).is_file():
             comparisons[folder] = Described.read(folder / FILE)
         elif (folder / CONFIG).is_file():
             single.append(read_run(folder))
         else:
             raise ConfigurationError(f"{folder} has neither a {CONFIG} of a run nor a {FILE}")
-    found: list[Ended] = [*told_apart(single)]
+    found = told_apart(single)
     for folder, described in tell_rows_apart(comparisons).items():
         found += runs_of(described, folder)
+    if find_config(f"configs/algorithm/{baseline}.yaml"):
+        baseline = _title(baseline, methods_of([str(baseline)]))
     return results_of(found, baseline=baseline, target=target)
+
+
+def _title(name: str | None, methods: Iterable[Method]) -> str | None:
+    """Return the title in tables of the method of a name, or else the name."""
+    return next((method.title for method in methods if method.name == name), name)
 
 
 def _listed(paths: Paths) -> Sequence[str | os.PathLike[str]]:

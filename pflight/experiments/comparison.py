@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from pflight.errors import ConfigurationError
-from pflight.files import PARTIAL
-from pflight.runs import FAILURE
+from pflight.files import PARTIAL, full_disk
+from pflight.runs import CONFIG, FAILURE
 
 from .measuring import Task, ended_in
 from .outcome import VERSION, Failure, Outcome, Record, Tuned, Waiting
@@ -59,7 +59,7 @@ class Described(Record):
     """
 
     title: ClassVar[str] = "comparison"
-    remedy: ClassVar[str] = "give another folder"
+    remedy: ClassVar[str] = "delete it, and the command of the comparison writes it anew"
 
     data: dict[str, Any]
     seeds: list[int]
@@ -279,7 +279,7 @@ class Comparison:
     def _result(self, run: Run) -> Outcome | Failure | None:
         """Return what a run has given; ``None`` if it has not ended."""
         if run.folder not in self._ended:
-            found = ended_in(run.folder)
+            found = ended_in(run.folder, run.row.key)
             if found is None:
                 return None
             self._ended[run.folder] = found
@@ -300,11 +300,14 @@ class Comparison:
 
         Raises:
             ConfigurationError: If that can't be written.
+            OSError: If the disk is full.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._described().write(self.folder / FILE, shared=True)
         except OSError as error:
+            if full_disk(error):
+                raise
             raise ConfigurationError(
                 f"the comparison can't be written to {self.folder}: {error.strerror}"
             ) from error
@@ -338,7 +341,8 @@ class Comparison:
         if not self.folder.is_dir():
             raise ConfigurationError(f"--out {self.folder} is a file: give a folder")
         if not (self.folder / FILE).is_file():
-            if any(path.suffix != PARTIAL for path in self.folder.iterdir()):
+            others = [path for path in self.folder.iterdir() if path.suffix != PARTIAL]
+            if others and not any(self.folder.glob(f"*/seed-*/{CONFIG}")):
                 raise ConfigurationError(
                     f"--out {self.folder} holds other files, and no comparison: give another folder"
                 )
@@ -365,7 +369,7 @@ def runs_of(described: Described, folder: Path) -> list[Ended]:
             if row.failed:
                 ended = Failure(*whose, reason=row.failed, log=str(folder / TRIALS))
             elif row.folder:
-                ended = ended_in(folder / row.folder / f"seed-{seed}")
+                ended = ended_in(folder / row.folder / f"seed-{seed}", row.key)
             if isinstance(ended, Outcome):  # which other settings may have led to
                 ended = replace(ended, method=row.method, settings=row.settings, tuned=row.tuned)
             found.append(ended or Waiting(*whose))

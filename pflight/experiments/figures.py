@@ -138,8 +138,10 @@ class Figures:
         if found.target is not None:
             axes.axhline(unit.factor * found.target, color=_EDGE, linestyle=":", linewidth=1)
             later.append(floats([unit.factor * found.target]))
-        if later:
-            low, high = np.nanmin(np.concatenate(later)), np.nanmax(np.concatenate(later))
+        shown = np.concatenate([*later, np.empty(0)])
+        shown = shown[np.isfinite(shown)]
+        if len(shown):
+            low, high = shown.min(), shown.max()
             axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
         _plain(axes, "y")
         if axes.get_legend_handles_labels()[0]:

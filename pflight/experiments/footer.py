@@ -21,7 +21,7 @@ _KINDS = {
 
 def footer(findings: Findings) -> list[str]:
     """Return the notes under the tables of a comparison."""
-    parts = (_state, _seeds, _measures, _comparison, _limits, _fairness, _tuning, _costs)
+    parts = (_state, _seeds, _rounds, _measures, _comparison, _limits, _fairness, _tuning, _costs)
     return [
         note for part in parts if findings.finished or part is _state for note in part(findings)
     ]
@@ -51,12 +51,23 @@ def _seeds(findings: Findings) -> Iterator[str]:
         )
 
 
+def _rounds(findings: Findings) -> Iterator[str]:
+    trained = {
+        row.label: sorted({run.last.round for run in row.runs.values()})
+        for row in findings.finished
+    }
+    unequal = [f"{label} {_listed(rounds)}" for label, rounds in trained.items() if rounds[1:]]
+    if unequal:
+        yield f"Runs of one row have trained for unequal numbers of rounds: {', '.join(unequal)}."
+
+
 def _measures(findings: Findings) -> Iterator[str]:
     best = "highest" if findings.mode == "max" else "lowest"
     if findings.when == "chosen":
+        tags = {run.monitor or f"val/macro_{run.metric}" for run in findings.runs}
         yield (
             "Values are on test samples, at the round of each run with the "
-            f"{best} val/macro_{findings.metric} on validation samples, or after the last round "
+            f"{best} {' or '.join(sorted(tags))} on validation samples, or after the last round "
             "where it says so. No round is chosen on test samples."
         )
     else:

@@ -61,8 +61,8 @@ class Worker:
         # Each run is a process of its own, also where a scheduler started this one.
         own = {name: v for name, v in os.environ.items() if not name.startswith("SLURM_")}
         own["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-            own.setdefault(name, str(threads))
+        own.setdefault("OMP_NUM_THREADS", str(threads))
+        own.setdefault("MKL_NUM_THREADS", own["OMP_NUM_THREADS"])
         with _ctrl_c_blocked():  # for the process too, which ends with its input
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pflight.experiments.worker"],

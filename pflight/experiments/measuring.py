@@ -24,6 +24,7 @@ from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.head import EXTRA
 from pflight.history import Round, check_trained
+from pflight.loaders import Split
 from pflight.metrics import Direction
 from pflight.runs import CONFIG, FAILURE, LOG, RESULTS
 from pflight.same_data import record_of
@@ -33,6 +34,10 @@ from pflight.state import StateLayout
 from .outcome import Curve, Failure, Moment, Outcome, ResultError, Tuned
 
 _APART = ("server/", "finetuned/", "new/")  # what curves leave out
+_NOBODY = {
+    "test": "no client has test samples, on which methods are compared",
+    "val": "no client has validation samples, on which settings are chosen",
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,11 @@ class Task:
     beside: int = 1
     tuned: dict[str, Any] | None = None
 
+    @property
+    def split(self) -> Split:
+        """The samples on which clients are judged at the end."""
+        return "test" if self.tests else "val"
+
 
 @dataclass
 class Clock(L.Callback):
@@ -85,23 +95,47 @@ class Clock(L.Callback):
         self.on_round_end(trainer.current_epoch + 1, trainer.max_epochs or 0)
 
 
+@dataclass
+class SomebodyIsJudged(L.Callback):
+    """Raises before the first round if no client has samples on which it could be judged.
+
+    Attributes:
+        split: The samples.
+    """
+
+    split: Split
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Count the samples of the clients that may train.
+
+        Raises:
+            ConfigurationError: If there are none.
+        """
+        if isinstance(pl_module, Federation):
+            clients = pl_module.clients
+            if not clients.attached_data.num_samples(self.split)[clients.trainable].any():
+                raise ConfigurationError(_NOBODY[self.split])
+
+
 class MeasuredRun(FederationCLI):
     """A ``fit`` with a clock.
 
     Args:
-        arguments: Those of ``pflight fit``.
-        stop: Ends the run when a signal comes.
+        task: The run.
+        stop: Ends it when a signal comes.
         clock: Its clock.
     """
 
-    def __init__(self, arguments: Sequence[str], stop: StopBetweenRounds, clock: Clock) -> None:
+    def __init__(self, task: Task, stop: StopBetweenRounds, clock: Clock) -> None:
         self.clock = clock
-        super().__init__(["fit", *arguments], stop)
+        self._split = task.split
+        super().__init__(["fit", *task.arguments], stop)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Make the Trainer, with the clock."""
         trainer = super().instantiate_trainer(**kwargs)
-        trainer.callbacks.append(self.clock)  # type: ignore[attr-defined]
+        callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks += [self.clock, SomebodyIsJudged(self._split)]
         return trainer
 
 
@@ -137,23 +171,29 @@ def measured(run: MeasuredRun | ReadRun, task: Task, last: str | None = None) ->
         last: The checkpoint of the last round; by default the models are where they should be.
 
     Raises:
-        ConfigurationError: If it is no federation, or no metric says which round is best.
+        ConfigurationError: If it is no federation, no client has samples on which it is judged, or
+            no metric says which round is best.
         ClientError: If no client could be trained in any round.
     """
     federation, data, trainer = run.model, run.datamodule, run.trainer
     if not isinstance(federation, Federation):
         raise ConfigurationError("only federations are compared: the model must be a Federation")
-    split = "test" if task.tests else "val"
+    split = task.split
     end = _tested(run, last) if task.tests else Moment(len(federation.history), None, {}, {})
     if split not in federation.evaluators:
         trainer.validate(federation, data, verbose=False)
     if split not in federation.evaluators:
-        raise ConfigurationError("no client has validation samples, on which settings are chosen")
-    history = list(federation.history)
-    check_trained(history)
+        raise ConfigurationError(_NOBODY[split])
+    check_trained(federation.history)
     directions = dict(federation.evaluators[split].directions)
     checkpoint = _monitored(run)
     metric, mode, monitor = _judged_by(checkpoint, directions)
+
+    def validated(moment: Moment) -> Moment:  # before another checkpoint is loaded
+        metrics = federation.history[moment.round - 1].metrics if moment.round else {}
+        return replace(moment, validation=metrics.get(monitor))
+
+    end, history = validated(end), list(federation.history)
     best = run.folder.checkpoints / "best.ckpt"
     if not best.is_file() and checkpoint is not None:
         best = Path(checkpoint.best_model_path)
@@ -161,14 +201,10 @@ def measured(run: MeasuredRun | ReadRun, task: Task, last: str | None = None) ->
     rounds = rounds_so_far(best) if best.is_file() else None
     chosen = end
     if rounds not in (None, end.round):
-        chosen = _tested(run, str(best)) if task.tests else Moment(rounds or 0, None, {}, {})
+        at_best = _tested(run, str(best)) if task.tests else Moment(rounds or 0, None, {}, {})
+        chosen = validated(at_best)
     clients = federation.clients.trainable
     seconds = run.clock.seconds if isinstance(run, MeasuredRun) else []
-
-    def validated(moment: Moment) -> Moment:
-        metrics = history[moment.round - 1].metrics if moment.round else {}
-        return replace(moment, validation=metrics.get(monitor))
-
     return Outcome(
         key=task.key,
         method=task.method or federation.algorithm,
@@ -181,8 +217,8 @@ def measured(run: MeasuredRun | ReadRun, task: Task, last: str | None = None) ->
         clients=clients.tolist(),
         newcomers=federation.clients.newcomers.tolist(),
         samples={"test": data.num_samples("test")[clients].tolist()},
-        last=validated(end),
-        chosen=None if rounds is None else validated(chosen),
+        last=end,
+        chosen=None if rounds is None else chosen,
         curve=_curve(history),
         bytes_down=sum(entry.bytes_down for entry in history),
         bytes_up=sum(entry.bytes_up for entry in history),
@@ -194,17 +230,21 @@ def measured(run: MeasuredRun | ReadRun, task: Task, last: str | None = None) ->
         device=str(trainer.strategy.root_device),
         host=socket.gethostname(),
         fingerprints=fingerprints(run),
+        monitor=monitor,
     )
 
 
-def ended_in(folder: Path) -> Outcome | Failure | None:
-    """Return how the run in a folder has ended; ``None`` if it has not, or its file is damaged."""
+def ended_in(folder: Path, key: str) -> Outcome | Failure | None:
+    """Return how the run with a key has ended; ``None`` if it has not, or its file is damaged."""
     for kind, name in ((Outcome, RESULTS), (Failure, FAILURE)):
         if (folder / name).is_file():
             try:
-                return kind.read(folder / name)
+                found = kind.read(folder / name)
             except ResultError as error:
                 warnings.warn(f"{error}; the run counts as not ended", stacklevel=2)
+                continue
+            if found.key == key:
+                return found
     return None
 
 
@@ -220,7 +260,10 @@ def note_failure(task: Task, reason: str) -> None:
 def _tested(run: FederationCLI, checkpoint: str | None) -> Moment:
     """Test the clients, now or as they were when a checkpoint was saved."""
     federation: Federation = run.model
-    (values,) = run.trainer.test(federation, run.datamodule, ckpt_path=checkpoint, verbose=False)
+    tested = run.trainer.test(federation, run.datamodule, ckpt_path=checkpoint, verbose=False)
+    if not tested:
+        raise ConfigurationError(_NOBODY["test"])
+    (values,) = tested
     found = federation.client_metrics("test")
     clients = federation.clients.trainable
     return Moment(

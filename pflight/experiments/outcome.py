@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sized
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -34,8 +35,10 @@ class Record:
     def write(self, path: Path, shared: bool = False) -> None:
         """Write the file whole or not at all, as :func:`~pflight.files.replacing` does."""
         text = json.dumps(_finite(asdict(self)), allow_nan=False)  # type: ignore[call-overload]
-        with replacing(path, shared) as partial:
-            partial.write_text(f"{text}\n", encoding="utf-8")
+        with replacing(path, shared) as partial, partial.open("w", encoding="utf-8") as file:
+            file.write(f"{text}\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -67,7 +70,7 @@ class Moment:
 
     Attributes:
         round: Number of rounds that were trained until then.
-        validation: The metric that chooses rounds, as macro mean on validation samples.
+        validation: The value by which rounds are chosen, on validation samples.
         values: What was reported, by tag, such as ``test/new/macro_acc``.
         per_client: Each metric's value at each client, in the order of the run's ``clients``.
     """
@@ -185,6 +188,8 @@ class Outcome(Run, Record):
         host: The machine.
         fingerprints: Short hashes of ``data``, ``weights``, ``cohorts`` and ``batches``.
         version: Version of this format.
+        monitor: Tag of the value by which rounds are chosen, such as ``val/macro_acc``, which it is
+            in files without it.
     """
 
     title: ClassVar[str] = "run"
@@ -210,6 +215,7 @@ class Outcome(Run, Record):
     host: str
     fingerprints: dict[str, str]
     version: int = VERSION
+    monitor: str | None = None
 
     def __post_init__(self) -> None:
         if any(first >= second for first, second in pairwise(self.clients)):
@@ -256,8 +262,8 @@ def _understood(kind: Any, value: Any, where: str) -> Any:
     if is_dataclass(kind):
         _check(dict, value, where)
         kinds = get_type_hints(kind)
-        names = [field.name for field in fields(kind)]
-        if missing := [name for name in names if name not in value and name != "version"]:
+        names = {field.name: field.default for field in fields(kind)}
+        if missing := [n for n, default in names.items() if n not in value and default is MISSING]:
             raise ResultError(f"{where} has no {', '.join(missing)}")
         return kind(  # type: ignore[operator]
             **{

@@ -2,53 +2,80 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pflight.checkpoint import read_checkpoint
 from pflight.config_files import check_config_file, load
 from pflight.errors import ConfigurationError, described
 from pflight.runs import CONFIG, RESULTS, RunFolder
 
-from .comparison import Described, DescribedRow
+from .comparison import FILE, Described, DescribedRow, Ended
 from .measuring import ReadRun, Task, measured
-from .outcome import Failure, Outcome, ResultError
+from .outcome import Failure, Outcome, ResultError, Waiting
 from .plan import flat, key_of, without_place
 
 
-def read_run(folder: Path) -> Outcome | Failure:
+def read_run(folder: Path) -> Ended:
     """Return what a run has reached; its clients are tested if they have not been since.
 
-    The settings are all of its options.
+    The settings are all of its options. A run that has rounds to make waits.
     """
     seed, options = _options_in(folder)
-    settings = dict(flat(options))
+    settings, task = dict(flat(options)), Task(key_of(options), "", {}, seed, [], str(folder))
+    compared = any((above / FILE).is_file() for above in folder.resolve().parents)
     with suppress(ResultError):
         known = Outcome.read(folder / RESULTS)
-        tested = known.last.per_client  # trials are not
+        tested = known.last.per_client and (compared or known.key == task.key)  # trials are not
         if tested and known.last.round == RunFolder(folder).rounds_saved():
             return replace(known, settings=settings)
-    task = Task(key_of(options), "", {}, seed, [], str(folder))
+    whose = task.key, folder.name, dict[str, Any](), seed
     try:
         run = ReadRun(folder)
+        if left := _left_of(run):
+            warnings.warn(
+                f"{folder} counts as running: {left} of its rounds are missing, with which "
+                "--ckpt_path last goes on",
+                stacklevel=2,
+            )
+            return Waiting(*whose)
         outcome = measured(run, task, run.config.test.ckpt_path)
     except Exception as error:
-        return Failure(task.key, folder.name, {}, seed, described(error), str(folder))
-    with suppress(OSError):  # the folder may be somebody else's
-        outcome.write(folder / RESULTS)
+        return Failure(*whose, described(error), str(folder))
+    if not compared:  # whose results are its own
+        with suppress(OSError):  # the folder may be somebody else's
+            outcome.write(folder / RESULTS)
     return replace(outcome, settings=settings)
 
 
-def told_apart(runs: Sequence[Outcome | Failure]) -> list[Outcome | Failure]:
+def _left_of(run: ReadRun) -> int:
+    """Return how many rounds a run has still to make; none if it was stopped early.
+
+    A run that does not save each round may have made them all.
+    """
+    if not (run.folder.checkpoints / "last.ckpt").is_file():
+        return 0
+    saved = read_checkpoint(run.config.test.ckpt_path)
+    stopped = [state.get("stopped_epoch") for state in saved["callbacks"].values()]
+    if saved["epoch"] and saved["epoch"] in stopped:
+        return 0
+    limits = (run.trainer.max_epochs, run.trainer.max_steps)
+    rounds = min((n for n in limits if n is not None and n >= 0), default=0)
+    return max(0, rounds - saved["global_step"])
+
+
+def told_apart(runs: Sequence[Ended]) -> list[Ended]:
     """Return runs with those options as settings by which runs of their method differ.
 
     Example:
         >>> told_apart([])
         []
     """
-    found: list[Outcome | Failure] = []
+    found: list[Ended] = []
     for run in runs:
         same = [one.settings for one in runs if one.method == run.method]
         found.append(replace(run, settings=_differing(run.settings, same)))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import shutil
 import statistics as stdlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -267,16 +268,24 @@ class Results:
         Returns:
             The paths of the files.
         """
-        texts = {"md": self.to_markdown(), "tex": self.to_latex(), "csv": self.to_csv()}
-        files = {f"table.{kind}": text.encode() for kind, text in texts.items()}
-        pngs = self.figures.pngs()
-        files["table.html"] = self._page(pngs).encode()
-        files |= {f"{name}.png": png for name, png in pngs.items()}
+        folder = Path(os.path.expanduser(folder))
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            with replacing(folder / name, shared=True) as partial:
+        written = []
+        for name, content in self._files():
+            written.append(folder / name)
+            with replacing(written[-1], shared=True) as partial:
                 partial.write_bytes(content)
-        return [folder / name for name in files]
+        return written
+
+    def _files(self) -> Iterator[tuple[str, bytes]]:
+        """Yield the names and contents of the files; texts come before figures are drawn."""
+        yield "table.md", self.to_markdown().encode()
+        yield "table.tex", self.to_latex().encode()
+        yield "table.csv", self.to_csv().encode()
+        pngs = self.figures.pngs()
+        yield "table.html", self._page(pngs).encode()
+        for name, png in pngs.items():
+            yield f"{name}.png", png
 
 
 def _table(title: str, columns: dict[str, list[str]]) -> Table:

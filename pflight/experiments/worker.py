@@ -52,7 +52,7 @@ def make(task: Task, say: Say) -> dict[str, Any]:
     folder = RunFolder(task.folder)
     try:
         with folder.claimed("compare"):
-            if isinstance(ended_in(folder.path), Outcome):
+            if isinstance(ended_in(folder.path, task.key), Outcome):
                 return {"done": None}
             (folder.path / FAILURE).unlink(missing_ok=True)
             with _logged(folder.path / LOG):
@@ -79,7 +79,7 @@ def make(task: Task, say: Say) -> dict[str, Any]:
 def _run(task: Task, say: Say) -> None:
     clock = Clock(lambda done, rounds: say({"round": [done, rounds]}))
     with StopBetweenRounds() as stop:
-        run = MeasuredRun(task.arguments, stop, clock)
+        run = MeasuredRun(task, stop, clock)
         outcome = measured(run, task)
     outcome.write(Path(task.folder, RESULTS))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pflight.__main__ import main
 from pflight.errors import ConfigurationError
 from pflight.experiments.comparing import compare, report
 from pflight.experiments.comparison import Described
+from pflight.experiments.jobs import Jobs
 from pflight.experiments.outcome import Outcome, ResultError
 from pflight.experiments.plan import values_of
 from pflight.experiments.tuning import Tuning
@@ -94,6 +96,32 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
     return outcomes(finish(comparison(tmp_path_factory.mktemp("plain"), methods, seeds=2)))
 
 
+def test_another_metric_may_choose_rounds(tmp_path):
+    found = comparison(tmp_path, ["fedavg"], text=f"{DATA}monitor: val/micro_acc\nmode: max\n")
+    (run,) = outcomes(finish(found))
+    assert run.monitor == "val/micro_acc"
+    said = " ".join(found.results().to_markdown().split())
+    assert "with the highest val/micro_acc on validation samples" in said
+
+
+def test_a_comparison_in_which_no_run_has_finished_is_status_1(tmp_path, monkeypatch):
+    monkeypatch.setattr(Jobs, "work", lambda _: None)
+    options = ["--methods", "fedavg", "--seeds=1", f"--out={tmp_path}/out"]
+    with pytest.raises(SystemExit) as exit_:
+        main(["compare", f"--config={data_config(tmp_path)}", *options])
+    assert exit_.value.code == 1
+    assert (tmp_path / "out" / "table.md").is_file()
+
+
+def test_without_test_samples_nothing_is_trained(tmp_path):
+    text = DATA.replace("val_fraction: 0.2", "val_fraction: 0.2, test_fraction: 0")
+    found = comparison(tmp_path, ["fedavg"], text=text)
+    (task,) = finish(found)
+    (row,) = found.results().findings.rows
+    assert row.failures[0].reason == "no client has test samples, on which methods are compared"
+    assert not [*Path(task.folder).glob("checkpoints/*")]
+
+
 class TestFairness:
     def test_methods_see_the_same_at_a_seed_and_something_else_at_another(self, plain):
         by_seed = [
@@ -158,6 +186,14 @@ class TestAgain:
         with pytest.warns(UserWarning, match="damaged"):
             finish(found)
         assert _numbers(path) == whole
+
+    def test_a_result_of_other_options_is_not_that_of_the_run(self, tmp_path):
+        (task,) = finish(comparison(tmp_path, ["fedavg"]))
+        path = Path(task.folder, RESULTS)
+        replace(Outcome.read(path), key="another").write(path)
+        assert not comparison(tmp_path, ["fedavg"]).results().findings.finished
+        assert finish(comparison(tmp_path, ["fedavg"])) == [task]
+        assert Outcome.read(path).key == task.key
 
     def test_a_failure_is_tried_again(self, tmp_path):
         (task,) = comparison(tmp_path, ["fedavg"]).due()
@@ -228,11 +264,16 @@ class TestFolder:
         with pytest.raises(ResultError, match=r"comparison.json is damaged"):
             report(tmp_path)
 
-    def test_that_is_damaged_is_left_alone(self, tmp_path):
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "comparison.json").write_text("{")
-        with pytest.raises(ResultError, match=r"is damaged.*give another folder"):
-            comparison(tmp_path)
+    def test_that_is_damaged_is_left_alone_until_its_file_is_deleted(self, tmp_path):
+        finish(comparison(tmp_path, ["fedavg"]))
+        path = tmp_path / "out" / "comparison.json"
+        path.write_text("{")
+        with pytest.raises(ResultError, match=r"is damaged.*delete it, and the command"):
+            comparison(tmp_path, ["fedavg"])
+        path.unlink()
+        found = comparison(tmp_path, ["fedavg"])
+        assert not found.due()
+        assert report(found.folder).findings.finished
 
     def test_is_described_for_others(self, tmp_path):
         found = comparison(tmp_path, ["fedavg", "fedprox"], {"trainer.callbacks.mu": [1, 2]})

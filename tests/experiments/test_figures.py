@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -54,6 +55,14 @@ def test_the_frame_is_of_the_later_rounds_and_of_all_bytes() -> None:
     assert figures.traffic().axes[0].get_xscale() == "log"
     (axes,) = Results(runs[:1]).figures.traffic().axes
     assert axes.get_xscale() == "linear"
+
+
+@pytest.mark.parametrize("later", [None, math.inf])
+def test_curves_may_end_in_what_is_no_number(later: float | None) -> None:
+    curve = Curve([1, 2, 3, 4, 5, 6], [100] * 6, {ACC: [0.5, *[later] * 5]})
+    run = outcome("A", 0, {"acc": [0.5]}, curve=curve)
+    for runs in ([run], [run, outcome("B", 0, {"acc": [0.5]})]):
+        assert [*Results(runs).figures.pngs()] == ["curves", "traffic", "boxes"]
 
 
 def test_one_seed_has_no_range() -> None:

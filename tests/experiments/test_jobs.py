@@ -18,6 +18,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from pflight.experiments import jobs
 from pflight.experiments.comparing import compare
 from pflight.experiments.comparison import Described
 from pflight.experiments.jobs import Jobs
@@ -111,6 +112,20 @@ class TestRows:
         assert plain.runs[0].curve.values["val/macro_acc"] == pytest.approx(
             here["curve"]["values"]["val/macro_acc"]
         )
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"), [({}, ("2", "2")), ({"OMP_NUM_THREADS": "1"}, ("1", "1"))]
+)
+def test_a_worker_has_as_many_threads_as_it_is_told(given, threads, monkeypatch):
+    names = "OMP_NUM_THREADS", "MKL_NUM_THREADS"
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(jobs.subprocess, "Popen", lambda *_, **options: options["env"])
+    environment: Any = jobs.Worker(2).process
+    assert tuple(environment[name] for name in names) == threads
 
 
 class Refused:

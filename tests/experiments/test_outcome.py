@@ -26,6 +26,7 @@ def whole() -> Outcome:
         directions={"acc": "max", "mae": None},
         chosen=moment(10, {"acc": [0.5, None, 0.75]}, {"test/macro_acc": 0.625}),
         newcomers=[3, 4],
+        monitor="val/micro_acc",
     )
 
 

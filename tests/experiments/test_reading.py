@@ -11,6 +11,7 @@ import pytest
 
 from pflight.__main__ import main
 from pflight.errors import ConfigurationError
+from pflight.experiments import measuring
 from pflight.experiments.comparing import report
 from pflight.experiments.outcome import Outcome, ResultError
 from pflight.runs import RESULTS
@@ -29,6 +30,16 @@ def fit(config: str, method: str, root: Path, *args: str) -> None:
             *args,
         ]
     )
+
+
+def begun(folder: Path, seed: int) -> Path:
+    """Return the folder of a run of FedAvg that was killed after the first of three rounds."""
+    root = folder / "begun"
+    options = f"--seed_everything={seed}", "--trainer.max_epochs=1"
+    fit(data_config(folder), "fedavg", root, *options)
+    config = root / "config.yaml"
+    config.write_text(config.read_text().replace("max_epochs: 1\n", "max_epochs: 3\n"))
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +118,53 @@ class TestRuns:
         (row,) = report(folder).findings.rows
         assert row.runs[0].last.round == 4
         assert len(row.runs[0].curve.round) == 4
+
+    def test_whose_options_have_changed_are_tested_again(self, runs):
+        folder = runs / "fedavg-0"
+        report(folder)
+        config = f"--config={folder}/config.yaml"
+        more = f"--trainer.default_root_dir={folder}", "--model.finetune_epochs=1"
+        main(["fit", config, *more, "--ckpt_path=last"])
+        (row,) = report(folder).findings.rows
+        assert "test/finetuned/macro_acc" in row.runs[0].last.values
+
+    def test_that_have_rounds_to_make_wait(self, runs, tmp_path):
+        folder = begun(tmp_path, 1)
+        with pytest.warns(UserWarning, match="counts as running: 2 of its rounds are missing"):
+            (row,) = report([runs / "fedavg-0", folder]).findings.rows
+        assert ([*row.runs], row.waiting) == ([0], {1})
+        assert not (folder / RESULTS).exists()
+
+    def test_that_were_stopped_early_are_over(self, tmp_path):
+        root = tmp_path / "run"
+        stop = {"": "EarlyStopping", "monitor": "communication/total_bytes_down", "patience": 1}
+        options = [f"--trainer.callbacks{f'.{n}' if n else '+'}={v}" for n, v in stop.items()]
+        fit(data_config(tmp_path), "fedavg", root, *options)
+        (row,) = report(root).findings.rows
+        assert row.runs[0].last.round == 2
+
+    def test_that_go_on_while_they_are_tested(self, runs, tmp_path, monkeypatch):
+        folder, further = runs / "fedavg-0", tmp_path / "further"
+        fit(data_config(tmp_path), "fedavg", further, "--trainer.max_epochs=4")
+
+        def tested(*args: object) -> object:
+            found = once(*args)
+            shutil.copy(further / "checkpoints/last.ckpt", folder / "checkpoints/best.ckpt")
+            return found
+
+        once = measuring._tested
+        monkeypatch.setattr(measuring, "_tested", tested)
+        (row,) = report(folder).findings.rows
+        run = row.runs[0]
+        assert (run.last.round, len(run.curve.round), run.chosen.round) == (3, 3, 4)
+        curve = read_events(further).values["val/macro_acc"]
+        assert run.chosen.validation == pytest.approx(curve[3])
+
+    def test_without_test_samples_say_so(self, tmp_path):
+        text = DATA.replace("val_fraction: 0.2", "val_fraction: 0.2, test_fraction: 0")
+        fit(data_config(tmp_path, text), "fedavg", tmp_path / "run")
+        (row,) = report(tmp_path / "run").findings.rows
+        assert "no client has test samples" in row.failures[0].reason
 
     def test_without_checkpoints_are_rows_that_say_so(self, runs):
         shutil.rmtree(runs / "fedavg-0" / "checkpoints")
@@ -210,6 +268,38 @@ class TestComparison:
         finish(comparison(tmp_path, ["local"]))
         rows = report([tmp_path / "out", plain / "fedavg-0"]).findings.rows
         assert {row.method for row in rows} == {"Local", "FedAvg"}
+
+    def test_goes_on_with_a_run_that_was_reported_by_itself(self, tmp_path):
+        found = comparison(tmp_path, ["fedavg"])
+        (task,) = found.due()
+        Path(task.folder).parent.mkdir()
+        begun(tmp_path, 0).rename(task.folder)
+        with pytest.warns(UserWarning, match="counts as running"):
+            (row,) = report(task.folder).findings.rows
+        assert row.waiting == {0}
+        assert finish(found) == [task]
+        (row,) = report(tmp_path / "out").findings.rows
+        assert row.runs[0].last.round == 3
+
+    def test_keeps_its_results_if_a_run_of_it_is_reported_by_itself(self, tmp_path):
+        (task,) = finish(comparison(tmp_path, ["fedavg"]))
+        config = f"--config={task.folder}/config.yaml"
+        main(["fit", config, "--ckpt_path=last", "--trainer.max_epochs=4"])
+        (row,) = report(task.folder).findings.rows
+        assert row.runs[0].last.round == 4
+        (row,) = report(tmp_path / "out").findings.rows
+        assert row.runs[0].last.round == 3
+
+    def test_with_a_baseline_by_its_name_as_an_option(self, tmp_path):
+        finish(comparison(tmp_path, ["fedavg_ft", "local"]))
+        baseline = report(tmp_path / "out", baseline="fedavg_ft").findings.baseline
+        assert baseline.label == "FedAvg + fine-tuning"
+
+    def test_in_the_home_folder(self, tmp_path, monkeypatch):
+        comparison(tmp_path, ["fedavg"])
+        monkeypatch.setenv("HOME", str(tmp_path))
+        report("~/out").save(Path("~/tables"))
+        assert (tmp_path / "tables" / "table.md").is_file()
 
     def test_beside_one_with_a_setting_that_all_of_it_has(self, tmp_path):
         made = {"a": [0.05], "b": [0.1], "c": [0.1]}

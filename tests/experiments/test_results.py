@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from pflight.experiments.figures import Figures
 from pflight.experiments.footer import footer
 from pflight.experiments.outcome import Curve, Failure, Outcome, ResultError, Tuned, Waiting
 from pflight.experiments.results import Results
@@ -541,6 +542,26 @@ def test_bold_is_seen_in_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
     mean, deviation = cell.split(" ± ")
     assert rf"\textbf{{{mean} $\pm$ {deviation}}}" in results.to_latex()
     assert f"<b>{cell}</b>" in results._repr_html_()
+
+
+def test_tables_are_saved_before_figures_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def undrawn(_: Figures) -> None:
+        raise ValueError("no fonts")
+
+    monkeypatch.setattr(Figures, "pngs", undrawn)
+    with pytest.raises(ValueError, match="no fonts"):
+        Results(comparison(LEVELS)).save(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"table.md", "table.tex", "table.csv"}
+
+
+def test_unequal_numbers_of_rounds_are_said() -> None:
+    runs = comparison({"A": 0.5, "B": 0.6})
+    assert "unequal numbers of rounds" not in notes(Results(runs))
+    runs[0] = replace(runs[0], last=replace(runs[0].last, round=12))
+    said = "Runs of one row have trained for unequal numbers of rounds: A 12 and 20."
+    assert said in notes(Results(runs))
 
 
 def test_save_writes_all_forms(tmp_path: Path) -> None:
