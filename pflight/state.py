@@ -233,9 +233,10 @@ class StateLayout:
 def state_tensors(client: nn.Module) -> dict[str, Tensor]:
     """Return the live tensors of a client's model by name; tied ones once, under their first name.
 
-    The states of torchmetrics objects are left out.
+    The states of torchmetrics objects are left out, and what is neither a parameter nor a buffer,
+    such as the extra state of a module.
     """
-    tensors = client.state_dict(keep_vars=True)
+    tensors = _named_tensors(client)
     for alias in _aliases(client):
         del tensors[alias]
     for prefix, module in client.named_modules():
@@ -260,11 +261,14 @@ def rest_frozen(module: ModuleT) -> ModuleT:
 
 
 def with_state(module: ModuleT, state: Mapping[str, Tensor]) -> ModuleT:
-    """Return a copy of a module with the tensors of a state, in their dtypes."""
+    """Return a copy of a module with the tensors of a state, in their dtypes.
+
+    What the module leaves out of its ``state_dict()`` is as in the module.
+    """
     module = copy.deepcopy(module)
     for name, tensor in state_tensors(module).items():
         tensor.data = tensor.data.to(state[name].dtype)  # float64 stays float64
-    module.load_state_dict({**module.state_dict(), **state})
+    module.load_state_dict({**module.state_dict(), **state}, strict=False)
     return module
 
 
@@ -289,9 +293,16 @@ def _resting_buffers(client: nn.Module) -> set[str]:
     return resting
 
 
+def _named_tensors(client: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers in ``state_dict()`` by all their names."""
+    kinds = client.named_parameters, client.named_buffers
+    held = {name for named in kinds for name, _ in named(remove_duplicate=False)}
+    return {n: t for n, t in client.state_dict(keep_vars=True).items() if n in held}
+
+
 def _aliases(client: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
-    names = {n: first.setdefault(id(t), n) for n, t in client.state_dict(keep_vars=True).items()}
+    names = {n: first.setdefault(id(t), n) for n, t in _named_tensors(client).items()}
     return {alias: name for alias, name in names.items() if alias != name}
 
 
