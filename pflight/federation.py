@@ -163,10 +163,7 @@ class Federation(L.LightningModule):
 
     @property
     def attached_callback(self) -> ServerCallback:
-        """The server callback that set this federation up; an error before one has.
-
-        It is one as well once another federation has been set up by it, which it knows since.
-        """
+        """The server callback that set this federation up, and none since; an error without one."""
         return attached(self.callback, self.clients)
 
     @property
@@ -291,6 +288,8 @@ class Federation(L.LightningModule):
         """Have the loader yield the cohort of the round that begins, the next after the last."""
         loader: Any = self.trainer.train_dataloader
         loader.round = self.clients.rounds
+
+    on_train_start = on_train_epoch_start  # the only one if a round begins again after a failure
 
     def training_step(self, cohort: Tensor, batch_idx: int) -> None:
         """Run one communication round with a cohort of client ids ``[S]``."""
