@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -64,14 +62,19 @@ class HeldOut(WrappedData):
         if split not in self.cut:
             return super().num_samples(split)
         counts = self.data.num_samples("train")
-        held = (self.share * counts + 0.5).floor().long().clamp(min=1).minimum(counts - 1)
+        held = self._held(counts)
         return torch.where(counts < 2, counts, held if split == "held_out" else counts - held)
 
     def rows(self, client: int, split: Split) -> Tensor:
         """Return the positions of a split among a client's training samples, ``[n]``."""
-        count = int(self.data.num_samples("train")[client])
-        order = torch.randperm(count, generator=generator(Purpose.SAMPLE, self.seed, client))
+        count = self.data.num_samples("train")[client]
+        order = torch.randperm(int(count), generator=generator(Purpose.SAMPLE, self.seed, client))
         if count < 2:
             return order
-        held = min(max(math.floor(self.share * count + 0.5), 1), count - 1)
+        held = int(self._held(count))
         return (order[:held] if split == "held_out" else order[held:]).sort().values
+
+    def _held(self, counts: Tensor) -> Tensor:
+        """Return how many of two or more samples are held out, in the shape of ``counts``."""
+        held = (self.share * counts.double() + 0.5).floor().long()
+        return held.clamp(min=1).minimum(counts - 1)

@@ -39,6 +39,13 @@ def test_one_is_held_out_and_one_is_trained_on_at_least(share: float) -> None:
     assert data.train_clients.tolist() == [0, 1]
 
 
+@pytest.mark.parametrize(("share", "count"), [(0.35, 90), (0.58, 25), (0.29, 50), (0.39, 150)])
+def test_as_many_are_counted_as_are_held_out(share: float, count: int) -> None:
+    data = HeldOut(numbered(count), share)
+    for split in ("train", "held_out"):
+        assert int(data.num_samples(split)) == len(data.labels(0, split))
+
+
 def test_everything_else_is_as_it_was() -> None:
     whole = numbered(
         8, 5, 9, 4, 6, cohort_size=2, holdout_clients=0.2, dropout=0.5, batch_size=3, seed=4
