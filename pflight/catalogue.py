@@ -16,6 +16,7 @@ from .spelling import closest, question
 
 _METHODS = "configs/algorithm/"
 _DATA = "pflight.data_module.FederatedDataModule"
+_WRAPPED = "pflight.wrapped_data.WrappedData"
 _PARTITION = "pflight.datamodules.partitions.partition.Partition"
 
 
@@ -56,8 +57,11 @@ def no_method(name: str) -> str:
 
 @functools.cache
 def data() -> list[Entry]:
-    """Return the data sets, and the classes for data of one's own."""
-    found = _derived("pflight.datamodules", _DATA)
+    """Return the data sets, and the classes for data of one's own.
+
+    What wraps data that are set up already is for algorithms.
+    """
+    found = [one for one in _derived("pflight.datamodules", _DATA) if not one.is_a(_WRAPPED)]
     return _entries(one for one in found if not one.name.endswith("DataModule"))  # base classes
 
 

@@ -21,7 +21,7 @@ class HeldOut(WrappedData):
     held out and at least one is trained on; a client with a single sample uses it for both.
 
     Args:
-        data: The data of all clients.
+        data: The data of all clients, set up.
         share: Share of each client's training samples to hold out, in (0, 1).
 
     Raises:

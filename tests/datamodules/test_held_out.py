@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pflight import catalogue
 from pflight.datamodules import TensorClients
 from pflight.datamodules.partitions.held_out import HeldOut
 from pflight.errors import ConfigurationError
@@ -76,3 +77,9 @@ def test_the_draw_depends_on_the_seed_and_the_client() -> None:
 def test_a_share_out_of_range(share: float) -> None:
     with pytest.raises(ConfigurationError, match=r"HeldOut: share must be "):
         HeldOut(numbered(4), share)
+
+
+def test_what_needs_data_that_are_set_up_is_not_offered_by_name() -> None:
+    names = [entry.name for entry in catalogue.data()]
+    assert "KnownClusters" in names
+    assert "HeldOut" not in names
