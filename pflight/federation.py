@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -24,6 +23,7 @@ from .evaluation import Evaluator, WhichModel, model_of, predict
 from .fedavg import FedAvg
 from .half import Half, half_of
 from .history import Round
+from .local.copies import set_up
 from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
 from .monitors import check_monitor, check_monitors
@@ -47,7 +47,8 @@ class Federation(L.LightningModule):
     data comes from a :class:`~pflight.datamodules.FederatedDataModule`.
 
     Args:
-        client: The client module. Copies of it are trained; it is never changed.
+        client: The client module. Copies of it are trained; it is never changed. A copy is set up
+            once, by ``prepare_data()``, ``setup("fit")`` and ``configure_model()``.
         local_epochs: Epochs of local training in a round.
         local_steps: Batches of local training in a round, in place of ``local_epochs``.
         finetune_epochs: If positive, clients are judged by copies of their models, fine-tuned for
@@ -127,8 +128,7 @@ class Federation(L.LightningModule):
         self.client_timeout, self.f1_average = client_timeout, f1_average
         self.evaluator: type[Evaluator] = Evaluator
         # In a tuple, so that it is not a submodule: its parameters are not the server's.
-        self._client = (copy.deepcopy(client),)
-        self.client.configure_model()
+        self._client = (set_up(client),)
         self.layout = StateLayout.of(self.client)
         self.server = ServerModels(self.layout, server_optimizer)
         self.callback: ServerCallback | None = None

@@ -34,6 +34,7 @@ from pflight.callbacks import (
     FedEC,
     FedFomo,
     FedProx,
+    FedSGD,
     FeSEM,
     Local,
     PerFedAvg,
@@ -610,6 +611,28 @@ def test_what_is_logged_is_that_of_the_personal_model() -> None:
 
     federation = run(Constant(), hospitals(), Ditto(lam=0.1))
     assert federation.history[0].metrics["train/one"] == 1
+
+
+class Rows(L.LightningModule):
+    """Looks up a row of an embedding for each sample."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.rows = nn.Embedding(4, 1, sparse=sparse)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self.rows((x[:, 0] > 0).long()), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("method", [FedAvg(), FedSGD(lr=0.1)], ids=lambda m: type(m).__name__)
+def test_sparse_gradients_are_gradients(method: ServerCallback) -> None:
+    dense, sparse = (run(Rows(s), hospitals(), copy.deepcopy(method), 2) for s in (False, True))
+    torch.testing.assert_close(sparse.server_states(), dense.server_states())
 
 
 class Scheduled(Regression):

@@ -269,7 +269,8 @@ class SequentialEngine:
         predictions: Predictions = []
 
         def predict(_: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
-            predictions.append((client, self.models.client.trainer.predict(batches)))
+            given = self.models.client.trainer.predict(visit.parts, batches)
+            predictions.append((client, given))
 
         return predictions, self._visit_each(clients, states, split, predict)
 

@@ -21,7 +21,13 @@ from .operations import count_operations
 from .setting import Setting
 from .time_limit import time_limit
 
-_IGNORED_HOOKS = ("configure_callbacks", "on_save_checkpoint", "on_load_checkpoint")
+_IGNORED_HOOKS = {
+    "configure_callbacks": "the federation's Trainer has the callbacks",
+    "on_save_checkpoint": "the federation's Trainer writes the checkpoints",
+    "on_load_checkpoint": "the federation's Trainer reads the checkpoints",
+    "teardown": "the module is set up once, and its copies come and go",
+}
+"""Hooks that no client calls, each with the reason."""
 
 
 class Findings(NamedTuple):
@@ -56,12 +62,9 @@ def check_client(setting: Setting, copy: LightningModule) -> Findings:
         raise ConfigurationError(
             f"{type(module).__name__} has no training_step: a client trains by its own"
         )
-    for hook in _IGNORED_HOOKS:
+    for hook, reason in _IGNORED_HOOKS.items():
         if is_overridden(hook, module):
-            rank_zero_warn(
-                f"{type(module).__name__}.{hook} is ignored: the federation's Trainer has the "
-                "callbacks and writes the checkpoints"
-            )
+            rank_zero_warn(f"{type(module).__name__}.{hook} is ignored: {reason}")
     if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
         raise ConfigurationError(
             "SyncBatchNorm would mix clients of different ranks: use BatchNorm"

@@ -223,7 +223,15 @@ class AloneClient(ClientModel):
 
     def _loss_at(self, tensors: Mapping[str, Tensor], batch: Any) -> Tensor:
         index = 0 if self._own_step is None else self.trainer.batch_idx
-        return call_with(self.module, tensors, task_loss, batch, index)
+        try:
+            return call_with(self.module, tensors, task_loss, batch, index)
+        except RuntimeError as error:
+            if "mutate a captured Tensor" not in str(error):
+                raise
+            raise RuntimeError(
+                "its training_step changes a tensor in place that is not in its state_dict(), such "
+                "as a non-persistent buffer, through which the algorithm can't differentiate"
+            ) from error
 
     # What the engine asks for
 

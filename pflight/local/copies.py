@@ -169,6 +169,15 @@ class Copies:
         return list(map(len, self._registers)), list(map(id, values))
 
 
+def set_up(module: L.LightningModule) -> L.LightningModule:
+    """Return a copy of a client module after what a Trainer calls once before it trains."""
+    module = copy.deepcopy(module)
+    module.prepare_data()
+    module.setup(stage="fit")
+    module.configure_model()
+    return module
+
+
 def ready(template: L.LightningModule) -> L.LightningModule:
     """Return a copy of a client module in the modes in which it trains."""
     module = copy.deepcopy(template)

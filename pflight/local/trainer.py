@@ -18,11 +18,14 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.loops import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.trainer.connectors.data_connector import _DataHookSelector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -66,12 +69,14 @@ class ModuleTrainer:
 
     Attributes:
         trainer: The Trainer that a copy finds as ``self.trainer``.
+        penalty: Gives what is added to the loss under manual optimization.
         logs: What the copy logged while it trained: name to (sum over samples, number of samples).
     """
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
         self._strategy = _LocalStrategy(precision, device)
         self._bare: bool | None = None
+        self.penalty: Callable[[], Tensor | None] = _no_penalty
         with _quiet():
             self.trainer = L.Trainer(
                 devices=[device.index or 0] if device.type == "cuda" else 1,
@@ -91,15 +96,6 @@ class ModuleTrainer:
         self._feed = _Feed()
 
     @property
-    def penalty(self) -> Callable[[], Tensor | None] | None:
-        """What is added to the loss under manual optimization."""
-        return self._strategy.penalty
-
-    @penalty.setter
-    def penalty(self, penalty: Callable[[], Tensor | None]) -> None:
-        self._strategy.penalty = penalty
-
-    @property
     def logs(self) -> Logs:
         """What the copy logged while it trained."""
         return self._results.logs
@@ -108,6 +104,11 @@ class ModuleTrainer:
     def global_step(self) -> int:
         """Optimizer steps of the copy so far."""
         return self.trainer.global_step
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the copy has asked for the end of its training."""
+        return self.trainer.should_stop
 
     def attach(self, module: L.LightningModule) -> None:
         """Make a copy the one that is trained or evaluated next; forget the one before."""
@@ -189,8 +190,7 @@ class ModuleTrainer:
             for own_optimizer in self._strategy.optimizers[:1]:
                 step_extra(module, own_optimizer, extra_options or {})
             for schedule in self._strategy.lr_scheduler_configs:
-                if str(schedule.monitor).startswith("val"):  # which is not while clients train
-                    schedule.strict = False
+                schedule.strict = False  # not all that is monitored is logged while clients train
         else:
             self._strategy.optimizers, self._strategy.lr_scheduler_configs = [optimizer], []
             module.configure_gradient_clipping = _no_clipping  # type: ignore[method-assign]
@@ -203,7 +203,26 @@ class ModuleTrainer:
                         "parameters that are not the module's own: each client trains a copy of "
                         "the module, so take them from self.parameters()"
                     )
+            if not module.automatic_optimization and isinstance(optimizer, Optimizer):
+                optimizer.register_step_pre_hook(self._penalised)
+        _call_lightning_module_hook(trainer, "on_fit_start")
         loop.on_run_start()
+
+    def _penalised(
+        self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Add the penalty's gradient to those of a step: after its closure, if it has one."""
+        closure = options.get("closure") or next(iter(args[1:]), None)
+        if closure is None:
+            _add_gradient(optimizer, self.penalty)
+            return None
+
+        def penalised() -> Any:
+            output = closure()
+            _add_gradient(optimizer, self.penalty)
+            return output
+
+        return args[:1], {**options, "closure": penalised}
 
     def _set_out(self, max_epochs: int | None, num_batches: int, max_batches: int | None) -> None:
         loop = self.trainer.fit_loop
@@ -270,7 +289,7 @@ class ModuleTrainer:
         self._strategy.batch_size = size
         if self._bare:
             self._bare_step(batch, last)
-            return not self.trainer.should_stop
+            return True
         self._feed.offer(batch, last)
         try:
             loop.advance(self._feed)
@@ -279,7 +298,7 @@ class ModuleTrainer:
             return False
         finally:
             loop.on_iteration_done()
-        return not self.trainer.should_stop
+        return True
 
     def _bare_step(self, batch: Any, last: bool) -> None:
         """Do what Lightning's loop does without hooks, which take several times as long."""
@@ -315,8 +334,9 @@ class ModuleTrainer:
         loop.on_iteration_done()
 
     def end(self) -> None:
-        """Run the hook at the end of the training."""
+        """Run the hooks at the end of the training."""
         self.trainer.fit_loop.on_run_end()
+        _call_lightning_module_hook(self.trainer, "on_fit_end")
 
     # Evaluation
 
@@ -342,32 +362,43 @@ class ModuleTrainer:
         else:
             trainer.validating = True
         loop.verbose = False
-        loop.inference_mode = torch.is_inference_mode_enabled()  # as the federation's Trainer says
         loop._results = results = _Results(training=False)
-        loop._data_source.instance = _Loader(self._sized(parts, batches), len(parts))
         limits = trainer.limit_val_batches, trainer.limit_test_batches
         trainer.limit_val_batches = trainer.limit_test_batches = 1.0
         try:
-            loop.run()
+            self._run(loop, parts, batches)
         finally:
             trainer.limit_val_batches, trainer.limit_test_batches = limits
-            loop._data_source.instance = loop._combined_loader = None
         values = dict(trainer.callback_metrics)
         for name in [n for n in values if n.endswith("_epoch") and n[: -len("_epoch")] in values]:
             del values[name]
         return values, results.directions
 
-    def predict(self, batches: Iterable[Any]) -> list[Any]:
-        """Return what the copy's ``predict_step`` gives for each batch."""
-        module, trainer = self.trainer.lightning_module, self.trainer
+    def predict(self, parts: Sequence[Sized], batches: Iterable[Any]) -> list[Any]:
+        """Return what the copy's ``predict_step`` gives for each batch, on the CPU.
+
+        Args:
+            parts: The samples of each batch, which are counted.
+            batches: What the copy's step takes.
+        """
+        trainer, loop = self.trainer, self.trainer.predict_loop
         trainer.state.fn = TrainerFn.PREDICTING
-        trainer.predicting = True
-        module.eval()
-        with torch.no_grad(), self._strategy.precision_plugin.predict_step_context():
-            return [
-                module.predict_step(self._moved(batch), index)
-                for index, batch in enumerate(batches)
-            ]
+        trainer.predicting = loop.return_predictions = True
+        return self._run(loop, parts, batches)
+
+    def _run(
+        self,
+        loop: _EvaluationLoop | _PredictionLoop,
+        parts: Sequence[Sized],
+        batches: Iterable[Any],
+    ) -> Any:
+        """Run a loop without gradients over batches; return what it returns."""
+        loop.inference_mode = torch.is_inference_mode_enabled()  # as the federation's Trainer says
+        loop._data_source.instance = _Loader(self._sized(parts, batches), len(parts))
+        try:
+            return loop.run()
+        finally:
+            loop._data_source.instance = loop._combined_loader = None
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -431,7 +462,6 @@ class _LocalStrategy(SingleDeviceStrategy):
         accelerator = CUDAAccelerator() if device.type == "cuda" else CPUAccelerator()
         super().__init__(device, accelerator=accelerator, precision_plugin=precision)
         self.step: Step | None = None
-        self.penalty: Callable[[], Tensor | None] | None = None
         self.batch_size = 0
 
     def own_step(self, batch: Any, *args: Any) -> Any:
@@ -455,14 +485,6 @@ class _LocalStrategy(SingleDeviceStrategy):
         self._note_batch_size()
         return super().test_step(*args, **kwargs)
 
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
-        """Step an optimizer; under manual optimization the penalty's gradient is added before."""
-        if self.penalty is not None and not self.lightning_module.automatic_optimization:  # type: ignore[union-attr]
-            _add_gradient(self.penalty(), optimizer)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
-
     def _note_batch_size(self) -> None:
         assert self.lightning_module is not None
         results = self.lightning_module.trainer._results
@@ -470,8 +492,15 @@ class _LocalStrategy(SingleDeviceStrategy):
             results.batch_size = self.batch_size
 
 
-def _add_gradient(penalty: Tensor | None, optimizer: Optimizer) -> None:
-    if penalty is None:
+def _no_penalty() -> None:
+    """Take the place of a penalty."""
+
+
+@torch.enable_grad()
+def _add_gradient(optimizer: Optimizer, penalty: Callable[[], Tensor | None]) -> None:
+    """Add the gradient of a penalty to those that an optimizer steps along."""
+    value = penalty()
+    if value is None:
         return
     parameters = [
         parameter
@@ -479,7 +508,7 @@ def _add_gradient(penalty: Tensor | None, optimizer: Optimizer) -> None:
         for parameter in group["params"]
         if parameter.requires_grad
     ]
-    gradients = torch.autograd.grad(penalty, parameters, allow_unused=True)
+    gradients = torch.autograd.grad(value, parameters, allow_unused=True)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None:
             held = parameter.grad
@@ -580,7 +609,9 @@ def _alone() -> bool:
 def muted(module: L.LightningModule) -> Iterator[None]:
     """Have a copy log nothing, and its metrics count nothing."""
     metrics = [part for part in module.modules() if isinstance(part, Metric)]
-    counted = [(metric, metric._copy_state_dict(), metric._update_count) for metric in metrics]
+    counted = [(metric, _states(metric), metric._update_count) for metric in metrics]
+    for metric in metrics:  # not in place, which a pass to be differentiated would forbid
+        _set_states(metric, metric._copy_state_dict())
     own = vars(module)
     before = {name: own.get(name) for name in ("log", "log_dict")}  # it may be muted already
     own.update(dict.fromkeys(before, _no_log))
@@ -593,9 +624,17 @@ def muted(module: L.LightningModule) -> Iterator[None]:
             else:
                 own[name] = held
         for metric, states, count in counted:
-            for name, value in states.items():
-                setattr(metric, name, value)
+            _set_states(metric, states)
             metric._update_count, metric._computed = count, None
+
+
+def _states(metric: Metric) -> dict[str, Any]:
+    return {name: getattr(metric, name) for name in metric._defaults}
+
+
+def _set_states(metric: Metric, states: Mapping[str, Any]) -> None:
+    for name, value in states.items():
+        setattr(metric, name, value)
 
 
 def _no_log(*_: Any, **__: Any) -> None:

@@ -68,6 +68,8 @@ class ClientTraining:
             client.trainer.attach(client.module)
             client.trainer.start(*limits, client.step, optimizer, setting.half.extra_options)
         for visit, batches in visits:
+            if self._stopped():
+                break
             phase = phase_of(self._phases_of(epochs), visit.epoch)
             if phase is not None and not phase.names:
                 continue
@@ -77,6 +79,8 @@ class ClientTraining:
                     stack.enter_context(paced(client.trainer.groups, phase))
                     stack.enter_context(client.trainer.epoch())
                 for index, (part, batch) in enumerate(zip(visit.parts, batches, strict=False)):
+                    if self._stopped():
+                        break
                     last = index + 1 == len(sizes)
                     goes_on = [
                         client.trainer.step(batch, len(part), last) for client in models.clients
@@ -108,7 +112,7 @@ class ClientTraining:
                 raise RuntimeError(_NO_LOSS)
         zero = torch.zeros((), device=self.setting.device)
         gradients = {
-            name: (zero if weight.grad is None else weight.grad).expand_as(weight)
+            name: (zero if weight.grad is None else weight.grad.to_dense()).expand_as(weight)
             for name, weight in client.weights.items()
         }
         return gradients, logs
@@ -149,16 +153,19 @@ class ClientTraining:
                     for descent in descents:
                         stack.enter_context(paced(descent.options, phase))
                     for size, batch in zip(map(len, visit.parts), batches, strict=True):
-                        total: Tensor | float = 0.0
+                        found = []
                         for client, descent, tell in models:
                             tell(visit.epoch, taken, size)
                             with self.setting.forward_context():
                                 loss = client.half.loss(client, batch)
                             descent.step(loss)
-                            total = total + loss.detach()
-                        add_logs(losses, {"train/loss": (total * size, size)})
+                            found.append(loss.detach())
+                        add_logs(losses, {"train/loss": (found[0] * size, size)})
                         taken += 1
         return {**self._logs(), **losses}, taken
+
+    def _stopped(self) -> bool:
+        return any(client.trainer.should_stop for client in self.models.clients)
 
     def _optimizer_of_half(self, client: AloneClient) -> Optimizer | None:
         parameters = [p for p in client.module.parameters() if p.requires_grad]
@@ -171,13 +178,11 @@ class ClientTraining:
         return self._phases[key]
 
     def _logs(self) -> Logs:
-        """Return what a client logged, with what its personal model did."""
-        client, clients = self.models.client, self.models.clients
-        logs = client.trainer.logs
-        for name, (total, count) in clients[0].trainer.logs.items():
-            if clients[0] is not client and name in logs:
-                logs[name] = logs[name][0] + total, count
-        return logs
+        """Return what a client logged, of two models the personal one."""
+        merged: Logs = {}
+        for client in reversed(self.models.clients):
+            merged.update(client.trainer.logs)
+        return merged
 
     def _check_gradients(self) -> None:
         client = self.models.client

@@ -178,18 +178,19 @@ class StackedClient:
         """Return what a client minimises, and what its training step would log of it."""
         models = [self._client(tensors, weights)]
         with CheckedEmbeddings(), _attention_on(self.module.device):
-            loss = self.half.loss(models[0], batch)
+            losses = [self.half.loss(models[0], batch)]
             if self.half.personal is not None and self.mode.anchored:
                 # The personal loss may look at the shared model, but does not train it.
                 shared = self._client({n: t.detach() for n, t in tensors.items()}, weights)
                 personal = StackedRow(self, self.half.personal, tensors, weights, shared)
-                loss = loss + self.half.personal.loss(personal, batch)
+                losses.append(self.half.personal.loss(personal, batch))
                 models.append(personal)
+        loss = sum(losses[1:], losses[0])
         own = [model.own_loss for model in models if model.own_loss is not None]
         if trains_as_a_task(self.module):  # which logs what its half makes of it
-            own = [loss.detach()]
+            own = losses
         self._logs[self.mode] = bool(own)
-        return loss, sum(own, torch.zeros_like(loss))
+        return loss, own[-1].detach() if own else torch.zeros_like(loss)
 
     def _client(self, tensors: Mapping[str, Tensor], weights: Tensor | None = None) -> StackedRow:
         return StackedRow(self, self.half, tensors, weights)
