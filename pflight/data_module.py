@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
@@ -423,7 +423,7 @@ class _LocalData(L.LightningDataModule):
         """Return a loader of training batches, shuffled and augmented by seed and epoch."""
         data = self.data
         dataset = data.dataset(self.clients, "train")
-        order = EpochSampler(len(dataset), data.seed, self.order_of)
+        order = EpochSampler(len(dataset), partial(self._order, len(dataset)))
         if (augmentation := data.augmentation) is None:
             return batch_loader(dataset, data.batch_size, order)
 
@@ -435,6 +435,12 @@ class _LocalData(L.LightningDataModule):
             return augmentation(x, noise(order.epoch)[positions], data.fill.to(x))
 
         return batch_loader(AugmentedSamples(dataset, augment), data.batch_size, order)
+
+    def _order(self, count: int, epoch: int) -> Tensor:
+        """Return the order of ``count`` training samples in an epoch: of one client, its own."""
+        if len(self.clients) == 1:
+            return self.data.order(int(self.clients), epoch)
+        return sample_order(count, self.data.seed, epoch)
 
     def val_dataloader(self) -> DataLoader[Batch] | list[Tensor]:
         """Return a loader of validation batches in a fixed order."""
@@ -457,7 +463,8 @@ class ClientData(_LocalData):
     """One client's data as an ordinary data module.
 
     In epoch ``t`` of a plain Trainer it yields the batches that the client sees in the first local
-    epoch of round ``t`` in a federation.
+    epoch of round ``t`` in a federation, in the data's own ``order``. An ``augment`` or ``batches``
+    of the data's own is not used.
 
     Args:
         data: The federation's data.

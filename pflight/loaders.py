@@ -145,12 +145,16 @@ class AugmentedSamples(Dataset[Batch]):
 
 
 class EpochSampler(Sampler[int]):
-    """Yields the :func:`sample_order` of the epoch given to ``set_epoch``."""
+    """Yields the order of the epoch given to ``set_epoch``.
 
-    def __init__(self, count: int, seed: int, client: int) -> None:
+    Args:
+        count: Number of samples.
+        order: A function of the epoch that returns a permutation ``[count]``.
+    """
+
+    def __init__(self, count: int, order: Callable[[int], Tensor]) -> None:
         self.count = count
-        self.seed = seed
-        self.client = client
+        self.order = order
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -161,7 +165,7 @@ class EpochSampler(Sampler[int]):
         return self.count
 
     def __iter__(self) -> Iterator[int]:
-        return iter(sample_order(self.count, self.seed, self.epoch, self.client).tolist())
+        return iter(self.order(self.epoch).tolist())
 
 
 def as_gathered(batch: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ class Own(FederatedDataModule):
 
     @property
     def new_clients(self) -> Tensor:
-        return torch.tensor([2])
+        return torch.arange(self.num_clients)[2:3]
 
     @property
     def cohorts(self) -> CohortSampler:
@@ -87,3 +88,11 @@ def test_newcomers_and_cohorts_are_those_of_the_data() -> None:
     assert data.new_clients.tolist() == [2]
     assert data.train_clients.tolist() == [0, 1, 3]
     assert data.cohorts.sample(0).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("make", [lambda: Own(9).centralized(), lambda: Own(5, 9).client(1)])
+def test_a_client_alone_sees_its_samples_in_the_order_of_the_data(make: Callable[[], Any]) -> None:
+    local = make()
+    seen = torch.cat([x for x, _ in local.train_dataloader()])
+    client = local.data.num_clients - 1
+    assert torch.equal(seen, local.data.samples(client, "train")[0].flip(0))
