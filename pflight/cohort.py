@@ -144,15 +144,25 @@ class CohortLoader:
     """Yields the cohort of one round: an epoch of training is a round.
 
     It is not a torch DataLoader, so that Lightning does not replace its sampler under any strategy.
+    It is its own ``sampler``, whose ``set_epoch`` Lightning calls before each epoch.
 
     Attributes:
-        round: The round whose cohort the next iteration yields. The federation sets it, which knows
-            how many rounds there have been, under whichever Trainer.
+        round: The round whose cohort the next iteration yields. The federation sets it then, which
+            knows how many rounds there have been, under whichever Trainer.
     """
 
     def __init__(self, cohorts: CohortSampler) -> None:
         self.cohorts = cohorts
         self.round = 0
+
+    @property
+    def sampler(self) -> CohortLoader:
+        """The object whose ``set_epoch`` Lightning calls: the loader itself."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the round to the Trainer's epoch."""
+        self.round = epoch
 
     def __len__(self) -> int:
         return 1
