@@ -193,15 +193,18 @@ def test_methods_of_classes_on_a_head_with_one_output(name: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (TensorClients, "client 1 has no classes .* of its train samples, but torch.float32"),
+        (
+            TensorClients,
+            "client 1, train: targets are torch.float32 .* client 0, train are torch.int64",
+        ),
         (DatasetClients, "client 1 has train samples whose classes can't be read: .* not pairs of"),
     ],
 )
 def test_methods_of_classes_on_samples_without(kind: type, said: str) -> None:
     pairs = [labelled(4, 0), samples(4, 1)]
     given = pairs if kind is TensorClients else [TensorDataset(*pair) for pair in pairs]
-    federation, data = Federation(Tumour()), kind(given, batch_size=6)
+    federation = Federation(Tumour())
     trainer = quiet_trainer(2, configured(CONFIGS["fedproto"]).server)
     with pytest.raises(ConfigurationError, match=said):
-        trainer.fit(federation, datamodule=data)
+        trainer.fit(federation, datamodule=kind(given, batch_size=6))
     assert not federation.history

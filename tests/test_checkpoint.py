@@ -5,7 +5,6 @@ import random
 import subprocess
 import sys
 import zipfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +101,10 @@ def test_auto_goes_on_as_the_run_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The rule of another release, or of another device, may choose otherwise."""
-    fit = partial(run, linear_client(), data(), FedAvg())
+
+    def fit(rounds: int, **options: Any) -> Federation:
+        return run(linear_client(), data(), FedAvg(), rounds, **options)
+
     whole = fit(6)
     saved = fit(3)
     path = tmp_path / "saved.ckpt"

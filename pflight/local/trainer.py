@@ -156,6 +156,7 @@ class ModuleTrainer:
         step: Step | None = None,
         optimizer: Optimizer | None = None,
         extra_options: Mapping[str, Any] | None = None,
+        may_be_muted: bool = False,
     ) -> None:
         """Ask the copy for its optimizers, and begin its training.
 
@@ -166,6 +167,7 @@ class ModuleTrainer:
             step: What a client half makes of the module's own step.
             optimizer: What is stepped in place of the module's own optimizers.
             extra_options: For the parameters of a half's own module in the first optimizer.
+            may_be_muted: Whether the half may take the module's steps where they log nothing.
 
         Raises:
             ConfigurationError: If there is no optimizer, or several without manual optimization, or
@@ -190,7 +192,8 @@ class ModuleTrainer:
             for own_optimizer in self._strategy.optimizers[:1]:
                 step_extra(module, own_optimizer, extra_options or {})
             for schedule in self._strategy.lr_scheduler_configs:
-                schedule.strict = False  # not all that is monitored is logged while clients train
+                if may_be_muted or str(schedule.monitor).startswith("val"):
+                    schedule.strict = False  # since that is not logged while clients train
         else:
             self._strategy.optimizers, self._strategy.lr_scheduler_configs = [optimizer], []
             module.configure_gradient_clipping = _no_clipping  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pflight.half import Phase
+from pflight.half import Half, Phase
 from pflight.head import step_extra
 from pflight.history import Logs, add_logs
 from pflight.loaders import Visit
@@ -66,7 +66,9 @@ class ClientTraining:
         for client, optimizer in zip(models.clients, optimizers, strict=True):
             client.num_skipped = 0
             client.trainer.attach(client.module)
-            client.trainer.start(*limits, client.step, optimizer, setting.half.extra_options)
+            may_be_muted = type(client.half).loss is not Half.loss
+            how = client.step, optimizer, setting.half.extra_options, may_be_muted
+            client.trainer.start(*limits, *how)
         for visit, batches in visits:
             if self._stopped():
                 break

@@ -278,6 +278,7 @@ class TestPredictionWriter:
         ],
         ids=["nothing", "dict", "number", "fewer rows", "other rows"],
     )
+    @pytest.mark.filterwarnings("ignore:predict returned None:UserWarning")
     def test_what_makes_no_table_is_an_error(self, tmp_path, predict):
         data = small_data(eval_batch_size=5)
         with pytest.raises(ConfigurationError, match="its predict_step must return a tensor with"):
