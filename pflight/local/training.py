@@ -66,9 +66,13 @@ class ClientTraining:
         for client, optimizer in zip(models.clients, optimizers, strict=True):
             client.num_skipped = 0
             client.trainer.attach(client.module)
-            may_be_muted = type(client.half).loss is not Half.loss
-            how = client.step, optimizer, setting.half.extra_options, may_be_muted
-            client.trainer.start(*limits, *how)
+            client.trainer.start(
+                *limits,
+                client.step,
+                optimizer,
+                setting.half.extra_options,
+                may_be_muted=type(client.half).loss is not Half.loss,
+            )
         for visit, batches in visits:
             if self._stopped():
                 break
