@@ -60,7 +60,7 @@ def difference_here(
         {
             where[3]: value
             for where, value in figures.items()
-            if where == (experiment, column, method, where[3], measure)
+            if (*where[:3], where[4]) == (experiment, column, method, measure)
         }
         for method in methods
     )

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,6 +75,15 @@ def test_runs_of_wrapped_data_at_several_seeds_are_a_row(tmp_path):
     assert [*row.runs] == [0, 1]
 
 
+def gone_on(folder: Path, option: str) -> Any:
+    """Report a run, go on with it with another option, and return its row in the next report."""
+    report(folder)
+    where = f"--config={folder}/config.yaml", f"--trainer.default_root_dir={folder}"
+    main(["fit", *where, option, "--ckpt_path=last"])
+    (row,) = report(folder).findings.rows
+    return row
+
+
 class TestRuns:
     def test_are_rows_with_the_options_by_which_they_differ(self, runs, capfd):
         folders = [runs / name for name in ("fedavg-0", "fedavg-1", "fedprox-0.5", "fedprox-1")]
@@ -110,22 +120,12 @@ class TestRuns:
         assert path.stat().st_mtime_ns == before
 
     def test_that_went_on_are_tested_again(self, runs):
-        folder = runs / "fedavg-0"
-        report(folder)
-        config = f"--config={folder}/config.yaml"
-        more = f"--trainer.default_root_dir={folder}", "--trainer.max_epochs=4"
-        main(["fit", config, *more, "--ckpt_path=last"])
-        (row,) = report(folder).findings.rows
+        row = gone_on(runs / "fedavg-0", "--trainer.max_epochs=4")
         assert row.runs[0].last.round == 4
         assert len(row.runs[0].curve.round) == 4
 
     def test_whose_options_have_changed_are_tested_again(self, runs):
-        folder = runs / "fedavg-0"
-        report(folder)
-        config = f"--config={folder}/config.yaml"
-        more = f"--trainer.default_root_dir={folder}", "--model.finetune_epochs=1"
-        main(["fit", config, *more, "--ckpt_path=last"])
-        (row,) = report(folder).findings.rows
+        row = gone_on(runs / "fedavg-0", "--model.finetune_epochs=1")
         assert "test/finetuned/macro_acc" in row.runs[0].last.values
 
     def test_that_have_rounds_to_make_wait(self, runs, tmp_path):
