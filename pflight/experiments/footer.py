@@ -56,9 +56,9 @@ def _rounds(findings: Findings) -> Iterator[str]:
         row.label: sorted({run.last.round for run in row.runs.values()})
         for row in findings.finished
     }
-    unequal = [f"{label} {_listed(rounds)}" for label, rounds in trained.items() if rounds[1:]]
-    if unequal:
-        yield f"Runs of one row have trained for unequal numbers of rounds: {', '.join(unequal)}."
+    if len({rounds for each in trained.values() for rounds in each}) > 1:
+        listed = ", ".join(f"{label} {_listed(rounds)}" for label, rounds in trained.items())
+        yield f"Not all runs have trained for as many rounds: {listed}."
 
 
 def _measures(findings: Findings) -> Iterator[str]:

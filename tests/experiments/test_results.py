@@ -558,10 +558,15 @@ def test_tables_are_saved_before_figures_are_drawn(
 
 def test_unequal_numbers_of_rounds_are_said() -> None:
     runs = comparison({"A": 0.5, "B": 0.6})
-    assert "unequal numbers of rounds" not in notes(Results(runs))
-    runs[0] = replace(runs[0], last=replace(runs[0].last, round=12))
-    said = "Runs of one row have trained for unequal numbers of rounds: A 12 and 20."
-    assert said in notes(Results(runs))
+    said = "Not all runs have trained for as many rounds: "
+    assert said not in notes(Results(runs))
+    whole = [run if run.method == "A" else _cut_off(run, 12) for run in runs]
+    assert f"{said}B 12, A 20." in notes(Results(whole))
+    assert f"{said}B 20, A 12 and 20." in notes(Results([_cut_off(runs[0], 12), *runs[1:]]))
+
+
+def _cut_off(run: Outcome, rounds: int) -> Outcome:
+    return replace(run, last=replace(run.last, round=rounds))
 
 
 def test_save_writes_all_forms(tmp_path: Path) -> None:
