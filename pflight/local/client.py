@@ -20,7 +20,8 @@ from pflight.state import call_with
 from pflight.task import Task, trains_as_a_task
 
 from .copies import Copies
-from .trainer import loss_of, muted, step_arguments
+from .muting import muted
+from .trainer import loss_of, step_arguments
 
 SCALARS = ("num_samples", "mean_samples", "seen", "num_steps")
 """Names of the scalars that a half finds at a client."""

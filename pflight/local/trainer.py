@@ -7,8 +7,6 @@ does around them (data loaders, signals, checkpoints, set-up) is done once, not 
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from functools import lru_cache
@@ -17,28 +15,37 @@ from typing import Any, TypeVar
 import lightning as L
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.loops import _EvaluationLoop
-from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.trainer.connectors.data_connector import _DataHookSelector
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from pflight.errors import ConfigurationError
 from pflight.head import step_extra
-from pflight.history import Logs, add_logs
+from pflight.history import Logs
+
+from .lightning_parts import (
+    Feed,
+    Loader,
+    LocalStrategy,
+    Results,
+    Step,
+    needing_optimizers,
+    never_synchronise,
+    no_clipping,
+    no_hint,
+    quiet,
+)
+from .manual_penalty import Penalty, penalise
 
 STEP_HOOKS = (
     "on_before_batch_transfer",
@@ -56,8 +63,6 @@ STEP_HOOKS = (
 )
 """What a module may do of its own around a step, apart from clipping gradients."""
 LossT = TypeVar("LossT")
-Step = Callable[[Callable[[], Any], Any], Any]
-"""Takes the module's own training step and its batch; returns what stands for its output."""
 
 
 class ModuleTrainer:
@@ -74,10 +79,10 @@ class ModuleTrainer:
     """
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
-        self._strategy = _LocalStrategy(precision, device)
+        self._strategy = LocalStrategy(precision, device)
         self._bare: bool | None = None
-        self.penalty: Callable[[], Tensor | None] = _no_penalty
-        with _quiet():
+        self.penalty: Penalty = lambda: None
+        with quiet():
             self.trainer = L.Trainer(
                 devices=[device.index or 0] if device.type == "cuda" else 1,
                 strategy=self._strategy,
@@ -89,11 +94,11 @@ class ModuleTrainer:
                 enable_model_summary=False,
             )
         # Hidden by a filter, the hint would cost all other warnings their being said only once.
-        self.trainer.fit_loop._warn_if_modules_in_eval_mode = _no_hint  # type: ignore[method-assign]
-        self._results = _Results(training=True)
+        self.trainer.fit_loop._warn_if_modules_in_eval_mode = no_hint  # type: ignore[method-assign]
+        self._results = Results(training=True)
         self.trainer.fit_loop.epoch_loop._results = self._results
         self.trainer.state.status = TrainerStatus.RUNNING
-        self._feed = _Feed()
+        self._feed = Feed()
 
     @property
     def logs(self) -> Logs:
@@ -132,7 +137,7 @@ class ModuleTrainer:
         epochs._batches_that_stepped = 0
         trainer._logger_connector.reset_metrics()
         self._results.forget()
-        _never_synchronise(module)
+        never_synchronise(module)
         if self._bare is None:
             self._bare = self._is_bare(module)
 
@@ -180,7 +185,7 @@ class ModuleTrainer:
         loop._data_fetcher = self._feed
         if optimizer is None:
             try:
-                with _needing_optimizers(module):
+                with needing_optimizers(module):
                     self._strategy.setup_optimizers(trainer)
             except RuntimeError as error:
                 if "multiple optimizers" not in str(error):
@@ -196,7 +201,7 @@ class ModuleTrainer:
                     schedule.strict = False  # since that is not logged while clients train
         else:
             self._strategy.optimizers, self._strategy.lr_scheduler_configs = [optimizer], []
-            module.configure_gradient_clipping = _no_clipping  # type: ignore[method-assign]
+            module.configure_gradient_clipping = no_clipping  # type: ignore[method-assign]
         own = {id(parameter) for parameter in module.parameters()}
         for optimizer in self._strategy.optimizers:
             for group in optimizer.param_groups:
@@ -207,25 +212,9 @@ class ModuleTrainer:
                         "the module, so take them from self.parameters()"
                     )
             if not module.automatic_optimization and isinstance(optimizer, Optimizer):
-                optimizer.register_step_pre_hook(self._penalised)
+                penalise(optimizer, lambda: self.penalty())
         _call_lightning_module_hook(trainer, "on_fit_start")
         loop.on_run_start()
-
-    def _penalised(
-        self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Add the penalty's gradient to those of a step: after its closure, if it has one."""
-        closure = options.get("closure") or next(iter(args[1:]), None)
-        if closure is None:
-            _add_gradient(optimizer, self.penalty)
-            return None
-
-        def penalised() -> Any:
-            output = closure()
-            _add_gradient(optimizer, self.penalty)
-            return output
-
-        return args[:1], {**options, "closure": penalised}
 
     def _set_out(self, max_epochs: int | None, num_batches: int, max_batches: int | None) -> None:
         loop = self.trainer.fit_loop
@@ -365,7 +354,7 @@ class ModuleTrainer:
         else:
             trainer.validating = True
         loop.verbose = False
-        loop._results = results = _Results(training=False)
+        loop._results = results = Results(training=False)
         limits = trainer.limit_val_batches, trainer.limit_test_batches
         trainer.limit_val_batches = trainer.limit_test_batches = 1.0
         try:
@@ -397,7 +386,7 @@ class ModuleTrainer:
     ) -> Any:
         """Run a loop without gradients over batches; return what it returns."""
         loop.inference_mode = torch.is_inference_mode_enabled()  # as the federation's Trainer says
-        loop._data_source.instance = _Loader(self._sized(parts, batches), len(parts))
+        loop._data_source.instance = Loader(self._sized(parts, batches), len(parts))
         try:
             return loop.run()
         finally:
@@ -456,206 +445,3 @@ def loss_of(output: Any) -> Tensor | None:
             f"{type(output).__name__}"
         )
     return loss
-
-
-class _LocalStrategy(SingleDeviceStrategy):
-    """Lets a client half have its say in every training step, outside of the user's module."""
-
-    def __init__(self, precision: Precision, device: torch.device) -> None:
-        accelerator = CUDAAccelerator() if device.type == "cuda" else CPUAccelerator()
-        super().__init__(device, accelerator=accelerator, precision_plugin=precision)
-        self.step: Step | None = None
-        self.batch_size = 0
-
-    def own_step(self, batch: Any, *args: Any) -> Any:
-        """Run the module's training step."""
-        self._note_batch_size()
-        return super().training_step(batch, *args)
-
-    def training_step(self, batch: Any, *args: Any) -> Any:
-        """Run the module's training step, and what the half makes of it."""
-        if self.step is None:
-            return self.own_step(batch, *args)
-        return self.step(lambda: self.own_step(batch, *args), batch)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's validation step."""
-        self._note_batch_size()
-        return super().validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's test step."""
-        self._note_batch_size()
-        return super().test_step(*args, **kwargs)
-
-    def _note_batch_size(self) -> None:
-        assert self.lightning_module is not None
-        results = self.lightning_module.trainer._results
-        if results is not None:  # no guess at the size of a batch of a form of its own
-            results.batch_size = self.batch_size
-
-
-def _no_penalty() -> None:
-    """Take the place of a penalty."""
-
-
-@torch.enable_grad()
-def _add_gradient(optimizer: Optimizer, penalty: Callable[[], Tensor | None]) -> None:
-    """Add the gradient of a penalty to those that an optimizer steps along."""
-    value = penalty()
-    if value is None:
-        return
-    parameters = [
-        parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.requires_grad
-    ]
-    gradients = torch.autograd.grad(value, parameters, allow_unused=True)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient is not None:
-            held = parameter.grad
-            parameter.grad = gradient if held is None else held + gradient
-
-
-class _Results(_ResultCollection):
-    """What a module logs; also sample-weighted sums of all that it logs while it trains."""
-
-    def __init__(self, training: bool) -> None:
-        super().__init__(training)
-        self.logs: Logs = {}
-        self.directions: dict[str, bool] = {}
-
-    def forget(self) -> None:
-        """Forget what was logged, and the metric objects of another copy."""
-        self.clear()
-        self.logs = {}
-
-    def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Take a value as Lightning does, and note it."""
-        super().log(fx, name, value, *args, **kwargs)
-        if isinstance(value, Metric):
-            if value.higher_is_better is not None:
-                self.directions[name] = value.higher_is_better
-            value = value._forward_cache
-        if self.training and isinstance(value, Tensor) and value.numel() == 1:
-            count = kwargs.get("batch_size") or self.batch_size or 1
-            add_logs(self.logs, {name: (value.detach() * count, count)})
-
-
-@contextmanager
-def _needing_optimizers(module: L.LightningModule) -> Iterator[None]:
-    """Raise if a copy gives no optimizer, of which Lightning would warn for each client."""
-    given, is_own = module.configure_optimizers, "configure_optimizers" in vars(module)
-
-    def asked() -> Any:
-        optimizers = given()
-        if optimizers is None and module.automatic_optimization:
-            raise ConfigurationError(
-                f"{type(module).__name__}.configure_optimizers() gives no optimizer, without which "
-                "a client learns nothing"
-            )
-        return optimizers
-
-    module.configure_optimizers = asked  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del module.configure_optimizers
-        if is_own:
-            module.configure_optimizers = given  # type: ignore[method-assign]
-
-
-def _no_clipping(*_: Any, **__: Any) -> None:
-    """Leave the gradients of a half's own optimizer, which a module can't know, as they are."""
-
-
-class _Feed(_DataFetcher):
-    """Hands Lightning's loop the one batch that it is offered."""
-
-    def offer(self, batch: Any, last: bool) -> None:
-        """Have the loop take this batch next."""
-        self._batch, self.done = batch, last
-
-    def __iter__(self) -> _Feed:
-        return self
-
-    def __next__(self) -> Any:
-        return self._batch, 0, 0
-
-
-class _Loader:
-    """A loader that Lightning need not guess the length of."""
-
-    def __init__(self, batches: Iterator[Any], count: int) -> None:
-        self._batches, self._count = batches, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._batches
-
-
-def _never_synchronise(module: torch.nn.Module) -> None:
-    """Keep torchmetrics from adding up what different ranks' clients have counted."""
-    for part in module.modules():
-        if isinstance(part, Metric):
-            part.distributed_available_fn = _alone
-
-
-def _alone() -> bool:
-    return False
-
-
-@contextmanager
-def muted(module: L.LightningModule) -> Iterator[None]:
-    """Have a copy log nothing, and its metrics count nothing."""
-    metrics = [part for part in module.modules() if isinstance(part, Metric)]
-    counted = [(metric, _states(metric), metric._update_count) for metric in metrics]
-    for metric in metrics:  # not in place, which a pass to be differentiated would forbid
-        _set_states(metric, metric._copy_state_dict())
-    own = vars(module)
-    before = {name: own.get(name) for name in ("log", "log_dict")}  # it may be muted already
-    own.update(dict.fromkeys(before, _no_log))
-    try:
-        yield
-    finally:
-        for name, held in before.items():
-            if held is None:
-                del own[name]
-            else:
-                own[name] = held
-        for metric, states, count in counted:
-            _set_states(metric, states)
-            metric._update_count, metric._computed = count, None
-
-
-def _states(metric: Metric) -> dict[str, Any]:
-    return {name: getattr(metric, name) for name in metric._defaults}
-
-
-def _set_states(metric: Metric, states: Mapping[str, Any]) -> None:
-    for name, value in states.items():
-        setattr(metric, name, value)
-
-
-def _no_log(*_: Any, **__: Any) -> None:
-    """Take the place of ``self.log``."""
-
-
-def _no_hint() -> None:
-    """Take the place of Lightning's hint at modules in evaluation mode, as what is frozen is."""
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Make a Trainer without a word on the machine, which the federation's own has said."""
-    before = logging.root.manager.disable
-    logging.disable(logging.INFO)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
