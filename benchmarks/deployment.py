@@ -26,9 +26,10 @@ from options import at_least
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pflight.deploy.certificates import check_server, make_certificates, make_key
-from pflight.deploy.flower import APP, Authority, start_run
+from pflight.deploy.flower import Authority
 from pflight.deploy.keys import node_key
 from pflight.deploy.processes import Process, free_port
+from pflight.deploy.superlink import APP, start_run
 
 METHODS = ("fedavg", "fesem", "fedec", "ditto", "pfedla", "scaffold")
 

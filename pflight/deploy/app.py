@@ -16,9 +16,9 @@ from pflight.cli import main as command_line
 from pflight.errors import ConfigurationError
 
 from .client import NodeCLI
-from .flower import GridPost, give_up_with
 from .node import Node
 from .server import ServerCLI
+from .superlink import GridPost, give_up_with
 
 server = ServerApp()
 client = ClientApp()

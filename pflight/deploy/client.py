@@ -29,10 +29,11 @@ from .certificates import (
     trusting,
     write_private,
 )
-from .flower import Authority, LostServerError, serve, supernode
+from .flower import Authority
 from .keys import check_private_key
 from .node import Node
 from .processes import ProcessEndedError, ended_by_signals
+from .supernode import LostServerError, serve, supernode
 
 _REFUSED = "Failed to activate SuperNode"
 _SHORT = 30.0  # seconds in which a SuperNode that can't run ends

@@ -26,11 +26,11 @@ from pflight.wrapped_data import OPTIONS
 from .agreement import agreement_on, server_callback, text_of_model
 from .certificates import check_pair, trusting
 from .data import NodeData
-from .flower import GridPost, superlink
 from .keys import keys_in
 from .processes import check_port
 from .remote import ask_nodes
 from .roster import Roster
+from .superlink import GridPost, superlink
 
 _DATA = f"{NodeData.__module__}.{NodeData.__name__}"
 

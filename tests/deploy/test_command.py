@@ -27,10 +27,10 @@ from pflight.deploy.certificates import (
     write_private,
 )
 from pflight.deploy.client import NodeCLI
-from pflight.deploy.flower import supernode
 from pflight.deploy.keys import keys_in
 from pflight.deploy.node import Node
 from pflight.deploy.processes import ProcessEndedError, free_port
+from pflight.deploy.supernode import supernode
 from pflight.errors import ConfigurationError
 from pflight.loaders import Split
 from tests.runs import linear_client
@@ -127,7 +127,7 @@ def test_a_supernode_whose_port_was_taken_meanwhile_ends(
     there = tmp_path, "localhost:1", ca, tmp_path / "node.key", own, secret
     with answering(certificates) as address:
         port = int(address.rpartition(":")[2])
-        monkeypatch.setattr("pflight.deploy.flower.free_port", lambda: port)
+        monkeypatch.setattr("pflight.deploy.supernode.free_port", lambda: port)
         with pytest.raises(ProcessEndedError, match="API failed to start"), supernode(*there):
             pass
 

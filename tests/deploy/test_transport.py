@@ -32,17 +32,11 @@ from flwr.superlink.grid import HttpGrid
 from pflight.deploy.certificates import make_certificates
 from pflight.deploy.client import Watch, wait_for
 from pflight.deploy.demo import demonstrate
-from pflight.deploy.flower import (
-    Authority,
-    GridPost,
-    Heartbeat,
-    address_of,
-    give_up_with,
-    superlink,
-)
+from pflight.deploy.flower import Authority, Heartbeat
 from pflight.deploy.messages import numbers_of, packed
 from pflight.deploy.processes import Process, ProcessEndedError, free_port
 from pflight.deploy.remote import Asked
+from pflight.deploy.superlink import GridPost, address_of, give_up_with, superlink
 from pflight.errors import ConfigurationError
 from tests.deploy.test_faults import AfterRound, deployed
 
@@ -211,7 +205,7 @@ def test_two_servers_keep_apart_what_their_superlinks_need(
             started.append((secret, secret.read_bytes()))
             raise ProcessEndedError("it has ended")
 
-    monkeypatch.setattr("pflight.deploy.flower.Process", Started)
+    monkeypatch.setattr("pflight.deploy.superlink.Process", Started)
     for port in (9092, 9093):
         with pytest.raises(ProcessEndedError), superlink("127.0.0.1", port, tmp_path, None, 1.0):
             pass
@@ -251,10 +245,11 @@ def test_a_run_that_can_not_begin_leaves_nothing_open(
 
     for kind in "control", "runtime":
         monkeypatch.setattr(Authority, kind, connect)
-    monkeypatch.setattr("pflight.deploy.flower.check_server", lambda *_: True)
-    monkeypatch.setattr("pflight.deploy.flower.start_run", lambda *_: 7)
+    monkeypatch.setattr("pflight.deploy.superlink.check_server", lambda *_: True)
+    monkeypatch.setattr("pflight.deploy.superlink.start_run", lambda *_: 7)
     monkeypatch.setattr(
-        "pflight.deploy.flower.Process", lambda *_: Process(["sleep", "60"], tmp_path, "superlink")
+        "pflight.deploy.superlink.Process",
+        lambda *_: Process(["sleep", "60"], tmp_path, "superlink"),
     )
     gone = pytest.raises(
         ConfigurationError, match="superlink does not do what it is asked: ConnectError: gone"

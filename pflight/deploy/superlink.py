@@ -1,0 +1,315 @@
+"""A SuperLink of Flower's, the run in it, and the messages to its nodes."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Set
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import httpx
+from filelock import FileLock, Timeout
+from flwr.app import Message, RecordDict
+from flwr.cli.build import build_fab_from_files
+from flwr.common.constant import SubStatus
+from flwr.common.serde import fab_to_proto, run_from_proto
+from flwr.proto.control_pb2 import RegisterNodeRequest, StartRunRequest
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.proto.runtime_pb2 import (
+    AcquireTaskRequest,
+    PullAppMessagesRequest,
+    PullTaskInputRequest,
+    PushTaskOutputRequest,
+)
+from flwr.supercore.constant import TaskType
+from flwr.supercore.control import ControlHttpClient
+from flwr.supercore.fab import Fab
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
+from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid import HttpGrid
+
+from pflight.errors import ConfigurationError, described
+
+from .certificates import check_server, write_private
+from .flower import LOOK, Authority, Heartbeat, pull_message
+from .messages import bytes_of, tensor_bytes_of
+from .processes import Process
+from .remote import Asked
+from .request import Work
+
+APP = """\
+[project]
+name = "pflight-federation"
+version = "1.0.0"
+description = "A federation of pflight, whose code is installed on all machines"
+license = "Apache-2.0"
+
+[tool.flwr.app]
+publisher = "pflight"
+
+[tool.flwr.app.components]
+serverapp = "pflight.deploy.app:server"
+clientapp = "pflight.deploy.app:client"
+"""
+"""A Flower app that carries no code: both sides run what they have installed."""
+_KINDS = {
+    "describe": "query",
+    "train": "train",
+    "gradients": "train",
+    "aside": "train",
+    "losses": "evaluate",
+    "evaluate": "evaluate",
+}
+_START = 120.0  # seconds in which a process of Flower's starts
+_LONGEST = 12 * 3600.0  # seconds for which a message is kept without a round_timeout
+_OVER = frozenset({httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN})  # for a run that has ended
+
+
+@contextmanager
+def superlink(
+    host: str, port: int, certificates: Path, timeout: float | None, patience: float
+) -> Iterator[GridPost]:
+    """Start a SuperLink for a run; yield what carries messages to its nodes.
+
+    Args:
+        host: Where it listens.
+        port: Likewise.
+        certificates: With ``ca.pem``, ``server.pem`` and ``server.key``; it keeps its things there.
+        timeout: As in :class:`GridPost`.
+        patience: Likewise.
+
+    Raises:
+        ConfigurationError: If it can't be started.
+    """
+    folder = certificates / "superlink" / str(port)  # there may be another server
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock", thread_local=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        raise ConfigurationError(f"another server is running in {folder}") from error
+    database = folder / "superlink.db"
+    for kept in folder.glob(f"{database.name}*"):  # nodes, runs and messages of the server before
+        kept.unlink()
+    write_private(folder / "secret", secret := secrets.token_hex(32).encode())
+    print(f"pflight: starting flower-superlink at {host}:{port}, log in {folder}", flush=True)
+    command = ["flower-superlink", "--host", host, "--port", str(port), "--isolation", "process"]
+    command += ["--ssl-ca-certfile", str(certificates / "ca.pem")]
+    command += ["--ssl-certfile", str(certificates / "server.pem")]
+    command += ["--ssl-keyfile", str(certificates / "server.key")]
+    command += ["--enable-supernode-auth", "--disable-runtime-dependency-installation"]
+    command += ["--database", str(database)]
+    command += ["--superexec-auth-secret-file", str(folder / "secret")]
+    process, authority = Process(command, folder, "superlink"), Authority(certificates / "ca.pem")
+    address = address_of(host, port)
+    try:
+        process.wait_until(lambda: check_server(address, certificates / "ca.pem"))
+        with (
+            authority.control(address) as control,
+            _task(authority, address, secret, start_run(control)) as grid,
+        ):
+            give_up_with(grid, process)
+            yield GridPost(grid, timeout, patience, control)
+    except httpx.HTTPError as error:
+        process.check()
+        raise ConfigurationError(
+            f"{process.name} does not do what it is asked: {described(error)} (see {process.log})"
+        ) from error
+    finally:
+        process.stop()
+        lock.release()
+
+
+def address_of(host: str, port: int) -> str:
+    """Return the address by which a process on this machine reaches what listens there."""
+    name = "localhost" if host in ("0.0.0.0", "::", "127.0.0.1") else host
+    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+
+
+def start_run(control: ControlHttpClient, app: str = APP) -> int:
+    """Have a SuperLink run an app, which is the text of its ``pyproject.toml``; return its id."""
+    content, _ = build_fab_from_files({"pyproject.toml": app.encode()})
+    fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
+    return int(control.StartRun(StartRunRequest(fab=fab_to_proto(fab))).run_id)
+
+
+def give_up_with(grid: HttpGrid, process: Process | None = None) -> None:
+    """Have a grid, which tries for ever to reach its SuperLink, end with it or with the run.
+
+    Args:
+        grid: Flower's.
+        process: The SuperLink, if it was started here.
+    """
+    invoker = grid._retry_invoker
+    gives_up = invoker.should_giveup
+
+    def should_give_up(error: Exception) -> bool:
+        if process is not None:
+            process.check()
+        if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in _OVER:
+            raise ConfigurationError("Flower's SuperLink has ended the run, or it was stopped")
+        return gives_up is not None and gives_up(error)
+
+    invoker.should_giveup = should_give_up
+
+
+@contextmanager
+def _task(authority: Authority, address: str, secret: bytes, run_id: int) -> Iterator[HttpGrid]:
+    """Be the process of a run's server, and yield the grid of its nodes."""
+    end, token = time.monotonic() + _START, ""
+    with authority.runtime(address, secret) as executor:
+        request = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
+        while not token:
+            acquired = executor.AcquireTask(request)
+            if acquired.token and acquired.task.run_id == run_id:
+                token = acquired.token
+            elif time.monotonic() > end:
+                raise ConfigurationError("the SuperLink did not start the run")
+            else:
+                time.sleep(LOOK)
+    with authority.runtime(address, token=token) as client:
+        status = SubStatus.FAILED
+        try:
+            with Heartbeat(client):
+                given = client.PullTaskInput(PullTaskInputRequest())
+                run = run_from_proto(given.run)
+                TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, run.run_id
+                TaskIdentity.node_id = given.context.node_id
+                root = authority.root.read_bytes()
+                with closing(HttpGrid(address, False, root, token=token)) as grid:
+                    grid.set_run(run)
+                    yield grid
+            status = SubStatus.COMPLETED
+        finally:
+            with suppress(httpx.HTTPError):
+                client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=""))
+
+
+class GridPost:
+    """Carries messages over Flower's grid.
+
+    Args:
+        grid: Flower's.
+        timeout: Seconds in which a client has to answer, or ``None``.
+        patience: Likewise, before the first round.
+        control: Of the SuperLink; ``None`` if others say who may connect.
+
+    Attributes:
+        keys: The nodes' public keys, by client.
+        carried: By kind of work, the messages that were sent, the bytes of their contents and of
+            the answers' as Flower sends them, and those that are around tensors.
+    """
+
+    def __init__(
+        self,
+        grid: HttpGrid,
+        timeout: float | None,
+        patience: float,
+        control: ControlHttpClient | None = None,
+    ) -> None:
+        self.grid, self.control = grid, control
+        self.timeout, self.patience = timeout, patience
+        self.keys: dict[int, bytes] = {}
+        self.carried: dict[Work, Counter[str]] = defaultdict(Counter)
+        self._waiting: dict[int, tuple[str, float, float, Work]] = {}
+        self._arrived: dict[int, ObjectTree] = {}
+        self._lost: dict[int, str] = {}
+        self._registered: set[bytes] = set()
+
+    def online(self) -> dict[int, int]:
+        """Return Flower's ids of the nodes that are connected, by client."""
+        found = {node.public_key: node.node_id for node in self.grid.get_nodes()}
+        return {client: found[key] for client, key in self.keys.items() if key in found}
+
+    def register(self, keys: Set[bytes]) -> None:
+        """Let the nodes with these keys connect.
+
+        None is let out again, since Flower takes no key a second time: who may not take part any
+        more is sent nothing.
+        """
+        if self.control is None:
+            return
+        for key in keys - self._registered:
+            self.control.RegisterNode(RegisterNodeRequest(public_key=key))
+            self._registered.add(key)
+
+    def send(self, messages: Iterable[Asked]) -> None:
+        """See :class:`~pflight.deploy.remote.Post`."""
+        online, letters, whose = self.online(), [], list[tuple[Asked, float]]()
+        for asked in messages:
+            self._waiting.pop(asked.client, None)
+            self._arrived.pop(asked.client, None)
+            if asked.client not in online:
+                self._lost[asked.client] = "its node is not connected"
+                continue
+            kind, node = _KINDS[asked.work], online[asked.client]
+            timeout = self.patience if asked.work == "describe" else self.timeout or _LONGEST
+            ttl, group = timeout + 60, str(asked.round)
+            letters.append(Message(asked.content, node, kind, ttl=ttl, group_id=group))
+            whose.append((asked, timeout))
+            self.carried[asked.work]["messages"] += 1
+            self._count(asked.work, "down", asked.content)
+        now = time.monotonic()
+        ids = self.grid.push_messages(letters) if letters else []
+        for (asked, timeout), id_ in zip(whose, ids, strict=True):
+            if id_:
+                self._waiting[asked.client] = id_, now + timeout, timeout, asked.work
+            else:
+                self._lost[asked.client] = "Flower did not take the message for its node"
+
+    def _count(self, work: Work, way: str, content: RecordDict) -> None:
+        whole = bytes_of(content)
+        self.carried[work].update({way: whole, f"around {way}": whole - tensor_bytes_of(content)})
+
+    def receive(self, client: int) -> RecordDict | str:
+        """See :class:`~pflight.deploy.remote.Post`."""
+        if client not in self._waiting:
+            return self._lost.pop(client)
+        _, end, timeout, work = self._waiting[client]
+        while client not in self._arrived:
+            late = time.monotonic() > end
+            self._look()
+            if late:
+                break
+            if client not in self._arrived:
+                time.sleep(LOOK)
+        del self._waiting[client]
+        tree = self._arrived.pop(client, None)
+        nothing = f"its node did not answer within {timeout:g} s"
+        if tree is None:
+            return nothing
+        try:
+            message = self._pulled(tree, end)
+            if message.has_error():
+                return f"its node gave no answer: {message.error.reason}"
+            self._count(work, "up", message.content)
+        except ObjectPullError:
+            whole = "its node did not send its answer as a whole"
+            return whole if time.monotonic() < end else nothing
+        except (ConfigurationError, httpx.HTTPError):  # of the SuperLink, not of the node
+            raise
+        except Exception as error:  # whatever Flower raises as it unpacks what a node has made up
+            return f"its node sent an answer that Flower can't read: {described(error)}"
+        return message.content
+
+    def _look(self) -> None:
+        """Note whose answers have come, whoever is waited for; what they carry stays there."""
+        whose = {
+            id_: client
+            for client, (id_, *_) in self._waiting.items()
+            if client not in self._arrived
+        }
+        found = self._runtime.PullMessages(PullAppMessagesRequest(message_ids=[*whose]))
+        for letter, tree in zip(found.messages_list, found.message_object_trees, strict=True):
+            self._arrived[whose[letter.metadata.reply_to_message_id]] = tree
+
+    def _pulled(self, tree: ObjectTree, end: float) -> Message:
+        return pull_message(self.grid.node, self.grid.run.run_id, self._runtime, tree, end)
+
+    @property
+    def _runtime(self) -> RuntimeHttpClient:
+        return self.grid._runtime_client
