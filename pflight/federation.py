@@ -185,10 +185,7 @@ class Federation(L.LightningModule):
         return self.layout.state_dict(self._own(client))
 
     def client_module(self, client: int) -> L.LightningModule:
-        """Return a copy of a client's own LightningModule, in evaluation mode.
-
-        Call its ``train()`` before a Trainer of your own trains it further.
-        """
+        """Return a client's own LightningModule, copied, in evaluation mode."""
         return with_state(self.client, self.layout.state_dict(self._own(client), extra=True)).eval()
 
     def client_metrics(self, split: str = "test", model: WhichModel = "") -> dict[str, Tensor]:
