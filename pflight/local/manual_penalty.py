@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 Penalty = Callable[[], Tensor | None]
+"""Gives what is added to the loss, a scalar, or nothing."""
 
 
 def penalise(optimizer: Optimizer, penalty: Penalty) -> None:

@@ -212,7 +212,7 @@ class ModuleTrainer:
                         "the module, so take them from self.parameters()"
                     )
             if not module.automatic_optimization and isinstance(optimizer, Optimizer):
-                penalise(optimizer, lambda: self.penalty())
+                penalise(optimizer, self.penalty)
         _call_lightning_module_hook(trainer, "on_fit_start")
         loop.on_run_start()
 

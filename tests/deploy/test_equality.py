@@ -12,9 +12,11 @@ from tests.deploy.machines import Machines, history
 
 pytestmark = pytest.mark.slow
 
-# What nodes keep, a model for each, and more than a model; test_remote has all methods.
 METHODS = {
+    "FedAvg": "{class_path: FedAvg}",
+    "FeSEM": "{class_path: FeSEM, init_args: {num_clusters: 2, mu: 0.1}}",
     "FedEC": "{class_path: FedEC}",
+    "Ditto": "{class_path: Ditto}",
     "pFedLA": "{class_path: PFedLA, init_args: {lr: 0.5}}",
     "SCAFFOLD": "{class_path: SCAFFOLD}",
 }
