@@ -6,6 +6,7 @@ import signal
 import warnings
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Each Trainer looks through all installed packages for these, which takes longer than a round.
 callback_connector._load_external_callbacks = cache(callback_connector._load_external_callbacks)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave whole runs, which take half as long again with it, out of the coverage."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and not item.get_closest_marker("fast"):
+            item.add_marker(pytest.mark.no_cover)
 
 
 @pytest.fixture(autouse=True)

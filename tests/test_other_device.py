@@ -15,7 +15,6 @@ from tests.algorithm_tester import ALGORITHMS, Algorithm
 from tests.other_device import ELSEWHERE, FarTensor, other_device, strategy
 from tests.runs import CLASSES, FEATURES, batchnorm_client, quiet_trainer
 
-pytestmark = pytest.mark.no_cover  # which takes wrapped tensors half as long again
 SIZES = [5, 3, 5]
 OWN_TRAINER = "FeSEM-auto"  # its Trainers ask Lightning for the device by name
 # What these do beside training, FarTensor does not follow: nested gradients, products of stacks.
