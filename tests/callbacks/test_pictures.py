@@ -45,7 +45,16 @@ from pflight.history import Round
 from pflight.models import ClientModule
 from pflight.palette import COLORS, FAINT, KINDS, MARKERS, point_style
 from tests.event_files import read_events
-from tests.runs import CLASSES, dropout_client, flat, linear_client, network_client, run, small_data
+from tests.runs import (
+    CLASSES,
+    dropout_client,
+    flat,
+    linear_client,
+    network_client,
+    quiet_trainer,
+    run,
+    small_data,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +119,20 @@ class TestWhenAndWhere:
         options = {"default_root_dir": tmp_path}
         run(linear_client(), small_data(), FedAvg(), 5, Blank(every=2), trainer=options)
         assert drawn(tmp_path) == [f"blank-{i:04}.png" for i in (1, 3, 4)]
+
+    def test_a_second_fit_goes_on_with_the_rounds(self, undrawn):
+        federation, drawn = Federation(linear_client()), []
+
+        class Noted(Blank):
+            def figures(self, federation: Federation) -> dict[str, Figure]:
+                drawn.append(federation.history[-1].index)
+                return {}
+
+        for rounds in (3, 4):
+            moves = EmbeddingTrajectory(rounds=[6], every=2)
+            quiet_trainer(rounds, FedAvg(), Noted(every=2), moves).fit(federation, small_data())
+        assert drawn == [1, 2, 3, 5, 6]
+        assert moves.state_dict()["features"]["rounds"].tolist() == [3, 5]
 
     def test_by_default_with_each_evaluation(self, tmp_path):
         options = {"default_root_dir": tmp_path, "check_val_every_n_epoch": 3}

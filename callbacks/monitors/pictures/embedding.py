@@ -106,8 +106,10 @@ class EmbeddingTrajectory(Picture):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record the average features after this round."""
         super().on_train_epoch_end(trainer, pl_module)
-        index, last = trainer.current_epoch, max(self.rounds or (math.inf,))
-        if isinstance(pl_module, Federation) and (index + 1) % self.every == 0 and index < last:
+        if not isinstance(pl_module, Federation):
+            return
+        index, last = pl_module.history[-1].index, max(self.rounds or (math.inf,))
+        if (index + 1) % self.every == 0 and index < last:
             data = pl_module.clients.attached_data
             mine = {
                 client: mean_features(
@@ -117,8 +119,7 @@ class EmbeddingTrajectory(Picture):
                 for client in owned(self._clients).tolist()
             }
             found = {client: mean for rank in gather(mine) for client, mean in rank.items()}
-            round_index = pl_module.history[-1].index
-            self._features[round_index] = torch.stack([found[c] for c in self._clients.tolist()])
+            self._features[index] = torch.stack([found[c] for c in self._clients.tolist()])
 
     def figures(self, federation: Federation) -> Mapping[str, Figure]:
         """Return a figure of all rounds, or of the first ones."""

@@ -89,8 +89,13 @@ class RepeatedPicture(Picture):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Draw the round if it is its turn."""
         super().on_train_epoch_end(trainer, pl_module)
-        every = self.every or trainer.check_val_every_n_epoch or 1
-        if isinstance(pl_module, Federation) and (trainer.current_epoch + 1) % every == 0:
+        if not isinstance(pl_module, Federation):
+            return
+        if self.every is None:  # with the evaluations, which count the epochs of this Trainer
+            done, every = trainer.current_epoch + 1, trainer.check_val_every_n_epoch or 1
+        else:
+            done, every = pl_module.history[-1].index + 1, self.every
+        if done % every == 0:
             self.draw(trainer, pl_module)
 
 
