@@ -174,11 +174,16 @@ class Probe:
                     "clients, or numbers of the module's own that change from call to call"
                 )
             untouched = [_untouched(results) for results in alone]
+            newcomers = alone[0]  # clients that remember nothing
+            if mode.remembers:
+                newcomers = self._alone(mode._replace(remembers=False), batches[0])
             given = [g for results in alone for g in results.gradients[0][0].values()]
             sizes = [float(g.abs().max()) for g in given if g is not None and g.numel()]
             self.largest_gradient = max([self.largest_gradient, *sizes])
         if odd := frozenset().union(*untouched) - untouched[0].intersection(*untouched):
             return f"whether {min(odd)} has a gradient depends on the size of the batch"
+        if odd := _untouched(newcomers) ^ untouched[0]:
+            return f"whether {min(odd)} has a gradient depends on earlier participations"
         return None
 
     def dependence(self, mode: Mode, batches: Sequence[list[Tensor]], unequal: bool) -> Dependence:

@@ -351,6 +351,24 @@ def test_a_record_is_of_one_mode() -> None:
     assert federation.clients.attached_engine.obstacle is None
 
 
+class LeavesALayerOut(ClientModule):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.beside = nn.Linear(2, 2)
+
+
+def test_a_parameter_that_trains_from_the_second_participation_on() -> None:
+    """By its memory alone: only from then on weight decay shrinks it."""
+    client = LeavesALayerOut(network(), CLASSES, sgd(0.1, weight_decay=0.1)).double()
+    data = small_data(cohort_size=4, dtype=torch.float64)
+    alone = run(client, data, FedEC(constraint="l2"), 4, engine="sequential")
+    with pytest.warns(UserWarning, match="beside.bias has a gradient depends on earlier particip"):
+        stacked = run(client, data, FedEC(constraint="l2"), 4, engine="vectorized")
+    for left, right in zip(alone.server_states(), stacked.server_states(), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-10)
+    assert not alone.server_states()[0]["beside.bias"].equal(client.beside.bias)
+
+
 # What is found out later
 
 
