@@ -21,7 +21,7 @@ callback_connector._load_external_callbacks = cache(callback_connector._load_ext
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave whole runs, which take half as long again with it, out of the coverage."""
+    """Leave out of the coverage what are mostly whole runs, which take half as long again."""
     for item in items:
         if item.path.parent == Path(__file__).parent and not item.get_closest_marker("fast"):
             item.add_marker(pytest.mark.no_cover)
