@@ -26,8 +26,8 @@ def plain_sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
 class Task(L.LightningModule):
     """A network with a loss and metrics, as a LightningModule that also trains by itself.
 
-    A federation runs a task faster than any other LightningModule: it trains without Lightning's
-    work around a step, and many clients are evaluated at once by their outputs. A subclass defines
+    A federation trains a task without Lightning's work around a step, and evaluates many clients at
+    once by their outputs. A subclass defines
     :meth:`losses` and :meth:`measure`, and can check what they take. If it defines steps of its
     own, it trains and is judged by these, as any LightningModule.
 

@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MeanAbsoluteError, R2Score
@@ -549,12 +549,25 @@ def test_a_penalty_is_that_of_automatic_optimization(way: str) -> None:
     torch.testing.assert_close(by_hand.server_states(), expected.server_states())
 
 
-@pytest.mark.parametrize(
-    "method", [Ditto(lam=0.1), IFCA(2), FedFomo(), FedALA()], ids=lambda m: type(m).__name__
-)
-def test_what_needs_the_loss_itself_refuses_manual_optimization(method: ServerCallback) -> None:
-    with pytest.raises(ConfigurationError, match="GAN with manual optimization does not hand out"):
-        run(GAN(), hospitals(), copy.deepcopy(method), 2)
+ASK_FOR_THE_LOSS = {
+    "Ditto": Ditto(lam=0.1),
+    "IFCA": IFCA(2),
+    "IFCA, from the third round on": IFCA(2, group_rounds=2),
+    "FedFomo": FedFomo(),
+    "FedALA, from the second round on": FedALA(),
+    "FedSGD": FedSGD(),
+    "FedDANE": FedDANE(),
+    "SCAFFOLD": SCAFFOLD(option="I"),
+}
+
+
+@pytest.mark.parametrize("name", ASK_FOR_THE_LOSS)
+def test_what_needs_the_loss_itself_refuses_manual_optimization(name: str) -> None:
+    rounds: list[int] = []
+    count = LambdaCallback(on_train_epoch_end=lambda trainer, _: rounds.append(trainer.global_step))
+    with pytest.raises(ConfigurationError, match="GAN with manual optimization does not"):
+        run(GAN(), hospitals(), copy.deepcopy(ASK_FOR_THE_LOSS[name]), 4, count)
+    assert rounds == []
 
 
 ELSEWHERE = [PFedMe(lam=5.0), PerFedAvg(), APFL(alpha_lr=0.01)]

@@ -12,8 +12,9 @@ from pflight.callbacks import FedAvg, FedProx, FedRep
 from pflight.cli import main
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
+from tests.algorithm_tester import assert_finite
 from tests.callbacks.test_shared_part import product_client, product_world
-from tests.own_methods import Halfway, MyFedBABU, MyFedDyn
+from tests.own_methods import Halfway, MyFedBABU, MyFedDyn, Scaled
 from tests.pages import ROOT, files
 from tests.runs import (
     ENGINES,
@@ -29,6 +30,7 @@ from tests.runs import (
     small_data,
     world_q,
 )
+from tests.test_any_module import Regression, hospitals
 
 PAGE = ROOT / "docs" / "own-methods.md"
 
@@ -37,6 +39,11 @@ PAGE = ROOT / "docs" / "own-methods.md"
 def test_a_method_is_forty_lines_of_code(name: str) -> None:
     code = [line for line in files(PAGE)[name].splitlines() if line.strip()]
     assert len(code) <= 40
+
+
+@pytest.mark.parametrize("kind", [MyFedDyn, MyFedBABU, Halfway, Scaled])
+def test_they_take_a_module_that_has_never_heard_of_them(kind: type[FedAvg]) -> None:
+    assert_finite(run(Regression(), hospitals(), kind(), 2, on_client_error="raise"))
 
 
 class TestFedDyn:

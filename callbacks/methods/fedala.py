@@ -9,6 +9,8 @@ from pflight.half import half_for
 from pflight.models.halves.fedala import AdaptiveMixture
 from pflight.options import checked
 
+from .gradients import check_losses
+
 
 @checked
 class FedALA(FedAvg):
@@ -28,7 +30,8 @@ class FedALA(FedAvg):
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
     Raises:
-        ConfigurationError: If an option is out of range, or there are fewer layers.
+        ConfigurationError: If an option is out of range, there are fewer layers, or clients
+            optimize by hand.
 
     Example:
         >>> FedALA(layers=2).weighting
@@ -54,7 +57,8 @@ class FedALA(FedAvg):
         )
 
     def setup_server(self) -> None:
-        """Make the server's model, and check that there are so many layers to mix."""
+        """Make the server's model, and check that there are losses, and so many layers to mix."""
+        check_losses(self.clients.module, "FedALA")
         super().setup_server()
         self.participation.mixed(self.clients.layout)
 

@@ -15,6 +15,7 @@ from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator
 from pflight.state import entries, rows, state_bytes
 
+from .gradients import check_losses
 from .hypernetworks import weighted_sums
 from .stored import StoredModels
 
@@ -58,7 +59,7 @@ class FedFomo(StoredModels):
         affinity: :math:`P`, ``[num_clients, num_clients]``, a row for each receiving client.
 
     Raises:
-        ConfigurationError: If an option is out of range.
+        ConfigurationError: If an option is out of range, or clients optimize by hand.
 
     Example:
         >>> FedFomo(num_models=10).epsilon
@@ -91,6 +92,7 @@ class FedFomo(StoredModels):
 
     def setup_server(self) -> None:
         """Store the initial model for every client, and start without scores."""
+        check_losses(self.clients.module, "FedFomo")
         super().setup_server()
         count = self.clients.num_clients
         self.affinity = torch.zeros(count, count, dtype=torch.double)

@@ -1,4 +1,4 @@
-"""Gradients of clients' losses."""
+"""Losses and gradients that an algorithm asks of clients beside their training."""
 
 from __future__ import annotations
 
@@ -26,6 +26,15 @@ def clipped(client: LightningModule, gradients: TensorDict) -> TensorDict:
     parts = [result[name] for name in names]
     result.update(zip(names, clip(parts, limit, client.gradient_clip_algorithm), strict=True))
     return TensorDict(result, batch_size=gradients.batch_size)
+
+
+def check_losses(module: LightningModule, algorithm: str) -> None:
+    """Raise if a client module uses manual optimization, so that it has no single loss."""
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            f"{algorithm} asks for the loss of its clients, which {type(module).__name__} with "
+            "manual optimization does not hand out"
+        )
 
 
 def check_gradients(module: LightningModule, algorithm: str) -> None:

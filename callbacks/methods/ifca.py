@@ -17,6 +17,7 @@ from pflight.randomness import Purpose, generator
 from pflight.state import WeightedMean
 from pflight.updates import ClientUpdates
 
+from .gradients import check_losses
 from .multi_center import MultiCenter
 
 _NONE = Layers()
@@ -58,7 +59,8 @@ class IFCA(MultiCenter):
             not available.
 
     Raises:
-        ConfigurationError: If an option is out of range, or equal weights leave nothing to shuffle.
+        ConfigurationError: If an option is out of range, equal weights leave nothing to shuffle, or
+            clients optimize by hand.
 
     Example:
         >>> IFCA(num_clusters=3).weighting
@@ -93,6 +95,7 @@ class IFCA(MultiCenter):
 
     def setup_server(self) -> None:
         """Make K models, and either deal clients into groups or make the models different."""
+        check_losses(self.clients.module, "IFCA")
         super().setup_server()
         self._chosen = torch.full_like(self.assignments, -1)
         clients = self.clients.trainable

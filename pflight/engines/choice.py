@@ -25,7 +25,7 @@ EngineName = Literal["auto", "sequential", "vectorized"]
 
 
 class _Limits(NamedTuple):
-    """What is worth stacking on a kind of device; ``benchmarks/engines.py`` has measured it."""
+    """What is worth stacking on a kind of device: measured on CPUs by ``benchmarks/engines.py``."""
 
     parameters: float
     """Bytes of a chunk's parameters, unless it has but a few clients."""

@@ -293,7 +293,7 @@ class ModuleTrainer:
         return True
 
     def _bare_step(self, batch: Any, last: bool) -> None:
-        """Do what Lightning's loop does without hooks, which take several times as long."""
+        """Do what Lightning's loop does for a module without hooks, and no more."""
         trainer, strategy, module = self.trainer, self._strategy, self.trainer.lightning_module
         loop, (optimizer,) = trainer.fit_loop.epoch_loop, strategy.optimizers
         progress, steps = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer
