@@ -27,7 +27,7 @@ HOOKS = (
     *("on_train_epoch_end", "on_train_end", "on_fit_end"),
 )
 """What a module may do of its own around its training steps."""
-_LARGE_KERNEL = 2**20  # weights of a convolution from which on channels-last takes 1.2 times as long
+_LARGE_KERNEL = 2**20  # weights of a convolution that takes 1.2 times as long channels-last
 
 
 class LocalModels:
