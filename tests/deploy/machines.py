@@ -144,7 +144,7 @@ class Machines:
         end = time.monotonic() + LONG
         while not (found := what()):
             assert time.monotonic() < end, f"{why}\n" + "\n".join(
-                f"{path.name}: {path.read_text()[-1500:]}" for path in self.folder.glob("*.log")
+                f"{path.name}: {path.read_text()[-1500:]}" for path in self.folder.rglob("*.log")
             )
             time.sleep(0.2)
         return found

@@ -38,7 +38,7 @@ def test_five_nodes_over_tls_are_the_simulation(name: str, tmp_path: Path) -> No
         machines.stop()
     deployed = torch.load(machines.last("run"), weights_only=True)
     one, other = deployed["state_dict"], simulated["state_dict"]
-    torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
     rounds = history(machines.last("run"))
     assert [entry.failed for entry in rounds] == [[]] * 5
     for here, there in zip(history(machines.last("simulated")), rounds, strict=True):

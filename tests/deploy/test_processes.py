@@ -98,7 +98,7 @@ def test_a_run_whose_server_is_killed_is_the_simulated_one(machines: Machines) -
         torch.load(last, weights_only=True)["state_dict"],
         machines.simulate()["state_dict"],
     )
-    torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
     carried = re.search(r"(\d+) messages to train carried", machines.said("server"))
     assert carried is not None
     assert int(carried[1]) == 3 * (5 - before)
