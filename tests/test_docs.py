@@ -18,6 +18,9 @@ from tests.pages import ROOT, blocks, files
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
+RUN_BEFORE = {"cli.md": ["--config", "configs/quickstart.yaml", "--trainer.max_epochs", "1"]}
+"""By page, the run whose checkpoint its Python blocks load."""
+
 CONFIG = re.compile(r"\bconfigs/[\w./-]+\.yaml\b")
 
 
@@ -67,6 +70,8 @@ def write_files(page: Path) -> None:
 @having("python")
 def test_the_python_blocks_run(page: Path) -> None:
     write_files(page)
+    if page.name in RUN_BEFORE:
+        main(["fit", *RUN_BEFORE[page.name]])
     namespace = {"__name__": "__main__"}
     for block in python_blocks(page):
         exec(block, namespace)

@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from pflight.distributed import gather_to_first
-from pflight.errors import ConfigurationError
+from pflight.errors import ClientError, ConfigurationError
 from pflight.federation import Federation
 from pflight.files import replacing
 from pflight.host import readable
@@ -113,6 +113,7 @@ class PredictionWriter(L.Callback):
     Raises:
         ConfigurationError: If no file can be written there, before anything is predicted; or if a
             ``predict_step`` returns something other than tensors with a row for each sample.
+        ClientError: If no client could predict; an earlier file stays.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -155,12 +156,14 @@ class PredictionWriter(L.Callback):
         """Write the predictions of all ranks' clients, in the order of their ids."""
         if not isinstance(pl_module, Federation):
             return
-        ranks = gather_to_first(self._chunks)
+        chunks = [chunk for rank in gather_to_first(self._chunks) for chunk in rank]
         self._chunks = []
         if trainer.is_global_zero:
+            if not any(len(chunk["client"]) for chunk in chunks):
+                raise ClientError("no client made predictions, as the warnings say")
             path = self._file(trainer)
             with replacing(path) as partial:
-                rows = _write(partial, [chunk for chunks in ranks for chunk in chunks])
+                rows = _write(partial, chunks)
             Console().print(f"{rows:,} predictions in {path}", highlight=False, soft_wrap=True)
 
     def _file(self, trainer: L.Trainer) -> Path:

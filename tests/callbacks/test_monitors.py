@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from pflight import Federation
+from pflight import ClientError, Federation
 from pflight.callbacks import (
     FedAvg,
     FederationProgressBar,
@@ -284,6 +284,19 @@ class TestPredictionWriter:
         with pytest.raises(ConfigurationError, match="its predict_step must return a tensor with"):
             predictions(Own(predict), data, tmp_path)
         assert not [*tmp_path.iterdir()]
+
+    @pytest.mark.filterwarnings("ignore:.*client . failed to predict:UserWarning")
+    def test_if_no_client_predicts_an_earlier_file_stays(self, tmp_path):
+        path = tmp_path / "out.csv"
+        path.write_text("client,index\n")
+
+        def fail(z: Tensor) -> Tensor:
+            raise ValueError("not today")
+
+        with pytest.raises(ClientError, match=r"^no client made predictions, as the warnings say$"):
+            predictions(Own(fail), small_data(), tmp_path)
+        assert path.read_text() == "client,index\n"
+        assert [*tmp_path.iterdir()] == [path]
 
     def test_datasets_have_no_labels(self, tmp_path):
         torch.manual_seed(0)
