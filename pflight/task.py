@@ -27,9 +27,9 @@ class Task(L.LightningModule):
     """A network with a loss and metrics, as a LightningModule that also trains by itself.
 
     A federation trains a task without Lightning's work around a step, and evaluates many clients at
-    once by their outputs. A subclass defines
-    :meth:`losses` and :meth:`measure`, and can check what they take. If it defines steps of its
-    own, it trains and is judged by these, as any LightningModule.
+    once by their outputs. A subclass defines :meth:`losses` and :meth:`measure`, and can check what
+    they take. If it defines steps of its own, it trains and is judged by these, as any
+    LightningModule.
 
     Args:
         network: Maps inputs ``[batch, ...]`` to outputs ``[batch, ...]``.

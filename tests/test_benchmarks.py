@@ -358,6 +358,9 @@ def test_all_rows_run_without_a_gpu(gpu: Any) -> None:
         assert float(ratio) == pytest.approx(float(seconds) / float(cells[0][1]), rel=0.3)
         assert mebibytes == busy == ""  # which are of a GPU
         assert re.fullmatch(r"(`\S.*?` \d+%(, )?)+", slowest)
+        shares = [int(share) for share in re.findall(r"` (\d+)%", slowest)]
+        assert shares == sorted(shares, reverse=True)
+        assert 0 < sum(shares) <= 101  # each is rounded
 
 
 def test_rounds_of_a_device_are_counted(gpu: Any) -> None:

@@ -28,7 +28,7 @@ def one(folder: Path) -> dict[str, Any]:
 def two(folder: Path, one: dict[str, Any]) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", ranks_script.__name__, str(folder)]
     root = Path(__file__).parents[1]
-    done = subprocess.run(command, cwd=root, timeout=600, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=root, timeout=320, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
 

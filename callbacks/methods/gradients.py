@@ -28,19 +28,17 @@ def clipped(client: LightningModule, gradients: TensorDict) -> TensorDict:
     return TensorDict(result, batch_size=gradients.batch_size)
 
 
-def check_losses(module: LightningModule, algorithm: str) -> None:
+def check_losses(
+    module: LightningModule, algorithm: str, asked: str = "the loss of its clients"
+) -> None:
     """Raise if a client module uses manual optimization, so that it has no single loss."""
     if not module.automatic_optimization:
         raise ConfigurationError(
-            f"{algorithm} asks for the loss of its clients, which {type(module).__name__} with "
-            "manual optimization does not hand out"
+            f"{algorithm} asks for {asked}, which {type(module).__name__} with manual optimization "
+            "does not hand out"
         )
 
 
 def check_gradients(module: LightningModule, algorithm: str) -> None:
     """Raise if a client module uses manual optimization, so that it has no single gradient."""
-    if not module.automatic_optimization:
-        raise ConfigurationError(
-            f"{algorithm} asks for the gradient of training_step's loss, which "
-            f"{type(module).__name__} with manual optimization does not give"
-        )
+    check_losses(module, algorithm, "the gradient of training_step's loss")

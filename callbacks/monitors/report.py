@@ -156,14 +156,14 @@ class PredictionWriter(L.Callback):
         """Write the predictions of all ranks' clients, in the order of their ids."""
         if not isinstance(pl_module, Federation):
             return
-        chunks = [chunk for rank in gather_to_first(self._chunks) for chunk in rank]
+        ranks = gather_to_first(self._chunks)
         self._chunks = []
         if trainer.is_global_zero:
-            if not any(len(chunk["client"]) for chunk in chunks):
-                raise ClientError("no client made predictions, as the warnings say")
             path = self._file(trainer)
             with replacing(path) as partial:
-                rows = _write(partial, chunks)
+                rows = _write(partial, [chunk for chunks in ranks for chunk in chunks])
+                if not rows:
+                    raise ClientError("no client made predictions, as the warnings say")
             Console().print(f"{rows:,} predictions in {path}", highlight=False, soft_wrap=True)
 
     def _file(self, trainer: L.Trainer) -> Path:
