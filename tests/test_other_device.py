@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ OWN_TRAINER = "FeSEM-auto"  # its Trainers ask Lightning for the device by name
 NOT_FOLLOWED = {"FedRoD-hyper", "GPFL", "kNN-Per", "pFedFDA"}
 CASES = [(name, "vectorized") for name in ALGORITHMS if name not in {OWN_TRAINER, *NOT_FOLLOWED}]
 CASES += [(name, "sequential") for name in ("FedAvg", "FeSEM", "FedEC", "HeurpFedLA", "SCAFFOLD")]
+GPU = {"accelerator": "gpu", "devices": 1}
 
 
 def unequal_data() -> TensorClients:
@@ -34,12 +36,11 @@ def unequal_data() -> TensorClients:
     return TensorClients(*splits, num_classes=CLASSES, batch_size=4)
 
 
-def trained(algorithm: Algorithm, engine: str, folder: Path, device: str) -> list[dict]:
+def trained(algorithm: Algorithm, engine: str, folder: Path, **options: Any) -> list[dict]:
     """Train a round, resume for a second, test.
 
-    Return all models, the metrics, and how far clients were stacked.
+    Return all models, the metrics, and how far clients were stacked. The options are the Trainer's.
     """
-    options = {} if device == "cpu" else {"strategy": strategy(), "accelerator": "auto"}
     checkpoint = None
     for rounds in (1, 2):
         torch.manual_seed(1)
@@ -47,7 +48,7 @@ def trained(algorithm: Algorithm, engine: str, folder: Path, device: str) -> lis
         federation = Federation(client, engine=engine, finetune_epochs=1, on_client_error="raise")  # type: ignore[arg-type]
         trainer = quiet_trainer(rounds, algorithm.callback(), default_root_dir=folder, **options)
         trainer.fit(federation, datamodule=unequal_data(), ckpt_path=checkpoint)
-        checkpoint = folder / f"{device}.ckpt"
+        checkpoint = folder / "last.ckpt"
         trainer.save_checkpoint(checkpoint)
     metrics = trainer.test(federation, datamodule=unequal_data(), verbose=False)
     states = [*federation.server_states(), *map(federation.client_state, range(len(SIZES)))]
@@ -61,15 +62,30 @@ def test_devices_agree(
     name: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pflight.stacking.client._OFTEN", 10**9)  # wrapped tensors can't be traced
-    expected = trained(ALGORITHMS[name], engine, tmp_path, "cpu")
+    expected = trained(ALGORITHMS[name], engine, tmp_path)
     with other_device(monkeypatch):
-        results = trained(ALGORITHMS[name], engine, tmp_path, "elsewhere")
+        elsewhere = {"strategy": strategy(), "accelerator": "auto"}
+        results = trained(ALGORITHMS[name], engine, tmp_path, **elsewhere)
+    assert_agree(results, expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("engine", ["vectorized", "sequential"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_gpu_agrees(name: str, engine: str, tmp_path: Path) -> None:
+    expected = trained(ALGORITHMS[name], engine, tmp_path)
+    assert_agree(trained(ALGORITHMS[name], engine, tmp_path, **GPU), expected)
+
+
+def assert_agree(results: list[dict], expected: list[dict]) -> None:
+    """Compare models and metrics, wherever they lie, up to rounding, and what else there is."""
     for own, reference in zip(results, expected, strict=True):
         for key, value in own.items():
             if isinstance(value, str):
                 assert value == reference[key]
-            else:
-                assert_close(getattr(value, "near", value), reference[key], equal_nan=True)
+                continue
+            near = getattr(value, "near", value)
+            assert_close(near, reference[key], equal_nan=True, check_device=False)
 
 
 def test_devices_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from pflight.half import Phase
 from pflight.randomness import isolated
 
 from .client import Mode, Stack
+from .exact import takes_tf32
 from .probe import Probe
 from .reasons import reason_of
 from .reference import alike
@@ -128,7 +129,8 @@ class Audit:
         numbers = [*known.values(), loss, found.loss, *(found.gradients[name] for name in known)]
         if not all(bool(number.isfinite().all()) for number in numbers):
             return False  # it will fail by itself
-        precise = setting.dtype.itemsize >= 4 and not isinstance(setting.precision, MixedPrecision)
+        rounds = isinstance(setting.precision, MixedPrecision) or takes_tf32(setting.device)
+        precise = setting.dtype.itemsize >= 4 and not rounds
         stack = {name: found.gradients[name].unsqueeze(0) for name in known}
         tolerance = _ODD if precise else _ODD_IN_HALF
         return not alike(

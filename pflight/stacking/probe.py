@@ -21,6 +21,7 @@ from pflight.state import state_tensors
 from pflight.task import Task, trains_as_a_task
 
 from .client import ANCHOR, MEMORY, Mode, Stack, StackedClient
+from .exact import without_tf32
 from .reasons import failure, reason_of
 from .reference import Reference, alike
 from .steps import misfit
@@ -127,6 +128,7 @@ class Probe:
                 return f"it logs {name!r} while it trains, beside its loss", ()
         return None, tuple(logged)
 
+    @without_tf32()
     def obstacle(self, mode: Mode, batches: Sequence[list[Tensor]]) -> str | None:
         """Say what keeps a client from standing for many, or return ``None`` if nothing does.
 
@@ -186,6 +188,7 @@ class Probe:
             return f"whether {min(odd)} has a gradient depends on earlier participations"
         return None
 
+    @without_tf32()
     def dependence(self, mode: Mode, batches: Sequence[list[Tensor]], unequal: bool) -> Dependence:
         """Find out what the gradients of a client depend on.
 
@@ -210,6 +213,7 @@ class Probe:
             unequal and self._weighs_samples(mode, largest),
         )
 
+    @without_tf32()
     @torch.no_grad()
     def predicts_each_alone(self, x: Tensor) -> bool:
         """Return whether predictions stay as they are beside the zeros that fill batches up."""
