@@ -5,11 +5,11 @@
     python benchmarks/papers.py write --out runs/papers --page docs/papers.md
 
 ``papers.yaml`` has the experiments. A run is what ``pflight fit`` makes of a column's and a
-method's configuration, in a run folder of its own, ``OUT/fedec/cifar10_100_2/fedec_1/0``. After
-each of the last rounds all clients are tested, and what each of them reached becomes a file in the
-folder ``tests`` there. A run that was killed goes on with the same command; one that is done is not
-made again. ``write`` puts the figures of the runs that are done into ``docs/papers.csv``, and makes
-the tables of the page from these.
+method's configuration, in a run folder of its own, ``OUT/fedec/cifar10_100_2/fedec_1/0``. As they
+were after each of the last rounds all clients are tested, and what each of them reached becomes a
+file in the folder ``tests`` there. A run that was killed goes on with the same command; one that is
+done is not made again. ``write`` puts the figures of the runs that are done into
+``docs/papers.csv``, and makes the tables of the page from these.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import yaml
 from cells import cell
 from claims import ENDS, Figure, claims_table, pairs, published
+from lightning.pytorch.callbacks import LambdaCallback
 from numpy.typing import NDArray
 from quiet import quiet
 
@@ -58,7 +60,6 @@ TABLE = re.compile(
 QUIET = [
     "--trainer.accelerator=cpu",
     "--trainer.enable_progress_bar=false",
-    "--trainer.profiler=simple",
 ]
 
 
@@ -88,9 +89,14 @@ class Run:
         return self.folder / self.experiment / self.column / self.method / str(self.seed)
 
     @property
+    def tested(self) -> Path:
+        """The folder of the tests."""
+        return self.path / "tests"
+
+    @property
     def tests(self) -> list[Test]:
         """The tests so far, by round."""
-        found = [json.loads(file.read_text()) for file in self.path.glob("tests/*.json")]
+        found = [json.loads(file.read_text()) for file in self.tested.glob("*.json")]
         return sorted(found, key=lambda test: test["round"])
 
     @property
@@ -112,31 +118,65 @@ class Run:
             "fit",
             *(f"--config=configs/{part['config']}.yaml" for part in parts),
             *(f"--{setting}" for part in parts for setting in flat(part.get("set", []))),
+            *QUIET,
             *options,
             f"--seed_everything={self.seed}",
             f"--trainer.default_root_dir={self.path}",
             "--ckpt_path=last",
-            *QUIET,
         ]
-        for last in self.missing:
-            started = time.process_time()
+        missing = self.missing
+        if not missing:
+            return
+        started = time.process_time()
+        with redirect_stdout(StringIO()):
+            cli = TestedCLI([*command, f"--trainer.max_epochs={self.rounds}"], missing, self.tested)
+        seconds = (time.process_time() - started) / cli.trained if cli.trained else None
+        device = cli.trainer.strategy.root_device.type
+        adapts = "adapted" in experiment["measures"]
+        for last in missing[::-1]:
+            is_last, kept = last == self.rounds, self.tested / f"{last}.ckpt"
+            if not (len(cli.model.history) == last if is_last else kept.is_file()):
+                raise SystemExit(f"{self.path} is past round {last}, which was not tested")
             with redirect_stdout(StringIO()):
-                cli = FederationCLI([*command, f"--trainer.max_epochs={last}"])
-                seconds = time.process_time() - started
-                if len(cli.model.history) != last:
-                    raise SystemExit(f"{self.path} is past round {last}, which was not tested")
-                found = judged(cli, last == self.rounds and "adapted" in experiment["measures"])
-            trained = len(cli.trainer.profiler.recorded_durations["run_training_batch"])
+                found = judged(cli, None if is_last else kept, is_last and adapts)
             clients = cli.model.history[-1].clients
-            test = {"round": last, "clients": clients, **found}
-            test |= {"seconds": seconds / trained if trained else None}
-            file = self.path / "tests" / f"{last}.json"
+            test = {"round": last, "clients": clients, "device": device, **found}
+            file = self.tested / f"{last}.json"
             file.parent.mkdir(exist_ok=True)
             unfinished = file.with_suffix(".partial")
-            unfinished.write_text(json.dumps(test))
+            unfinished.write_text(json.dumps(test | {"seconds": seconds}))
             unfinished.rename(file)
+            kept.unlink(missing_ok=True)
             reached = f"round {last}: {mean(values_of(test, 'own')):.2f}"
             print(f"{time.strftime('%H:%M')} {self.path}, {reached}", flush=True)
+
+
+class TestedCLI(FederationCLI):
+    """Keeps the federation as it was after the rounds that are to be tested.
+
+    Args:
+        args: Of the command.
+        rounds: The rounds.
+        folder: Of what is kept, ``91.ckpt`` after round 91; the last round is not.
+
+    Attributes:
+        trained: Rounds that this process has trained.
+    """
+
+    def __init__(self, args: list[str], rounds: Sequence[int], folder: Path) -> None:
+        self.rounds, self.kept, self.trained = rounds, folder, 0
+        super().__init__(args)
+
+    def before_fit(self) -> None:
+        """Have the Trainer count and keep."""
+
+        def keep(trainer: L.Trainer, _: L.LightningModule) -> None:
+            self.trained += 1
+            done = trainer.current_epoch + 1
+            if done in self.rounds and done < trainer.max_epochs:
+                trainer.save_checkpoint(self.kept / f"{done}.ckpt")
+
+        self.trainer.callbacks.insert(0, LambdaCallback(on_train_epoch_end=keep))
 
 
 def flat(names: list[Any]) -> list[str]:
@@ -144,11 +184,12 @@ def flat(names: list[Any]) -> list[str]:
     return [each for name in names for each in (flat(name) if isinstance(name, list) else [name])]
 
 
-def judged(cli: FederationCLI, adapt: bool) -> Test:
+def judged(cli: FederationCLI, kept: Path | None, adapt: bool) -> Test:
     """Test all clients, and return each one's samples, and its accuracy and F1 by model.
 
     Args:
         cli: A run that has been trained.
+        kept: The checkpoint of an earlier round to test in its place.
         adapt: Whether to test copies of what the server sends too, trained as in one more round.
     """
     federation, found = cli.model, {}
@@ -157,7 +198,7 @@ def judged(cli: FederationCLI, adapt: bool) -> Test:
         if epochs and not adapt:
             break
         federation.clients.training = replace(training, finetune_epochs=epochs)
-        cli.trainer.test(federation, datamodule=cli.datamodule, verbose=False)
+        cli.trainer.test(federation, datamodule=cli.datamodule, ckpt_path=kept, verbose=False)
         for model in models:
             metrics = federation.client_metrics("test", MODELS[model])
             found[model] = {name: metrics[name].tolist() for name in ("acc", "f1")}
@@ -228,7 +269,11 @@ def measured(run: Run) -> dict[Figure, float]:
             values = {
                 measure: mean(MEASURES[measure][1](tests, model)) for measure in spec["measures"]
             }
-            if seconds := [test["seconds"] for test in tests if test["seconds"]]:
+            on_gpu = any(test.get("device") == "cuda" for test in tests)
+            seconds = [test["seconds"] for test in tests if test["seconds"]]
+            if on_gpu:
+                values["gpu"] = 1.0
+            elif seconds:
                 values["seconds"] = min(seconds)  # none if it was stopped before its only test
             for measure, value in values.items():
                 found[run.experiment, run.column, name, str(run.seed), measure] = value
@@ -273,7 +318,8 @@ def table(experiment: str, column: str, figures: dict[Figure, float]) -> str:
             cells.append(published(spec, column, name))
         found = [made.get(measure, []) for measure in spec["measures"]]
         cells += [cell(values, digits=2) for values in found]
-        cells.append(str(max(map(len, found))))
+        on_gpu = len(made.get("gpu", []))
+        cells.append(f"{max(map(len, found))}{f' ({on_gpu} on a GPU)' if on_gpu else ''}")
         seconds = min(made.get("seconds", []), default=None)
         cells.append("" if seconds is None else f"{seconds:.{0 if seconds >= 10 else 1}f}")
         lines.append(f"| {' | '.join(cells)} |")
@@ -358,7 +404,7 @@ def runs_of(
         if not methods and name in flat(spec["columns"][column].get("without", [])):
             continue
         config = CONFIGS / f"{spec['columns'][column]['config']}.yaml"
-        rounds = options.rounds or spec.get("rounds")
+        rounds = options.rounds or spec["columns"][column].get("rounds") or spec.get("rounds")
         rounds = rounds or yaml.safe_load(config.read_text())["trainer"]["max_epochs"]
         found.append(Run(experiment, column, name, seed, options.out, rounds))
     return found
