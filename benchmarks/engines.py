@@ -1,6 +1,6 @@
 """The two engines on networks of many kinds, and which of them ``engine="auto"`` chooses.
 
-    python benchmarks/engines.py [--repeats 5] [--chunks 4 16 64] [case ...]
+    python benchmarks/engines.py [--repeats 5] [--chunks 4 16 64] [--device cuda] [case ...]
 
 Each case trains the same clients for one local epoch by turns, one by one and stacked; samples are
 generated. The last column is the time of auto's choice over that of the faster engine: 1 where the
@@ -170,14 +170,23 @@ def seconds(engines: list[Engine], case: Case, repeats: int) -> list[float]:
     clients = torch.arange(case.clients)
     for turn in range(WARM + repeats):
         for engine, own in zip(engines, times, strict=True):
-            starts = expand_state(engine.setting.layout.template, case.clients)
+            setting = engine.setting
+            starts = expand_state(setting.layout.template, case.clients).to(setting.device)
+            wait(setting.device)
             begun = time.perf_counter()
             engine.train(clients, starts, round_index=turn)
+            wait(setting.device)
             own.append(time.perf_counter() - begun)
     return [statistics.median(own[WARM:]) for own in times]
 
 
-def row(name: str, case: Case, chunks: list[int], repeats: int) -> str:
+def wait(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def row(name: str, case: Case, chunks: list[int], repeats: int, device: torch.device) -> str:
     """Measure a case and return its row of the table."""
     torch.manual_seed(0)
     least, most = (case.samples // 4, case.samples * 7 // 4) if case.unequal else [case.samples] * 2
@@ -187,10 +196,10 @@ def row(name: str, case: Case, chunks: list[int], repeats: int) -> str:
     ]
     data = TensorClients(samples, num_classes=10, batch_size=case.batch)
     sgd = partial(torch.optim.SGD, lr=0.01, momentum=case.momentum)
-    client = case.client(case.network(), 10, optimizer=sgd)
+    client = case.client(case.network(), 10, optimizer=sgd).to(device)
     half = half_of(client) or Half()
     layout = layout_with(half, StateLayout.of(client))
-    setting = Setting(client, half, layout, data, Precision(), torch.device("cpu"), seed=0)
+    setting = Setting(client, half, layout, data, Precision(), device, seed=0)
     sequential, _ = build_engine("sequential", None, setting)
     vectorized, asked = build_engine("vectorized", None, setting)
     others = [build_engine("vectorized", chunk, setting)[0] for chunk in chunks]
@@ -214,6 +223,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="case", help="beginnings of names of cases")
     parser.add_argument("--repeats", type=at_least(1), default=5)
     parser.add_argument("--chunks", nargs="+", type=at_least(1), default=[], help="clients at once")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
     keep_freed_memory()
     for beginning in options.cases:
@@ -226,7 +236,8 @@ def main() -> None:
     print("|---" * len(titles) + "|")
     for name, case in CASES.items():
         if not options.cases or name.startswith(tuple(options.cases)):
-            print(row(name, case, options.chunks, options.repeats), flush=True)
+            made = row(name, case, options.chunks, options.repeats, torch.device(options.device))
+            print(made, flush=True)
 
 
 if __name__ == "__main__":

@@ -98,8 +98,7 @@ def busy_and_slowest(
     if device.type != "cuda":
         events, _ = profiled(run, task, record)
         return None, largest({event.key: event.self_cpu_time_total for event in events}, SLOWEST)
-    kinds = ProfilerActivity.CPU, ProfilerActivity.CUDA
-    events, seconds = profiled(run, task, record, kinds)
+    events, seconds = profiled(run, task, record, [ProfilerActivity.CUDA])
     kernels = {
         event.key: event.self_device_time_total
         for event in events
