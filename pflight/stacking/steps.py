@@ -14,8 +14,7 @@ from pflight.state import rows
 
 ELEMENTWISE = (SGD, Adam, AdamW, RMSprop)
 """Optimizers that treat every number by itself, so that stacking clients changes nothing."""
-_FUSED = (SGD, Adam, AdamW)  # on these devices
-_FUSED_ON = ("cpu", "cuda")
+_FUSED = (SGD, Adam, AdamW)
 _CALL = 128  # samples that take about as long as a call with none
 
 
@@ -278,11 +277,17 @@ def _per_client(value: Any) -> bool:
 
 def _can_be_fused(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     chosen = group["foreach"] is not None or group.get("fused") is not None
-    able = all(
-        parameter.device.type in _FUSED_ON and parameter.is_floating_point()
-        for parameter in group["params"]
+    return (
+        type(optimizer) in _FUSED and not chosen and all(map(_takes_fused_steps, group["params"]))
     )
-    return type(optimizer) in _FUSED and able and not chosen
+
+
+def _takes_fused_steps(parameter: Tensor) -> bool:
+    if not parameter.is_floating_point():
+        return False
+    if parameter.device.type == "cpu":  # PyTorch 2.13 leaves half precision as it was there
+        return parameter.element_size() >= 4
+    return parameter.device.type == "cuda"
 
 
 def clip(gradients: Sequence[Tensor], limit: float, algorithm: str) -> list[Tensor]:

@@ -29,6 +29,7 @@ from pflight.engines import VectorizedEngine
 from pflight.errors import ClientError, ConfigurationError
 from pflight.half import OWN, Half, LocalClient
 from pflight.models import ClientModule, ElasticClient, ProximalClient
+from pflight.stacking.steps import StackedOptimizer
 from pflight.state import StateLayout
 from pflight.updates import ClientUpdates
 from tests.runs import (
@@ -209,6 +210,17 @@ def test_precision(precision: str) -> None:
     stacked = fit(engine="vectorized")
     assert obstacle(stacked) is None
     assert_close(fit(engine="sequential"), stacked, 1e-10 if precision == "64-true" else 0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_half_precision_takes_no_fused_steps_on_a_cpu(dtype: torch.dtype) -> None:
+    """PyTorch 2.13 and before leave all but the last few numbers as they were."""
+    parameter, stack = torch.zeros(40, dtype=dtype), torch.zeros(2, 40, dtype=dtype)
+    optimizer = StackedOptimizer(torch.optim.SGD([parameter], lr=0.5), {parameter: stack})
+    (group,) = optimizer.optimizer.param_groups
+    assert bool(group["fused"]) == (dtype.itemsize >= 4)
+    optimizer.step([torch.ones(2, 40, dtype=dtype)])
+    assert (stack == -0.5).all()
 
 
 class Attentive(nn.Sequential):
