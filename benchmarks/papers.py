@@ -404,7 +404,7 @@ def runs_of(
         if not methods and name in flat(spec["columns"][column].get("without", [])):
             continue
         config = CONFIGS / f"{spec['columns'][column]['config']}.yaml"
-        rounds = options.rounds or spec["columns"][column].get("rounds") or spec.get("rounds")
+        rounds = options.rounds or spec.get("rounds")
         rounds = rounds or yaml.safe_load(config.read_text())["trainer"]["max_epochs"]
         found.append(Run(experiment, column, name, seed, options.out, rounds))
     return found
