@@ -190,6 +190,14 @@ def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
     papers.write(options(tmp_path / "nothing", page=page))
     assert page.read_text().splitlines()[9].split("|")[4] == "  "
 
+    # The time of a run on a GPU is that of its host.
+    for file in (once / "toy/digits/really/0/tests").iterdir():
+        assert json.loads(file.read_text())["device"] == "cpu"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "device": "cuda"}))
+    kept.unlink()
+    papers.write(options(once, page=page))
+    assert page.read_text().splitlines()[7].endswith("| 1 (1 on a GPU) |  |")
+
 
 def statistics_of(values: list[float], clients: Any) -> float:
     return math.fsum(values[client] for client in clients) / len(clients)

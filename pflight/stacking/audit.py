@@ -129,8 +129,9 @@ class Audit:
         numbers = [*known.values(), loss, found.loss, *(found.gradients[name] for name in known)]
         if not all(bool(number.isfinite().all()) for number in numbers):
             return False  # it will fail by itself
-        rounds = isinstance(setting.precision, MixedPrecision) or takes_tf32(setting.device)
-        precise = setting.dtype.itemsize >= 4 and not rounds
+        mixed = isinstance(setting.precision, MixedPrecision)
+        tf32 = setting.dtype == torch.float32 and takes_tf32(setting.device)
+        precise = setting.dtype.itemsize >= 4 and not mixed and not tf32
         stack = {name: found.gradients[name].unsqueeze(0) for name in known}
         tolerance = _ODD if precise else _ODD_IN_HALF
         return not alike(
