@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from lightning.pytorch.plugins import Precision
 from options import at_least
+from stopwatch import wait
 from torch import nn
 
 from pflight import keep_freed_memory
@@ -178,12 +179,6 @@ def seconds(engines: list[Engine], case: Case, repeats: int) -> list[float]:
             wait(setting.device)
             own.append(time.perf_counter() - begun)
     return [statistics.median(own[WARM:]) for own in times]
-
-
-def wait(device: torch.device) -> None:
-    """Wait until the device has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def row(name: str, case: Case, chunks: list[int], repeats: int, device: torch.device) -> str:

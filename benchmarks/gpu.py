@@ -27,6 +27,7 @@ from options import at_least, folder
 from peers import pflight, raw
 from peers.images import write_images
 from peers.workloads import EQUAL, WORKLOADS, Record, Task
+from stopwatch import wait
 from torch.profiler import ProfilerActivity
 
 SLOWEST = 4  # kernels that are named
@@ -44,8 +45,7 @@ class DeviceRecord(Record):
 
     def end_round(self) -> None:
         """Wait for the device, and take the time."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        wait(self.device)
         super().end_round()
 
 

@@ -112,6 +112,9 @@ class Run:
         Args:
             options: What is said beside the configurations.
         """
+        missing = self.missing
+        if not missing:
+            return
         experiment = EXPERIMENTS[self.experiment]
         parts = experiment["columns"][self.column], experiment["methods"][self.method]
         command = [
@@ -122,14 +125,12 @@ class Run:
             *options,
             f"--seed_everything={self.seed}",
             f"--trainer.default_root_dir={self.path}",
+            f"--trainer.max_epochs={self.rounds}",
             "--ckpt_path=last",
         ]
-        missing = self.missing
-        if not missing:
-            return
         started = time.process_time()
         with redirect_stdout(StringIO()):
-            cli = TestedCLI([*command, f"--trainer.max_epochs={self.rounds}"], missing, self.tested)
+            cli = TestedCLI(command, missing, self.tested)
         seconds = (time.process_time() - started) / cli.trained if cli.trained else None
         device = cli.trainer.strategy.root_device.type
         adapts = "adapted" in experiment["measures"]
@@ -140,11 +141,12 @@ class Run:
             with redirect_stdout(StringIO()):
                 found = judged(cli, None if is_last else kept, is_last and adapts)
             clients = cli.model.history[-1].clients
-            test = {"round": last, "clients": clients, "device": device, **found}
+            made = {"round": last, "clients": clients, "device": device, "seconds": seconds}
+            test = {**made, **found}
             file = self.tested / f"{last}.json"
             file.parent.mkdir(exist_ok=True)
             unfinished = file.with_suffix(".partial")
-            unfinished.write_text(json.dumps(test | {"seconds": seconds}))
+            unfinished.write_text(json.dumps(test))
             unfinished.rename(file)
             kept.unlink(missing_ok=True)
             reached = f"round {last}: {mean(values_of(test, 'own')):.2f}"

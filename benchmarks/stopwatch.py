@@ -1,4 +1,4 @@
-"""Times what a Trainer does."""
+"""Times what a Trainer and a device do."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
+import torch
+
+
+def wait(device: torch.device) -> None:
+    """Wait until a device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @contextmanager

@@ -22,7 +22,6 @@ OWN_TRAINER = "FeSEM-auto"  # its Trainers ask Lightning for the device by name
 NOT_FOLLOWED = {"FedRoD-hyper", "GPFL", "kNN-Per", "pFedFDA"}
 CASES = [(name, "vectorized") for name in ALGORITHMS if name not in {OWN_TRAINER, *NOT_FOLLOWED}]
 CASES += [(name, "sequential") for name in ("FedAvg", "FeSEM", "FedEC", "HeurpFedLA", "SCAFFOLD")]
-GPU = {"accelerator": "gpu", "devices": 1}
 
 
 def unequal_data() -> TensorClients:
@@ -74,7 +73,8 @@ def test_devices_agree(
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_gpu_agrees(name: str, engine: str, tmp_path: Path) -> None:
     expected = trained(ALGORITHMS[name], engine, tmp_path)
-    assert_agree(trained(ALGORITHMS[name], engine, tmp_path, **GPU), expected)
+    results = trained(ALGORITHMS[name], engine, tmp_path, accelerator="gpu", devices=1)
+    assert_agree(results, expected)
 
 
 def assert_agree(results: list[dict], expected: list[dict]) -> None:
@@ -83,9 +83,9 @@ def assert_agree(results: list[dict], expected: list[dict]) -> None:
         for key, value in own.items():
             if isinstance(value, str):
                 assert value == reference[key]
-                continue
-            near = getattr(value, "near", value)
-            assert_close(near, reference[key], equal_nan=True, check_device=False)
+            else:
+                near = getattr(value, "near", value)
+                assert_close(near, reference[key], equal_nan=True, check_device=False)
 
 
 def test_devices_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
