@@ -54,6 +54,7 @@ EXPERIMENTS: dict[str, Any] = yaml.safe_load(
 MODELS = {"own": "", "server": "server/", "adapted": "finetuned/"}
 FIGURE = ("experiment", "column", "method", "seed", "measure", "value")
 MOST_SEEDS = 10
+DIGITS = 4  # of the figures that are kept, of which the tables are made
 TABLE = re.compile(
     r"(<!-- (\w+)(?:/(\w+))?(?:: ([\w.]+ - [\w.]+|claims))? -->\n).*?(<!-- end -->)", re.DOTALL
 )
@@ -371,8 +372,9 @@ def write(options: argparse.Namespace) -> None:
             for where, one, other in asked:
                 if (where, one) == (column, method) and (column, other, seed) in done:
                     figures |= compared(run, done[column, other, seed])
+    figures = {figure: round(value, DIGITS) for figure, value in sorted(figures.items())}
     with kept.open("w", newline="", encoding="utf-8") as file:
-        rows = [(*figure, f"{value:.4f}") for figure, value in sorted(figures.items())]
+        rows = [(*figure, f"{value:.{DIGITS}f}") for figure, value in figures.items()]
         csv.writer(file, lineterminator="\n").writerows([FIGURE, *rows])
 
     def made(match: re.Match[str]) -> str:

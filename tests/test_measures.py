@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,33 @@ def test_layers_are_shared_evenly_until_a_hypernetwork_steps(script: Any, tmp_pa
         assert weights.shape[1] == 5
         assert torch.allclose(weights, torch.tensor(0.2), atol=1e-6) == is_even
         assert sorted((tmp_path / str(lr)).rglob("*")) == before
+
+
+def after(round: int, clients: list[int], accuracies: list[float]) -> dict[str, Any]:
+    own = {"acc": accuracies, "f1": accuracies}
+    return {"round": round, "clients": clients, "own": own, "samples": [4, 4, 0]}
+
+
+def test_what_a_round_takes_is_of_its_own_clients_with_test_samples(
+    script: Any, tmp_path: Path
+) -> None:
+    forgetting = script("forgetting")
+    tests = [
+        after(9, [0], [0.5, 0.25, 0.0]),
+        after(10, [0], [0.75, 1.0, 0.0]),  # client 1 was not in the round
+        after(11, [1, 2], [0.0, 0.5, 1.0]),  # and client 2 has no test samples
+    ]
+    assert forgetting.gains(tests).tolist() == [0.25, -0.5]
+    with pytest.raises(SystemExit, match="round 10 was not tested"):
+        forgetting.gains([tests[0], tests[2]])
+    with pytest.raises(SystemExit, match="two rounds"):
+        forgetting.gains(tests[:1])
+
+    folder = tmp_path / "fedec/cifar10_100_2/fedec_wo/0"
+    (folder / "tests").mkdir(parents=True)
+    for test in tests:
+        (folder / f"tests/{test['round']}.json").write_text(json.dumps(test))
+    assert forgetting.of_run(folder).endswith("| -12.50 (-50.00 to 25.00) | 50 % |")
 
 
 def archive(path: Path, order: dict[str, list[int]]) -> None:

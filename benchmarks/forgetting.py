@@ -1,0 +1,68 @@
+"""What a round takes from its clients, in runs of `papers.py` that test after each of some rounds.
+
+    python benchmarks/forgetting.py runs/papers/fedec/cifar10_100_2/fedec_wo/0
+
+The accuracy of the own models of a round's clients right after it, less that of the models which
+they had before, each from its last participation: the mean over clients and rounds, with a 95 %
+interval, and the share of clients whose accuracy fell.
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from papers import Run, Test, values_of
+from quiet import quiet
+
+from pflight.experiments.statistics import differences
+
+
+def gains(tests: list[Test]) -> NDArray[np.float64]:
+    """Return what the rounds after the first test change of the accuracy of their clients.
+
+    Args:
+        tests: After rounds that follow each other.
+
+    Raises:
+        SystemExit: They don't, or there is only one.
+    """
+    if len(tests) < 2:
+        raise SystemExit("it takes the tests after two rounds at least")
+    found = []
+    for before, after in pairwise(tests):
+        if after["round"] != before["round"] + 1:
+            raise SystemExit(f"round {before['round'] + 1} was not tested")
+        (earlier, _), (later, _) = (
+            values_of(test, "own", ids=after["clients"]) for test in (before, after)
+        )
+        found.append(later - earlier)
+    return np.concatenate(found)
+
+
+def of_run(folder: Path) -> str:
+    """Return a run's line of the table."""
+    experiment, column, method, seed = folder.parts[-4:]
+    tests = Run(experiment, column, method, int(seed), Path(*folder.parts[:-4]), 0).tests
+    changed = 100 * gains(tests)
+    (mean,) = differences([[changed]])
+    lost = 100 * (changed < 0).mean()
+    return f"| {folder} | {mean.mean:.2f} ({mean.low:.2f} to {mean.high:.2f}) | {lost:.0f} % |"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("runs", type=Path, nargs="+", help="run folders")
+    quiet()
+    print("| run | change of the accuracy of a round's clients, in points | lost |")
+    print("|---|---|---|")
+    for folder in parser.parse_args().runs:
+        print(of_run(folder), flush=True)
+
+
+if __name__ == "__main__":
+    main()
