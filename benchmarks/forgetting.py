@@ -3,8 +3,7 @@
     python benchmarks/forgetting.py runs/papers/fedec/cifar10_100_2/fedec_wo/0
 
 The accuracy of the own models of a round's clients right after it, less that of the models which
-they had before, each from its last participation: the mean over clients and rounds, with a 95 %
-interval, and the share of clients whose accuracy fell.
+they had before: the mean over clients and rounds, with a 95 % interval, and the share that fell.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ def gains(tests: list[Test]) -> NDArray[np.float64]:
         tests: After rounds that follow each other.
 
     Raises:
-        SystemExit: They don't, or there is only one.
+        ValueError: They don't, or there is only one.
     """
     if len(tests) < 2:
-        raise SystemExit("it takes the tests after two rounds at least")
+        raise ValueError("it takes the tests after two rounds at least")
     found = []
     for before, after in pairwise(tests):
         if after["round"] != before["round"] + 1:
-            raise SystemExit(f"round {before['round'] + 1} was not tested")
+            raise ValueError(f"round {before['round'] + 1} was not tested")
         (earlier, _), (later, _) = (
             values_of(test, "own", ids=after["clients"]) for test in (before, after)
         )
@@ -47,7 +46,10 @@ def of_run(folder: Path) -> str:
     """Return a run's line of the table."""
     experiment, column, method, seed = folder.parts[-4:]
     tests = Run(experiment, column, method, int(seed), Path(*folder.parts[:-4]), 0).tests
-    changed = 100 * gains(tests)
+    try:
+        changed = 100 * gains(tests)
+    except ValueError as error:
+        raise SystemExit(f"{folder}: {error}") from None
     (mean,) = differences([[changed]])
     lost = 100 * (changed < 0).mean()
     return f"| {folder} | {mean.mean:.2f} ({mean.low:.2f} to {mean.high:.2f}) | {lost:.0f} % |"

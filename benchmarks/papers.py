@@ -54,7 +54,7 @@ EXPERIMENTS: dict[str, Any] = yaml.safe_load(
 MODELS = {"own": "", "server": "server/", "adapted": "finetuned/"}
 FIGURE = ("experiment", "column", "method", "seed", "measure", "value")
 MOST_SEEDS = 10
-DIGITS = 4  # of the figures that are kept, of which the tables are made
+DIGITS = 4  # decimals in the csv, from which the tables are made
 TABLE = re.compile(
     r"(<!-- (\w+)(?:/(\w+))?(?:: ([\w.]+ - [\w.]+|claims))? -->\n).*?(<!-- end -->)", re.DOTALL
 )
