@@ -9,14 +9,13 @@ do. Beside it stand the mean and the largest share of random clusters of the sam
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import numpy as np
 import yaml
 from jsonargparse import ArgumentParser
 from numpy.typing import NDArray
-from quiet import quiet
+from run_table import print_table
 
 from pflight.checkpoint import read_checkpoint
 from pflight.datamodules import FederatedDataModule
@@ -63,13 +62,8 @@ def of_run(folder: Path) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("runs", type=Path, nargs="+", help="run folders")
-    quiet()
-    print("| run | clients by cluster | share | random, mean | random, largest |")
-    print("|---|---|---|---|---|")
-    for folder in parser.parse_args().runs:
-        print(of_run(folder), flush=True)
+    head = ["run", "clients by cluster", "share", "random, mean", "random, largest"]
+    print_table(__doc__, head, lambda folder: [of_run(folder)])
 
 
 if __name__ == "__main__":

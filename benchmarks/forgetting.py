@@ -8,14 +8,13 @@ they had before: the mean over clients and rounds, with a 95 % interval, and the
 
 from __future__ import annotations
 
-import argparse
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from papers import Run, Test, values_of
-from quiet import quiet
+from papers import Test, tests_in, values_of
+from run_table import print_table
 
 from pflight.experiments.statistics import differences
 
@@ -44,10 +43,8 @@ def gains(tests: list[Test]) -> NDArray[np.float64]:
 
 def of_run(folder: Path) -> str:
     """Return a run's line of the table."""
-    experiment, column, method, seed = folder.parts[-4:]
-    tests = Run(experiment, column, method, int(seed), Path(*folder.parts[:-4]), 0).tests
     try:
-        changed = 100 * gains(tests)
+        changed = 100 * gains(tests_in(folder / "tests"))
     except ValueError as error:
         raise SystemExit(f"{folder}: {error}") from None
     (mean,) = differences([[changed]])
@@ -57,13 +54,8 @@ def of_run(folder: Path) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("runs", type=Path, nargs="+", help="run folders")
-    quiet()
-    print("| run | change of the accuracy of a round's clients, in points | lost |")
-    print("|---|---|---|")
-    for folder in parser.parse_args().runs:
-        print(of_run(folder), flush=True)
+    head = ["run", "change of the accuracy of a round's clients, in points", "lost"]
+    print_table(__doc__, head, lambda folder: [of_run(folder)])
 
 
 if __name__ == "__main__":

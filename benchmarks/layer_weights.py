@@ -9,13 +9,13 @@ clients, and the least and the greatest. Nothing is trained; the data set must b
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from quiet import quiet
+from run_table import print_table
 from torch import Tensor
 
 from pflight.callbacks import PFedLA
@@ -35,16 +35,16 @@ def own_weights(folder: Path) -> dict[str, Tensor]:
     return {layer: of_clients.diagonal() for layer, of_clients in weights.items()}
 
 
+def of_run(folder: Path) -> Iterator[str]:
+    """Yield a run's lines of the table."""
+    for layer, weights in own_weights(folder).items():
+        shown = (f"{100 * each:.0f}" for each in (weights.mean(), weights.min(), weights.max()))
+        yield f"| {folder} | {layer} | {' | '.join(shown)} |"
+
+
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("runs", type=Path, nargs="+", help="run folders")
-    quiet()
-    print("| run | layer | mean | least | greatest |\n|---|---|---|---|---|")
-    for folder in parser.parse_args().runs:
-        for layer, weights in own_weights(folder).items():
-            shown = (f"{100 * each:.0f}" for each in (weights.mean(), weights.min(), weights.max()))
-            print(f"| {folder} | {layer} | {' | '.join(shown)} |", flush=True)
+    print_table(__doc__, ["run", "layer", "mean", "least", "greatest"], of_run)
 
 
 if __name__ == "__main__":

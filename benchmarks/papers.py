@@ -97,8 +97,7 @@ class Run:
     @property
     def tests(self) -> list[Test]:
         """The tests so far, by round."""
-        found = [json.loads(file.read_text()) for file in self.tested.glob("*.json")]
-        return sorted(found, key=lambda test: test["round"])
+        return tests_in(self.tested)
 
     @property
     def missing(self) -> list[int]:
@@ -180,6 +179,12 @@ class TestedCLI(FederationCLI):
                 trainer.save_checkpoint(self.kept / f"{done}.ckpt")
 
         self.trainer.callbacks.insert(0, LambdaCallback(on_train_epoch_end=keep))
+
+
+def tests_in(folder: Path) -> list[Test]:
+    """Return the tests in a folder, by round."""
+    found = [json.loads(file.read_text()) for file in folder.glob("*.json")]
+    return sorted(found, key=lambda test: test["round"])
 
 
 def flat(names: list[Any]) -> list[str]:
