@@ -29,7 +29,7 @@ from pflight.half import Half, half_of, layout_with
 from pflight.models import (
     FEMNISTCNN,
     MLP,
-    ClientModule,
+    Classifier,
     ElasticClient,
     LogisticRegression,
     McMahanCNN,
@@ -61,7 +61,7 @@ class Case:
     clients: int = 20
     momentum: float = 0.0
     unequal: bool = False
-    client: Callable[..., ClientModule] = ClientModule
+    client: Callable[..., Classifier] = Classifier
 
 
 def normed() -> nn.Module:

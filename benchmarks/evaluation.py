@@ -22,7 +22,7 @@ from stopwatch import Stopwatch
 from pflight import Federation, keep_freed_memory
 from pflight.callbacks import FedAvg, Local
 from pflight.datamodules import TensorClients
-from pflight.models import MLP, ClientModule, LogisticRegression
+from pflight.models import MLP, Classifier, LogisticRegression
 from pflight.server_callback import ServerCallback
 
 NETWORKS = {
@@ -47,7 +47,7 @@ def validations(network: str, models: str, clients: int, rounds: int) -> list[fl
         train, val=val, num_classes=10, batch_size=10, cohort_size=min(100, clients)
     )
     sgd = partial(torch.optim.SGD, lr=0.01)
-    federation = Federation(ClientModule(NETWORKS[network](), num_classes=10, optimizer=sgd))
+    federation = Federation(Classifier(NETWORKS[network](), num_classes=10, optimizer=sgd))
     stopwatch = Stopwatch()
     L.Trainer(
         max_epochs=rounds,

@@ -32,7 +32,7 @@ from pflight.datamodules import (
     Samples,
     TensorClients,
 )
-from pflight.models import ClientModule, LogisticRegression
+from pflight.models import Classifier, LogisticRegression
 
 CLASSES, COHORT, ROUNDS = 10, 100, 10
 
@@ -104,7 +104,7 @@ def costs(build: Callable[[], FederatedDataModule], features: int) -> list[str]:
     sgd = partial(torch.optim.SGD, lr=0.01)
 
     def federation() -> Federation:
-        return Federation(ClientModule(LogisticRegression(features, CLASSES), CLASSES, sgd))
+        return Federation(Classifier(LogisticRegression(features, CLASSES), CLASSES, sgd))
 
     def trainer(rounds: int) -> L.Trainer:
         return L.Trainer(

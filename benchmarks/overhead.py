@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from pflight import Federation, keep_freed_memory
 from pflight.callbacks import FedAvg
 from pflight.datamodules import TensorClients
-from pflight.models import MLP, ClientModule, LogisticRegression, McMahanCNN
+from pflight.models import MLP, Classifier, LogisticRegression, McMahanCNN
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def federation_rounds(
     workload: Workload, data: TensorClients, network: nn.Module, rounds: int
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Return the seconds of each round, and the server's model at the end."""
-    client = ClientModule(network, num_classes=10, optimizer=partial(torch.optim.SGD, lr=0.01))
+    client = Classifier(network, num_classes=10, optimizer=partial(torch.optim.SGD, lr=0.01))
     federation, stopwatch = Federation(client), Stopwatch()
     trainer = L.Trainer(
         max_epochs=rounds,

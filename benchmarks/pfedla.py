@@ -47,7 +47,7 @@ from pflight.datamodules import (
     TensorClients,
 )
 from pflight.engines import ClientUpdates
-from pflight.models import MLP, ClientModule, LogisticRegression, PFedHNCNN
+from pflight.models import MLP, Classifier, LogisticRegression, PFedHNCNN
 
 RULES = {
     "paper": [0.05, 0.5, 5.0, 50.0],
@@ -161,7 +161,7 @@ def print_times(options: argparse.Namespace) -> None:
         random = torch.Generator().manual_seed(0)
         image = (1, 3, 32, 32)
         train = [(torch.randn(image, generator=random), torch.tensor([0])) for _ in range(count)]
-        federation = TimedFederation(ClientModule(PFedHNCNN(10, 3, 32), num_classes=10))
+        federation = TimedFederation(Classifier(PFedHNCNN(10, 3, 32), num_classes=10))
         fit(
             federation,
             TimedPFedLA(federation.timed),
@@ -196,7 +196,7 @@ def judged(
     data = CLIENTS[name](**root, batch_size=10, seed=seed)
     server = PFedLA(lr=lr, scale_free=rule == "scale-free")
     torch.manual_seed(seed)
-    client = ClientModule(network(), 10, optimizer=partial(torch.optim.SGD, lr=step))
+    client = Classifier(network(), 10, optimizer=partial(torch.optim.SGD, lr=step))
     adam = partial(torch.optim.Adam, lr=lr) if rule == "Adam" else None
     federation = Federation(client, local_epochs=2, server_optimizer=adam, seed=seed)
     trainer = fit(federation, server, data, options.rounds)
@@ -223,7 +223,7 @@ def print_chain(options: argparse.Namespace) -> None:
             server = PFedLA(options.retain, options.weights, lr=lr)
             torch.manual_seed(seed)
             optimizer = partial(torch.optim.SGD, lr=task.lr)
-            client = ClientModule(task.network(), 10, optimizer=optimizer)
+            client = Classifier(task.network(), 10, optimizer=optimizer)
             federation = Federation(client, local_epochs=2, seed=seed)
             fit(federation, server, data, options.rounds)
             for layer, weights in server.layer_weights(range(8)).items():

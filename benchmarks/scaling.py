@@ -32,7 +32,7 @@ from pflight import Federation, keep_freed_memory
 from pflight.callbacks import FedAvg, FeSEM, PFedLA, ServerCallback
 from pflight.datamodules import TensorClients
 from pflight.engines import ClientUpdates
-from pflight.models import MLP, ClientModule
+from pflight.models import MLP, Classifier
 
 FEATURES, CLASSES, SAMPLES = 64, 10, 20
 
@@ -56,7 +56,7 @@ def fitted(
     data = TensorClients(list(zip(x, y, strict=True)), num_classes=CLASSES, batch_size=10)
     torch.manual_seed(0)
     sgd = partial(torch.optim.SGD, lr=0.01)
-    client = ClientModule(MLP(FEATURES, [hidden], CLASSES), CLASSES, optimizer=sgd)
+    client = Classifier(MLP(FEATURES, [hidden], CLASSES), CLASSES, optimizer=sgd)
     federation, stopwatch = Federation(client), Stopwatch()
     several = {"strategy": "ddp", "devices": ranks, "use_distributed_sampler": False}
     trainer = L.Trainer(

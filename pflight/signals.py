@@ -56,7 +56,7 @@ class StopBetweenRounds(L.Callback):
         >>> import lightning as L, pflight, torch
         >>> samples = torch.randn(8, 4), torch.randint(2, (8,))
         >>> data = pflight.datamodules.TensorClients([samples] * 3, num_classes=2)
-        >>> client = pflight.models.ClientModule(torch.nn.Linear(4, 2), num_classes=2)
+        >>> client = pflight.models.Classifier(torch.nn.Linear(4, 2), num_classes=2)
         >>> with StopBetweenRounds() as stop:
         ...     trainer = L.Trainer(max_epochs=2, callbacks=[stop], accelerator="cpu", logger=False,
         ...         enable_checkpointing=False, enable_progress_bar=False,

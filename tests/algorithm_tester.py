@@ -62,7 +62,7 @@ from pflight.callbacks import (
 )
 from pflight.datamodules import TensorClients
 from pflight.layers import Layers
-from pflight.models import ClientModule, ElasticClient, ProximalClient
+from pflight.models import Classifier, ElasticClient, ProximalClient
 from pflight.models.halves import Controlled
 from tests import own_methods
 from tests.remote_clients import ask_remote_clients
@@ -83,7 +83,7 @@ class Algorithm(NamedTuple):
     """A server callback, a client module that may name a half, and how far engines may differ."""
 
     callback: Callable[[], ServerCallback]
-    client: type[ClientModule] = ClientModule
+    client: type[Classifier] = Classifier
     tolerance: float = 1e-9
 
 
@@ -195,8 +195,8 @@ class AlgorithmTester:
         algorithm: Algorithm,
         rounds: int = 3,
         data: TensorClients | None = None,
-        make: Callable[[type[ClientModule]], ClientModule] = dropout_client,
-        kind: type[ClientModule] | None = None,
+        make: Callable[[type[Classifier]], Classifier] = dropout_client,
+        kind: type[Classifier] | None = None,
         **options: object,
     ) -> Federation:
         data = small_data(cohort_size=3) if data is None else data

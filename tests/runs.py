@@ -21,7 +21,7 @@ from pflight.half import Half, LocalClient
 from pflight.loaders import Split
 from pflight.local.client import SCALARS, AloneClient
 from pflight.local.copies import Copies
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from pflight.state import StateLayout
 from tests import reference
 
@@ -45,7 +45,7 @@ def quiet_trainer(rounds: int = 1, *callbacks: L.Callback, **options: Any) -> L.
 
 
 def run(
-    client: ClientModule,
+    client: Classifier,
     data: FederatedDataModule,
     callback: ServerCallback | None = None,
     rounds: int = 1,
@@ -67,8 +67,8 @@ def sgd(lr: float = 0.1, **options: Any) -> Callable[[Iterable[nn.Parameter]], S
 
 
 def linear_client(
-    kind: type[ClientModule] = ClientModule, double: bool = False, **options: Any
-) -> ClientModule:
+    kind: type[Classifier] = Classifier, double: bool = False, **options: Any
+) -> Classifier:
     """Return a softmax regression with the same initial weights every time."""
     torch.manual_seed(7)
     client = kind(nn.Linear(FEATURES, CLASSES), CLASSES, **{"optimizer": sgd(), **options})
@@ -76,8 +76,8 @@ def linear_client(
 
 
 def network_client(
-    network: nn.Module, kind: type[ClientModule] = ClientModule, seed: int = 7, **options: Any
-) -> ClientModule:
+    network: nn.Module, kind: type[Classifier] = Classifier, seed: int = 7, **options: Any
+) -> Classifier:
     """Return a client whose network's weights come from ``seed``."""
     torch.manual_seed(seed)
     for module in network.modules():
@@ -86,12 +86,12 @@ def network_client(
     return kind(network, CLASSES, **{"optimizer": sgd(), **options})
 
 
-def dropout_client(kind: type[ClientModule] = ClientModule, **options: Any) -> ClientModule:
+def dropout_client(kind: type[Classifier] = Classifier, **options: Any) -> Classifier:
     layers = nn.Linear(FEATURES, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, CLASSES)
     return network_client(nn.Sequential(*layers), kind, **options)
 
 
-def batchnorm_client(kind: type[ClientModule] = ClientModule, **options: Any) -> ClientModule:
+def batchnorm_client(kind: type[Classifier] = Classifier, **options: Any) -> Classifier:
     layers = nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, CLASSES)
     return network_client(nn.Sequential(*layers), kind, **options)
 
@@ -127,13 +127,13 @@ class Watching(Half):
         return super().loss(c, batch)
 
 
-def watched(client: ClientModule, look: Callable[[LocalClient], Any]) -> ClientModule:
+def watched(client: Classifier, look: Callable[[LocalClient], Any]) -> Classifier:
     """Return a client module at whose clients a function looks in each step of their training."""
     client.client_half = Watching(look)
     return client
 
 
-def failing(kind: type[ClientModule] = ClientModule, value: float | None = None) -> Any:
+def failing(kind: type[Classifier] = Classifier, value: float | None = None) -> Any:
     """Return a kind of client of which one, number 3 of :func:`small_data`, raises in its loss.
 
     With a ``value`` that is what its loss is multiplied by instead.
@@ -151,7 +151,7 @@ def failing(kind: type[ClientModule] = ClientModule, value: float | None = None)
     return Failing
 
 
-def failing_at_the_end(kind: type[ClientModule] = ClientModule) -> Any:
+def failing_at_the_end(kind: type[Classifier] = Classifier) -> Any:
     """Return a kind of client of which one, number 3 of :func:`small_data`, fails once trained."""
 
     class Failing(kind):
@@ -175,7 +175,7 @@ _FEATURES_OF_CLIENT_3 = samples(9, 3)[0]
 
 
 def one_client(
-    module: ClientModule, half: Half, memory: Mapping[str, Tensor] | None = None
+    module: Classifier, half: Half, memory: Mapping[str, Tensor] | None = None
 ) -> AloneClient:
     """Return a client as a half sees it in local training, with what it remembers."""
     layout, cpu = StateLayout.of(module), torch.device("cpu")
@@ -296,7 +296,7 @@ class Point(nn.Module):
         return self.theta.expand(len(x), 2)
 
 
-class QuadraticClient(ClientModule):
+class QuadraticClient(Classifier):
     """A client of world Q; a sample carries its client's ``a`` and ``b``."""
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -304,7 +304,7 @@ class QuadraticClient(ClientModule):
         return (a / 2 * (self.network.theta - b).square()).sum(1).mean()
 
 
-def quadratic_client(start: tuple[float, float] = (0.0, 0.0), lr: float = 0.1) -> ClientModule:
+def quadratic_client(start: tuple[float, float] = (0.0, 0.0), lr: float = 0.1) -> Classifier:
     return QuadraticClient(Point(start), num_classes=2, optimizer=sgd(lr))
 
 

@@ -44,7 +44,7 @@ from pflight.callbacks import (
     ServerCallback,
 )
 from pflight.datamodules import DatasetClients, FederatedDataModule
-from pflight.models import ClientModule, ElasticClient, ProximalClient
+from pflight.models import Classifier, ElasticClient, ProximalClient
 from tests.runs import assert_same, batchnorm_client, quiet_trainer, run, sgd, small_data
 
 COUNTS = (9, 14, 6, 11)
@@ -1112,11 +1112,11 @@ def test_a_method_is_what_it_is_with_a_client_that_names_the_half(name: str, eng
     alone, callback, kind, options = NAMED[name]
     data = small_data(dtype=torch.float64, cohort_size=4)
 
-    def fit(kind: type[ClientModule], callback: ServerCallback, **options: Any) -> Federation:
+    def fit(kind: type[Classifier], callback: ServerCallback, **options: Any) -> Federation:
         client = batchnorm_client(kind, optimizer=sgd(0.1, momentum=0.9), **options).double()
         return run(client, data, copy.deepcopy(callback), 4, local_epochs=2, engine=engine)
 
-    one, other = fit(ClientModule, alone), fit(kind, callback, **options)
+    one, other = fit(Classifier, alone), fit(kind, callback, **options)
     for i in range(6):
         assert_same(one.client_state(i), other.client_state(i))
     assert one.history == other.history

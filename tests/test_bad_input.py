@@ -12,7 +12,7 @@ from pflight import Federation
 from pflight.callbacks import FedAvg, FeSEM, Local
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.models import ClientModule, ProximalClient
+from pflight.models import Classifier, ProximalClient
 from tests.runs import (
     CLASSES,
     FEATURES,
@@ -70,17 +70,17 @@ def test_a_network_that_does_not_fit_the_data(network: nn.Module, message: str, 
     fails(message, run, network_client(network), small_data(), callback())
 
 
-@pytest.mark.parametrize("kind", [ClientModule, ProximalClient])
+@pytest.mark.parametrize("kind", [Classifier, ProximalClient])
 @pytest.mark.parametrize("outputs", [CLASSES - 2, CLASSES - 1, CLASSES + 2])
 def test_a_network_that_does_not_fit_data_for_training_alone(
-    kind: type[ClientModule], outputs: int
+    kind: type[Classifier], outputs: int
 ) -> None:
     data = TensorClients([samples(8, seed) for seed in range(3)], num_classes=CLASSES)
     client = kind(nn.Linear(FEATURES, outputs), num_classes=CLASSES)
     fails(rf"outputs of shape \[2, {outputs}\] for 2 samples of 3 classes", run, client, data)
 
 
-class Autoencoder(ClientModule):
+class Autoencoder(Classifier):
     def loss(self, batch: Any) -> torch.Tensor:
         return nn.functional.mse_loss(self(batch[0]), batch[0])
 
@@ -138,7 +138,7 @@ def test_no_data() -> None:
 
 
 def test_another_number_of_classes_than_the_data() -> None:
-    client = ClientModule(nn.Linear(FEATURES, 4), num_classes=4)
+    client = Classifier(nn.Linear(FEATURES, 4), num_classes=4)
     fails("num_classes=4, but the data have num_classes=3", run, client, small_data())
 
 
@@ -175,7 +175,7 @@ def test_a_federation_keeps_its_algorithm_and_its_clients() -> None:
 
 
 def test_several_optimizers_without_manual_optimization() -> None:
-    class Two(ClientModule):
+    class Two(Classifier):
         def configure_optimizers(self):
             return [torch.optim.SGD([p], 0.1) for p in self.network.parameters()]
 
@@ -183,7 +183,7 @@ def test_several_optimizers_without_manual_optimization() -> None:
 
 
 def test_a_plateau_that_watches_nothing() -> None:
-    class Plateau(ClientModule):
+    class Plateau(Classifier):
         def configure_optimizers(self):
             optimizer = super().configure_optimizers()
             plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)

@@ -16,7 +16,7 @@ from pflight import Federation
 from pflight.callbacks import L2GD, FedAvg, FedSGD, FeSEM, Local, ServerCallback
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from pflight.updates import ClientFailure, ClientUpdates
 from tests.runs import (
     FEATURES,
@@ -38,11 +38,11 @@ pytestmark = pytest.mark.filterwarnings(  # pytest.warns hands it on as if it we
 SIZE = 4 * (FEATURES * 3 + 3)  # bytes of the linear client
 
 
-def broken(client: int, how: str, data: TensorClients) -> type[ClientModule]:
+def broken(client: int, how: str, data: TensorClients) -> type[Classifier]:
     """Return a client module that fails for one client, known by its samples."""
     of_client = owner(data, client)
 
-    class Broken(ClientModule):
+    class Broken(Classifier):
         fails_late = False
 
         def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -118,7 +118,7 @@ class TestFailingClients:
     )
     @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
     def test_if_all_fail_the_server_stays_and_the_round_counts(self, callback: Any) -> None:
-        class Hopeless(ClientModule):
+        class Hopeless(Classifier):
             def training_step(self, batch, batch_idx):
                 raise RuntimeError("no")
 
@@ -133,7 +133,7 @@ class TestFailingClients:
 
     @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
     def test_if_all_fail_once_there_are_clusters_nothing_is_matched(self) -> None:
-        class FailsLater(ClientModule):
+        class FailsLater(Classifier):
             calls = 0
 
             def on_train_start(self):
@@ -147,7 +147,7 @@ class TestFailingClients:
 
     @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
     def test_if_all_fail_a_servers_momentum_does_not_move_it_either(self) -> None:
-        class FailsLater(ClientModule):
+        class FailsLater(Classifier):
             calls = 0
 
             def on_train_start(self):
@@ -173,7 +173,7 @@ class TestFailingClients:
 
     @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
     def test_a_failed_client_keeps_what_it_had(self) -> None:
-        class SecondTime(ClientModule):
+        class SecondTime(Classifier):
             calls = 0
 
             def on_train_start(self):
@@ -203,7 +203,7 @@ class TestFailingClients:
         assert torch.isfinite(torch.from_numpy(flat(federation.server_states()[0]))).all()
 
     def test_a_mistake_of_the_user_is_no_failure_of_a_client(self) -> None:
-        class NoOptimizer(ClientModule):
+        class NoOptimizer(Classifier):
             def configure_optimizers(self):
                 return None
 
@@ -211,7 +211,7 @@ class TestFailingClients:
             run(linear_client(NoOptimizer), small_data(), FedAvg())
 
     def test_ctrl_c_stops_the_run(self) -> None:
-        class Interrupted(ClientModule):
+        class Interrupted(Classifier):
             def training_step(self, batch, batch_idx):
                 raise KeyboardInterrupt
 
@@ -387,7 +387,7 @@ class TestCommunication:
 class TestStepsOfOnesOwn:
     @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
     def test_clients_are_judged_by_them(self, engine: str) -> None:
-        class Shares(ClientModule):
+        class Shares(Classifier):
             def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
                 self.log("val/share", self(batch[0]).softmax(1)[:, 0].mean())
 
@@ -402,7 +402,7 @@ class TestStepsOfOnesOwn:
 
     @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
     def test_they_predict(self, engine: str) -> None:
-        class Chooses(ClientModule):
+        class Chooses(Classifier):
             def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int = 0) -> Tensor:
                 return self(batch[0]).argmax(1)
 
@@ -423,7 +423,7 @@ class TestWhatIsPublic:
             cohort_size=5,
             batch_size=None,
         )
-        client = pflight.models.ClientModule(
+        client = pflight.models.Classifier(
             torch.nn.Linear(4, 2), num_classes=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
         )
         federation = pflight.Federation(client, local_epochs=1)

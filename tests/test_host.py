@@ -22,7 +22,7 @@ from pflight.callbacks import (
     ServerCallback,
 )
 from pflight.errors import ConfigurationError
-from pflight.models import ClientModule, ElasticClient
+from pflight.models import Classifier, ElasticClient
 from tests.runs import linear_client, run, small_data
 
 PARAMETERS = 4 * 15  # bytes of the linear client
@@ -72,15 +72,15 @@ def test_what_does_not_fit_is_refused_with_all_numbers(
 @pytest.mark.parametrize(
     ("callback", "kind", "kept"),
     [
-        (Local, ClientModule, PARAMETERS),
-        (L2GD, ClientModule, 2 * PARAMETERS),
-        (FedALA, ClientModule, 2 * PARAMETERS),
+        (Local, Classifier, PARAMETERS),
+        (L2GD, Classifier, 2 * PARAMETERS),
+        (FedALA, Classifier, 2 * PARAMETERS),
         (Reptile, ElasticClient, PARAMETERS),
     ],
 )
 def test_what_clients_keep_must_fit_into_ram_unless_it_is_on_disk(
     callback: Callable[[], ServerCallback],
-    kind: type[ClientModule],
+    kind: type[Classifier],
     kept: int,
     left: Callable[[int], None],
 ) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
-from pflight.models import ClientModule, FedBNCNN, ResNet18
+from pflight.models import Classifier, FedBNCNN, ResNet18
 from tests.runs import CLASSES, FEATURES, batchnorm_client
 
 BATCHNORM = nn.modules.batchnorm._BatchNorm
@@ -46,14 +46,14 @@ def test_a_name_is_no_beginning_of_a_name() -> None:
 
 
 def test_batchnorm_is_found_by_its_kind_whatever_its_name() -> None:
-    client = ClientModule(ResNet18(norm="batch"), num_classes=10)
+    client = Classifier(ResNet18(norm="batch"), num_classes=10)
     chosen = Layers(types=nn.BatchNorm2d).of(client)
     assert "network.layer2.0.downsample.1" in chosen
     held = [n for n, module in client.named_modules() if isinstance(module, nn.BatchNorm2d)]
     assert sorted(chosen) == sorted(held)
     assert len(chosen) == 20
-    assert not Layers(types=BATCHNORM).of(ClientModule(ResNet18(), num_classes=10))
-    both = Layers(types=BATCHNORM).of(ClientModule(FedBNCNN(), num_classes=10))
+    assert not Layers(types=BATCHNORM).of(Classifier(ResNet18(), num_classes=10))
+    both = Layers(types=BATCHNORM).of(Classifier(FedBNCNN(), num_classes=10))
     kinds = {type(FedBNCNN().get_submodule(name.removeprefix("network."))) for name in both}
     assert kinds == {nn.BatchNorm1d, nn.BatchNorm2d}
 

@@ -21,7 +21,7 @@ from pflight import Federation
 from pflight.callbacks import FedAvg, FedSGD, FeSEM, Local
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.models import ClientModule, ProximalClient
+from pflight.models import Classifier, ProximalClient
 from tests.event_files import read_events
 from tests.runs import (
     CLASSES,
@@ -146,7 +146,7 @@ def test_what_belongs_to_the_client_is_refused(option: str, value: Any, names: s
 
 
 def test_detect_anomaly_stops_at_a_nan() -> None:
-    class Broken(ClientModule):
+    class Broken(Classifier):
         def loss(self, batch):
             return torch.sqrt(self.network.weight.sum() * 0 - 1)
 
@@ -480,7 +480,7 @@ class TestClientModules:
 
     def test_it_predicts(self, federation: Federation) -> None:
         module = federation.client_module(2)
-        assert isinstance(module, ClientModule)
+        assert isinstance(module, Classifier)
         batches = quiet_trainer().predict(module, datamodule=small_data().client(2))
         x, _ = small_data().samples(2, "test")
         torch.testing.assert_close(torch.cat(batches), module.eval()(x))
@@ -534,8 +534,8 @@ class TestClientModules:
         again = torch.load(buffer, weights_only=False)
         assert_same(dict(again.state_dict()), dict(module.state_dict()))
 
-    @pytest.mark.parametrize("kind", [ClientModule, ProximalClient])
-    def test_a_client_trains_centrally(self, kind: type[ClientModule]) -> None:
+    @pytest.mark.parametrize("kind", [Classifier, ProximalClient])
+    def test_a_client_trains_centrally(self, kind: type[Classifier]) -> None:
         client = linear_client(kind)
         before = flat(client.state_dict())
         trainer = quiet_trainer(2)

@@ -21,7 +21,7 @@ from pflight import Federation
 from pflight.callbacks import CFL, FeSEM
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from tests.runs import CLASSES, linear_client, quiet_trainer, run, samples, small_data
 
 Watcher = Callable[[str], Any]
@@ -57,7 +57,7 @@ class LogsAtTheEnd(L.Callback):
         pl_module.log("mine", 1.0)
 
 
-class LogsInTraining(ClientModule):
+class LogsInTraining(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("mine", 1.0)
         return super().training_step(batch, batch_idx)
@@ -90,8 +90,8 @@ def test_no_validation(watcher: str) -> None:
     refused("limit_val_batches=0", Federation(linear_client()), trainer, small_data())
 
 
-@pytest.mark.parametrize("kind", [ClientModule, LogsInTraining])
-def test_no_validation_is_known_of_a_client_that_logs(kind: type[ClientModule]) -> None:
+@pytest.mark.parametrize("kind", [Classifier, LogsInTraining])
+def test_no_validation_is_known_of_a_client_that_logs(kind: type[Classifier]) -> None:
     trainer = quiet_trainer(1, EarlyStopping("val/loss"))
     refused("no client has", Federation(linear_client(kind)), trainer, unvalidated())
 
@@ -118,14 +118,14 @@ def test_clusters_have_metrics_of_their_own() -> None:
     ("kind", "callbacks"),
     [
         (LogsInTraining, []),
-        (ClientModule, [LogsAtTheEnd()]),
+        (Classifier, [LogsAtTheEnd()]),
         (
-            ClientModule,
+            Classifier,
             [LambdaCallback(on_train_epoch_end=lambda _, module: module.log("mine", 1.0))],
         ),
     ],
 )
-def test_what_others_log_may_be_watched(kind: type[ClientModule], callbacks: list[Any]) -> None:
+def test_what_others_log_may_be_watched(kind: type[Classifier], callbacks: list[Any]) -> None:
     stop = EarlyStopping("mine", patience=1)
     assert len(run(linear_client(kind), small_data(), None, 5, *callbacks, stop).history) == 2
 
@@ -145,7 +145,7 @@ def test_what_may_be_missing_and_what_is_tried() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 def test_the_servers_plateau() -> None:
-    def federation(monitor: str, kind: type[ClientModule] = ClientModule) -> Federation:
+    def federation(monitor: str, kind: type[Classifier] = Classifier) -> Federation:
         return Federation(linear_client(kind), server_scheduler=plateau(monitor))
 
     message = "the server's ReduceLROnPlateau watches 'val/los', .*did you mean val/loss"

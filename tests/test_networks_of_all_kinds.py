@@ -9,7 +9,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from pflight.callbacks import FedAvg, FedSGD, FeSEM, Local
 from pflight.datamodules import TensorClients
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from tests.runs import (
     CLASSES,
     FEATURES,
@@ -72,7 +72,7 @@ NETWORKS = [
 ]
 
 
-def client_of(make: Any, **options: Any) -> ClientModule:
+def client_of(make: Any, **options: Any) -> Classifier:
     torch.manual_seed(3)
     return network_client(make(), **options)
 
@@ -126,7 +126,7 @@ def test_whole_numbers_as_inputs() -> None:
 
 
 def test_a_clients_own_metric_is_its_own() -> None:
-    class Measuring(ClientModule):
+    class Measuring(Classifier):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
@@ -146,7 +146,7 @@ def test_a_clients_own_metric_is_its_own() -> None:
 
 
 def test_a_client_may_hold_more_than_its_network() -> None:
-    class Extra(ClientModule):
+    class Extra(Classifier):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.scale = nn.Parameter(torch.ones(()))

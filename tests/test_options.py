@@ -31,7 +31,7 @@ from pflight.datamodules import (
 )
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from pflight.optim import Yogi
 from pflight.options import check_optimizer, check_range, checked
 from tests.runs import linear_client, run, small_data
@@ -40,7 +40,7 @@ NONSENSE = [math.nan, math.inf, -math.inf, -1, 10**30, 10**400, None, "abc", [],
 NEGATIVE = {"log_mean", "mu0", "bias_mu0"}  # may be
 PAIR = torch.zeros(2, 2), torch.tensor([0, 1])
 REQUIRED: dict[str, Any] = {
-    "client": ClientModule(nn.Linear(2, 2), 2),
+    "client": Classifier(nn.Linear(2, 2), 2),
     "data": TensorClients([PAIR, PAIR], num_classes=2),
     "hidden": [2],
     "in_features": 2,

@@ -22,7 +22,7 @@ from pflight.datamodules import (
     TensorClients,
 )
 from pflight.errors import ConfigurationError
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from tests.runs import CLASSES, FEATURES, linear_client, quiet_trainer, run, samples, small_data
 
 COUNTS = (5, 12, 7, 9, 3, 10)
@@ -211,6 +211,6 @@ def test_a_wrong_fingerprint_is_said(wrong: Tensor, monkeypatch: pytest.MonkeyPa
 def test_what_a_checkpoint_says_of_many_clients_is_small(tmp_path: Path) -> None:
     pair = torch.zeros(1, 2), torch.zeros(1, dtype=torch.long)
     data = TensorClients([pair] * 3000, num_classes=2, cohort_size=1)
-    federation = run(ClientModule(nn.Linear(2, 2), 2), data, FedAvg(), engine="sequential")
+    federation = run(Classifier(nn.Linear(2, 2), 2), data, FedAvg(), engine="sequential")
     federation.trainer.save_checkpoint(tmp_path / "one.ckpt")
     assert (tmp_path / "one.ckpt").stat().st_size < 12 * 3000 + 20_000

@@ -199,9 +199,9 @@ class TestFit:
             pflight("fit")
 
     def test_a_module_that_is_no_federation_stops_after_its_epoch(self, monkeypatch, capfd):
-        from pflight.models import ClientModule
+        from pflight.models import Classifier
 
-        raising(monkeypatch, ClientModule, "training_step", signal.SIGTERM)
+        raising(monkeypatch, Classifier, "training_step", signal.SIGTERM)
         config = ["--config=configs/centralized.yaml", "--trainer.default_root_dir=run"]
         with pytest.raises(SystemExit) as exit_:
             main(["fit", *config])

@@ -15,12 +15,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pflight import Federation
 from pflight.callbacks import FeSEM, Local, ServerCallback
-from pflight.models import ClientModule, ProximalClient
+from pflight.models import Classifier, ProximalClient
 from tests.runs import dropout_client, quiet_trainer, small_data
 
-KINDS: dict[str, tuple[Any, type[ClientModule], dict[str, Any]]] = {
-    "local": (Local, ClientModule, {}),
-    "local on disk": (Local, ClientModule, {"client_memory": "disk"}),
+KINDS: dict[str, tuple[Any, type[Classifier], dict[str, Any]]] = {
+    "local": (Local, Classifier, {}),
+    "local on disk": (Local, Classifier, {"client_memory": "disk"}),
     "fesem": (lambda: FeSEM(2), ProximalClient, {}),
 }
 

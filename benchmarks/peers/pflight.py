@@ -14,7 +14,7 @@ import torch
 from pflight import Federation, keep_freed_memory
 from pflight.callbacks import FedAvg
 from pflight.datamodules import TensorClients
-from pflight.models import ClientModule
+from pflight.models import Classifier
 
 from .networks import make_network
 from .workloads import Record, Task, Weights
@@ -39,7 +39,7 @@ def make_federation(
 ) -> Federation:
     """Return a federation for a workload."""
     sgd = partial(torch.optim.SGD, lr=task.workload.lr)
-    client = ClientModule(make_network(task.workload), num_classes=10, optimizer=sgd)
+    client = Classifier(make_network(task.workload), num_classes=10, optimizer=sgd)
     return kind(client, engine=engine)
 
 

@@ -265,7 +265,7 @@ def select_num_clusters(
     Example:
         >>> import pflight
         >>> data = pflight.datamodules.ClusteredSynthetic(num_clusters=2, num_clients=8)
-        >>> client = pflight.models.ClientModule(torch.nn.Linear(4, 10), num_classes=10)
+        >>> client = pflight.models.Classifier(torch.nn.Linear(4, 10), num_classes=10)
         >>> federation = pflight.Federation(client, local_epochs=2)
         >>> selection = select_num_clusters(federation, data, (1, 2), accelerator="cpu")
         >>> sorted(selection.accuracy)

@@ -15,7 +15,7 @@ from pflight.callbacks import APPLE, FedSGD, Local
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.half import OWN
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from tests.runs import (
     ENGINES,
     Normalised,
@@ -241,7 +241,7 @@ def test_another_number_of_clients_is_refused() -> None:
         federation.trainer.fit(federation, datamodule=data)
 
 
-class EverySecond(ClientModule):
+class EverySecond(Classifier):
     """A module that trains on every second batch."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:

@@ -13,7 +13,7 @@ from pflight.callbacks import CFL, FedAvg, Local
 from pflight.callbacks.methods.clustering import bipartition
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from tests.runs import (
     Point,
     QuadraticClient,
@@ -41,7 +41,7 @@ def targets(*models: tuple[float, float], **options: object) -> TensorClients:
     return TensorClients(train, num_classes=2, **options)
 
 
-def target_client(kind: type[ClientModule] = QuadraticClient) -> ClientModule:
+def target_client(kind: type[Classifier] = QuadraticClient) -> Classifier:
     return kind(Point(), num_classes=2, optimizer=sgd(1.0))
 
 

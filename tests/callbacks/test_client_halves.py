@@ -9,19 +9,19 @@ import pytest
 from pflight.callbacks import APFL, Ditto, FedAvg, FedEC, FedProx, FeSEM, Reptile, ServerCallback
 from pflight.errors import ConfigurationError
 from pflight.half import Half
-from pflight.models import ClientModule, ElasticClient, ProximalClient
+from pflight.models import Classifier, ElasticClient, ProximalClient
 from pflight.models.halves import Elastic, Mixed, Personal, Proximal
 from tests.runs import assert_same, batchnorm_client, linear_client, run, small_data
 
 
-def naming(half: Half) -> ClientModule:
+def naming(half: Half) -> Classifier:
     """Return a client module that names a half."""
     client = batchnorm_client()
     client.client_half = half
     return client
 
 
-SAME: list[tuple[ClientModule, Callable[[], ServerCallback], Callable[[], ServerCallback]]] = [
+SAME: list[tuple[Classifier, Callable[[], ServerCallback], Callable[[], ServerCallback]]] = [
     (batchnorm_client(ElasticClient, alpha=2.0), Reptile, lambda: FedEC(alpha=2.0)),
     (batchnorm_client(ElasticClient, alpha=2.0), FedEC, lambda: FedEC(alpha=2.0)),
     (
@@ -43,7 +43,7 @@ SAME: list[tuple[ClientModule, Callable[[], ServerCallback], Callable[[], Server
 
 @pytest.mark.parametrize(("client", "bare", "told"), SAME)
 def test_without_options_of_its_own_a_callback_takes_the_clients(
-    client: ClientModule, bare: Callable[[], ServerCallback], told: Callable[[], ServerCallback]
+    client: Classifier, bare: Callable[[], ServerCallback], told: Callable[[], ServerCallback]
 ) -> None:
     named = run(client, small_data(), bare(), 3)
     brought = run(batchnorm_client(), small_data(), told(), 3)
@@ -53,7 +53,7 @@ def test_without_options_of_its_own_a_callback_takes_the_clients(
         assert_same(named.client_state(i), brought.client_state(i))
 
 
-TWO: list[tuple[ClientModule, ServerCallback, str]] = [
+TWO: list[tuple[Classifier, ServerCallback, str]] = [
     (
         linear_client(ProximalClient, mu=0.5),
         FedProx(mu=0.1),
@@ -100,7 +100,7 @@ TWO: list[tuple[ClientModule, ServerCallback, str]] = [
 
 @pytest.mark.parametrize(("client", "callback", "message"), TWO)
 def test_two_different_halves_are_an_error_that_names_both(
-    client: ClientModule, callback: ServerCallback, message: str
+    client: Classifier, callback: ServerCallback, message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message) as error:
         run(client, small_data(), callback)

@@ -22,7 +22,7 @@ from pflight.callbacks import (
     ServerCallback,
 )
 from pflight.errors import ConfigurationError
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from tests import reference
 from tests.runs import (
     CLASSES,
@@ -55,11 +55,11 @@ ALONE = {  # where personal models are trained alone
 
 
 def client(
-    kind: type[ClientModule] = ClientModule,
+    kind: type[Classifier] = Classifier,
     algorithm: str = "norm",
-    make: Callable[..., ClientModule] = linear_client,
+    make: Callable[..., Classifier] = linear_client,
     **options: Any,
-) -> ClientModule:
+) -> Classifier:
     clipping = {"gradient_clip_val": LIMIT, "gradient_clip_algorithm": algorithm}
     return make(kind, optimizer=sgd(LR), **clipping, **options).double()
 
@@ -68,7 +68,7 @@ def data(**options: Any) -> Any:
     return small_data(dtype=torch.float64, cohort_size=4, **options)
 
 
-def manual(kind: type[ClientModule]) -> type[ClientModule]:
+def manual(kind: type[Classifier]) -> type[Classifier]:
     """Return a client of a kind that takes its steps, and clips, by itself."""
 
     class Manual(kind):
@@ -112,7 +112,7 @@ def test_personal_models_without_a_tie_are_those_of_local(
 
 
 def test_manual_optimization_clips_alike() -> None:
-    one = run(client(manual(ClientModule)), data(), FedAvg(), 2)
+    one = run(client(manual(Classifier)), data(), FedAvg(), 2)
     other = run(client(), data(), FedAvg(), 2, engine="sequential")
     for i in range(6):
         assert_same(one.client_state(i), other.client_state(i))
@@ -122,7 +122,7 @@ def test_manual_optimization_clips_alike() -> None:
 @pytest.mark.parametrize("method", PERSONAL)
 def test_a_personal_copy_has_no_manual_optimization(method: str) -> None:
     with pytest.raises(ConfigurationError, match="manual optimization"):
-        run(client(manual(ClientModule)), data(), PERSONAL[method]())
+        run(client(manual(Classifier)), data(), PERSONAL[method]())
 
 
 def clipped(gradient: np.ndarray) -> np.ndarray:
@@ -199,7 +199,7 @@ def test_fedsgd_is_fedavg_with_one_full_batch_step(algorithm: str, engine: str) 
 @ENGINES
 @pytest.mark.filterwarnings("ignore:engine='vectorized', but clients train one by one:UserWarning")
 def test_a_clients_own_clip_gradients_is_called(engine: str) -> None:
-    class Halved(ClientModule):
+    class Halved(Classifier):
         def clip_gradients(self, optimizer: Any, *limits: Any) -> None:
             for parameter in self.parameters():
                 parameter.grad.mul_(0.5)

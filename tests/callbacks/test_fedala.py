@@ -16,7 +16,7 @@ from pflight.callbacks import FedALA, FedAvg
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.half import LocalClient, LocalWork
-from pflight.models import ClientModule, ProximalClient
+from pflight.models import Classifier, ProximalClient
 from pflight.models.halves import AdaptiveMixture
 from pflight.models.halves.fedala import Mixing
 from pflight.updates import ClientUpdates
@@ -249,7 +249,7 @@ def test_a_client_that_fails_keeps_everything() -> None:
 def test_penalties_vanish_while_weights_are_learned() -> None:
     one, other = (
         run(linear_client(kind, **options), small_data(), FedALA(), 2)
-        for kind, options in ((ProximalClient, {"mu": 0.0}), (ClientModule, {}))
+        for kind, options in ((ProximalClient, {"mu": 0.0}), (Classifier, {}))
     )
     for i in range(6):
         assert_close(weights(one, i), weights(other, i), rtol=1e-5, atol=1e-6)

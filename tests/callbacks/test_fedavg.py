@@ -8,7 +8,7 @@ from torch import nn
 from pflight.callbacks import FedAvg
 from pflight.datamodules import CropAndFlip, TensorClients
 from pflight.errors import ConfigurationError
-from pflight.models import MLP, ClientModule
+from pflight.models import MLP, Classifier
 from tests import reference
 from tests.runs import (
     CLASSES,
@@ -238,7 +238,7 @@ class TestBuffers:
     def test_a_last_batch_of_one_sample_joins_the_one_before(self, count: int) -> None:
         seen: list[int] = []
 
-        class Recording(ClientModule):
+        class Recording(Classifier):
             def training_step(self, batch, batch_idx):
                 seen.append(len(batch[1]))
                 return super().training_step(batch, batch_idx)
@@ -250,7 +250,7 @@ class TestBuffers:
     def test_a_network_that_mixes_no_samples_keeps_its_batch_of_one(self) -> None:
         seen: list[int] = []
 
-        class Recording(ClientModule):
+        class Recording(Classifier):
             def training_step(self, batch, batch_idx):
                 seen.append(len(batch[1]))
                 return super().training_step(batch, batch_idx)

@@ -13,7 +13,7 @@ from pflight.callbacks import FedAvg, FedBABU, FedRep
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from tests import own_methods
 from tests.callbacks.test_shared_part import product_client, product_world
 from tests.runs import (
@@ -44,10 +44,10 @@ def world_t(clients: Sequence[int] = (0, 1)) -> TensorClients:
     return TensorClients(train, val=train, num_classes=3, batch_size=None)
 
 
-def client_t() -> ClientModule:
+def client_t() -> Classifier:
     """Return a client with a linear body, the identity at first, and a linear head."""
     body, head = nn.Linear(2, 2, bias=False), nn.Linear(2, 3, bias=False)
-    client = ClientModule(nn.Sequential(body, head), 3, optimizer=sgd(0.1)).double()
+    client = Classifier(nn.Sequential(body, head), 3, optimizer=sgd(0.1)).double()
     with torch.no_grad():
         body.weight.copy_(torch.eye(2))
         head.weight.copy_(torch.tensor([[1.0, 0], [0, 1], [-1, -1]]))

@@ -16,7 +16,7 @@ from pflight.datamodules import TensorClients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.half import OWN, LocalClient
-from pflight.models import ClientModule, ProximalClient
+from pflight.models import Classifier, ProximalClient
 from pflight.models.halves import Dane
 from tests import reference
 from tests.runs import (
@@ -244,7 +244,7 @@ def test_a_round_without_gradients_leaves_the_server_as_it_is() -> None:
 
 
 def test_what_does_not_fit_is_refused_before_training() -> None:
-    class Manual(ClientModule):
+    class Manual(Classifier):
         automatic_optimization = False
 
     with pytest.raises(

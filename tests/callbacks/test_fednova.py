@@ -14,7 +14,7 @@ from pflight.callbacks import FedAvg, FedNova, FedProx
 from pflight.callbacks.methods.fednova import Normalised
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from tests.callbacks.test_scaffold import drawn_first
 from tests.runs import (
     Normalised as Case,
@@ -170,7 +170,7 @@ def test_with_steps_as_many_as_samples_it_is_a_uniform_mean() -> None:
 def test_a_client_without_a_step_takes_no_part() -> None:
     """Such as one that skips all batches."""
 
-    class Idle(ClientModule):
+    class Idle(Classifier):
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
             return super().training_step(batch, batch_idx)
 
@@ -232,7 +232,7 @@ def test_from_equal_starts_and_ends_nothing_moves() -> None:
     )
 
 
-class Skipping(ClientModule):
+class Skipping(Classifier):
     """A module that trains on full batches alone."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
@@ -257,7 +257,7 @@ def test_batches_that_a_module_skips_are_no_steps() -> None:
     data = small_data((5, 12, 7), dtype=torch.float64)
     skipping, by_hand, all_of_them = (
         run(linear_client(kind, double=True), data, FedNova(), 2)
-        for kind in (Skipping, SkippingByHand, ClientModule)
+        for kind in (Skipping, SkippingByHand, Classifier)
     )
     assert_same(skipping.server_states()[0], by_hand.server_states()[0])
     weights = [one.server_states()[0]["network.weight"] for one in (skipping, all_of_them)]

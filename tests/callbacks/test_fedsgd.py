@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pflight.callbacks import FedAvg, FedSGD
 from pflight.errors import ConfigurationError
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from tests import reference
 from tests.runs import (
     CLASSES,
@@ -111,7 +111,7 @@ def test_batchnorm_skips_a_client_with_one_sample_as_fedavg_does() -> None:
     )
 
 
-class ReturnsDict(ClientModule):
+class ReturnsDict(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         return {"loss": super().training_step(batch, batch_idx)}
 
@@ -119,12 +119,12 @@ class ReturnsDict(ClientModule):
 def test_a_training_step_may_return_a_dict() -> None:
     wrapped, plain = (
         run(linear_client(kind), small_data(), FedSGD(lr=0.1), rounds=2, engine="sequential")
-        for kind in (ReturnsDict, ClientModule)
+        for kind in (ReturnsDict, Classifier)
     )
     assert_same(wrapped.server_states()[0], plain.server_states()[0])
 
 
-class Manual(ClientModule):
+class Manual(Classifier):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.automatic_optimization = False

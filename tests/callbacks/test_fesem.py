@@ -14,7 +14,7 @@ from pflight.datamodules import TensorClients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
-from pflight.models import MLP, ClientModule, ProximalClient
+from pflight.models import MLP, Classifier, ProximalClient
 from tests import reference
 from tests.runs import (
     CLASSES,
@@ -348,7 +348,7 @@ class TestReductions:
             )
 
 
-class ModelClient(ClientModule):
+class ModelClient(Classifier):
     """A client that returns the model which its samples carry, after one step of size 1."""
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -23,7 +23,7 @@ from pflight.errors import ConfigurationError
 from pflight.models import (
     MLP,
     CelebACNN,
-    ClientModule,
+    Classifier,
     FedBNCNN,
     FedFomoCNN,
     FedRepCNN,
@@ -419,7 +419,7 @@ def test_the_widest_comes_first_then_the_lowest() -> None:
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
 def test_the_networks_of_the_papers_are_chains(network: nn.Module, widths: list[int]) -> None:
-    chain = find_chain(ClientModule(network, num_classes=widths[-1]))
+    chain = find_chain(Classifier(network, num_classes=widths[-1]))
     assert [layer.width for layer in chain] == widths
     held = [name for layer in chain for name in layer.tensors]
     vectors = [f"network.{name}" for name, tensor in network.state_dict().items() if tensor.ndim]
@@ -566,13 +566,13 @@ def test_other_networks_are_refused(network: nn.Module, message: str) -> None:
 
 
 def test_a_client_has_to_send_the_whole_chain_and_one_output_per_class() -> None:
-    client = ClientModule(MLP(3, [4], 2), num_classes=2)
+    client = Classifier(MLP(3, [4], 2), num_classes=2)
     names = [name for name, _ in client.named_parameters()]
     assert len(matched_chain(client, names)) == 2
     with pytest.raises(ConfigurationError, match=r"moves 'network\.hidden\.0\.bias'"):
         matched_chain(client, [name for name in names if name != "network.hidden.0.bias"])
     with pytest.raises(ConfigurationError, match=r"'network\.output' does not end it with 3"):
-        matched_chain(ClientModule(MLP(3, [4], 2), num_classes=3), names)
+        matched_chain(Classifier(MLP(3, [4], 2), num_classes=3), names)
 
 
 def test_networks_of_other_widths_have_to_grow() -> None:
@@ -581,7 +581,7 @@ def test_networks_of_other_widths_have_to_grow() -> None:
 
 
 def test_a_chain_of_one_layer_has_nothing_to_match() -> None:
-    chain = find_chain(ClientModule(LogisticRegression(3, 2), num_classes=2))
+    chain = find_chain(Classifier(LogisticRegression(3, 2), num_classes=2))
     state = {"network.output.weight": torch.ones(2, 3), "network.output.bias": torch.ones(2)}
     assert match([state, state], chain) == [(), ()]
     assert_same(align(state, state, chain), state)

@@ -35,7 +35,7 @@ from pflight.callbacks.monitors.tensorboard import _best
 from pflight.datamodules import DatasetClients, FederatedDataModule, TensorClients
 from pflight.errors import ConfigurationError
 from pflight.history import Round
-from pflight.models import ClientModule, Regressor
+from pflight.models import Classifier, Regressor
 from tests.event_files import read_events
 from tests.runs import small_data
 
@@ -51,7 +51,7 @@ def data() -> TensorClients:
 
 def federation(**options: int) -> Federation:
     torch.manual_seed(0)
-    return Federation(ClientModule(nn.Linear(4, 3), num_classes=3), **options)
+    return Federation(Classifier(nn.Linear(4, 3), num_classes=3), **options)
 
 
 def trainer(rounds: int, *callbacks: L.Callback, **options: object) -> L.Trainer:
@@ -92,7 +92,7 @@ class TestProgressBar:
         from pflight.datamodules import Digits
 
         terminal, file = console(terminal=True)
-        module = Federation(ClientModule(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), 10))
+        module = Federation(Classifier(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), 10))
         run = trainer(1, FederationProgressBar(terminal), num_sanity_val_steps=0)
         run.fit(module, datamodule=Digits(num_clients=5))
         shown = plain(file.getvalue())
@@ -302,7 +302,7 @@ class TestPredictionWriter:
         torch.manual_seed(0)
         samples = [TensorDataset(torch.randn(5, 4), torch.arange(5) % 3) for _ in range(CLIENTS)]
         data = DatasetClients(samples, test=samples)
-        module, rows = predictions(ClientModule(nn.Linear(4, 3), num_classes=3), data, tmp_path)
+        module, rows = predictions(Classifier(nn.Linear(4, 3), num_classes=3), data, tmp_path)
         assert list(rows[0]) == ["client", "index", "prediction", "probability"]
         expected = [module.client_module(i)(own.tensors[0]) for i, own in enumerate(samples)]
         probability, predicted = torch.cat(expected).softmax(1).max(1)

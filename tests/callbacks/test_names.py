@@ -27,7 +27,7 @@ from pflight.callbacks import (
 )
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
-from pflight.models import ClientModule, ElasticClient, ProximalClient
+from pflight.models import Classifier, ElasticClient, ProximalClient
 from pflight.optim import Yogi
 from tests.runs import linear_client, run, small_data
 
@@ -36,11 +36,11 @@ class Mine(FedAvg):
     """A user's own."""
 
 
-def elastic(constraint: str | None) -> ClientModule:
+def elastic(constraint: str | None) -> Classifier:
     return linear_client(ElasticClient, constraint=constraint)
 
 
-NAMES: list[tuple[str, ClientModule, ServerCallback, dict[str, Any]]] = [
+NAMES: list[tuple[str, Classifier, ServerCallback, dict[str, Any]]] = [
     ("FedAvg", linear_client(), FedAvg("uniform"), {}),
     ("Ditto", linear_client(), Ditto(), {}),
     ("FedAvg + fine-tuning", linear_client(), FedAvg(), {"finetune_epochs": 1}),
@@ -76,7 +76,7 @@ NAMES: list[tuple[str, ClientModule, ServerCallback, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "client", "callback", "options"), NAMES)
 def test_the_field_has_a_name_for_it(
-    name: str, client: ClientModule, callback: ServerCallback, options: dict[str, Any]
+    name: str, client: Classifier, callback: ServerCallback, options: dict[str, Any]
 ) -> None:
     rounds = 0 if name.endswith("chosen)") else 1
     assert run(client, small_data(), callback, rounds, **options).algorithm == name

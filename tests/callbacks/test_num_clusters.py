@@ -18,7 +18,7 @@ from pflight.cohort import sample_clients
 from pflight.datamodules import ClusteredSynthetic
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
-from pflight.models import ClientModule, LogisticRegression, ProximalClient
+from pflight.models import Classifier, LogisticRegression, ProximalClient
 from tests.event_files import read_events
 from tests.runs import assert_same, linear_client, quiet_trainer, run, sgd, small_data, watched
 
@@ -32,9 +32,9 @@ def groups(clusters: int = 3, **options: object) -> ClusteredSynthetic:
     return ClusteredSynthetic(num_clusters=clusters, **options)
 
 
-def classifier() -> ClientModule:
+def classifier() -> Classifier:
     torch.manual_seed(0)
-    return ClientModule(LogisticRegression(4, 5), num_classes=5, optimizer=sgd(0.1))
+    return Classifier(LogisticRegression(4, 5), num_classes=5, optimizer=sgd(0.1))
 
 
 class TestChoice:

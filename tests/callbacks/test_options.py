@@ -24,7 +24,7 @@ from pflight.callbacks import (
 from pflight.callbacks.methods.matching import BBPMAP
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
-from pflight.models import ClientModule, ProximalClient
+from pflight.models import Classifier, ProximalClient
 from tests.runs import assert_same, linear_client, quiet_trainer, run, shared, small_data
 
 
@@ -113,7 +113,7 @@ class TestCheckpoint:
             line for line in caplog.messages if line.startswith("the checkpoint was made")
         ]
 
-    def save(self, callback: ServerCallback, path: Path, kind: Any = ClientModule) -> Path:
+    def save(self, callback: ServerCallback, path: Path, kind: Any = Classifier) -> Path:
         federation = run(linear_client(kind), small_data(), callback)
         federation.trainer.save_checkpoint(path / "run.ckpt")
         return path / "run.ckpt"

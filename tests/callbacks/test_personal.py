@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pflight import Federation
 from pflight.callbacks import APFL, L2GD, Ditto, PerFedAvg, PFedMe, ServerCallback
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from tests.runs import (
     assert_same,
     batchnorm_client,
@@ -40,7 +40,7 @@ AS_FEDAVG = [name for name in METHODS if name != "L2GD"]
 def fit(
     method: Method,
     rounds: int = 3,
-    make: Callable[..., ClientModule] = batchnorm_client,
+    make: Callable[..., Classifier] = batchnorm_client,
     data: Any = None,
     **options: Any,
 ) -> Federation:
@@ -128,7 +128,7 @@ def test_fine_tuning_goes_on_from_the_personal_model_with_the_task_alone(method:
     def loss(federation: Federation) -> Tensor:
         modules = [federation.client_module(i) for i in range(6)]
         batches = [data.samples(i, "train") for i in range(6)]
-        return torch.stack([ClientModule.loss(m, b) for m, b in zip(modules, batches, strict=True)])
+        return torch.stack([Classifier.loss(m, b) for m, b in zip(modules, batches, strict=True)])
 
     data = small_data(batch_size=None)
     plain = fit(method, make=linear_client, data=data)

@@ -15,7 +15,7 @@ from pflight.datamodules import FederatedDataModule, TensorClients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.half import Half, LocalClient
-from pflight.models import ClientModule, PFedHNCNN
+from pflight.models import Classifier, PFedHNCNN
 from tests.runs import (
     CLASSES,
     FEATURES,
@@ -147,7 +147,7 @@ class OnlyClientOne(Half):
         return super().loss(c, batch) * torch.where(c.num_samples == 1, 1.0, math.nan)
 
 
-def two_layers() -> ClientModule:
+def two_layers() -> Classifier:
     client = QuadraticClient(Scalars([Scalar(), Scalar()]), num_classes=2, optimizer=sgd(0.1))
     client.client_half = OnlyClientOne()
     return client
@@ -258,7 +258,7 @@ def weights_of(parameters: State, shape: tuple[int, int], kind: str, client: int
     return torch.stack(layers)
 
 
-def train(client: ClientModule, state: State, batches: Sequence, samples: tuple) -> State:
+def train(client: Classifier, state: State, batches: Sequence, samples: tuple) -> State:
     client = copy.deepcopy(client).train()
     client.load_state_dict({name: value.detach() for name, value in state.items()})
     optimizer, (x, y) = client.configure_optimizers(), samples
@@ -270,7 +270,7 @@ def train(client: ClientModule, state: State, batches: Sequence, samples: tuple)
 
 
 def reference(
-    client: ClientModule,
+    client: Classifier,
     data: FederatedDataModule,
     cohorts: Sequence[Sequence[int]],
     networks: list[State],
@@ -409,7 +409,7 @@ class TestTraffic:
         weights = torch.where(torch.eye(10).bool().unsqueeze(1), own, torch.tensor(0.1))
         images = torch.zeros(1, 1, 28, 28)
         data = TensorClients([(images, torch.tensor([0]))] * 10, num_classes=10)
-        client = ClientModule(PFedHNCNN(10, 1, 28), num_classes=10)
+        client = Classifier(PFedHNCNN(10, 1, 28), num_classes=10)
         federation = run(client, data, Fixed(weights, retain=retain), rounds=3)
         return [(entry.bytes_down, entry.bytes_up) for entry in federation.history]
 
@@ -509,7 +509,7 @@ class TestParticipation:
 
     @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
     def test_nobody_answers(self) -> None:
-        class Failing(ClientModule):
+        class Failing(Classifier):
             def on_train_start(self) -> None:
                 raise RuntimeError("out of battery")
 

@@ -42,7 +42,7 @@ from pflight.callbacks.monitors.pictures.picture import RepeatedPicture
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.history import Round
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from pflight.palette import COLORS, FAINT, KINDS, MARKERS, point_style
 from tests.event_files import read_events
 from tests.runs import (
@@ -110,7 +110,7 @@ def image_data(clients: int = 4, channels: int = 1, **options: Any) -> TensorCli
     return TensorClients(pairs, num_classes=3, **options)
 
 
-def image_client() -> ClientModule:
+def image_client() -> Classifier:
     return network_client(nn.Sequential(nn.Flatten(), nn.Linear(20, 3)))
 
 
@@ -567,7 +567,7 @@ class TestEmbedding:
     def test_needs_a_linear_layer(self):
         network = nn.Sequential(nn.Conv1d(1, CLASSES, 4), nn.Flatten())
 
-        class Reshaped(ClientModule):
+        class Reshaped(Classifier):
             def forward(self, x: Tensor) -> Tensor:
                 return self.network(x.unsqueeze(1))
 

@@ -15,7 +15,7 @@ from pflight.callbacks import SCAFFOLD, FedAvg, FedSGD
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.half import OWN, LocalClient
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from pflight.models.halves import Controlled
 from tests import reference
 from tests.runs import (
@@ -283,7 +283,7 @@ def test_option_two_needs_plain_sgd(reason: str) -> None:
 
 
 def test_option_two_refuses_schedules() -> None:
-    class Scheduled(ClientModule):
+    class Scheduled(Classifier):
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
@@ -294,7 +294,7 @@ def test_option_two_refuses_schedules() -> None:
 
 
 def test_option_two_refuses_what_asks_for_a_trainer() -> None:
-    class Stretched(ClientModule):
+    class Stretched(Classifier):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1 / self.trainer.max_epochs)
 
@@ -312,7 +312,7 @@ def test_option_one_corrects_what_momentum_is_fed() -> None:
     assert shared(federation) == pytest.approx(shared(other), rel=1e-12)  # one client: c = c_i
 
 
-class Manual(ClientModule):
+class Manual(Classifier):
     automatic_optimization = False
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from pflight.callbacks import FedAvg
 from pflight.errors import ConfigurationError
 from pflight.half import LocalClient
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from pflight.optim import Yogi
 from tests import reference
 from tests.runs import (
@@ -121,7 +121,7 @@ def fail_later(c: LocalClient) -> None:
 @NAMES
 @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_a_round_without_answers_moves_nothing(name: str) -> None:
-    def fit(client: ClientModule, rounds: int) -> dict[str, Tensor]:
+    def fit(client: Classifier, rounds: int) -> dict[str, Tensor]:
         federation = run(
             client, small_data(), FedAvg(), rounds, server_optimizer=optimizer_of(name)
         )

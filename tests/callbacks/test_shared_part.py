@@ -17,7 +17,7 @@ from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.half import Half, LocalClient
 from pflight.layers import Layers
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from tests import reference
 from tests.runs import (
     CLASSES,
@@ -51,7 +51,7 @@ class Factor(nn.Module):
         return self.weight * x
 
 
-class ProductClient(ClientModule):
+class ProductClient(Classifier):
     """Half of ``(h b - y)^2``, with ``b`` in layer 0 and ``h`` in layer 1; a sample is ``y``."""
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -59,7 +59,7 @@ class ProductClient(ClientModule):
         return (self.network(torch.ones_like(y)) - y).square().mean() / 2
 
 
-def product_client(kind: type[ClientModule] = ProductClient, **options: Any) -> ClientModule:
+def product_client(kind: type[Classifier] = ProductClient, **options: Any) -> Classifier:
     network = nn.Sequential(Factor(), Factor())
     return kind(network, num_classes=1, **{"optimizer": sgd(0.1), **options})
 
@@ -134,7 +134,7 @@ class Shift(nn.Module):
         return x + self.bias
 
 
-def regression_client(kind: type[ClientModule] = ClientModule, **options: Any) -> ClientModule:
+def regression_client(kind: type[Classifier] = Classifier, **options: Any) -> Classifier:
     """Return a softmax regression whose weight and bias are two layers."""
     network = nn.Sequential(nn.Linear(FEATURES, CLASSES, bias=False), Shift())
     return network_client(network, kind, **options).double()

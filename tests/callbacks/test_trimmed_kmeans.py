@@ -11,7 +11,7 @@ from pflight.datamodules import TensorClients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.half import Half, LocalClient
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from tests import reference
 from tests.runs import (
     CLASSES,
@@ -44,7 +44,7 @@ def targets(*models: tuple[float, float], **options: object) -> TensorClients:
     return TensorClients(train, num_classes=2, **options)
 
 
-def target_client(kind: type[ClientModule] = QuadraticClient) -> ClientModule:
+def target_client(kind: type[Classifier] = QuadraticClient) -> Classifier:
     return kind(Point(), num_classes=2, optimizer=sgd(1.0))
 
 

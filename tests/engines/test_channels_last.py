@@ -10,7 +10,7 @@ from pflight import Federation
 from pflight.callbacks import FedAvg, Reptile
 from pflight.datamodules import TensorClients
 from pflight.half import Half
-from pflight.models import ClientModule, ElasticClient
+from pflight.models import Classifier, ElasticClient
 from tests.runs import quiet_trainer, run, sgd
 
 
@@ -49,12 +49,12 @@ def images(clients: int = 3) -> TensorClients:
 
 
 def client(
-    flatten: nn.Module, kind: type[ClientModule] = ClientModule, channels: int = 5
-) -> ClientModule:
+    flatten: nn.Module, kind: type[Classifier] = Classifier, channels: int = 5
+) -> Classifier:
     return kind(network(flatten, channels), 3, optimizer=sgd(0.1, momentum=0.9)).double()
 
 
-def fitted(kind: type[ClientModule], flatten: nn.Module) -> Federation:
+def fitted(kind: type[Classifier], flatten: nn.Module) -> Federation:
     server = Reptile() if issubclass(kind, ElasticClient) else FedAvg()
     return run(client(flatten, kind), images(), server, rounds=3, engine="sequential")
 
@@ -67,8 +67,8 @@ def lies_channels_last(weight: Tensor) -> bool:
     return weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
 
 
-@pytest.mark.parametrize("kind", [ClientModule, ElasticClient])
-def test_a_network_that_needs_the_usual_order_ends_the_same(kind: type[ClientModule]) -> None:
+@pytest.mark.parametrize("kind", [Classifier, ElasticClient])
+def test_a_network_that_needs_the_usual_order_ends_the_same(kind: type[Classifier]) -> None:
     fast, usual = fitted(kind, nn.Flatten()), fitted(kind, Flat())
     assert is_channels_last(fast)
     assert not is_channels_last(usual)
@@ -89,7 +89,7 @@ def test_other_weights_of_a_client_lie_as_its_own(flatten: nn.Module) -> None:
 
 
 def test_a_penalty_that_needs_the_usual_order_gets_it() -> None:
-    class Ridge(ClientModule):
+    class Ridge(Classifier):
         def loss(self, batch):
             weights = torch.cat([parameter.view(-1) for parameter in self.parameters()])
             return super().loss(batch) + weights.square().sum()
@@ -116,13 +116,13 @@ def test_a_half_that_needs_what_was_sent_in_the_usual_order_gets_it() -> None:
 
 
 def test_clients_with_hooks_and_networks_of_large_kernels_stay_as_they_are() -> None:
-    class Hooked(ClientModule):
+    class Hooked(Classifier):
         def on_after_backward(self):
             pass
 
     assert not is_channels_last(fitted(Hooked, nn.Flatten()))
     wide = nn.Sequential(nn.Conv2d(2, 1024, 32, padding=16), nn.Flatten(), nn.Linear(1024 * 49, 3))
-    federation = Federation(ClientModule(wide.double(), 3), engine="sequential")
+    federation = Federation(Classifier(wide.double(), 3), engine="sequential")
     quiet_trainer(0, FedAvg()).fit(federation, datamodule=images(1))
     assert not is_channels_last(federation)
 
@@ -130,7 +130,7 @@ def test_clients_with_hooks_and_networks_of_large_kernels_stay_as_they_are() -> 
 def test_the_trial_draws_no_random_numbers() -> None:
     torch.manual_seed(5)
     dropping = nn.Sequential(nn.Conv2d(2, 5, 3), nn.Dropout(), nn.Flatten(), nn.Linear(80, 3))
-    module = ClientModule(dropping.double(), 3)
+    module = Classifier(dropping.double(), 3)
     expected = torch.get_rng_state()
     quiet_trainer(0, FedAvg()).fit(Federation(module, engine="sequential"), datamodule=images())
     assert torch.equal(torch.get_rng_state(), expected)

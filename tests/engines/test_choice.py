@@ -10,7 +10,7 @@ from torch import nn
 
 from pflight.datamodules import TensorClients
 from pflight.engines import VectorizedEngine, build_engine
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from tests.runs import (
     CLASSES,
     FEATURES,
@@ -30,7 +30,7 @@ from tests.runs import (
         (linear_client(), {"cohort_size": 1}, "sequential engine: one client in a round"),
         (dropout_client(), {}, "sequential engine: .*draws random numbers"),
         (
-            ClientModule(
+            Classifier(
                 nn.Sequential(
                     nn.Unflatten(1, (1, FEATURES)),
                     nn.Conv1d(1, 2, 3),
@@ -43,7 +43,7 @@ from tests.runs import (
             r"vectorized engine, up to 3 clients at once: \d+ operations a batch",
         ),
         (
-            ClientModule(
+            Classifier(
                 nn.Sequential(
                     nn.Unflatten(1, (1, FEATURES)),
                     nn.Conv1d(1, 400_000, FEATURES),
@@ -57,7 +57,7 @@ from tests.runs import (
             r"sequential engine: of 1\d\.\d M operations a batch too many are in convol",
         ),
         (
-            ClientModule(
+            Classifier(
                 nn.Sequential(nn.Linear(FEATURES, 2000), nn.Linear(2000, 2000), nn.Linear(2000, 3)),
                 CLASSES,
             ),
@@ -65,7 +65,7 @@ from tests.runs import (
             r"sequential engine: 4 models of 15\.3 MiB don't fit into the caches",
         ),
         (
-            ClientModule(
+            Classifier(
                 nn.Sequential(nn.Linear(FEATURES, 10_000), nn.Linear(10_000, CLASSES)),
                 CLASSES,
             ),
@@ -75,7 +75,7 @@ from tests.runs import (
     ],
 )
 def test_the_choice_and_its_reason(
-    client: ClientModule, options: dict, reason: str, caplog: pytest.LogCaptureFixture
+    client: Classifier, options: dict, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = small_data(**options)
     with caplog.at_level("INFO"):
@@ -108,7 +108,7 @@ def test_a_chunk_does_not_depend_on_the_number_of_clients() -> None:
 
 
 def test_what_is_frozen_does_not_make_chunks_smaller() -> None:
-    def chunk(client: ClientModule) -> int:
+    def chunk(client: Classifier) -> int:
         engine = run(client, small_data(), engine="vectorized").clients.attached_engine
         assert isinstance(engine, VectorizedEngine)
         return engine.chunk

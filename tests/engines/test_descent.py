@@ -16,7 +16,7 @@ from pflight.callbacks import FedAvg
 from pflight.half import Phase
 from pflight.local.descent import Descent
 from pflight.local.phases import paced
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from tests.runs import linear_client, run, sgd, small_data
 
 pytestmark = pytest.mark.fast
@@ -114,7 +114,7 @@ def test_other_optimizers_step_themselves(optimizers: Callable[[], list[Any]]) -
     assert not Descent.suits(optimizers())
 
 
-class Hooked(ClientModule):
+class Hooked(Classifier):
     """Goes through all of Lightning's hooks, because one of them is its own."""
 
     def on_before_zero_grad(self, optimizer):
@@ -134,7 +134,7 @@ def test_a_client_with_hooks_and_one_without_end_the_same(options: dict[str, Any
             engine="sequential",
             **options,
         )
-        for kind in (ClientModule, Hooked)
+        for kind in (Classifier, Hooked)
     )
     torch.testing.assert_close(
         plain.server_states()[0], hooked.server_states()[0], rtol=0, atol=1e-12
@@ -144,7 +144,7 @@ def test_a_client_with_hooks_and_one_without_end_the_same(options: dict[str, Any
 
 
 def test_a_client_may_know_its_epoch_and_step() -> None:
-    class Weighted(ClientModule):
+    class Weighted(Classifier):
         def loss(self, batch):
             return super().loss(batch) * (1 + self.current_epoch) / (1 + self.global_step)
 

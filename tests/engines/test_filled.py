@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pflight.callbacks import FedAvg, FedSGD, Reptile, ServerCallback
-from pflight.models import Batch, ClientModule, ElasticClient, ProximalClient
+from pflight.models import Batch, Classifier, ElasticClient, ProximalClient
 from pflight.stacking.client import StackedClient
 from tests.engines.test_vectorized import both, double_data
 from tests.runs import CLASSES, FEATURES, batchnorm_client, linear_client, network_client, run
@@ -20,7 +20,7 @@ from tests.runs import CLASSES, FEATURES, batchnorm_client, linear_client, netwo
 COUNTS = [1, 9, 2, 5, 13, 8]
 
 
-class Holding(ClientModule):
+class Holding(Classifier):
     """A client with something of its own in place of the cross-entropy."""
 
     def __init__(self, *args: Any, own: Callable[[Tensor, Tensor], Tensor], **options: Any):
@@ -164,7 +164,7 @@ def test_own_losses_are_what_a_classifier_trains_on() -> None:
 )
 def test_one_call_a_step(
     callback: Callable[[], ServerCallback],
-    client: ClientModule,
+    client: Classifier,
     a_round: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -191,11 +191,11 @@ def test_a_large_client_is_not_filled_up_to(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("make", [batchnorm_client, linear_client])
 def test_modules_whose_buffers_see_samples_are_grouped(
-    make: Callable[..., ClientModule], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Classifier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A statistic in a buffer would see the samples that fill batches up."""
 
-    class Watching(ClientModule):
+    class Watching(Classifier):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             self.register_buffer("mean", torch.zeros(FEATURES))

@@ -26,7 +26,7 @@ from pflight.callbacks import IFCA, FedAvg, FedSGD, Local, PerFedAvg, ServerCall
 from pflight.datamodules import FederatedDataModule
 from pflight.errors import ClientError, ConfigurationError
 from pflight.half import Half, LocalClient
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from pflight.models.halves import Adapted
 from pflight.state import StateLayout
 from tests.runs import (
@@ -92,7 +92,7 @@ def fitted(
     data: FederatedDataModule,
     engine: str,
     callback: Callable[[], ServerCallback] = FedAvg,
-    client: ClientModule | None = None,
+    client: Classifier | None = None,
     **options: Any,
 ) -> Federation:
     client = linear_client() if client is None else client
@@ -245,7 +245,7 @@ def test_samples_that_can_not_be_counted(error: BaseException) -> None:
 
 @ENGINES
 def test_labels_of_more_than_one_number(engine: str) -> None:
-    class Shares(ClientModule):
+    class Shares(Classifier):
         def loss(self, batch: Batch) -> Tensor:
             return F.mse_loss(self(batch[0]).softmax(1), batch[1])
 
@@ -285,23 +285,23 @@ def test_augmented_samples_of_another_shape_are_not_stacked() -> None:
 # What a client module may do
 
 
-def kind(method: str, does: Callable[[ClientModule], Any], **more: Any) -> type[ClientModule]:
+def kind(method: str, does: Callable[[Classifier], Any], **more: Any) -> type[Classifier]:
     """Return a kind of client of which one, with four batches, does something in a method.
 
     What ``does`` returns, unless it is ``...``, is what the method returns.
     """
-    default = getattr(ClientModule, method)
+    default = getattr(Classifier, method)
 
-    def own(self: ClientModule, *args: Any, **options: Any) -> Any:
+    def own(self: Classifier, *args: Any, **options: Any) -> Any:
         result = ...
         if self.training and self.trainer.num_training_batches == BATCHES:
             result = does(self)
         return default(self, *args, **options) if result is ... else result
 
-    return type("Odd", (ClientModule,), {method: own, **more})
+    return type("Odd", (Classifier,), {method: own, **more})
 
 
-def with_half(method: str, does: Callable[[LocalClient], Any], **more: Any) -> type[ClientModule]:
+def with_half(method: str, does: Callable[[LocalClient], Any], **more: Any) -> type[Classifier]:
     """Return a kind of client whose half does something in a method for one of them."""
     default = getattr(Half, method)
 
@@ -310,31 +310,31 @@ def with_half(method: str, does: Callable[[LocalClient], Any], **more: Any) -> t
         return does(c) if odd else default(self, c, *args)
 
     half = type("OddHalf", (Half,), {method: own, **more})
-    return type("Odd", (ClientModule,), {"client_half": half()})
+    return type("Odd", (Classifier,), {"client_half": half()})
 
 
 def parameters_of(half: Half, layout: StateLayout) -> tuple[str, ...]:
     return layout.parameters
 
 
-def assign(client: ClientModule, **attributes: Any) -> Any:
+def assign(client: Classifier, **attributes: Any) -> Any:
     for name, value in attributes.items():
         setattr(client, name, value)
     return ...
 
 
-def set_weight(client: ClientModule, value: Tensor) -> Any:
+def set_weight(client: Classifier, value: Tensor) -> Any:
     client.network.weight.data = value
     return ...
 
 
-def spoil(client: ClientModule) -> Any:
+def spoil(client: Classifier) -> Any:
     client.network.register_forward_hook(lambda module, args, output: 100 * output)
     client.network.extra = nn.Linear(2, 2)
     raise RuntimeError("it is done")
 
 
-def delete_weight(client: ClientModule) -> Any:
+def delete_weight(client: Classifier) -> Any:
     del client.network.weight
     return ...
 
@@ -415,7 +415,7 @@ KINDS = {
 @ENGINES
 @pytest.mark.parametrize(("odd", "reason"), KINDS.values(), ids=KINDS)
 def test_what_a_client_does(
-    odd: type[ClientModule],
+    odd: type[Classifier],
     reason: str,
     engine: str,
     sound: dict[str, Federation],
@@ -497,7 +497,7 @@ class StuckAdapted(StuckHalf, Adapted):
     pass
 
 
-class Stuck(ClientModule):
+class Stuck(Classifier):
     client_half = StuckHalf()
 
 
@@ -507,7 +507,7 @@ def stuck_per_fedavg() -> PerFedAvg:
     return callback
 
 
-class Secretive(ClientModule):
+class Secretive(Classifier):
     """Can't tell its loss where nobody trains."""
 
     def loss(self, batch: Batch) -> Tensor:
@@ -524,13 +524,13 @@ is_bad = owner(OwnData(lambda *pair: pair), BAD)
     ("callback", "client", "options", "doing"),
     [
         (FedAvg, Stuck, {"finetune_epochs": 1}, "to be fine-tuned"),
-        (stuck_per_fedavg, ClientModule, {}, "to adapt"),
+        (stuck_per_fedavg, Classifier, {}, "to adapt"),
         (partial(IFCA, 2), Secretive, {}, "to tell its loss"),
     ],
 )
 def test_what_comes_before_evaluation(
     callback: Any,
-    client: type[ClientModule],
+    client: type[Classifier],
     options: dict[str, Any],
     doing: str,
     engine: str,
@@ -576,11 +576,11 @@ def test_a_failure_in_evaluation_may_stop_the_run(stage: str, engine: str) -> No
 # Clients that never end
 
 
-def sleep(client: ClientModule) -> Any:
+def sleep(client: Classifier) -> Any:
     time.sleep(600)
 
 
-def persist(client: ClientModule) -> Any:
+def persist(client: Classifier) -> Any:
     while True:
         try:
             time.sleep(600)
@@ -588,7 +588,7 @@ def persist(client: ClientModule) -> Any:
             continue
 
 
-def swallow(client: ClientModule) -> None:
+def swallow(client: Classifier) -> None:
     with suppress(BaseException):
         time.sleep(600)
 

@@ -30,7 +30,7 @@ from pflight.callbacks import (
 from pflight.datamodules import TensorClients
 from pflight.errors import ClientError, ConfigurationError
 from pflight.half import Half, LocalClient, Phase
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from pflight.models.halves import Dane
 from pflight.stacking.audit import Audit, Witness
 from pflight.stacking.training import StackedTraining
@@ -57,7 +57,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES))
 
 
-class KeepsAList(ClientModule):
+class KeepsAList(Classifier):
     """Looks at its parameters by another way than their names."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -68,13 +68,13 @@ class KeepsAList(ClientModule):
         return super().loss(batch) + sum(p.square().sum() for p in self.listed) / 2
 
 
-class ClampsData(ClientModule):
+class ClampsData(Classifier):
     def on_train_epoch_end(self) -> None:
         for parameter in self.parameters():
             parameter.data.clamp_(-0.2, 0.2)
 
 
-class Cools(ClientModule):
+class Cools(Classifier):
     """Changes a buffer that is not saved."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -126,7 +126,7 @@ class FailsAlone(Half):
         return c.task_loss(batch)
 
 
-class Thaws(ClientModule):
+class Thaws(Classifier):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.network[0].requires_grad_(False)
@@ -171,30 +171,30 @@ class ShortensRows(nn.Module):
         return self.output(self.table((x > 0).long()).flatten(1))
 
 
-class MeasuresOneHot(ClientModule):
+class MeasuresOneHot(Classifier):
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
         return F.mse_loss(self(x), F.one_hot(y, CLASSES).to(x))
 
 
-class ByNumPy(ClientModule):
+class ByNumPy(Classifier):
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) * float(batch[0].numpy().mean())
 
 
-class Masks(ClientModule):
+class Masks(Classifier):
     def loss(self, batch: Any) -> Tensor:
         return F.cross_entropy(self(batch[0])[batch[1] > 0], batch[1][batch[1] > 0])
 
 
-class Ends(ClientModule):
+class Ends(Classifier):
     """Trains on nothing after its first batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None if batch_idx else self.loss(batch)
 
 
-class Mixes(ClientModule):
+class Mixes(Classifier):
     """Draws numbers in its training step alone."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -202,14 +202,14 @@ class Mixes(ClientModule):
         return self.loss(batch) * (1 if noise < 1 else 2)
 
 
-class LogsMore(ClientModule):
+class LogsMore(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
         self.log_dict({"train/loss": loss, "train/size": float(len(batch[1]))})
         return loss
 
 
-class LogsItsLoss(ClientModule):
+class LogsItsLoss(Classifier):
     """Is its loss in all that its training step gives and logs."""
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
@@ -218,7 +218,7 @@ class LogsItsLoss(ClientModule):
         return {"loss": loss}
 
 
-class Declares(ClientModule):
+class Declares(Classifier):
     vectorizable = False
 
 
@@ -226,7 +226,7 @@ class Count:
     calls = 0
 
 
-class CountsInAnObject(ClientModule):
+class CountsInAnObject(Classifier):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.count = Count()
@@ -236,7 +236,7 @@ class CountsInAnObject(ClientModule):
         return super().loss(batch) * self.count.calls
 
 
-class CountsInItsClass(ClientModule):
+class CountsInItsClass(Classifier):
     calls = 0
 
     def loss(self, batch: Any) -> Tensor:
@@ -244,7 +244,7 @@ class CountsInItsClass(ClientModule):
         return super().loss(batch) * (1 + self.calls // 10_000)
 
 
-class CountsInAnother(ClientModule):
+class CountsInAnother(Classifier):
     def loss(self, batch: Any) -> Tensor:
         Count.calls += 1
         return super().loss(batch) * (1 + Count.calls // 10_000)
@@ -253,13 +253,13 @@ class CountsInAnother(ClientModule):
 CALLS = [0]
 
 
-class CountsInAGlobal(ClientModule):
+class CountsInAGlobal(Classifier):
     def loss(self, batch: Any) -> Tensor:
         CALLS[0] += 1
         return super().loss(batch) * (1 + CALLS[0] // 10_000)
 
 
-class CountsDeep(ClientModule):
+class CountsDeep(Classifier):
     """Counts where nobody looks, and cools slowly."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -299,12 +299,10 @@ CLIENTS = {
 }
 
 
-def client_of(kind: type) -> ClientModule:
-    if issubclass(kind, nn.Module) and not issubclass(kind, ClientModule):
-        return ClientModule(kind(), CLASSES, sgd(0.1)).double()
-    client = (kind if issubclass(kind, ClientModule) else ClientModule)(
-        network(), CLASSES, sgd(0.1)
-    )
+def client_of(kind: type) -> Classifier:
+    if issubclass(kind, nn.Module) and not issubclass(kind, Classifier):
+        return Classifier(kind(), CLASSES, sgd(0.1)).double()
+    client = (kind if issubclass(kind, Classifier) else Classifier)(network(), CLASSES, sgd(0.1))
     if issubclass(kind, Half):
         client.client_half = kind()
     return client.double()
@@ -337,7 +335,7 @@ class RestsItsNorm(Dane):
 def test_a_record_is_of_one_mode() -> None:
     """Gradients at the start are of modules that train, those of the epochs of one that rests."""
     layers = nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES)
-    client = ClientModule(nn.Sequential(*layers), CLASSES, sgd(0.1)).double()
+    client = Classifier(nn.Sequential(*layers), CLASSES, sgd(0.1)).double()
     client.client_half = RestsItsNorm()
     train = [samples(8, seed, dtype=torch.float64) for seed in range(4)]
     data = TensorClients(train, num_classes=CLASSES, batch_size=None, cohort_size=1)
@@ -351,7 +349,7 @@ def test_a_record_is_of_one_mode() -> None:
     assert federation.clients.attached_engine.obstacle is None
 
 
-class LeavesALayerOut(ClientModule):
+class LeavesALayerOut(Classifier):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.beside = nn.Linear(2, 2)
@@ -372,7 +370,7 @@ def test_a_parameter_that_trains_from_the_second_participation_on() -> None:
 # What is found out later
 
 
-class Turns(ClientModule):
+class Turns(Classifier):
     """Changes its loss after so many calls, which it counts where nobody looks."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -422,7 +420,7 @@ def test_a_single_client_next_to_a_kink_stops_no_run(
         return answers[-1]
 
     monkeypatch.setattr(Audit, "contradicts", contradicts)
-    client = client_of(ClientModule)
+    client = client_of(Classifier)
     run(client, same_sizes(), rounds=1, engine="vectorized", clients_at_once=at_once)
     assert answers == [True, False]
 
@@ -442,7 +440,7 @@ def test_clients_are_audited_in_rounds_of_powers_of_two(monkeypatch: pytest.Monk
         batch_size=4,
         cohort_size=4,
     )
-    run(client_of(ClientModule), data, rounds=9, local_epochs=2, engine="vectorized")
+    run(client_of(Classifier), data, rounds=9, local_epochs=2, engine="vectorized")
     assert len(audited) == 4  # in rounds 0, 1, 3 and 7
     assert all(len(found.leaves[1]) <= 4 for found in audited)
 
@@ -498,10 +496,10 @@ def words(*unknown: int) -> list[tuple[Tensor, Tensor]]:
     return clients
 
 
-def word_client() -> ClientModule:
+def word_client() -> Classifier:
     torch.manual_seed(0)
     layers = nn.Embedding(10, 4), nn.Flatten(), nn.Linear(12, CLASSES)
-    return ClientModule(nn.Sequential(*layers), CLASSES, sgd(0.1)).double()
+    return Classifier(nn.Sequential(*layers), CLASSES, sgd(0.1)).double()
 
 
 @pytest.mark.parametrize("index", [10, -1, 49])

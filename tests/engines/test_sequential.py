@@ -18,7 +18,7 @@ from pflight.callbacks import FedAvg, Local
 from pflight.data_module import ClientData
 from pflight.datamodules import TensorClients
 from pflight.loaders import batch_loader
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from tests.runs import (
     CLASSES,
     FEATURES,
@@ -63,13 +63,13 @@ class FirstRoundData(ClientData):
         return batch_loader(dataset, self.data.batch_size, FirstRound(self.data))
 
 
-def train_alone(client: ClientModule, epochs: int, **options: Any) -> dict[str, Tensor]:
+def train_alone(client: Classifier, epochs: int, **options: Any) -> dict[str, Tensor]:
     trainer = quiet_trainer(epochs, limit_val_batches=0, **options)
     trainer.fit(client, datamodule=FirstRoundData(one_client()))
     return dict(client.state_dict())
 
 
-def train_inside(client: ClientModule, epochs: int, **options: Any) -> dict[str, Tensor]:
+def train_inside(client: Classifier, epochs: int, **options: Any) -> dict[str, Tensor]:
     federation = run(client, one_client(), FedAvg(), local_epochs=epochs, **options)
     return federation.server_states()[0]
 
@@ -85,7 +85,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You have overridden `.*batch:Use
 # Clients that a Lightning user might write
 
 
-class WithScheduler(ClientModule):
+class WithScheduler(Classifier):
     """Takes its scheduler from a class attribute."""
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -122,7 +122,7 @@ class OneCycle(WithScheduler):
         return {"scheduler": OneCycleLR(optimizer, 0.5, total_steps=steps), "interval": "step"}
 
 
-class ListsOfOptimizersAndSchedulers(ClientModule):
+class ListsOfOptimizersAndSchedulers(Classifier):
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
         return [optimizer], [ExponentialLR(optimizer, 0.5)]
@@ -165,17 +165,17 @@ class PlateauOnTheLastBatch(WithScheduler):
         return super().training_step(batch, batch_idx)
 
 
-class SometimesNone(ClientModule):
+class SometimesNone(Classifier):
     def training_step(self, batch, batch_idx):
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
 
-class Dictionary(ClientModule):
+class Dictionary(Classifier):
     def training_step(self, batch, batch_idx):
         return {"loss": super().training_step(batch, batch_idx), "extra": torch.ones(())}
 
 
-class SkipsTheRest(ClientModule):
+class SkipsTheRest(Classifier):
     def on_train_batch_start(self, batch, batch_idx):
         return -1 if batch_idx == 1 else None
 
@@ -185,12 +185,12 @@ class SkipsTheRestWithScheduler(EveryStep):
         return -1 if batch_idx == 1 else None
 
 
-class ClipsByHand(ClientModule):
+class ClipsByHand(Classifier):
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, **_):
         self.clip_gradients(optimizer, 0.01, "value")
 
 
-class ChangesGradients(ClientModule):
+class ChangesGradients(Classifier):
     def on_after_backward(self):
         for parameter in self.network.parameters():
             parameter.grad.mul_(2)
@@ -200,7 +200,7 @@ class ChangesGradients(ClientModule):
             parameter.grad.add_(0.01)
 
 
-class WarmUp(ClientModule):
+class WarmUp(Classifier):
     """Lightning's documented recipe."""
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
@@ -209,7 +209,7 @@ class WarmUp(ClientModule):
             group["lr"] = 0.1 * min(1.0, (self.trainer.global_step + 1) / 5)
 
 
-class OwnBackward(ClientModule):
+class OwnBackward(Classifier):
     def backward(self, loss, *args, **kwargs):
         (3 * loss).backward()
 
@@ -217,17 +217,17 @@ class OwnBackward(ClientModule):
         optimizer.zero_grad(set_to_none=False)
 
 
-class AugmentsOnTheDevice(ClientModule):
+class AugmentsOnTheDevice(Classifier):
     def on_after_batch_transfer(self, batch, dataloader_idx):
         return 2 * batch[0], batch[1]
 
 
-class UsesEpochAndStep(ClientModule):
+class UsesEpochAndStep(Classifier):
     def loss(self, batch):
         return super().loss(batch) * (1 + self.current_epoch) / (1 + self.global_step)
 
 
-class ScalesAtTheStart(ClientModule):
+class ScalesAtTheStart(Classifier):
     def on_train_start(self):
         with torch.no_grad():
             self.network.weight.mul_(0.5)
@@ -241,22 +241,22 @@ class ScalesAtTheStart(ClientModule):
             self.network.bias.add_(1)
 
 
-class StopsInABatch(ClientModule):
+class StopsInABatch(Classifier):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.trainer.should_stop = (self.current_epoch, batch_idx) == (1, 1)
 
 
-class StopsAtTheStart(ClientModule):
+class StopsAtTheStart(Classifier):
     def on_train_epoch_start(self):
         self.trainer.should_stop = self.current_epoch == 1
 
 
-class StopsAtTheEnd(ClientModule):
+class StopsAtTheEnd(Classifier):
     def on_train_epoch_end(self):
         self.trainer.should_stop = self.current_epoch == 1
 
 
-class Manual(ClientModule):
+class Manual(Classifier):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.automatic_optimization = False
@@ -350,7 +350,7 @@ KINDS = [
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_a_client_ends_as_under_a_stock_trainer(kind: type[ClientModule]) -> None:
+def test_a_client_ends_as_under_a_stock_trainer(kind: type[Classifier]) -> None:
     momentum = sgd(0.1, momentum=0.9)
     inside = train_inside(linear_client(kind, optimizer=momentum), EPOCHS)
     alone = train_alone(linear_client(kind, optimizer=momentum), EPOCHS)
@@ -435,11 +435,11 @@ HOOKS = (
 )
 
 
-def recording(kind: type[ClientModule], calls: list[str]) -> type[ClientModule]:
+def recording(kind: type[Classifier], calls: list[str]) -> type[Classifier]:
     """Return a subclass that notes the name of every hook when it is called."""
 
     def noted(name: str) -> Callable:
-        def hook(self: ClientModule, *args: Any, **kwargs: Any) -> Any:
+        def hook(self: Classifier, *args: Any, **kwargs: Any) -> Any:
             calls.append(name)
             return getattr(super(Recorded, self), name)(*args, **kwargs)
 
@@ -453,7 +453,7 @@ def recording(kind: type[ClientModule], calls: list[str]) -> type[ClientModule]:
 @pytest.mark.parametrize(
     "kind",
     [
-        ClientModule,
+        Classifier,
         EveryEpoch,
         EveryStep,
         EverySecondStep,
@@ -467,7 +467,7 @@ def recording(kind: type[ClientModule], calls: list[str]) -> type[ClientModule]:
     ],
     ids=lambda kind: kind.__name__,
 )
-def test_the_order_of_all_hooks(kind: type[ClientModule]) -> None:
+def test_the_order_of_all_hooks(kind: type[Classifier]) -> None:
     inside: list[str] = []
     train_inside(linear_client(recording(kind, inside)), 2)
     alone: list[str] = []
@@ -480,14 +480,14 @@ def test_the_order_of_hooks_with_lbfgs() -> None:
         return torch.optim.LBFGS(parameters, max_iter=2)
 
     inside: list[str] = []
-    train_inside(linear_client(recording(ClientModule, inside), optimizer=optimizer), 1)
+    train_inside(linear_client(recording(Classifier, inside), optimizer=optimizer), 1)
     alone: list[str] = []
-    train_alone(linear_client(recording(ClientModule, alone), optimizer=optimizer), 1)
+    train_alone(linear_client(recording(Classifier, alone), optimizer=optimizer), 1)
     assert inside == alone
 
 
-@pytest.mark.parametrize("kind", [ClientModule, Dictionary, Manual])
-def test_on_train_batch_end_sees_the_same_output(kind: type[ClientModule]) -> None:
+@pytest.mark.parametrize("kind", [Classifier, Dictionary, Manual])
+def test_on_train_batch_end_sees_the_same_output(kind: type[Classifier]) -> None:
     seen: list[Any] = []
 
     class Watching(kind):
@@ -505,7 +505,7 @@ def test_on_train_batch_end_sees_the_same_output(kind: type[ClientModule]) -> No
 
 
 class TestLocalSteps:
-    class Counting(ClientModule):
+    class Counting(Classifier):
         batches: list[tuple[int, int]]
 
         def training_step(self, batch, batch_idx):
@@ -520,7 +520,7 @@ class TestLocalSteps:
         assert self.Counting.batches == expected[:steps]
 
     def test_a_client_that_always_skips_its_epoch_does_not_run_forever(self) -> None:
-        class Skipping(ClientModule):
+        class Skipping(Classifier):
             epochs = 0
 
             def on_train_epoch_start(self):
@@ -545,7 +545,7 @@ class TestLocalSteps:
 
 
 def test_logs_are_means_by_sample_count_over_batches_epochs_and_clients() -> None:
-    class Logging(ClientModule):
+    class Logging(Classifier):
         def training_step(self, batch, batch_idx):
             self.log("size", float(len(batch[1])))
             self.log_dict({"by_hand": batch_idx}, batch_size=1)
@@ -589,7 +589,7 @@ def test_dropout_depends_on_seed_round_and_client_alone() -> None:
 
 
 def test_dropout_differs_by_seed_round_and_client() -> None:
-    class Masks(ClientModule):
+    class Masks(Classifier):
         masks: list[Tensor]
 
         def training_step(self, batch, batch_idx):
@@ -627,7 +627,7 @@ def test_a_run_leaves_the_global_random_state_alone() -> None:
 
 
 def test_users_own_randomness_in_a_client_is_reproducible() -> None:
-    class Noisy(ClientModule):
+    class Noisy(Classifier):
         def loss(self, batch):
             noise = random.random() + np.random.rand() + torch.rand(()).item()
             return super().loss(batch) * noise
@@ -670,7 +670,7 @@ def test_a_network_may_use_a_parameter_twice_or_not_at_all() -> None:
     torch.testing.assert_close(inside, alone, rtol=0, atol=1e-6)
 
 
-class Counts(ClientModule):
+class Counts(Classifier):
     """Keeps a count on itself, which must not reach the next client."""
 
     steps = 0
@@ -688,7 +688,7 @@ def test_what_a_client_sets_on_itself_does_not_reach_the_next() -> None:
 
 @pytest.mark.parametrize(("width", "expected"), [(8, 1), (2_000, 2)])
 def test_small_networks_train_on_one_thread_and_give_the_others_back(width, expected) -> None:
-    class Watches(ClientModule):
+    class Watches(Classifier):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             threads.append(torch.get_num_threads())
 
@@ -708,7 +708,7 @@ def test_small_networks_train_on_one_thread_and_give_the_others_back(width, expe
 # What one client leaves behind
 
 
-class Leaving(ClientModule):
+class Leaving(Classifier):
     """Leaves something of itself behind at every loss, and trains by it."""
 
     def leave(self) -> Tensor | float:
@@ -844,7 +844,7 @@ LEAVING = [
 
 @pytest.mark.parametrize("general", [False, True], ids=["lean", "general"])
 @pytest.mark.parametrize("kind", LEAVING, ids=lambda kind: kind.__name__)
-def test_nothing_of_one_client_reaches_the_next(kind: type[ClientModule], general: bool) -> None:
+def test_nothing_of_one_client_reaches_the_next(kind: type[Classifier], general: bool) -> None:
     """Of two clients with the same samples, the second trains as the first did."""
     if general:
         kind = type(kind.__name__, (kind,), {"on_train_start": lambda self: None})

@@ -28,7 +28,7 @@ from pflight.datamodules import TensorClients
 from pflight.engines import VectorizedEngine
 from pflight.errors import ClientError, ConfigurationError
 from pflight.half import OWN, Half, LocalClient
-from pflight.models import ClientModule, ElasticClient, ProximalClient
+from pflight.models import Classifier, ElasticClient, ProximalClient
 from pflight.stacking.steps import StackedOptimizer
 from pflight.state import StateLayout
 from pflight.updates import ClientUpdates
@@ -79,7 +79,7 @@ def assert_close(one: Federation, other: Federation, tolerance: float = 1e-10) -
 
 
 def both(
-    client: ClientModule,
+    client: Classifier,
     callback: Callable[[], ServerCallback] = FedAvg,
     data: TensorClients | None = None,
     rounds: int = 3,
@@ -105,11 +105,11 @@ def both(
         (Reptile, ElasticClient, {"constraint": "l2"}),
         (Reptile, ElasticClient, {"constraint": None}),
         (FedSGD, ProximalClient, {}),
-        (partial(FedSGD, batches=2), ClientModule, {}),
+        (partial(FedSGD, batches=2), Classifier, {}),
     ],
 )
 def test_options_of_algorithms(
-    callback: Callable[[], ServerCallback], kind: type[ClientModule], options: dict[str, Any]
+    callback: Callable[[], ServerCallback], kind: type[Classifier], options: dict[str, Any]
 ) -> None:
     """The common tester compares all algorithms with their default options."""
     both(batchnorm_client(kind, **options).double(), callback, rounds=4)
@@ -133,7 +133,7 @@ def test_optimizers(optimizer: Callable[..., Any], duration: dict[str, int]) -> 
     both(linear_client(double=True, optimizer=optimizer), **duration)
 
 
-class TwoSteps(ClientModule):
+class TwoSteps(Classifier):
     """Trains weights and biases with steps of their own, and leaves one bias alone."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -198,7 +198,7 @@ def test_tied_frozen_and_unused_parameters() -> None:
 
     torch.manual_seed(0)
     network = Odd().double()
-    client = ClientModule(network, CLASSES, optimizer=sgd(weight_decay=0.5))
+    client = Classifier(network, CLASSES, optimizer=sgd(weight_decay=0.5))
     state = both(client).server_states()[0]
     assert_same({"w": state["network.unused.weight"]}, {"w": network.unused.weight.data})
 
@@ -243,7 +243,7 @@ def test_attention_is_stacked() -> None:
 
 @pytest.mark.parametrize("make", [linear_client, batchnorm_client])
 @pytest.mark.parametrize("kind", [ProximalClient, ElasticClient])
-def test_mixed_precision(make: Callable[..., ClientModule], kind: type[ClientModule]) -> None:
+def test_mixed_precision(make: Callable[..., Classifier], kind: type[Classifier]) -> None:
     """Products of matrices are in bfloat16; steps and distances to the anchor are not."""
     fit = partial(run, make(kind), small_data(cohort_size=4), rounds=2)
     mixed = partial(fit, trainer={"precision": "bf16-mixed"})
@@ -274,7 +274,7 @@ class CountsSteps(Half):
         return {f"{OWN}taken": 2 * c.own["taken"]}
 
 
-class Counting(ClientModule):
+class Counting(Classifier):
     """Names its half itself."""
 
     client_half = CountsSteps()
@@ -327,7 +327,7 @@ def networks() -> st.SearchStrategy[nn.Module]:
     counts=st.lists(st.integers(4, 11), min_size=6, max_size=6),
     batch_size=st.sampled_from([4, 5, None]),
     optimizer=st.sampled_from([sgd(0.05), sgd(0.05, momentum=0.9)]),
-    kind=st.sampled_from([ClientModule, ProximalClient, ElasticClient]),
+    kind=st.sampled_from([Classifier, ProximalClient, ElasticClient]),
     epochs=st.integers(1, 2),
 )
 def test_random_networks(
@@ -335,7 +335,7 @@ def test_random_networks(
     counts: list[int],
     batch_size: int | None,
     optimizer: Callable[..., Any],
-    kind: type[ClientModule],
+    kind: type[Classifier],
     epochs: int,
 ) -> None:
     shape = 1, 4, 4
@@ -371,7 +371,7 @@ def test_a_finished_client_does_not_move(optimizer: Callable[..., Any]) -> None:
 # Failures
 
 
-class Fragile(ClientModule):
+class Fragile(Classifier):
     """Gives NaN, where the samples of a client are large."""
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -446,34 +446,34 @@ def test_a_phase_ends_where_a_client_fails() -> None:
 # What can't be stacked
 
 
-class Hooked(ClientModule):
+class Hooked(Classifier):
     def on_train_batch_end(self, *_: Any) -> None:
         pass
 
 
-class OwnStep(ClientModule):
+class OwnStep(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return 2 * self.loss(batch)
 
 
-class Branching(ClientModule):
+class Branching(Classifier):
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         loss = super().loss(batch)
         return 2 * loss if loss > 1 else loss
 
 
-class Scheduled(ClientModule):
+class Scheduled(Classifier):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
 
-class OwnLearningRate(ClientModule):
+class OwnLearningRate(Classifier):
     def configure_optimizers(self) -> Any:
         return SGD(self.parameters(), lr=1 / self.trainer.num_training_batches)
 
 
-class OwnGenerator(ClientModule):
+class OwnGenerator(Classifier):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.random = np.random.default_rng(0)
@@ -491,29 +491,29 @@ class SparseEmbedding(nn.Module):
         return self.embedding((x[:, 0] > 0).long())
 
 
-class Dicing(ClientModule):
+class Dicing(Classifier):
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         return super().loss(batch) * random.random()
 
 
-class NumpyDicing(ClientModule):
+class NumpyDicing(Classifier):
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         return super().loss(batch) * float(np.random.rand())
 
 
-class Remembering(ClientModule):
+class Remembering(Classifier):
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         self.last_loss = super().loss(batch)
         return self.last_loss
 
 
-class Logging(ClientModule):
+class Logging(Classifier):
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         self.log("shown", 1.0)
         return super().loss(batch)
 
 
-class Watchful(ClientModule):
+class Watchful(Classifier):
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         return super().loss(batch) * (1 + self.current_epoch)
 
@@ -562,7 +562,7 @@ class Recurrent(nn.Module):
     ],
 )
 def test_what_can_not_be_stacked_runs_one_by_one(
-    make: Callable[[], ClientModule], reason: str, recwarn: pytest.WarningsRecorder
+    make: Callable[[], Classifier], reason: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     data = small_data(cohort_size=4)
     stacked = run(make(), data, rounds=2, engine="vectorized")
@@ -585,7 +585,7 @@ def test_more_than_none_at_once() -> None:
 
 @pytest.mark.parametrize("make", [batchnorm_client, linear_client])
 def test_the_same_run_twice_and_resumed(
-    make: Callable[..., ClientModule], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Classifier], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also over the call at which operations are recorded."""
     monkeypatch.setattr("pflight.stacking.client._OFTEN", 4)
@@ -603,7 +603,7 @@ def test_the_same_run_twice_and_resumed(
 @pytest.mark.parametrize("counts", [[8] * 6, [5, 12, 7, 9, 3, 10]])
 @pytest.mark.parametrize("make", [batchnorm_client, linear_client])
 def test_what_is_called_often_is_recorded(
-    counts: list[int], make: Callable[..., ClientModule], monkeypatch: pytest.MonkeyPatch
+    counts: list[int], make: Callable[..., Classifier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pflight.stacking.client._OFTEN", 4)
     data = double_data(counts=counts, cohort_size=None)
@@ -657,10 +657,10 @@ class Leftovers(Callback):
 @ENGINES
 @pytest.mark.parametrize(
     ("callback", "kind"),
-    [(partial(FeSEM, 2), ProximalClient), (Reptile, ElasticClient), (FedSGD, ClientModule)],
+    [(partial(FeSEM, 2), ProximalClient), (Reptile, ElasticClient), (FedSGD, Classifier)],
 )
 def test_a_chunk_is_freed_before_the_next(
-    callback: Callable[[], ServerCallback], kind: type[ClientModule], engine: str
+    callback: Callable[[], ServerCallback], kind: type[Classifier], engine: str
 ) -> None:
     """It is large, and the collector counts objects, not bytes: it comes by after many chunks."""
     leftovers, no_metrics = Leftovers(), {"limit_val_batches": 0}
@@ -741,7 +741,7 @@ def test_gradients_may_lie_anyhow(
     both(client, server, data=double_data())
 
 
-class ReplacesBuffer(ClientModule):
+class ReplacesBuffer(Classifier):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.register_buffer("mean", torch.zeros(FEATURES))
@@ -767,7 +767,7 @@ def test_replaced_buffer_is_kept_by_each_client() -> None:
     assert_same(second, untouched)
 
 
-class LeavesThingsBehind(ClientModule):
+class LeavesThingsBehind(Classifier):
     """Freezes its weight in the course of its training, and counts in its network."""
 
     def on_train_epoch_end(self) -> None:
@@ -785,13 +785,13 @@ def test_clients_leave_nothing_behind() -> None:
     torch.testing.assert_close(federation.client_state(0), federation.client_state(1))
 
 
-class ClampsItsWeights(ClientModule):
+class ClampsItsWeights(Classifier):
     def on_train_epoch_end(self) -> None:
         with torch.no_grad():
             self.network.weight.clamp_(-0.1, 0.1)
 
 
-class RestsItsBias(ClientModule):
+class RestsItsBias(Classifier):
     def on_train_epoch_start(self) -> None:
         self.network.bias.requires_grad_(self.current_epoch > 0)
 
@@ -804,7 +804,7 @@ class RestsItsBias(ClientModule):
     ],
 )
 def test_hooks_that_can_not_be_shared(
-    kind: type[ClientModule], reason: str, recwarn: pytest.WarningsRecorder
+    kind: type[Classifier], reason: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     fit = partial(run, linear_client(kind).double(), double_data(), rounds=2, local_epochs=2)
     stacked = fit(engine="vectorized")

@@ -14,7 +14,7 @@ from pflight import Federation
 from pflight.callbacks import FedAvg, FedRep, SharedPart
 from pflight.errors import ConfigurationError
 from pflight.layers import Layers
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from tests import reference
 from tests.callbacks.test_shared_part import (
     ENGINES,
@@ -228,13 +228,13 @@ def test_newcomers_train_their_head_alone() -> None:
 def test_nobody_else_rests_when_a_client_fails(engine: str) -> None:
     """Whether it fails in the epochs of the head or in those of the body."""
 
-    def fit(kind: type[ClientModule], counts: tuple[int, ...]) -> Federation:
+    def fit(kind: type[Classifier], counts: tuple[int, ...]) -> Federation:
         callback = FedRep(head_epochs=1)
         data = small_data(counts)
         return run(batchnorm_client(kind), data, callback, 2, local_epochs=2, engine=engine)
 
     broken = fit(failing(), (5, 12, 7, 9, 3, 10))
-    without = fit(ClientModule, (5, 12, 7, 0, 3, 10))
+    without = fit(Classifier, (5, 12, 7, 0, 3, 10))
     assert [entry.failed for entry in broken.history] == [[3], [3]]
     for i in (0, 1, 2, 4, 5):
         torch.testing.assert_close(

@@ -15,7 +15,7 @@ from pflight.half import OWN, PERSONAL, Half, layout_with
 from pflight.local.copies import ready
 from pflight.local.models import LocalModels
 from pflight.local.setting import Setting
-from pflight.models import ClientModule
+from pflight.models import Classifier
 from pflight.models.halves import Personal
 from pflight.stacking.client import ANCHOR, StackedClient
 from pflight.state import StateLayout
@@ -41,7 +41,7 @@ ALL = pytest.mark.parametrize("name", METHODS)
 SCALARS = ("num_samples", "mean_samples", "seen", "num_steps")
 
 
-def setting_of(client: ClientModule, half: Half) -> Setting:
+def setting_of(client: Classifier, half: Half) -> Setting:
     layout, data = layout_with(half, StateLayout.of(client)), small_data(dtype=torch.float64)
     return Setting(client, half, layout, data, Precision(), torch.device("cpu"), seed=0)
 

@@ -157,9 +157,9 @@ def mean_features(client: L.LightningModule, x: Tensor, batch_size: int = 1024) 
         over its positions.
 
     Example:
-        >>> from pflight.models import ClientModule
+        >>> from pflight.models import Classifier
         >>> network = nn.Sequential(nn.ReLU(), nn.Linear(2, 3))
-        >>> mean_features(ClientModule(network, 3), torch.tensor([[1.0, -8.0], [3.0, 2.0]]))
+        >>> mean_features(Classifier(network, 3), torch.tensor([[1.0, -8.0], [3.0, 2.0]]))
         tensor([2., 1.])
     """
     seen: dict[str, Tensor] = {}
