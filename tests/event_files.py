@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -35,9 +36,8 @@ def read_events(folder: str | Path) -> Events:
     found.Reload()
     tags = found.Tags()
     suffix = "/text_summary"
-    scalars = {
-        tag: sorted(found.Scalars(tag), key=attrgetter("wall_time")) for tag in tags["scalars"]
-    }
+    texts = [tag for tag in tags["tensors"] if tag.endswith(suffix)]
+    scalars = _points(found.Scalars, tags["scalars"])
     hparams: dict[str, Any] = {}
     compared: set[str] = set()
     for content in found.PluginTagToContent("hparams").values() if _has_hparams(found) else ():
@@ -46,18 +46,27 @@ def read_events(folder: str | Path) -> Events:
         for name, value in record.session_start_info.hparams.items():
             hparams[name] = getattr(value, value.WhichOneof("kind"))
     return Events(
-        scalars={tag: [e.step for e in points] for tag, points in scalars.items()},
-        values={tag: [e.value for e in points] for tag, points in scalars.items()},
-        images={tag: [e.step for e in found.Images(tag)] for tag in tags["images"]},
-        histograms={tag: [e.step for e in found.Histograms(tag)] for tag in tags["histograms"]},
+        scalars=_steps(scalars),
+        values={tag: [point.value for point in points] for tag, points in scalars.items()},
+        images=_steps(_points(found.Images, tags["images"])),
+        histograms=_steps(_points(found.Histograms, tags["histograms"])),
         texts={
-            tag.removesuffix(suffix): [e.step for e in found.Tensors(tag)]
-            for tag in tags["tensors"]
-            if tag.endswith(suffix)
+            tag.removesuffix(suffix): steps
+            for tag, steps in _steps(_points(found.Tensors, texts)).items()
         },
         hparams=hparams,
         compared=compared,
     )
+
+
+def _points(read: Callable[[str], Iterable[Any]], tags: Iterable[str]) -> dict[str, list[Any]]:
+    """Return the points of each tag, in the order of their times."""
+    return {tag: sorted(read(tag), key=attrgetter("wall_time")) for tag in tags}
+
+
+def _steps(points: dict[str, list[Any]]) -> dict[str, list[int]]:
+    """Return the steps of the points of each tag."""
+    return {tag: [point.step for point in found] for tag, found in points.items()}
 
 
 def _has_hparams(found: EventAccumulator) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 
+import pflight
 from pflight import Federation
 from pflight.callbacks import (
     CFL,
@@ -102,3 +103,7 @@ def test_former_names_of_classes_are_known(former: str, options: list[str], kind
     config = parser.parse_args([f"--server=pflight.callbacks.{former}", *given])
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     assert type(instantiate(config).server) is kind
+
+
+def test_the_former_name_of_the_classifier_is_known() -> None:
+    assert pflight.models.ClientModule is Classifier
