@@ -26,10 +26,9 @@ from options import at_least
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pflight.deploy.certificates import check_server, make_certificates, make_key
-from pflight.deploy.flower import Authority
+from pflight.deploy.flower import APP, ControlHttpClient, start_run
 from pflight.deploy.keys import node_key
 from pflight.deploy.processes import Process, free_port
-from pflight.deploy.superlink import APP, start_run
 
 METHODS = ("fedavg", "fesem", "fedec", "ditto", "pfedla", "scaffold")
 
@@ -66,14 +65,15 @@ def seconds_of_flower(nodes: int, rounds: int, folder: Path) -> float:
     words = ["flower-superlink", "--host=127.0.0.1", f"--port={link.rpartition(':')[2]}"]
     words += ["--ssl-ca-certfile", tls["ca"], "--ssl-certfile", tls["server"]]
     words += ["--ssl-keyfile", str(certificates / "server.key"), "--enable-supernode-auth"]
-    app = APP.replace("pflight.deploy.app", "flower_fedavg")
+    app = APP.replace("none:", "flower_fedavg:")
     with ExitStack() as until_done:
         process = Process(words, folder / "link", "superlink")
         until_done.callback(process.stop)
         while not check_server(link, certificates / "ca.pem"):
             process.check()
             time.sleep(0.5)
-        control = Authority(certificates / "ca.pem").control(link)
+        root = str(certificates / "ca.pem")
+        control = ControlHttpClient.from_server_address(link, False, root, [])
         for place in range(nodes):
             key = folder / f"{place}.key"
             public = node_key(make_key(key))

@@ -3,7 +3,8 @@
     python benchmarks/forgetting.py runs/papers/fedec/cifar10_100_2/fedec_wo/0
 
 The accuracy of the own models of a round's clients right after it, less that of the models which
-they had before: the mean over clients and rounds, with a 95 % interval, and the share that fell.
+they had before: the mean over clients and rounds, with a 95 % interval (from six of
+them on), and the share that fell.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from papers import Test, tests_in, values_of
+from papers import Test, tests_in, values_of, with_interval
 from run_table import print_table
 
 from pflight.experiments.statistics import differences
@@ -49,7 +50,7 @@ def of_run(folder: Path) -> str:
         raise SystemExit(f"{folder}: {error}") from None
     (mean,) = differences([[changed]])
     lost = 100 * (changed < 0).mean()
-    return f"| {folder} | {mean.mean:.2f} ({mean.low:.2f} to {mean.high:.2f}) | {lost:.0f} % |"
+    return f"| {folder} | {with_interval(mean.mean, mean.low, mean.high)} | {lost:.0f} % |"
 
 
 def main() -> None:

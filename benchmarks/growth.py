@@ -104,7 +104,12 @@ def run(rounds: int, folder: str) -> dict[int, Cost]:
         ]
 
     data = TensorClients(
-        clients(20), clients(10), clients(10), num_classes=10, batch_size=10, cohort_size=10
+        clients(20),
+        test=clients(10),
+        val=clients(10),
+        num_classes=10,
+        batch_size=10,
+        cohort_size=10,
     )
     sgd = partial(torch.optim.SGD, lr=0.01)
     federation = Federation(ProximalClient(MLP(64, [64], 10), 10, optimizer=sgd, scaling="eq7"))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -291,8 +292,8 @@ def measured(run: Run) -> dict[Figure, float]:
 def compared(one: Run, other: Run) -> dict[Figure, float]:
     """Return by how much a run is above another one of the same seed, which has the same cohorts.
 
-    With the ends of a 95 % interval, by bootstrap over the pairs of clients, which count alike:
-    measures that weigh them are left out.
+    With the ends of a 95 % interval, if there are enough pairs of clients for one, by bootstrap
+    over the pairs, which count alike: measures that weigh them are left out.
     """
     found, tests = {}, (one.tests, other.tests)
     for measure in EXPERIMENTS[one.experiment]["measures"]:
@@ -302,8 +303,15 @@ def compared(one: Run, other: Run) -> dict[Figure, float]:
         (difference,) = differences([[100 * (ours - theirs)]])
         where = one.experiment, one.column, f"{one.method} - {other.method}", str(one.seed)
         found[*where, measure] = difference.mean
-        found |= {(*where, f"{measure}_{end}"): getattr(difference, end) for end in ENDS}
+        if math.isfinite(difference.low):
+            found |= {(*where, f"{measure}_{end}"): getattr(difference, end) for end in ENDS}
     return found
+
+
+def with_interval(mean: float, low: float | None, high: float | None) -> str:
+    """Return a mean with its interval, if it has one."""
+    known = low is not None and high is not None and math.isfinite(low)
+    return f"{mean:.2f}" + (f" ({low:.2f} to {high:.2f})" if known else "")
 
 
 def table(experiment: str, column: str, figures: dict[Figure, float]) -> str:
@@ -348,9 +356,8 @@ def difference_table(experiment: str, column: str, pair: str, figures: dict[Figu
                 cells.append("")
                 continue
             values.append(figures[*where, measure])
-            ends = [figures.get((*where, f"{measure}_{end}")) for end in ENDS]
-            interval = "" if None in ends else f" ({ends[0]:.2f} to {ends[1]:.2f})"
-            cells.append(f"{values[-1]:.2f}{interval}")
+            ends = (figures.get((*where, f"{measure}_{end}")) for end in ENDS)
+            cells.append(with_interval(values[-1], *ends))
         lines.append(cells)
     if len(lines) > 3:  # below the head, several seeds
         lines.append(["mean", *(cell(values, digits=2) for values in by_measure.values())])

@@ -51,10 +51,12 @@ T = TypeVar("T")
 class DatasetClients(FederatedDataModule):
     """Federated data with one map-style torch ``Dataset`` for each client.
 
-    Samples are read when a batch needs them, by one DataLoader for all clients; counting uses a
-    dataset's ``len`` and reads none, but classes can only be counted by reading. ``collate_fn``
-    makes batches, in any form that the client module's steps take; for an ``augmentation`` they
-    must be pairs of images and labels. Random transforms of a sample depend only on ``(seed, round,
+    Where all are a ``TensorDataset`` or a ``Subset`` of one, and there is no ``collate_fn``, their
+    tensors are taken as they are, so that many clients can train at once. Other samples are read
+    when a batch needs them, by one DataLoader for all clients; counting uses a dataset's ``len``
+    and reads none, but classes can only be counted by reading. ``collate_fn`` makes batches, in any
+    form that the client module's steps take; for an ``augmentation`` they must be pairs of images
+    and labels. Random transforms of a sample depend only on ``(seed, round,
     client, epoch, index)``, so that they are the same with any number of workers and in a resumed
     run. Random numbers in ``collate_fn`` follow those of the batch's last sample.
 
@@ -85,9 +87,9 @@ class DatasetClients(FederatedDataModule):
     def __init__(
         self,
         train: Datasets,
+        *,
         val: Datasets | None = None,
         test: Datasets | None = None,
-        *,
         num_classes: int | None = None,
         batch_size: int | None = 32,
         num_workers: int = 0,
@@ -129,7 +131,41 @@ class DatasetClients(FederatedDataModule):
         self.pin_memory = pin_memory
         self._loaders: dict[Split, _Loader] = {}
         self._labels: dict[tuple[int, Split], Tensor] = {}
+        self._tables = self._as_tables() if collate_fn is None else None
         self.setup()
+
+    def _as_tables(self) -> list[TensorDataset] | None:
+        """Return the Datasets of tensors that the clients' samples are of, if all are."""
+        tables = []
+        for dataset in chain.from_iterable(self.datasets.values()):
+            while type(dataset) is Subset:
+                dataset = dataset.dataset
+            if type(dataset) is TensorDataset:
+                tables.append(dataset)
+            elif type(dataset) is not _NoSamples:
+                return None
+        return tables
+
+    @property
+    def holds_tensors(self) -> bool:
+        """Whether the clients' samples are tensors that lie in memory."""
+        return self._tables is not None
+
+    def samples(self, client: int, split: Split) -> Any:
+        """Return the tensors of one client's samples, if these lie in memory.
+
+        Raises:
+            ConfigurationError: If they don't.
+        """
+        if not self._tables:
+            raise ConfigurationError(f"{self}: its samples are read one by one, by batches()")
+        self.check_client(client)
+        dataset, rows = _chosen(self.datasets[split][client])
+        if isinstance(dataset, TensorDataset):
+            tensors = dataset.tensors
+        else:  # a client without samples
+            tensors, rows = self._tables[0].tensors, torch.empty(0, dtype=torch.long)
+        return tensors if rows is None else tuple(tensor[rows] for tensor in tensors)
 
     def num_samples(self, split: Split = "train") -> Tensor:
         """Return each client's number of samples, ``[num_clients]``."""
@@ -173,6 +209,8 @@ class DatasetClients(FederatedDataModule):
         Raises:
             ConfigurationError: If they are to be augmented, and are no pairs of images and labels.
         """
+        if self.holds_tensors:
+            return super().batches(split, visits)
         if split not in self._loaders:
             samples = _Samples(self.datasets[split], self.collate_fn or default_collate)
             self._loaders[split] = _Loader(samples, self.num_workers, self.pin_memory)

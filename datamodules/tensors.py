@@ -28,8 +28,8 @@ class TensorClients(FederatedDataModule):
 
     Args:
         train: For each client its training features ``[n, ...]`` and labels ``[n]``.
-        test: The same for testing, in the same order of clients; ``None`` means no test data.
-        val: The same for validation.
+        val: The same for validation, in the same order of clients; ``None`` means none.
+        test: The same for testing.
         num_classes: Number of classes; labels are ``0 .. num_classes - 1``. ``None`` for other
             targets ``[n, ...]`` of one shape and type, which are kept as they are.
         cohort_size: Clients that train in a round; with neither this nor ``participation``, all.
@@ -50,9 +50,9 @@ class TensorClients(FederatedDataModule):
     def __init__(
         self,
         train: Pairs,
-        test: Pairs | None = None,
-        val: Pairs | None = None,
         *,
+        val: Pairs | None = None,
+        test: Pairs | None = None,
         num_classes: int | None = None,
         cohort_size: int | None = None,
         batch_size: int | None = 32,

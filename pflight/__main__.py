@@ -13,8 +13,11 @@ from types import FrameType
 from .allocator import keep_freed_memory
 from .commands import COMMANDS, RUNS, parser
 from .completion import complete
+from .streams import write_plainly
 from .typos import complaint
 
+_SLOW = ("compare", "report")  # commands, besides runs, that import PyTorch
+_ONLY_SHOWN = ("-h", "--help", "--print_config")  # options with which nothing is run
 _BEFORE_A_RUN = ("-c", "--config", "--print_config")  # options that its name may follow
 
 
@@ -29,18 +32,34 @@ def main(args: Sequence[str] | None = None) -> None:
             signal.signal(signum, _end)
     if "_ARGCOMPLETE" in os.environ:
         complete()
+    write_plainly()
+    if args is None:
+        _look_in_the_current_folder()
     args = sys.argv[1:] if args is None else [*args]
     first = args[0].partition("=")[0] if args else ""
     front, _ = parser()
     if first in RUNS and (message := complaint(first, args[1:])):
         front.error(message)
     if first in RUNS or first in _BEFORE_A_RUN:
+        if not any(arg.startswith(_ONLY_SHOWN) for arg in args):
+            _begin(next((arg for arg in args if arg in RUNS), first))
         _run(args)
         return
     options = front.parse_args(args)
+    if options.command in _SLOW:
+        _begin(options.command)
     if options.command is None:
         front.error(f"no command is given: choose {', '.join([*RUNS, *COMMANDS])}")
     COMMANDS[options.command][0].run(options)
+
+
+def _look_in_the_current_folder() -> None:
+    """Let Python find modules in the current folder, as ``python -m pflight`` does.
+
+    The options ``-P`` and ``-I`` and the variable ``PYTHONSAFEPATH`` of Python prevent it.
+    """
+    if not sys.flags.safe_path and sys.path[:1] not in ([""], [os.getcwd()]):
+        sys.path.insert(0, os.getcwd())
 
 
 def _run(args: Sequence[str]) -> None:
@@ -58,6 +77,12 @@ def _run(args: Sequence[str]) -> None:
     gc.enable()
     atexit.register(gc.unfreeze)
     run(args)
+
+
+def _begin(command: str) -> None:
+    """Print a first line before the imports, which take seconds."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"pflight: starting {command}", flush=True)
 
 
 def _end(signum: int, frame: FrameType | None) -> None:

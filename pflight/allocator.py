@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt, as malloc.h numbers them
 _KEPT = 128 * 2**20  # bytes at the end of the heap that are kept when they are free
@@ -33,3 +34,9 @@ def keep_freed_memory() -> bool:
         return False
     options = (_MMAP_THRESHOLD, _LARGEST), (_TRIM_THRESHOLD, _KEPT)
     return all(mallopt(option, value) for option, value in options)
+
+
+def give_freed_memory_back() -> None:
+    """Let glibc give free memory back to the system now, after large blocks were freed at odds."""
+    with suppress(AttributeError, OSError, TypeError):  # another C library, or Windows
+        ctypes.CDLL(None).malloc_trim(0)

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import lightning as L
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    SpikeDetection,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from torch import Tensor
 
 from .checkpoint import AtomicCheckpointIO
 from .data_module import FederatedDataModule
@@ -19,6 +32,18 @@ from .memory import ClientMemory, MappedMemory
 from .options import described, differing, whole
 
 _PROCESSES_PER_CORE = 4
+_HERE = ("127.0.0.1", "localhost")  # which no other machine can reach
+_OF_ONE_MODEL = (
+    BaseFinetuning,
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    SpikeDetection,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+"""Callbacks that copy, change or watch the one model that a Trainer trains."""
 
 
 def check_trainer(trainer: L.Trainer) -> None:
@@ -33,6 +58,20 @@ def check_trainer(trainer: L.Trainer) -> None:
             "accumulate_grad_batches has no meaning for rounds: set the data's batch_size, or "
             "accumulate in a client with manual optimization"
         )
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    alone = isinstance(environment, LightningEnvironment) and environment.main_address in _HERE
+    if trainer.num_nodes > 1 and alone:
+        raise ConfigurationError(
+            f"num_nodes={trainer.num_nodes} waits for processes on as many machines: start it on "
+            "each with MASTER_ADDR, MASTER_PORT and NODE_RANK, or leave num_nodes out"
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, _OF_ONE_MODEL):
+            raise ConfigurationError(
+                f"the Trainer's {type(callback).__name__} works on the one model of a training, "
+                "where a federation has models of a server and of clients: leave it out, or do "
+                "the like in a server callback (docs/own-methods.md)"
+            )
     _check_limit("overfit_batches", trainer.overfit_batches)  # type: ignore[attr-defined]
     for name in ("train", "val", "test", "predict"):
         _check_limit(f"limit_{name}_batches", getattr(trainer, f"limit_{name}_batches"))
@@ -47,6 +86,50 @@ def check_trainer(trainer: L.Trainer) -> None:
         raise ConfigurationError(
             f"log_every_n_steps must be at least 0, got {trainer.log_every_n_steps}"  # type: ignore[attr-defined]
         )
+
+
+def settings_of(module: L.LightningModule) -> dict[str, Any]:
+    """Return what is set on a module, by name: plain attributes and the versions of tensors."""
+    found: dict[str, Any] = {}
+    for name, part in module.named_modules(prefix="client"):
+        own = {**vars(part), **getattr(part, "_hparams", {})}
+        found |= {
+            f"{name}.{key}": value
+            for key, value in own.items()
+            if key[0] != "_" and key != "training" and _is_plain(value)
+        }
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and not tensor.is_inference():
+            found[f"client.{name}"] = f"{id(tensor)} {tensor._version}"  # set, or changed in place
+    return found
+
+
+def check_unchanged(module: L.LightningModule, before: Mapping[str, Any]) -> None:
+    """Raise if somebody has set something on a module of which all clients have copies.
+
+    Args:
+        module: The client module.
+        before: Its :func:`settings_of` the time when the copies were made.
+
+    Raises:
+        ConfigurationError: Naming what was set.
+    """
+    now = settings_of(module)
+    changed = [
+        name
+        for name, value in now.items()
+        if name not in before or described(before[name]) != described(value)
+    ]
+    if changed:
+        raise ConfigurationError(
+            f"federation.{min(changed)} was set while the federation trains, which its clients "
+            "don't get to know, since they train copies: lower their step size by "
+            "client_lr_decay, or let the module use self.round_index (docs/modules.md)"
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float | partial)
 
 
 def check_strategy(strategy: object) -> None:

@@ -34,7 +34,7 @@ from .federation import Federation
 from .files import full_disk, full_disk_left_to_the_main_thread
 from .history import check_trained
 from .options import as_list, why_not_built
-from .parser import FederationParser, refusal, specs
+from .parser import FederationParser, drop_untold_defaults, refusal, specs
 from .process import configuration_error, fail, quieten, say
 from .run_callbacks import RunCheckpoint, SaveRunConfig, dumped
 from .runs import RunFolder
@@ -150,6 +150,7 @@ class FederationCLI(LightningCLI):
             self.config = parser.parse_run(with_shipped_configs(given), commands)
         except UnicodeDecodeError as error:  # in the file of an option, such as --trainer
             raise ConfigurationError(f"a file among the options is not text: {error}") from error
+        drop_untold_defaults(self.config)
         self._check_options(self.config[self.config.subcommand])
 
     def _check_options(self, config: Namespace) -> None:

@@ -62,6 +62,7 @@ class LocalTraining:
         finetune_epochs: Epochs of fine-tuning before a client is judged.
         on_client_error: What becomes of a client that fails.
         seed: Keys all randomness.
+        lr_decay: What the step sizes are multiplied by in each round after the first.
     """
 
     epochs: int = 1
@@ -69,6 +70,7 @@ class LocalTraining:
     finetune_epochs: int = 0
     on_client_error: Literal["skip", "raise"] = "skip"
     seed: int = 0
+    lr_decay: float = 1.0
 
 
 @dataclass
@@ -194,6 +196,10 @@ class ClientWork:
     def num_samples_of(self, clients: Tensor) -> Tensor:
         """Return the clients' numbers of training samples ``[C]``."""
         return self.num_samples[clients.cpu()].to(self.device)
+
+    def weights_of(self, clients: Tensor) -> Tensor:
+        """Return what the clients ``[C]`` weigh in a mean by samples, on the CPU."""
+        return self.num_samples[clients.cpu()]
 
     def class_counts_of(self, clients: Tensor) -> Tensor:
         """Return the clients' training samples by class ``[C, K]``."""
@@ -325,7 +331,9 @@ class ClientWork:
         self.note_failures(failures, "to look through its samples")
         failed = {failure.client for failure in failures}
         ids = clients.tolist()
-        return [None if i in failed else own for i, own in zip(ids, rows, strict=True)]
+        device = next(iter(states.values())).device  # after a fit on a GPU it is the CPU again
+        here = [{name: row.to(device) for name, row in own.items()} for own in rows]
+        return [None if i in failed else own for i, own in zip(ids, here, strict=True)]
 
     def learn(
         self,
@@ -392,6 +400,10 @@ class ClientWork:
             ClientError: To stop the run.
         """
         self._failures.note(failures, doing)
+
+    def note_sound(self, count: int) -> None:
+        """Note that so many clients of this rank did not fail in what is going on."""
+        self._failures.sound += count
 
 
 def _laid_over(updates: ClientUpdates, clients: Tensor, states: TensorDict) -> TensorDict:

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from tensordict import TensorDict
 from torch import Tensor
 
+from .checks import check_unchanged, settings_of
 from .client_work import MEMORY, PRIVATE, ClientWork, CurrentRound, LocalTraining
 from .cohort import CohortSampler
 from .data_module import FederatedDataModule
@@ -61,8 +62,11 @@ class Clients(ClientWork):
         traffic: The bytes of all rounds so far.
         on_updates: Functions that are called with each chunk of updates, full states, as it comes.
         on_client_end: Called with the id of each client that has trained.
+        renewed: Clients that have lost what they were known by, and begin anew.
         said_not_finite: Metrics, as ``val/mae``, of which a client's was said not to be finite.
     """
+
+    if_data_are_lost = ""
 
     def __init__(
         self,
@@ -78,7 +82,9 @@ class Clients(ClientWork):
         self.on_updates: list[Callable[[ClientUpdates], None]] = []
         self.on_client_end: Callable[[int], None] | None = None
         self.said_not_finite: set[str] = set()
+        self.renewed: set[int] = set()
         self._warned: set[str] = set()  # of clients that are not stacked
+        self._as_copied: dict[str, Any] | None = None  # the module, when its copies were made
 
     # Who they are
 
@@ -201,7 +207,8 @@ class Clients(ClientWork):
         """
         whose = self.module, self.half, self.layout, self.attached_data
         how = strategy.precision_plugin, strategy.root_device, self.training.seed, timeout
-        setting = Setting(*whose, *how)
+        setting = Setting(*whose, *how, self.training.lr_decay)
+        self._as_copied = settings_of(self.module)
         if self.half.needs_classes:
             _ = setting.class_counts  # which says before the start if there are none
         self.engine, choice = build_engine(wanted, clients_at_once, setting, self._warned)
@@ -298,6 +305,12 @@ class Clients(ClientWork):
         self.leave_out(failures, "to tell its loss")
         return losses
 
+    def losses_of(
+        self, clients: Tensor, models: Sequence[TensorDict], split: Split = "train"
+    ) -> Tensor:
+        """Return the clients' :meth:`losses` ``[K, C]`` at each of several models ``[C]``."""
+        return torch.stack([self.losses(clients, sent, split) for sent in models])
+
     def judged(self, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Return the full states ``[C]`` by which clients are judged that are sent this now."""
         return self.participation.judged(self, clients, sent)
@@ -362,6 +375,8 @@ class Clients(ClientWork):
 
     def begin_round(self) -> Failures:
         """Forget the round before, draw who never answers in the next, and return its failures."""
+        if self._as_copied is not None:
+            check_unchanged(self.module, self._as_copied)
         index, everybody = self.rounds, self.cohorts.clients
         silent = everybody[~self.cohorts.answers(index, everybody)]
         self.current = CurrentRound(Round(index, []), silent)

@@ -35,17 +35,31 @@ def config_file(path: str) -> str:
 
 
 def with_shipped_configs(args: Sequence[str]) -> list[str]:
-    """Return the arguments, with paths of shipped configs for config files that don't exist."""
-    found = list(args)
-    for position, arg in enumerate(found):
+    """Return the arguments, with paths of shipped configs for config files that don't exist.
+
+    Lists that a file replaces, of callbacks or loggers, are emptied before. Otherwise jsonargparse
+    gives the options of an earlier callback to the one that takes its place.
+    """
+    found, rest = [], list(args)
+    while rest:
+        arg = rest.pop(0)
         option, equals, value = arg.partition("=")
-        if option not in ("--config", "-c"):
-            continue
-        if equals:
-            found[position] = f"{option}={config_file(value)}"
-        elif position + 1 < len(found):
-            found[position + 1] = config_file(found[position + 1])
+        if option in ("--config", "-c") and (equals or rest):
+            path = config_file(value if equals else rest.pop(0))
+            inside_a_command = not args[0].startswith("-")
+            found += _emptied(path) if inside_a_command else []
+            found += [f"{option}={path}"] if equals else [option, path]
+        else:
+            found.append(arg)
     return found
+
+
+def _emptied(path: str) -> list[str]:
+    """Return arguments that empty the lists of the Trainer which a file gives as a whole."""
+    trainer = load(Path(path).read_text("utf-8-sig")).get("trainer")
+    options = trainer if isinstance(trainer, dict) else {}
+    lists = (name for name in ("callbacks", "logger") if isinstance(options.get(name), list))
+    return [f"--trainer.{name}=null" for name in lists]
 
 
 def check_config_file(path: str) -> None:

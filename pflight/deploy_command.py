@@ -8,6 +8,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+MAX_SAMPLES = 10**7
+"""Samples that a node may say it has in a split, unless the server is told otherwise."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add its commands: a server, a client, certificates, and a look at all of them."""
@@ -39,6 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for clients (default: as many as there are keys)",
     )
     add(
+        "--max-samples",
+        type=number,
+        default=MAX_SAMPLES,
+        metavar="N",
+        help="samples that a node may say it has in a split (default: %(default)s)",
+    )
+    add(
+        "--max-share",
+        type=_share,
+        metavar="SHARE",
+        help="of the weight of a mean that a node may have, such as 0.2 (default: no bound)",
+    )
+    add(
         "--run",
         default="fit",
         choices=("fit", "validate", "test"),
@@ -58,6 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--key", type=Path, required=True, metavar="KEY", help="of this node")
     add("--folder", type=Path, required=True, help="where the client's memory is kept")
     add("--client", type=int, default=0, help="which client of the data it is (default: 0)")
+    add(
+        "--anew",
+        action="store_true",
+        help="begin as a client that has never trained, where what it remembers is lost",
+    )
     demo = commands.add_parser(
         "demo",
         help="run a server and its nodes on this machine, for a look",
@@ -77,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("folder", type=Path, metavar="FOLDER", help="where they are written")
     add("--host", action="append", default=[], help="name or address of the server")
     add("--days", type=number, default=365, help="for which it is good (default: 365)")
-    add("--key", metavar="NAME", help="make a node's key, and nothing else")
+    add("--key", type=_name, metavar="NAME", help="make a node's key, and nothing else")
 
 
 def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
@@ -93,6 +114,22 @@ def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
         return value
 
     return number
+
+
+def _name(text: str) -> str:
+    """Return a name that is no path, so that its file is in the folder."""
+    if not re.fullmatch(r"\w[\w.@+-]*", text):
+        raise argparse.ArgumentTypeError(
+            f"{text} is no name of a key: give letters, digits and . _ - @ +, as in hospital-a"
+        )
+    return text
+
+
+def _share(text: str) -> float:
+    """Return a share, over 0 and at most 1."""
+    if (share := _positive(float)(text)) > 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share: give a number over 0, and at most 1")
+    return share
 
 
 def _port(text: str) -> int:

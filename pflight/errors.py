@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from .streams import one_line
+
 
 class ConfigurationError(MisconfigurationException, ValueError):
     """Wrong options, data or files; the message names the option, client or file.
@@ -57,5 +59,4 @@ def described(error: BaseException) -> str:
         >>> described(ValueError("no  such image")), described(MemoryError())
         ('ValueError: no such image', 'MemoryError')
     """
-    said = " ".join(said_by(error).split())
-    return f"{type(error).__name__}: {said}".removesuffix(": ")
+    return f"{type(error).__name__}: {one_line(said_by(error))}".removesuffix(": ")

@@ -50,6 +50,7 @@ class Evaluator:
         self.failures = clients.failures_of(
             clients.last_round, f"it is left out of the {split} metrics"
         )
+        clients.attached_engine.setting.round_index = clients.last_round
         models: tuple[WhichModel, ...] = ("", "server/")
         if clients.training.finetune_epochs:
             models += ("finetuned/",)
@@ -95,15 +96,22 @@ class Evaluator:
         self.clients.note_failures(failures, f"on its {self.split} samples")
         return outputs
 
-    def means(self) -> dict[str, float]:
+    def means(self, required: bool = True) -> dict[str, float]:
         """Return all metrics by tag over the clients of all ranks; newcomers are under ``new/``.
+
+        Args:
+            required: Whether somebody must have been judged.
 
         Raises:
             ClientError: On all ranks, if a client of any rank failed and ``on_client_error`` is
-                ``"raise"``.
+                ``"raise"``, or if all failed and that is an error.
             ConfigurationError: If no client's module logged anything.
         """
         self.failures.raise_together()
+        if required:
+            judged = self._metrics[""].per_client()["num_samples"]
+            self.failures.sound = int((judged > 0).sum())
+            self.failures.end(f"judged on its {self.split} samples")
         for model, logged in self._metrics.items():
             if isinstance(logged, LoggedMetrics):
                 self._check_logged(model, logged)
@@ -238,8 +246,10 @@ def model_of(
 
 def predict(clients: Clients, callback: ServerCallback, ids: Tensor) -> Evaluation | Predictions:
     """Return the predictions of the clients' models ``[C]`` on their test samples."""
+    clients.attached_engine.setting.round_index = clients.last_round
     states = ClientModels.of(clients, callback, ids).used
     predictions, failures = clients.attached_engine.predict(ids, states, "test")
+    clients.note_sound(len(ids) - len(failures))
     clients.note_failures(failures, "to predict")
     if isinstance(predictions, Evaluation):
         return Evaluation(*(values.cpu() for values in predictions))

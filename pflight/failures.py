@@ -28,6 +28,7 @@ class Failures:
 
     Attributes:
         clients: Ids of the failed clients.
+        sound: How many did not fail, where that is counted.
     """
 
     def __init__(
@@ -39,6 +40,8 @@ class Failures:
         self.together = together and is_distributed()
         self.clients: set[int] = set()
         self._errors: list[ClientError] = []
+        self._first = ""
+        self.sound = 0
 
     def note(self, failures: Iterable[ClientFailure], doing: str = "") -> None:
         """Warn of each client's first failure, or stop the run.
@@ -51,9 +54,12 @@ class Failures:
             ClientError: If failures stop the run, and ranks do not stop together.
         """
         for failure in failures:
+            if not self.stop:
+                failure.forget_frames()
             if failure.client in self.clients:
                 continue
             self.clients.add(failure.client)
+            self._first = self._first or f"client {failure.client}: {failure.reason}"
             failed = f"failed {doing}".rstrip()
             message = (
                 f"round {self.round_index}: client {failure.client} {failed}: {failure.reason}"
@@ -66,6 +72,22 @@ class Failures:
             if not self.together:
                 raise error
             self._errors.append(error)
+
+    def end(self, doing: str) -> None:
+        """Raise as :meth:`raise_together`, or if all clients failed; every rank has to call it.
+
+        Args:
+            doing: What the clients were doing, to follow "no client could be".
+
+        Raises:
+            ClientError: The same one on every rank, with the first failure.
+        """
+        self.raise_together()
+        ranks = gather((self.sound, len(self.clients), self._first))
+        failed = sum(count for _, count, _ in ranks)
+        if failed and not sum(count for count, _, _ in ranks):
+            first = next(first for *_, first in ranks if first)
+            raise ClientError(f"no client could be {doing}: all {failed:,} failed, first {first}")
 
     def raise_together(self) -> None:
         """Stop all ranks if a client of any rank failed and that stops the run.

@@ -22,7 +22,7 @@ from .errors import ConfigurationError
 from .evaluation import Evaluator, WhichModel, model_of, predict
 from .fedavg import FedAvg
 from .half import Half, half_of
-from .history import Round
+from .history import Round, check_trained
 from .local.copies import set_up
 from .memory import ClientMemory, MappedMemory
 from .metrics import F1Average
@@ -30,7 +30,8 @@ from .monitors import check_monitor, check_monitors
 from .options import check_range, check_types
 from .record import RunRecord
 from .round_log import log_histograms, log_hyperparameters, log_values, silence_hints
-from .server import ServerModels, server_work
+from .same_ranks import check_ranks
+from .server import ServerModels, server_work, take_step
 from .server_callback import ServerCallback, attached, chosen_half, server_callback_of
 from .server_schedule import WaitingSchedule, build_optimizer, monitored, step_schedule
 from .state import StateLayout, with_state
@@ -53,26 +54,24 @@ class Federation(L.LightningModule):
         local_steps: Batches of local training in a round, in place of ``local_epochs``.
         finetune_epochs: If positive, clients are judged by copies of their models, fine-tuned for
             this many epochs on their training data with the task loss alone.
-        server_optimizer: Builds the server optimizer; by default the callback's own, SGD with step
-            1 for FedAvg.
+        server_optimizer: Builds the server optimizer; by default the callback's own.
         server_scheduler: Builds a scheduler of the server's step size, stepped once a round; a
             ``ReduceLROnPlateau`` watches its ``monitor``, by default ``val/macro_acc``.
         engine: How local training runs: ``"sequential"``, one client after the other;
             ``"vectorized"``, many at once; or ``"auto"``, by a rule on network, batch and device.
-        clients_at_once: Clients that are trained at once; by default as many as fit into the CPU's
-            caches or the GPU's memory.
+        clients_at_once: By default as many as fit into the CPU's caches or the GPU's memory.
         on_client_error: ``"skip"`` leaves a client that raises an error or returns NaN out of its
             round or evaluation, with a warning; ``"raise"`` stops the run.
-        client_timeout: Seconds after which a client that trains or is evaluated is interrupted and
-            counts as failed. Python can't interrupt a call into a library. Clients then train one
-            by one; needs the main thread of a POSIX system.
+        client_timeout: Seconds after which a client is interrupted, unless it is in a call into a
+            library, and has failed. Clients train one by one, in the main thread of a POSIX system.
         client_memory: Where the states that clients keep between rounds are stored: in ``"ram"``,
             with a copy in each checkpoint; or on ``"disk"``, in the folder ``memory`` of
             ``trainer.default_root_dir``, which the run's checkpoints then need.
         allow_other_data: Whether a run may be resumed with other data of as many clients.
         seed: Seed of all randomness of local training and of the server.
-        f1_average: The classes over which a client's F1 is averaged: those in its labels or
-            predictions (``"union"``), in its labels (``"true"``), ``"all"``, or ``"binary"``.
+        f1_average: As in :class:`~pflight.metrics.ClientMetrics`.
+        client_lr_decay: What the step sizes of the clients' optimizers are multiplied by from round
+            to round, such as 0.99. Fine-tuning keeps the module's own.
 
     Attributes:
         clients: The clients, which train for the server callback.
@@ -112,6 +111,7 @@ class Federation(L.LightningModule):
         allow_other_data: bool = False,
         seed: int = 0,
         f1_average: F1Average = "union",
+        client_lr_decay: float = 1.0,
     ) -> None:
         # Not by @checked: save_hyperparameters() reads the arguments in the calling frame.
         check_types(Federation.__init__, self, locals())
@@ -120,6 +120,7 @@ class Federation(L.LightningModule):
         check_range(self, "[1, inf)", local_epochs=local_epochs, **counts)
         check_range(self, "[0, inf)", finetune_epochs=finetune_epochs, seed=seed)
         check_range(self, "(0, inf)", client_timeout=client_timeout)
+        check_range(self, "(0, 1]", client_lr_decay=client_lr_decay)
         ignored = ["client", "server_optimizer", "server_scheduler"]
         self.save_hyperparameters(ignore=ignored, logger=False)  # setup() passes them to loggers
         self.automatic_optimization = False
@@ -127,18 +128,18 @@ class Federation(L.LightningModule):
         self.engine, self.clients_at_once = engine, clients_at_once
         self.client_timeout, self.f1_average = client_timeout, f1_average
         self.evaluator: type[Evaluator] = Evaluator
-        # In a tuple, so that it is not a submodule: its parameters are not the server's.
-        self._client = (set_up(client),)
+        self._client = (set_up(client),)  # a tuple, since its parameters are not the server's
         self.layout = StateLayout.of(self.client)
         self.server = ServerModels(self.layout, server_optimizer)
         self.callback: ServerCallback | None = None
+        how = local_epochs, local_steps, finetune_epochs
         self.clients = Clients(
             self.client,
             self.layout,
             half_of(client) or Half(),
             self.server,
             ClientMemory() if client_memory == "ram" else MappedMemory(),
-            LocalTraining(local_epochs, local_steps, finetune_epochs, on_client_error, seed),
+            LocalTraining(*how, on_client_error, seed, client_lr_decay),
         )
         self.record = RunRecord(self.clients, allow_other_data)
         self.evaluators: dict[str, Evaluator] = {}
@@ -259,16 +260,15 @@ class Federation(L.LightningModule):
         data = check_data(getattr(trainer, "datamodule", None), self.client)
         clients.take(callback.local_data(data))
         self.record.forget_data()
-        if stage == "fit":
-            check_monitors(self, clients)
         self._take_half(callback)
+        check_ranks(clients, callback, {**self.hparams, "max_epochs": trainer.max_epochs})
         how = trainer.strategy, self.client_timeout
         self.record.choice = clients.choose_engine(self.engine, self.clients_at_once, *how)
         self._set_up(callback)
-        # Lightning does so as well, but only after it has loaded a checkpoint.
-        trainer.strategy.precision_plugin.convert_module(self)
+        trainer.strategy.precision_plugin.convert_module(self)  # Lightning does after it has loaded
         open_memory(clients.memory, trainer)
         if stage == "fit":
+            check_monitors(self, clients)
             clients.check_memory_of_rounds(callback.bytes_kept, trainer.max_epochs)
         log_hyperparameters(self, algorithm=self.algorithm, client=type(self.client).__name__)
 
@@ -301,12 +301,13 @@ class Federation(L.LightningModule):
         failures.raise_together()
         log_values(self, self.clients.end_round(failures.clients), self.clients.last_round)
         log_histograms(self, self.clients.current.histograms, self.clients.last_round)
-        optimizer.step()
+        take_step(self, optimizer, self.clients.last_round)
         step_schedule(self.lr_schedulers())
 
     def on_fit_end(self) -> None:
-        """Copy the client memory of all ranks to every rank, so that any can be asked."""
+        """Copy the client memory of all ranks to every rank; raise if no client was trained."""
         self.clients.memory.load_state_dict(self.clients.memory.state_of_all_ranks())
+        check_trained(self.history)
 
     def on_validation_epoch_start(self) -> None:
         """Start an evaluation of all clients on their validation samples."""
@@ -320,7 +321,7 @@ class Federation(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log the means over clients."""
-        values = self.evaluators["val"].means()
+        values = self.evaluators["val"].means(self.trainer.state.fn != "fit")
         log_values(self, values, self.clients.last_round)
         if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
             self.history[-1].metrics.update(values)
@@ -354,8 +355,8 @@ class Federation(L.LightningModule):
             return predict(self.clients, self.attached_callback, owned(clients))
 
     def on_predict_epoch_end(self) -> None:
-        """Stop the run if a client failed and ``on_client_error`` is ``"raise"``."""
-        self._predict_failures.raise_together()
+        """Raise if a client failed and ``on_client_error`` is ``"raise"``, or all failed."""
+        self._predict_failures.end("asked for its predictions")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what a resumed run needs, as tensors and primitives."""

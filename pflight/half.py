@@ -276,7 +276,7 @@ class LocalWork(Protocol):
             states: Their models ``[C]``.
             measure: Gets a client and a batch; returns the sums over the samples of the batch.
             like: Zeros of the sums' shapes and types, by their names.
-            batch_size: Of the batches, where it matters; clients are then asked one by one.
+            batch_size: Of the batches, where it matters.
         """
 
     def rows(
@@ -454,6 +454,11 @@ class Half(Participation):
             ``lr``; by default as for the module's own.
         temporary: What the names of own entries, and of the extra module's, begin with that are
             made anew in each participation, and so are neither sent back nor kept.
+        needs_constant_lr: Whether it needs a step size that is the same in all rounds.
+        needs_mean_samples: Whether it looks at :attr:`LocalClient.mean_samples`. Clients on other
+            machines are told this number only then, and NaN otherwise.
+        per_sample: Names of own and extra entries that grow with a client's number of samples.
+            Before a server compares clients by them, it divides by it.
     """
 
     keeps_memory: bool = False
@@ -462,6 +467,9 @@ class Half(Participation):
     needs_classes: bool = False
     extra_options: Mapping[str, Any] = {}
     temporary: tuple[str, ...] = ()
+    per_sample: tuple[str, ...] = ()
+    needs_mean_samples: bool = False
+    needs_constant_lr: bool = False
     personal: Half | None = None
     fedavg_name: str | None = None
 
@@ -493,6 +501,18 @@ class Half(Participation):
             weights: The module's trainable parameters, by name.
         """
         return {} if self.personal is None else self.personal.state(weights)
+
+    def check_sent(self, sent: Mapping[str, Tensor], num_samples: int, num_steps: int) -> str:
+        """Return what is wrong with what a client sends beside its model; by default nothing.
+
+        A server asks that does not train its clients itself. No client can have sent what is wrong.
+
+        Args:
+            sent: The client's entries, by their names in the layout.
+            num_samples: Its training samples, as it has declared.
+            num_steps: The steps that it takes with these, at most.
+        """
+        return ""
 
     def penalty(self, c: LocalClient) -> Tensor | None:
         """Return a scalar that is added to the loss, a function of tensors; ``None`` for none."""

@@ -79,13 +79,6 @@ def named_head(module: nn.Module) -> str | None:
     return None
 
 
-def body_names(module: nn.Module) -> list[str]:
-    """Return the names of the parameters that train, but for those of the head."""
-    head = f"{head_of(module).name}."
-    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    return [name for name in trained if not name.startswith(head)]
-
-
 def has_plain_head(module: nn.Module) -> bool:
     """Return whether it needs no forward pass to tell which module is the head."""
     layers = [part for part in module.modules() if isinstance(part, nn.Linear)]

@@ -65,8 +65,10 @@ def check_trained(rounds: Sequence[Round]) -> None:
     Raises:
         ClientError: If so.
     """
-    asked = sum(len(entry.clients) for entry in rounds)
-    if asked and asked == sum(len(entry.failed) for entry in rounds):
+    asked = failed = 0
+    for entry in rounds:
+        asked, failed = asked + len(entry.clients), failed + len(entry.failed)
+    if asked and asked == failed:
         raise ClientError(f"all {asked:,} trainings of clients failed, as the warnings say")
 
 

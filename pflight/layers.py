@@ -11,7 +11,7 @@ from torch import nn
 from .errors import ConfigurationError
 from .head import head_of
 from .options import check_range, checked
-from .state import StateLayout
+from .state import StateLayout, other_places
 
 
 @checked
@@ -60,7 +60,8 @@ class Layers:
         """Return the names of these layers of a client, in its order.
 
         Raises:
-            ConfigurationError: If a name matches no layer, there are too few layers, or no head.
+            ConfigurationError: If a name matches no layer, there are too few layers, or no head,
+                or one that shares a tensor with the body.
         """
         by_layer, parameters = StateLayout.of(client).layers, dict(client.named_parameters())
         layers = tuple(by_layer)
@@ -81,11 +82,39 @@ class Layers:
                 )
             chosen |= found
         if self.head:
-            name = head_of(client).name
+            name = own_head(client)
             chosen |= {n for n in layers if n == name or n.startswith(f"{name}.")}
         types = self.types if isinstance(self.types, type) else tuple(self.types)
         chosen |= {name for name in layers if isinstance(client.get_submodule(name), types)}
         return tuple(name for name in layers if name in chosen)
+
+
+def own_head(module: nn.Module) -> str:
+    """Return the name of the head, which shares no tensor with another layer.
+
+    Raises:
+        ConfigurationError: If it does, so that body and head can't be told apart, or there is none.
+    """
+    name = head_of(module).name
+    inside = f"{name}."
+    for alias, first in other_places(module).items():
+        if alias.startswith(inside) != first.startswith(inside):
+            raise ConfigurationError(
+                f"the head {name} of {type(module).__name__} can't be told from its body: {alias} "
+                f"is {first}"
+            )
+    return name
+
+
+def body_names(module: nn.Module) -> list[str]:
+    """Return the names of the parameters that train, but for those of the head.
+
+    Raises:
+        ConfigurationError: As in :func:`own_head`.
+    """
+    head = f"{own_head(module)}."
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    return [name for name in trained if not name.startswith(head)]
 
 
 def _listed(layers: Sequence[str]) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
-import sys
 
 from . import catalogue
 
@@ -42,8 +40,6 @@ def run(options: argparse.Namespace) -> None:
 
     chosen = [options.section] if options.section else [*_SECTIONS]
     found = {section: _SECTIONS[section][0]() for section in chosen}
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # for a terminal that lacks a letter
     console = Console()
     if options.json:
         known = {section: [*map(_known, entries)] for section, entries in found.items()}

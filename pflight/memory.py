@@ -24,6 +24,7 @@ from .memory_files import (
     State,
     dtype_name,
     file_name,
+    has_links,
     kept_tables,
     locked,
     named_rows,
@@ -36,7 +37,7 @@ from .memory_files import (
 from .state import entries
 
 if TYPE_CHECKING:
-    from filelock import FileLock
+    from filelock import BaseFileLock
 
 
 class ClientMemory:
@@ -191,7 +192,7 @@ class MappedMemory(ClientMemory):
         super().__init__()
         self._folder: Path | None = None
         self._own: Path | None = None  # the folder of this process's files
-        self._lock: FileLock | None = None  # the lock on that folder
+        self._lock: BaseFileLock | None = None  # the lock on that folder
         self._files: dict[Path, RowFile] = {}
         self._spaces: dict[RowFile, Space] = {}
         self._unsynced: set[RowFile] = set()
@@ -307,12 +308,16 @@ class MappedMemory(ClientMemory):
         """Return the folder that only this process writes to.
 
         If possible, it takes over a folder whose rows it refers to and whose process has ended.
+        Files with a second hard link belong to a copy of the run, too, and are not written to.
         """
+        if self._own is not None and has_links(self._own):
+            self._own = self._lock = None
+            self._spaces.clear()
         if self._own is None:
             assert self._folder is not None
             ours = {row.file.path.parent for row in self._rows()}
-            left = (path for path in sorted(ours) if path.parent == self._folder)
-            if not any(self._claim(path) for path in left):
+            left = [path for path in sorted(ours) if path.parent == self._folder]
+            if not any(self._claim(path) for path in left if not has_links(path)):
                 sweep(self._folder, ours)
                 while not self._claim(self._folder / secrets.token_hex(8)):
                     pass

@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .errors import ConfigurationError
+from .locks import hold
 
 if TYPE_CHECKING:
-    from filelock import FileLock
+    from filelock import BaseFileLock
 
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 """Name, dtype and shape of every tensor of a state, by name."""
@@ -443,16 +444,18 @@ def sweep(folder: Path, ours: Collection[Path]) -> None:
             path.unlink(missing_ok=True)
 
 
-def locked(folder: Path) -> FileLock | None:
+def locked(folder: Path) -> BaseFileLock | None:
     """Lock a folder for as long as the returned lock is referenced; ``None`` if it is locked."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(folder / "lock", thread_local=False)
     try:
-        lock.acquire(blocking=False)
-    except Timeout:
+        lock = hold(folder / "lock")
+    except BlockingIOError:
         return None
     return lock if folder.exists() else None
+
+
+def has_links(folder: Path) -> bool:
+    """Return whether files of states in a folder have a second name, as in a hard-linked copy."""
+    return any(path.stat().st_nlink > 1 for path in folder.glob(f"*{_ROWS}"))
 
 
 def file_name(slot: str, layout: Layout) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal, get_args
 
 import torch
@@ -63,6 +63,7 @@ class ClientMetrics(Metric):
     is_differentiable = False
     full_state_update = False
     directions: Mapping[str, Direction | None] = {"acc": "max", "f1": "max", "loss": "min"}
+    weigh: Callable[[Tensor], Tensor] | None = None  # of numbers of samples, if these may lie
 
     tp: Tensor
     fp: Tensor
@@ -165,13 +166,17 @@ class ClientMetrics(Metric):
         num_samples, acc, f1, loss = (
             values[name][chosen].double() for name in ("num_samples", "acc", "f1", "loss")
         )
+        pooled_acc = self._right()[chosen].sum() / num_samples.sum()
+        if self.weigh is not None:
+            num_samples = self.weigh(num_samples)
+        micro_acc = (num_samples * acc).sum() / num_samples.sum()
         worst = acc.sort().values[: math.ceil(len(acc) / 10)]
         return {
-            "micro_acc": (num_samples * acc).sum() / num_samples.sum(),
+            "micro_acc": micro_acc,
             "macro_acc": acc.mean(),
             "micro_f1": (num_samples * f1).sum() / num_samples.sum(),
             "macro_f1": f1.mean(),
-            "pooled_acc": self.tp[chosen].sum() / num_samples.sum(),
+            "pooled_acc": pooled_acc if self.weigh is None else micro_acc,
             "worst_decile_acc": worst.mean(),
             "loss": (num_samples * loss).sum() / num_samples.sum(),
         }
@@ -185,14 +190,27 @@ class ClientMetrics(Metric):
             super().reset()
 
     def _per_client(self) -> dict[str, Tensor]:
-        num_samples = (self.tp + self.fn).sum(dim=1)
-        f1 = torch.where(num_samples > 0, self._f1(), torch.nan)
+        num_samples = self._count()
         return {
-            "acc": self.tp.sum(dim=1).double() / num_samples,
-            "f1": f1,
+            "acc": self._right().double() / num_samples,
+            "f1": torch.where(num_samples > 0, self._f1(), torch.nan),
             "loss": self.loss_sum / num_samples,
             "num_samples": num_samples,
         }
+
+    def scores(self, client: int) -> dict[str, Tensor]:
+        """Return one client's numbers without those of its classes, for :class:`ClientScores`."""
+        count, right = self._count()[client], self._right()[client]
+        f1 = torch.where(count > 0, self._f1()[client], 0.0)
+        return {"count": count, "right": right, "f1": f1, "loss_sum": self.loss_sum[client]}
+
+    def _count(self) -> Tensor:
+        """Return every client's number of samples ``[num_clients]``."""
+        return (self.tp + self.fn).sum(dim=1)
+
+    def _right(self) -> Tensor:
+        """Return every client's number of right answers ``[num_clients]``."""
+        return self.tp.sum(dim=1)
 
     def _f1(self) -> Tensor:
         """Return every client's F1 ``[num_clients]``, averaged over the classes in use."""
@@ -209,6 +227,37 @@ class ClientMetrics(Metric):
             case "binary":
                 return f1[:, 1]
         return (f1 * counts).sum(dim=1) / counts.sum(dim=1)
+
+
+class ClientScores(ClientMetrics):
+    """The same metrics, of clients that count their answers themselves and tell the sums alone.
+
+    Attributes:
+        count: Number of samples of each client ``[num_clients]``.
+        right: Number of its right answers.
+        f1: Its F1.
+        loss_sum: Sum of its losses.
+    """
+
+    count: Tensor
+    right: Tensor
+    f1: Tensor
+
+    def __init__(self, num_clients: int) -> None:
+        super().__init__(num_clients, num_classes=1)  # none is told apart
+        for name in ("count", "right"):
+            whole = torch.zeros(num_clients, dtype=torch.int64)
+            self.add_state(name, whole, dist_reduce_fx="sum")
+        self.add_state("f1", torch.zeros(num_clients, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def _count(self) -> Tensor:
+        return self.count
+
+    def _right(self) -> Tensor:
+        return self.right
+
+    def _f1(self) -> Tensor:
+        return self.f1
 
 
 class ClientValues:
@@ -286,6 +335,8 @@ class LoggedMetrics:
             better and torchmetrics does not say so.
     """
 
+    weigh: Callable[[Tensor], Tensor] | None = None
+
     def __init__(
         self, num_samples: Tensor, split: str, lower_is_better: Collection[str] = ()
     ) -> None:
@@ -344,6 +395,7 @@ class LoggedMetrics:
                 continue
             known = chosen & columns[name].isfinite()
             values, counts = columns[name][known], columns["num_samples"][known].double()
+            counts = counts if self.weigh is None else self.weigh(counts)
             means[f"micro_{name}"] = (counts * values).sum() / counts.sum()
             means[f"macro_{name}"] = values.mean()
             if (best := directions[name]) is not None:

@@ -64,14 +64,20 @@ def checked(kind: C) -> C:
         pflight.errors.ConfigurationError: Server: lr must be a finite number, got 'fast'
     """
     init = kind.__init__  # type: ignore[misc]
-    places = [
-        name
-        for name, parameter in inspect.signature(init).parameters.items()
-        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ]
+    parameters = inspect.signature(init).parameters.values()
+    places = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    named = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    any_number = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
 
     @functools.wraps(init)
     def checks(self: Any, *args: Any, **kwargs: Any) -> None:
+        if len(args) >= len(places) and named and not any_number:
+            name, first = type(self).__name__, places[1:]
+            by_name = ", ".join([*first, *(f"{option}=..." for option in named[:2])])
+            raise ConfigurationError(
+                f"{name}: only {', '.join(first) or 'nothing'} can be given by position, since the "
+                f"order of the others has changed. Give them by name: {name}({by_name})"
+            )
         check_types(init, self, dict(zip(places, (self, *args), strict=False)) | kwargs)
         init(self, *args, **kwargs)
 
@@ -250,7 +256,8 @@ def described(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(described, value)) + "]"
     if isinstance(value, partial):
-        return f"partial({described(value.func)}, {described(value.args)})"
+        parts = value.func, value.args, value.keywords
+        return f"partial({', '.join(map(described, parts))})"
     if name := getattr(value, "__qualname__", None):
         return str(name)
     words = repr(value)

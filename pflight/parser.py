@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -27,7 +30,7 @@ from .datamodules.partitions.partition import Partition
 from .errors import ConfigurationError, UnknownOptionError
 from .spelling import OF_THE_PARSER, closest, no_class, no_option, too_early
 
-__all__ = ["FederationParser", "refusal"]
+__all__ = ["FederationParser", "drop_untold_defaults", "refusal"]
 
 _KINDS = (  # classes that a configuration may name
     L.Callback,
@@ -73,6 +76,8 @@ _UNKNOWN_CLASSES = (
     re.compile(r"(?:.*: )?(?:Expected a dot|Unexpected) import path \w+: (?P<name>.*)"),
     re.compile(r"module '(?P<module>[^']+)' has no attribute '(?P<name>[^']+)'.*"),
 )
+_ANNOTATED = re.compile(r"Expected '([^']+)' to be a function that returns <class '(\w+)'>\.?")
+_ANNOTATE = r"\1 must say that it returns \2: def \1(...) -> \2"
 _NO_VALUE = re.compile(r"(?<=argument )--\S+(?=: expected one argument)")
 _UNEXPECTED = re.compile(r".* got an unexpected keyword argument '(?P<name>\w+)'.*")
 
@@ -94,6 +99,26 @@ class FederationParser(LightningArgumentParser):
         if "seed" in added and self.get_default("seed") == 0:
             self.set_defaults(seed=None)
         return added
+
+    def get_defaults(self, skip_validation: bool = False, **options: Any) -> Namespace:
+        """Return the defaults.
+
+        jsonargparse skips the validation when it is about to parse arguments. It then gets the name
+        of a default class without the defaults of its options: another class would inherit them.
+        It adds the defaults of the class that is chosen in the end.
+        """
+        defaults = super().get_defaults(skip_validation=skip_validation, **options)
+        if skip_validation:
+            for name, value in vars(defaults).items():
+                if isinstance(value, Namespace) and "class_path" in value:
+                    defaults[name] = _spec(self.get_default(name))
+        return defaults
+
+    def dump(self, cfg: Namespace, *more: Any, **options: Any) -> str:
+        """Return the configuration as text, without defaults that text can't express."""
+        cfg = cfg.clone()
+        drop_untold_defaults(cfg)
+        return str(super().dump(cfg, *more, **options))
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, *more: Any, **options: Any
@@ -179,7 +204,7 @@ class _Complaint(NamedTuple):
     def in_words(self) -> str:
         """Return the error as one line."""
         expected = [words for line in self.lines for words in _expected(line)]
-        others = [line for line in self.lines if not _expected(line)]
+        others = [_ANNOTATED.sub(_ANNOTATE, line) for line in self.lines if not _expected(line)]
         unknown = _first(_UNKNOWN_CLASSES, self.lines)
         if unknown and (not {*expected} - {"null"} or not unknown["name"].islower()):
             name = ".".join(filter(None, (unknown.groupdict().get("module"), unknown["name"])))
@@ -313,6 +338,64 @@ def specs(value: Any, prefix: str = "") -> Iterator[tuple[str, Namespace]]:
         for name, part in vars(value).items():
             inner = name not in ("init_args", "dict_kwargs")
             yield from specs(part, ".".join(filter(None, (prefix, name))) if inner else prefix)
+
+
+def _spec(value: Any) -> Any:
+    """Return a value in which all that names a class is a Namespace."""
+    if not isinstance(value, dict | Namespace) or "class_path" not in value:
+        return deepcopy(value)
+    options: Any = value.get("init_args") or {}
+    named = options if isinstance(options, dict) else vars(options)
+    own = Namespace(**{name: _spec(option) for name, option in named.items()})
+    return Namespace(class_path=value["class_path"], init_args=own)
+
+
+def drop_untold_defaults(config: Namespace) -> None:
+    """Drop, in place, options that have a default that jsonargparse can't read from text.
+
+    These are objects, such as a tensor or a module, and functions without an annotated result: of
+    a default function jsonargparse keeps the name, which it then does not take for a function. The
+    class fills its defaults in.
+    """
+    for _, spec in specs(config):
+        made_by, options = _named(spec.class_path), spec.get("init_args")
+        for name, value in [*vars(options).items()] if options and made_by else []:
+            default = _default(made_by, name)
+            only_a_name = isinstance(value, str) and callable(default) and _named(value) is default
+            if only_a_name or (value is default and not _readable(value)):
+                del options[name]
+
+
+def _named(path: str) -> Any:
+    try:
+        return resolve_name(path)
+    except (ImportError, AttributeError, ValueError):
+        return None
+
+
+def _default(made_by: Any, name: str) -> Any:
+    """Return the default of an option, which may be that of a base class."""
+    kinds = made_by.__mro__ if isinstance(made_by, type) else []
+    for function in [kind.__init__ for kind in kinds] or [made_by]:  # type: ignore[misc]
+        try:
+            found = inspect.signature(function).parameters.get(name)
+        except (TypeError, ValueError):
+            continue
+        if found is not None:
+            return found.default
+    return inspect.Parameter.empty
+
+
+def _readable(value: Any) -> bool:
+    """Return whether a value can be written to a configuration, and read again."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return True
+    if isinstance(value, list | tuple):
+        return all(map(_readable, value))
+    if isinstance(value, dict):
+        return all(map(_readable, value.values()))
+    name = getattr(value, "__qualname__", None)
+    return name is not None and _named(f"{value.__module__}:{name}") is value
 
 
 def _names(value: Any, prefix: str = "") -> Iterator[str]:

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from .errors import ConfigurationError
 from .files import causes
+from .streams import one_line
 
 _RANK_0_FIRST = 5.0  # seconds
 
@@ -24,7 +25,7 @@ def _format_warning(
     lineno: int,
     line: str | None = None,
 ) -> str:
-    return f"warning: {' '.join(str(message).split())}\n"
+    return f"warning: {one_line(str(message))}\n"
 
 
 def quieten() -> None:
@@ -51,7 +52,7 @@ def fail(message: str, status: int = 2) -> NoReturn:
     if rank:
         time.sleep(_RANK_0_FIRST)
         message = f"rank {rank}: {message}"
-    sys.stderr.write(f"pflight: error: {' '.join(message.split())}\n")
+    sys.stderr.write(f"pflight: error: {one_line(message)}\n")
     sys.exit(status)
 
 
@@ -64,4 +65,4 @@ def configuration_error(error: BaseException) -> BaseException | None:
 @rank_zero_only
 def say(line: str) -> None:
     """Print a line about the run, on rank 0."""
-    print(f"pflight: {line}", flush=True)
+    print(f"pflight: {one_line(line)}", flush=True)

@@ -11,10 +11,11 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Purpose(IntEnum):
@@ -88,6 +89,29 @@ def seed_everything(seed: int, device: torch.device) -> None:
         torch.cuda.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
+
+
+def generators_of(module: nn.Module) -> list[Any]:
+    """Return the random generators of torch, NumPy and Python that are attributes of a module."""
+    kinds = torch.Generator, np.random.Generator, random.Random
+    return [
+        value
+        for part in module.modules()
+        for value in vars(part).values()
+        if isinstance(value, kinds)
+    ]
+
+
+def seed_own(module: nn.Module, seed: int) -> None:
+    """Seed the generators of a module, each with numbers of its own."""
+    for place, own in enumerate(generators_of(module)):
+        if isinstance(own, np.random.Generator):
+            fresh = np.random.default_rng([seed, place])
+            own.bit_generator.state = type(own.bit_generator)(fresh.integers(2**63)).state
+        elif isinstance(own, torch.Generator):
+            own.manual_seed(seed + place)
+        else:
+            own.seed(seed + place)
 
 
 @contextmanager

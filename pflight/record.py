@@ -18,6 +18,7 @@ from .head import marked
 from .history import Journal, Traffic, load_history
 from .options import described
 from .same_data import difference, record_of
+from .server import check_finite
 from .server_callback import ServerCallback
 
 _log = logging.getLogger("lightning.pytorch.pflight")
@@ -44,6 +45,7 @@ class RunRecord:
     def save(self, callback: ServerCallback) -> dict[str, Any]:
         """Return the record."""
         clients = self.clients
+        check_finite(callback.state_dict(), type(callback).__name__, clients.last_round)
         return {
             **self._must_agree(callback),
             "engine": self._engine(),
@@ -118,12 +120,16 @@ class RunRecord:
     def _check_same_data(self, saved: dict[str, Any] | None) -> None:
         """Raise if a run would be resumed with other data, unless that is allowed."""
         here = self._record_of_data()
+        if saved and here and (renewed := [*self.clients.renewed]):
+            known = saved["fingerprint"].clone()
+            known[renewed] = here["fingerprint"][renewed]
+            saved = {**saved, "fingerprint": known}
         differing = difference(saved, here) if saved and here else None
         if differing and not self.allow_other_data:
             raise ConfigurationError(
                 f"the checkpoint was made with other data: {differing}; give the data that the run "
                 "began with or, if you mean to change them, allow_other_data=True "
-                "(--model.allow_other_data true)"
+                f"(--model.allow_other_data true){self.clients.if_data_are_lost}"
             )
         if differing:
             rank_zero_only(_log.info)(

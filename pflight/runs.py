@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -21,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from .checkpoint import is_whole, rounds_so_far, steps_so_far
 from .errors import ConfigurationError, TakenError
 from .files import partial_of, replacing
+from .locks import hold, holder, release
 from .memory_files import MEMORY, TABLES, clear, is_needed, sync
 
 CHECKPOINTS = "checkpoints"
@@ -140,8 +139,8 @@ class RunFolder:
         """Lock this folder against other processes that do the same work, inside the context.
 
         Reading needs no lock. The lock ends with the process, even if it is killed. The folder is
-        created if needed, and removed again if it stays empty. If the file system has no locks,
-        there is a warning.
+        created if needed, and removed again if it stays empty. If it can't be locked, there is a
+        warning.
 
         Args:
             work: What is going to be written: ``"fit"`` or ``"test"``.
@@ -150,8 +149,6 @@ class RunFolder:
             TakenError: If another process has the lock.
             ConfigurationError: If the folder can't be written to.
         """
-        from filelock import FileLock, Timeout
-
         try:
             made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
@@ -162,33 +159,26 @@ class RunFolder:
                 f"the run folder {self.path} can't be written: {reason}; {_ANOTHER}"
             ) from error
         file = self.path / f".{work}{_LOCK}"
-        lock = FileLock(file, thread_local=False)
-        before = _line(file)  # older releases of filelock empty the file
+        lock = None
         try:
-            lock.acquire(blocking=False)
-        except Timeout as error:
-            holder = _line(file) or before or "another process"
+            lock = hold(file)
+        except BlockingIOError as error:
             raise TakenError(
-                f"another {work} is running in {self.path}, in {holder}: wait until it ends, or "
-                f"{_ANOTHER}"
+                f"another {work} is running in {self.path}, in {holder(file) or 'another process'}:"
+                f" wait until it ends, or {_ANOTHER}"
             ) from error
-        except (OSError, NotImplementedError) as error:
+        except OSError as error:
             warnings.warn(
                 f"{self.path} can't be locked ({error}): make sure that no other process writes "
                 "there",
                 stacklevel=2,
             )
-        if lock.is_locked and isinstance(lock, FileLock):  # a SoftFileLock has a text of its own
-            since = datetime.now().astimezone().isoformat(" ", "seconds")
-            with suppress(OSError):
-                file.write_text(f"process {os.getpid()} on {socket.gethostname()} since {since}")
         self._found = self._own()
         try:
             yield
         finally:
-            if lock.is_locked:
-                file.unlink(missing_ok=True)
-                lock.release()
+            if lock is not None:
+                release(lock)
             for path in made:
                 with suppress(OSError):  # it is not empty
                     path.rmdir()
@@ -353,7 +343,7 @@ class RunFolder:
         # A run that is killed in its first round may have logged it, and saved no checkpoint yet.
         if any(step > 0 for path in self.events() for step in _steps(path)):
             return False
-        others = {*self.path.glob("*")} - {*self._own()} - {*self.path.glob(f".*{_LOCK}")}
+        others = {*self.path.glob("*")} - {*self._own()} - {*self.path.glob(f".*{_LOCK}*")}
         return not others and not self._has_checkpoint()
 
     def _own(self) -> list[Path]:
@@ -378,14 +368,6 @@ class RunFolder:
         clear(self.path / MEMORY)
         if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
             self.checkpoints.rmdir()
-
-
-def _line(path: Path) -> str:
-    """Return a file's text as one line, as far as it can be read."""
-    try:
-        return " ".join(path.read_text(errors="replace").split())
-    except OSError:
-        return ""
 
 
 def _replace(path: Path, text: str) -> None:

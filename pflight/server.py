@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -35,6 +37,52 @@ def server_work(device: torch.device, seed: int, rounds: int) -> Iterator[None]:
         yield
 
 
+def check_finite(values: Mapping[str, Any], whose: str, round_index: int) -> None:
+    """Raise if one of the server's tensors is not finite.
+
+    Args:
+        values: The tensors by name; what is no floating-point tensor is passed over.
+        whose: They are.
+        round_index: The round that has ended.
+
+    Raises:
+        ConfigurationError: Naming the tensor.
+    """
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
+            raise ConfigurationError(
+                f"after round {round_index}, {whose} is not finite ({name}): lower the server's "
+                "step; checkpoints of earlier rounds are as they were"
+            )
+
+
+def take_step(federation: Any, optimizer: Optimizer, round_index: int) -> None:
+    """Step the server's models without gradients that are not finite; warn of what is not taken.
+
+    Args:
+        federation: The module with the server's models.
+        optimizer: The server optimizer.
+        round_index: The round that ends.
+
+    Raises:
+        ConfigurationError: If the step leaves a model that is not finite.
+    """
+    server, names = federation.server, {p: name for name, p in federation.named_parameters()}
+    refused, server.refused = server.refused, []
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter.grad is not None and not parameter.grad.isfinite().all():
+            parameter.grad = None
+            refused.append(names.get(parameter, "a parameter"))
+    if refused:
+        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        rank_zero_warn(
+            f"round {round_index}: {refused[0]}{more} would not be finite: the server keeps what "
+            "it had before"
+        )
+    optimizer.step()
+    check_finite(dict(server.named_parameters()), "the server's model", round_index)
+
+
 class ServerModels(nn.ModuleList):
     """The models that the server keeps, each a :class:`~pflight.state.StateModule`.
 
@@ -44,6 +92,7 @@ class ServerModels(nn.ModuleList):
 
     Attributes:
         optimizer: The server optimizer, while a Trainer runs the federation.
+        refused: Names of entries that were not finite in this round; no model takes them.
     """
 
     def __init__(
@@ -55,6 +104,7 @@ class ServerModels(nn.ModuleList):
         self.layout = layout
         self.build_optimizer = build_optimizer
         self.optimizer: Optimizer | None = None
+        self.refused: list[str] = []
 
     def add(self, count: int) -> None:
         """Add ``count`` models that start as the client module's weights."""
@@ -107,8 +157,13 @@ class ServerModels(nn.ModuleList):
 
     @torch.no_grad()
     def set_gradients(self, index: int, gradients: Mapping[str, Tensor]) -> None:
-        """Set the gradients of a model's parameters, and its buffers to the other entries."""
+        """Set the gradients of a model's parameters, and its buffers to the other entries.
+
+        If some are not finite, the model stays as it is.
+        """
         tensors = self.tensors(index)
+        if not self._may_take(tensors, gradients):
+            return
         for name, value in gradients.items():
             tensor = tensors[name]
             if isinstance(tensor, nn.Parameter):
@@ -118,7 +173,7 @@ class ServerModels(nn.ModuleList):
 
     @torch.no_grad()
     def replace(self, index: int, state: Mapping[str, Tensor]) -> None:
-        """Replace a model, without the server optimizer.
+        """Replace a model, without the server optimizer; by one that is finite.
 
         Raises:
             ConfigurationError: If a parameter is missing, or an entry is not the network's.
@@ -133,4 +188,17 @@ class ServerModels(nn.ModuleList):
                     f"a state given for the server's model has {name!r} of shape "
                     f"{tuple(value.shape)}, which the client's network does not have"
                 )
-            tensors[name].copy_(value)
+        if self._may_take(tensors, state):
+            for name, value in state.items():
+                tensors[name].copy_(value)
+
+    def _may_take(self, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> bool:
+        """Return whether values are finite, but where the model itself is not; note if not."""
+        odd = [
+            name
+            for name, value in values.items()
+            if not value.isfinite().all()
+            and not (value.isfinite() | ~tensors[name].isfinite()).all()
+        ]
+        self.refused += odd
+        return not odd

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,7 +21,7 @@ from .half import OWN, Half, HalfT, Participation, half_for, half_of
 from .head import EXTRA
 from .options import arguments, checked
 from .server import ServerModels
-from .state import state_bytes
+from .state import state_bytes, unit_vectors
 from .updates import ClientUpdates
 
 
@@ -123,6 +124,12 @@ class ServerCallback(L.Callback):
         if before is None:
             self.clients, self.server, clients.server_half = clients, server, self
             self.setup_server()
+            sent = {*self.sent_names}
+            if vectors := [name for name in unit_vectors(clients.module) if name in sent]:
+                rank_zero_warn(
+                    f"spectral norm keeps vectors of length 1 in {', '.join(vectors)}, and their "
+                    "mean over clients has another: with buffers='local' clients keep their own"
+                )
             return
         attached(before, clients)
         if type(self) is not type(before):

@@ -19,6 +19,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torchmetrics import Metric
 
 from .distributed import all_max, all_sum
@@ -112,7 +114,7 @@ class StateLayout:
                     "batch before you give it to a federation"
                 )
         trained = {name: p.requires_grad for name, p in client.named_parameters()}
-        resting = _resting_buffers(client)
+        resting = _resting_buffers(client) & {*tensors}
         buffers = [name for name in tensors if name not in trained and name not in resting]
         floating = [n for n in buffers if tensors[n].is_floating_point() or tensors[n].is_complex()]
         layout = cls(
@@ -283,8 +285,13 @@ def resting_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _resting_buffers(client: nn.Module) -> set[str]:
-    """Return the names of the buffers of frozen modules, none of whose parameters train."""
-    resting: set[str] = set()
+    """Return the names of the buffers that rest.
+
+    They are those of frozen modules, none of whose parameters train, and constants that are not
+    finite, such as a causal mask.
+    """
+    buffers = client.named_buffers()
+    resting = {n for n, t in buffers if t.is_floating_point() and not t.isfinite().all()}
     for prefix, module in client.named_modules():
         trains = [parameter.requires_grad for parameter in module.parameters(recurse=False)]
         if trains and not any(trains):
@@ -316,6 +323,30 @@ def other_places(module: nn.Module) -> dict[str, str]:
     for name in (*aliases.values(), *aliases):
         names.setdefault(_place(module, name), name)
     return {name: aliases[name] for name in names.values() if name in aliases}
+
+
+def unit_vectors(module: nn.Module) -> list[str]:
+    """Return the names of the buffers in which spectral norm keeps vectors of length 1.
+
+    Example:
+        >>> unit_vectors(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 3)))
+        ['parametrizations.weight.0._u', 'parametrizations.weight.0._v']
+    """
+    found = [
+        f"{name}.{own}"
+        for name, part in module.named_modules()
+        for own in (
+            *(("_u", "_v") if isinstance(part, _SpectralNorm) else ()),
+            *(
+                f"{hook.name}{end}"
+                for hook in part._forward_pre_hooks.values()
+                if isinstance(hook, SpectralNorm)
+                for end in ("_u", "_v")
+            ),
+        )
+    ]
+    buffers = dict(module.named_buffers())
+    return [name for name in (one.removeprefix(".") for one in found) if name in buffers]
 
 
 def _place(module: nn.Module, name: str) -> tuple[int, str]:

@@ -45,10 +45,13 @@ class Task(L.LightningModule):
         judged_by: The metric that chooses the best round, and whether its ``"max"`` or ``"min"`` is
             best; ``None`` for no choice.
         higher_is_better: For each metric of :meth:`measure`, whether higher values are better.
+        round_index: Of the round in which a client trains, or that was the last; 0 where the task
+            trains by itself.
     """
 
     judged_by: tuple[str, Literal["min", "max"]] | None = None
     higher_is_better: Mapping[str, bool] = {}
+    round_index: int = 0
 
     def __init__(
         self,

@@ -35,6 +35,14 @@ class ClientFailure:
             said = lines[-1]
         return cls(client, shorten(said, _REASON, placeholder=" ..."), error)
 
+    def forget_frames(self) -> None:
+        """Drop the frames in which it was raised, which hold the client's copy of the module."""
+        error, seen = self.error, set[int]()
+        while error is not None and id(error) not in seen:
+            seen.add(id(error))
+            error.__traceback__ = None
+            error = error.__cause__ or error.__context__
+
 
 class Kept(NamedTuple):
     """What some clients kept from earlier participations."""

@@ -5,8 +5,10 @@ Everything that the ranks know at the end is written to ``FOLDER``, for the test
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pflight import Federation
-from pflight.callbacks import FedDANE, PerFedAvg, PFedMe
+from pflight.callbacks import FedDANE, FedProx, PerFedAvg, PFedMe
 from pflight.datamodules import TensorClients
-from pflight.errors import ClientError
+from pflight.errors import ClientError, ConfigurationError
 from tests import algorithm_tester
 from tests.algorithm_tester import Algorithm
 from tests.runs import (
@@ -27,6 +29,7 @@ from tests.runs import (
     linear_client,
     quiet_trainer,
     samples,
+    sgd,
     small_data,
 )
 
@@ -80,6 +83,18 @@ def fit(name: str, folder: Path, ckpt_path: Path | None = None, **options: Any) 
     }
 
 
+DIFFERENT = {
+    "samples": "the clients' samples",
+    "weights": "the initial weights",
+    "data.batch_size": "data.batch_size (4 on rank 0, 5 on rank 1)",
+    "client.optimizer": "client.optimizer (partial(SGD, [], {lr: 0.1}) on rank 0",
+    "model.local_epochs": "model.local_epochs (1 on rank 0, 2 on rank 1)",
+    "model.max_epochs": "model.max_epochs (1 on rank 0, 2 on rank 1)",
+    "algorithm.mu": "algorithm.mu (0.1 on rank 0, 0.2 on rank 1)",
+}
+"""What the ranks may differ in, and how it is called."""
+
+
 class Unreadable(TensorClients):
     """Data of which one client's samples, of the second rank, can't be read any more."""
 
@@ -92,12 +107,31 @@ class Unreadable(TensorClients):
 def raised(stage: str, **options: Any) -> str | None:
     """Return what a rank raises where a client of the second fails and that stops the run."""
     pairs = [samples(8, seed) for seed in range(6)]
-    data = Unreadable(pairs, pairs, pairs, num_classes=CLASSES, batch_size=4, eval_chunk=2)
+    data = Unreadable(pairs, val=pairs, test=pairs, num_classes=CLASSES, batch_size=4, eval_chunk=2)
     data.gone = True
     federation = Federation(linear_client(), on_client_error="raise")
     try:
         getattr(quiet_trainer(2, **options), stage)(federation, datamodule=data)
     except ClientError as error:
+        return str(error)
+    return None
+
+
+def different(what: str, **options: Any) -> str | None:
+    """Return what a rank raises where its federation differs from that of the other rank."""
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    own = defaultdict(int, {what: rank})
+    pairs = [samples(8, seed + own["samples"]) for seed in range(4)]
+    data = TensorClients(pairs, num_classes=CLASSES, batch_size=4 + own["data.batch_size"])
+    client = linear_client(optimizer=sgd(0.1 * (1 + own["client.optimizer"])))
+    if own["weights"]:
+        torch.nn.init.zeros_(client.network.weight)
+    federation = Federation(client, local_epochs=1 + own["model.local_epochs"])
+    callback = FedProx(0.1 * (1 + own["algorithm.mu"]))
+    trainer = quiet_trainer(1 + own["model.max_epochs"], callback, **options)
+    try:
+        trainer.fit(federation, datamodule=data)
+    except ConfigurationError as error:
         return str(error)
     return None
 
@@ -111,6 +145,7 @@ def main(folder: str) -> None:
         saved = Path(folder) / "one" / f"{name}-epoch={SAVED - 1}.ckpt"
         results[f"{name} resumed"] = fit(name, Path(folder) / "resumed", saved, **two)
     results["raised"] = [raised(stage, **two) for stage in ("fit", "validate", "predict")]
+    results["different"] = {what: different(what, **two) for what in ("nothing", *DIFFERENT)}
     rank = torch.distributed.get_rank()
     torch.save(results, Path(folder) / f"rank{rank}.pt")
     torch.distributed.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch.optim import SGD
 from pflight import Federation
 from pflight.callbacks import ServerCallback
 from pflight.datamodules import FederatedDataModule, TensorClients
+from pflight.errors import ClientError
 from pflight.half import Half, LocalClient
 from pflight.loaders import Split
 from pflight.local.client import SCALARS, AloneClient
@@ -52,13 +54,15 @@ def run(
     *callbacks: L.Callback,
     trainer: dict[str, Any] | None = None,
     ckpt_path: Any = None,
+    all_may_fail: bool = False,
     **options: Any,
 ) -> Federation:
     """Fit a federation and return it."""
     federation = Federation(client, **options)
     servers = [] if callback is None else [callback]
     fitter = quiet_trainer(rounds, *servers, *callbacks, **(trainer or {}))
-    fitter.fit(federation, datamodule=data, ckpt_path=ckpt_path)
+    with suppress(ClientError) if all_may_fail else nullcontext():
+        fitter.fit(federation, datamodule=data, ckpt_path=ckpt_path)
     return federation
 
 
@@ -113,7 +117,7 @@ def small_data(
     ]
     train, test, val = splits
     options = {"num_classes": CLASSES, "batch_size": 4, **options}
-    return TensorClients(train, test, val, **options)
+    return TensorClients(train, test=test, val=val, **options)
 
 
 class Watching(Half):

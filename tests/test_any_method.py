@@ -86,7 +86,7 @@ def lazy() -> FederatedDataModule:
         [TensorDataset(*samples(count, seed + i)) for i in range(6)]
         for count, seed in ((12, 0), (6, 9))
     )
-    return DatasetClients(train, val, batch_size=6)
+    return DatasetClients(train, val=val, batch_size=6)
 
 
 def configured(path: Path) -> Namespace:
@@ -161,7 +161,7 @@ def test_methods_of_classes_on_her_classifier(name: str, lazily: bool) -> None:
     data: FederatedDataModule = TensorClients(pairs, val=pairs, batch_size=6)
     if lazily:
         datasets = [TensorDataset(*pair) for pair in pairs]
-        data = DatasetClients(datasets, datasets, batch_size=6)
+        data = DatasetClients(datasets, val=datasets, batch_size=6)
     config = configured(CONFIGS[name])
     federation = Federation(Tumour(), **config.model)
     quiet_trainer(2, config.server).fit(federation, datamodule=data)

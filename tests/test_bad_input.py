@@ -43,6 +43,38 @@ def test_two_server_callbacks() -> None:
     fails("FedAvg and Local", trainer.fit, Federation(linear_client()), datamodule=small_data())
 
 
+OF_ONE_MODEL = {
+    "BackboneFinetuning": {},
+    "BaseFinetuning": {},
+    "BatchSizeFinder": {},
+    "EMAWeightAveraging": {},
+    "GradientAccumulationScheduler": {"scheduling": {1: 2}},
+    "LearningRateFinder": {},
+    "ModelPruning": {"pruning_fn": "l1_unstructured"},
+    "SpikeDetection": {},
+    "StochasticWeightAveraging": {"swa_lrs": 0.1},
+    "WeightAveraging": {},
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_MODEL)
+def test_callbacks_of_one_model_are_refused(name: str) -> None:
+    callback = getattr(L.pytorch.callbacks, name)(**OF_ONE_MODEL[name])
+    trainer, federation = quiet_trainer(1, callback), Federation(linear_client())
+    fails(f"the Trainer's {name} works on the one model", trainer.fit, federation,
+          datamodule=small_data())  # fmt: skip
+    assert not federation.history
+
+
+def test_machines_that_nobody_has_started_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    trainer = quiet_trainer(1, strategy="ddp", devices=1, num_nodes=3)
+    fails("num_nodes=3 waits for processes on as many machines", trainer.fit,
+          Federation(linear_client()), datamodule=small_data())  # fmt: skip
+
+
 @pytest.mark.parametrize("client", [-1, 6, 100])
 def test_an_unknown_client(client: int) -> None:
     federation = run(linear_client(), small_data())

@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -393,14 +394,39 @@ class TestTwoInOneFolder:
             assert Path("some/where/run").is_dir()
         assert not Path("some").exists()
 
-    def test_a_file_system_without_locks(self, monkeypatch):
+    @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+    def test_a_file_system_without_locks(self, number, monkeypatch, capsys):
         def flock(*_: object) -> None:
-            raise OSError(errno.ENOLCK, "No locks available")
+            raise OSError(number, os.strerror(number))
 
         monkeypatch.setattr("fcntl.flock", flock)
-        with pytest.warns(UserWarning, match="run can't be locked .*No locks available"):
-            pflight("fit", rounds=1)
+        Path("run").mkdir()
+        killed = (
+            "import errno, fcntl, os, pathlib\n"
+            "from pflight.locks import hold\n"
+            f"def flock(*_): raise OSError({number}, 'none')\n"
+            "fcntl.flock = flock\n"
+            "lock = hold(pathlib.Path('run/.fit.lock'))\n"
+            "os.kill(os.getpid(), 9)\n"
+        )
+        assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -9
+        assert [*Path("run").iterdir()]
+        pflight("fit", rounds=1)  # the holder has ended
         assert read_events("run").scalars["train/loss"] == [0]
+        assert not [*Path("run").glob(".*")]
+        with RunFolder("run").claimed("fit"):
+            message = error(capsys, "fit")
+            assert f"in process {os.getpid()} on {socket.gethostname()}" in message
+            (marker,) = Path("run").glob(".*")
+            assert f"delete {marker}" in message
+            marker.write_text(f"1\nanother-{socket.gethostname()}\n0\n")
+            assert f"in process 1 on another-{socket.gethostname()}" in error(capsys, "fit")
+
+    def test_the_lock_of_another_folder_does_not_count(self):
+        Path("run").mkdir()
+        with RunFolder("other").claimed("fit"):
+            os.link("other/.fit.lock", "run/.fit.lock")
+            pflight("fit", rounds=1)
 
 
 class TestResume:
@@ -519,7 +545,9 @@ class TestResume:
             pflight("fit", "--model.on_client_error=raise", "--model.client.optimizer.lr=1e38")
         assert exit_.value.code == 1
         (line,) = capsys.readouterr().err.splitlines()
-        assert re.search(r"client \d+ failed: its result is NaN or infinite; the run ended", line)
+        assert re.search(
+            r"client \d+ failed: its result is NaN or infinite \(\S+\); the run ended", line
+        )
 
     @pytest.mark.filterwarnings("ignore:round .* client:UserWarning")
     def test_a_run_in_which_all_clients_fail_says_so_at_its_end(self, capsys):
@@ -999,7 +1027,7 @@ class TestBadInput:
         )
         assert done.returncode == 2
         assert done.stderr == "pflight: error: Digits: num_clients must be at least 1, got 0\n"
-        assert not done.stdout
+        assert done.stdout == "pflight: starting fit\n"
 
     def test_garbage_is_collected_once_all_is_imported(self, monkeypatch):
         collects: list[bool] = []

@@ -95,7 +95,7 @@ def test_small_networks_are_evaluated_on_one_thread(width, expected, callback, e
     torch.set_num_threads(2)
     try:
         starts = LambdaCallback(on_test_epoch_start=lambda *_: threads.clear())
-        data = TensorClients([samples(4, 0)] * 3, [samples(500, 1)] * 3, num_classes=CLASSES)
+        data = TensorClients([samples(4, 0)] * 3, test=[samples(500, 1)] * 3, num_classes=CLASSES)
         federation = run(client, data, callback(), 1, starts, engine=engine)
         federation.trainer.test(federation, datamodule=data, verbose=False)
         assert threads == {expected}

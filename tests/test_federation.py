@@ -2,20 +2,29 @@
 
 import copy
 import csv
+import gc
+import os
 import pickle
+import sqlite3
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
+from tensordict import TensorDict
 from torch import Tensor
 
 import pflight
 from pflight import Federation
 from pflight.callbacks import L2GD, FedAvg, FedSGD, FeSEM, Local, ServerCallback
 from pflight.datamodules import TensorClients
-from pflight.errors import ConfigurationError
+from pflight.errors import ClientError, ConfigurationError
 from pflight.models import Classifier
 from pflight.updates import ClientFailure, ClientUpdates
 from tests.runs import (
@@ -48,17 +57,30 @@ def broken(client: int, how: str, data: TensorClients) -> type[Classifier]:
         def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
             loss = super().loss(batch)
             if of_client(batch[0]):
-                self.fails_late = how == "late"
+                self.fails_late = how in ("late", "huge")
                 if how == "raises":
                     raise RuntimeError("out of battery")
-                return loss * {"nan": torch.nan, "inf": torch.inf, "late": 1}[how]
+                return loss * {"nan": torch.nan, "inf": torch.inf}.get(how, 1)
             return loss
 
         def on_train_end(self) -> None:
             if self.fails_late:
+                if how == "huge":
+                    next(self.parameters()).data.view(-1)[0] = 3e38
+                    return
                 raise ValueError("too late")
 
     return Broken
+
+
+class _Helper:
+    """A helper that locks, as a cache does."""
+
+    def __init__(self) -> None:
+        self.lock, self.owner = threading.Lock(), self
+
+    def __call__(self, *_: Any) -> None:
+        """Be a hook."""
 
 
 HOW = {
@@ -66,6 +88,7 @@ HOW = {
     "late": "ValueError: too late",
     "nan": "its result is NaN or infinite",
     "inf": "its result is NaN or infinite",
+    "huge": r"its result is too large to be added up \(network",
 }
 
 
@@ -99,6 +122,140 @@ class TestFailingClients:
         named = [str(w.message) for w in warned if "client 3 failed" in str(w.message)]
         assert [int(text.split(":")[0].removeprefix("round ")) for text in named] == rounds
 
+    def test_a_model_that_is_not_finite_is_never_taken(self, tmp_path: Path) -> None:
+        class Overflowing(FedAvg):
+            def aggregate(self, mean: TensorDict) -> TensorDict:
+                return mean if self.clients.rounds != 1 else mean.apply(lambda x: x * 1e38 * 1e38)
+
+        path = {"default_root_dir": tmp_path}
+        with pytest.warns(UserWarning, match=r"round 1: .*weight.* would not be finite"):
+            three = run(linear_client(), small_data(), Overflowing(), rounds=3, trainer=path)
+        one = run(linear_client(), small_data(), Overflowing(), rounds=1)
+        with pytest.warns(UserWarning, match="would not be finite"):
+            two = run(linear_client(), small_data(), Overflowing(), rounds=2)
+        assert_same(one.server_states()[0], two.server_states()[0])
+        assert (flat(two.server_states()[0]) != flat(three.server_states()[0])).any()
+
+    def test_a_server_that_diverges_ends_the_run(self) -> None:
+        class Diverging(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                for group in self.param_groups:
+                    group["params"][0].data *= torch.inf
+
+        step, said = partial(Diverging, lr=1.0), "after round 0, the server's model is not finite"
+        with pytest.raises(ConfigurationError, match=said):
+            run(linear_client(), small_data(), FedAvg(), rounds=3, server_optimizer=step)
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_if_all_fail_it_is_an_error_at_the_end(self) -> None:
+        class Broken(Classifier):
+            broken = True
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                raise ValueError("my bug")
+
+            def validation_step(self, batch: Any, batch_idx: int) -> Any:
+                raise ValueError("my bug")
+
+            test_step = validation_step
+
+            def predict_step(self, batch: Any, batch_idx: int) -> Any:
+                raise ValueError("my bug")
+
+        with pytest.raises(ClientError, match="all 12 trainings of clients failed"):
+            run(linear_client(Broken), small_data(), FedAvg(), rounds=2)
+        trainer = quiet_trainer(0, FedAvg())
+        federation = Federation(linear_client(Broken))
+        for call, said in (
+            (trainer.validate, "judged on its val samples: all 6 failed, first client 0: .*my bug"),
+            (trainer.test, "judged on its test samples: all 6 failed"),
+            (trainer.predict, "asked for its predictions: all 6 failed"),
+        ):
+            with pytest.raises(ClientError, match=f"no client could be {said}"):
+                call(federation, datamodule=small_data())
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_a_failed_client_keeps_no_copy_of_the_module(self) -> None:
+        """Without a garbage collection, which may be late."""
+        sizes: list[int] = []
+
+        def tensors(*_: Any) -> None:
+            found = (obj for obj in gc.get_objects() if isinstance(obj, Tensor))
+            sizes.append(sum(t.numel() for t in found if t.shape == (3, 4001)))
+
+        class Wide(Classifier):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                raise ValueError(f"{batch_idx}")
+
+        wide = Wide(torch.nn.Linear(4001, 3), num_classes=3)
+        x, y = torch.zeros(2, 4001), torch.zeros(2).long()
+        after = LambdaCallback(on_train_epoch_end=tensors)
+        gc.disable()
+        try:
+            with pytest.raises(ClientError):
+                run(wide, TensorClients([(x, y)] * 2, num_classes=3), FedAvg(), 5, after)
+        finally:
+            gc.enable()
+        assert len({*sizes[1:]}) == 1
+
+    def test_a_buffer_that_is_not_finite_is_a_constant(self) -> None:
+        class Masked(Classifier):
+            def __init__(self, *args: Any, **options: Any) -> None:
+                super().__init__(*args, **options)
+                self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+
+        federation = run(linear_client(Masked), small_data(), FedAvg(), rounds=2)
+        assert [entry.failed for entry in federation.history] == [[], []]
+        assert federation.history[0].bytes_up == 6 * SIZE
+        assert_same(
+            {"mask": federation.client_module(0).mask},
+            {"mask": torch.full((2, 2), -torch.inf).triu(1)},
+        )
+
+    @pytest.mark.parametrize(
+        ("attribute", "make", "message"),
+        [
+            ("lock", threading.Lock, r"client\.lock, of type lock, .*in the method that uses it"),
+            ("log", lambda: {"a": [sqlite3.connect("")]}, r"client\.log\['a'\]\[0\], of type"),
+            ("rows", lambda: (row for row in "ab"), r"client\.rows, of type generator"),
+            ("helper", _Helper, r"client\.helper\.lock, of type lock"),
+            ("scale", lambda: torch.ones(1, requires_grad=True) * 2, r"client\.scale.*detach\(\)"),
+            ("tool", lambda: os, r"client\.tool, of type module, .*import it"),
+        ],
+    )
+    @pytest.mark.parametrize("when", ["__init__", "setup"])
+    @pytest.mark.filterwarnings("ignore::ResourceWarning")
+    def test_what_can_not_be_copied_is_named(
+        self, attribute: str, make: Callable[[], Any], message: str, when: str
+    ) -> None:
+        class Holds(Classifier):
+            def __init__(self, *args: Any, **options: Any) -> None:
+                super().__init__(*args, **options)
+                if when == "__init__":
+                    setattr(self, attribute, make())
+
+            def setup(self, stage: str) -> None:
+                if when == "setup":
+                    setattr(self, attribute, make())
+
+        with pytest.raises(ConfigurationError, match=message):
+            Federation(linear_client(Holds))
+
+    def test_what_can_not_be_copied_is_named_in_parts_of_a_module(self) -> None:
+        client = linear_client()
+        client.register_buffer("scale", torch.ones(1, requires_grad=True) * 2)
+        with pytest.raises(ConfigurationError, match=r"client\.scale.*detach\(\)"):
+            Federation(client)
+        client = linear_client()
+        client.network.register_forward_hook(_Helper())
+        with pytest.raises(ConfigurationError, match=r"client\.network\._forward_hooks\.\d+\.lock"):
+            Federation(client)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            network = torch.nn.utils.weight_norm(torch.nn.Linear(4, 3))
+        with pytest.raises(ConfigurationError, match=r"client\.network.*parametrizations"):
+            Federation(Classifier(network, num_classes=3))
+
     def test_it_may_stop_the_run(self) -> None:
         data = small_data()
         client = linear_client(broken(2, "raises", data))
@@ -123,7 +280,9 @@ class TestFailingClients:
                 raise RuntimeError("no")
 
         client = linear_client(Hopeless)
-        federation = run(client, small_data(), callback(), rounds=3)
+        federation = Federation(client)
+        with pytest.raises(ClientError, match="all 18 trainings of clients failed"):
+            quiet_trainer(3, callback()).fit(federation, datamodule=small_data())
         for state in federation.server_states():
             assert_same(state, dict(client.state_dict()))
         assert federation.trainer.global_step == 3

@@ -15,8 +15,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight import Federation
-from pflight.callbacks import FedAvg, FedRep, SharedPart
-from pflight.datamodules import DatasetClients
+from pflight.callbacks import FedAvg, FedBABU, FedRep, SharedPart
+from pflight.datamodules import DatasetClients, TensorClients
 from pflight.errors import ConfigurationError
 from pflight.half import Half, LocalClient, LocalWork
 from pflight.head import EXTRA, Head, head_of, trace
@@ -233,7 +233,7 @@ def test_any_module_has_one() -> None:
     """Its optimizer does not know of what is added, and steps it all the same."""
     torch.manual_seed(0)
     pairs = [torch.utils.data.TensorDataset(*samples(count, count)) for count in (5, 9, 7)]
-    data = DatasetClients(pairs, pairs, batch_size=4)
+    data = DatasetClients(pairs, val=pairs, batch_size=4)
     federation = Federation(Own())
     quiet_trainer(2, FedAvg_of(Biased())).fit(federation, datamodule=data)
     state = federation.server.tensors(0)
@@ -259,6 +259,66 @@ def test_a_first_client_that_fails_does_not_hide_it() -> None:
     assert head_of(federation.client).name == "network.out"
 
 
+def everything(c: LocalClient, batch: Any) -> dict[str, Tensor]:
+    """Return what every method of a client gives, as sums over the samples of a batch."""
+    count = torch.tensor(len(batch[1]), dtype=torch.double)
+    loss, logits = c.task_loss_and_logits(batch)
+    _, features, outputs = c.task_loss_and_features(batch)
+    return {
+        "count": count,
+        "task_loss": c.task_loss(batch) * count,
+        "task_loss_at": c.task_loss_at(dict(c.weights), batch) * count,
+        "task_loss_and_logits": loss * count,
+        "losses": c.losses(outputs, batch) * count,
+        "mean": c.mean(logits) * count,
+        "batch_mean": c.batch_mean(features) * count,
+        "batch_sum": c.batch_sum(features),
+        "classes": c.classes(batch).sum(0),
+        "labels": c.labels(batch).sum(),
+    }
+
+
+@ENGINES
+@pytest.mark.parametrize("eval_batch_size", [None, 4])
+def test_sums_count_no_sample_twice(engine: str, eval_batch_size: int | None) -> None:
+    """Also of clients of unequal size, whatever a function makes of a batch."""
+    found: list[TensorDict] = []
+
+    class Looking(Half):
+        def finish(
+            self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
+        ) -> TensorDict:
+            zero, width = torch.zeros((), dtype=torch.double), torch.zeros(6, dtype=torch.double)
+            losses = "task_loss", "task_loss_at", "task_loss_and_logits", "losses"
+            like = dict.fromkeys(["count", *losses, "mean", "labels"], zero)
+            like |= {"batch_mean": width, "batch_sum": width, "classes": width[:CLASSES]}
+            found.append(work.sums(clients, starts, everything, like))
+            return trained
+
+    train = [samples(count, count, dtype=torch.double) for count in (20, 5, 13)]
+    data = TensorClients(train, num_classes=CLASSES, batch_size=4, eval_batch_size=eval_batch_size)
+    module = batchnorm_client().double()
+    run(module, data, FedAvg_of(Looking()), 1, engine=engine)
+    (sums,) = found
+    network = module.network.eval()
+    for row, (x, y) in enumerate(train):
+        with torch.no_grad():
+            features = network[:3](x)
+            logits = network[3](features)
+            loss = F.cross_entropy(logits, y, reduction="sum")
+        right = {
+            "count": torch.tensor(len(y)).double(),
+            **dict.fromkeys(["task_loss", "task_loss_at", "task_loss_and_logits", "losses"], loss),
+            "mean": logits.sum(),
+            "batch_mean": features.sum(0),
+            "batch_sum": features.sum(0),
+            "classes": y.bincount(minlength=CLASSES).double(),
+            "labels": y.sum().double(),
+        }
+        for name, value in right.items():
+            torch.testing.assert_close(sums[name][row], value, msg=name)
+
+
 @ENGINES
 @pytest.mark.filterwarnings("ignore:.*client 3 failed:UserWarning")
 def test_a_client_whose_pass_fails_is_left_out(engine: str) -> None:
@@ -277,3 +337,57 @@ def test_a_client_whose_pass_fails_is_left_out(engine: str) -> None:
                      FedAvg_of(Failing()), 2, engine=engine)  # fmt: skip
     assert [entry.failed for entry in federation.history] == [[3], [3]]
     assert all(t.isfinite().all() for t in federation.server.tensors(0).values())
+
+
+class Language(L.LightningModule):
+    """Predicts the next of seven words by its embedding, with or without a layer for it."""
+
+    def __init__(self, ties: bool) -> None:
+        super().__init__()
+        self.words, self.inner, self.norm = nn.Embedding(7, 5), nn.Linear(5, 5), nn.LayerNorm(5)
+        self.ties = ties
+        if ties:
+            self.out = nn.Linear(5, 7, bias=False)
+            self.out.weight = self.words.weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = self.norm(self.inner(self.words(batch[0])))
+        return F.cross_entropy(self.out(h) if self.ties else h @ self.words.weight.T, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def texts() -> TensorClients:
+    words = [torch.arange(6) % (2 + client) for client in range(3)]
+    return TensorClients([(x, x.roll(-1)) for x in words], num_classes=7)
+
+
+@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize("method", [FedRep, FedBABU])
+def test_a_norm_at_the_end_is_no_head(method: Callable[[], FedAvg], ties: bool) -> None:
+    with pytest.raises(ConfigurationError, match="norm, a LayerNorm, which is no head") as error:
+        run(Language(ties), texts(), method(), local_epochs=2)
+    assert ("out.weight is words.weight" in str(error.value)) == ties
+
+
+@pytest.mark.parametrize("part", ["private", "shared"])
+def test_a_head_that_is_tied_to_the_body_is_not_split_off(part: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"head out .* from its body: out.weight is words"):
+        run(Language(True), texts(), SharedPart(**{part: Layers(head=True)}))
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        ({"private": Layers(types=nn.LayerNorm)}, "SharedPart is FedAvg here: its private part"),
+        ({"private": Layers("network.1")}, r"is FedAvg here: .* it has network.1.weight, network"),
+        ({"private": Layers("*")}, "SharedPart is Local here: its shared part"),
+    ],
+)
+def test_a_part_without_a_trained_parameter_is_said(layers: Any, said: str) -> None:
+    client = batchnorm_client()
+    client.network[1].requires_grad_(False)
+    with pytest.warns(UserWarning, match=said):
+        run(client, small_data(), SharedPart(**layers))

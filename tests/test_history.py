@@ -162,7 +162,9 @@ def test_no_round_looks_through_all_that_came_before(tmp_path: Path) -> None:
     for last in (10, 40):
         reads, before = CountsReads.reads, len(federation.history)
         quiet_trainer(last, FedAvg(), saver).fit(federation, datamodule=small_data())
-        assert CountsReads.reads - reads <= 12 * (len(federation.history) - before)
+        rounds = len(federation.history)
+        # At the end, whether any client could be trained is looked up in all of them once.
+        assert CountsReads.reads - reads <= 12 * (rounds - before) + rounds
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")

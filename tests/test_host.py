@@ -11,6 +11,7 @@ import torch
 
 from pflight import host
 from pflight.callbacks import (
+    APPLE,
     L2GD,
     FedALA,
     FedAvg,
@@ -57,6 +58,7 @@ def test_pfedla_says_what_its_hypernetworks_really_take(caplog: pytest.LogCaptur
     [
         (PFedLA, r"360 B for models, .* for hypernetworks"),
         (FedFomo, r"360 B for models, 864 B for scores"),
+        (APPLE, r"360 B for the cores at a client"),
         (PFedHN, r"48 B for embeddings, .* for the hypernetwork, .* for gradients and momentum"),
     ],
 )

@@ -155,13 +155,16 @@ def test_the_rooms_of_the_core_are_entered_from_one_side() -> None:
     assert [edge for edge in inside if edge[1] > edge[0] >= 0] == []
 
 
+PRIVATE = "pflight.deploy.flower"  # from which others take all that Flower does not document
+
+
 def test_imports_name_the_module_that_defines() -> None:
     packages = [one for one in IMPORTS if one.imported in PACKAGES and one.importer != FACE]
     assert packages == []
     passed_on = [
         one
         for one in IMPORTS
-        if one.imported not in PACKAGES and not {*one.names} <= defined(one.imported)
+        if one.imported not in (*PACKAGES, PRIVATE) and not {*one.names} <= defined(one.imported)
     ]
     assert passed_on == []
 

@@ -22,6 +22,7 @@ from pflight.callbacks import FedAvg, FedSGD, FeSEM, Local
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.models import Classifier, ProximalClient
+from tests.algorithm_tester import ALGORITHMS
 from tests.event_files import read_events
 from tests.runs import (
     CLASSES,
@@ -217,6 +218,16 @@ class TestPrecision:
         assert {value.dtype for value in state.values()} == {torch.float32}
         torch.testing.assert_close(state, full.server_states()[0], rtol=0, atol=0.02)
         assert flat(state) != pytest.approx(flat(full.server_states()[0]), abs=1e-7)
+
+    @pytest.mark.parametrize("name", ALGORITHMS)
+    @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+    def test_every_method_runs_in_half_precision(self, name: str, precision: str) -> None:
+        algorithm = ALGORITHMS[name]
+        client, data = batchnorm_client(algorithm.client), small_data(cohort_size=4)
+        federation = run(client, data, algorithm.callback(), 2, trainer={"precision": precision})
+        states = federation.server_states() or [federation.client_state(1)]
+        assert states[0]["network.0.weight"].dtype.itemsize == 2
+        assert states[0]["network.0.weight"].isfinite().all()
 
     @pytest.mark.parametrize("callback", CALLBACKS)
     def test_every_algorithm_runs_in_64_bits(self, callback: Any) -> None:
@@ -460,7 +471,7 @@ class TestEvaluation:
     def test_clients_without_test_data_are_left_out(self) -> None:
         train = [samples(6, client) for client in range(6)]
         test = [samples(0 if client == 2 else 4, 50 + client) for client in range(6)]
-        data = TensorClients(train, test, num_classes=CLASSES)
+        data = TensorClients(train, test=test, num_classes=CLASSES)
         federation = run(linear_client(), data)
         federation.trainer.test(federation, datamodule=data, verbose=False)
         each = federation.client_metrics("test")["acc"]

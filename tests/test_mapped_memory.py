@@ -1,7 +1,9 @@
 """Client memory on disk is what client memory in RAM is, whenever a run is killed."""
 
 import copy
+import errno
 import multiprocessing
+import os
 import random
 import resource
 import shutil
@@ -280,6 +282,42 @@ def test_memory_that_is_in_use_is_left_to_its_owner(tmp_path: Path) -> None:
     keep(third, c0=4)
     assert [kept(memory, 0) for memory in (first, second, third)] == [[3], [2], [4]]
     assert len(files(tmp_path)) == 3
+
+
+def test_files_with_a_second_name_are_not_written_to(tmp_path: Path) -> None:
+    before = tmp_path / "run"
+    memory = memory_in(before)
+    keep(memory, c0=1)
+    save(memory, before / "last.ckpt")
+    after = tmp_path / "copy"
+    shutil.copytree(before, after, copy_function=os.link)
+    keep(memory, c0=2)  # while it goes on in the first folder
+    save(memory, before / "last.ckpt")
+    keep(memory, c0=3)
+    assert kept(load(MappedMemory(), after / "last.ckpt"), 0) == [1]
+    copied = load(memory_in(after), after / "last.ckpt")
+    for value in (4, 5, 6):
+        keep(copied, c0=value)
+        save(copied, after / "last.ckpt")
+    assert kept(load(MappedMemory(), before / "last.ckpt"), 0) == [2]
+    assert kept(load(MappedMemory(), after / "last.ckpt"), 0) == [6]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    first = memory_in(tmp_path)
+    keep(first, c0=1)
+    save(first, tmp_path / "last.ckpt")
+    second = load(memory_in(tmp_path), tmp_path / "last.ckpt")
+    keep(second, c0=2)
+    assert [kept(memory, 0) for memory in (first, second)] == [[1], [2]]
+    assert len(files(tmp_path)) == 2
 
 
 def test_what_nobody_needs_is_removed_by_the_next_run(tmp_path: Path) -> None:

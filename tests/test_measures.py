@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,14 @@ def test_what_a_round_takes_is_of_its_own_clients_with_test_samples(
         forgetting.of_run(folder)
     for test in tests:
         (folder / f"tests/{test['round']}.json").write_text(json.dumps(test))
-    assert forgetting.of_run(folder).endswith("| -12.50 (-50.00 to 25.00) | 50 % |")
+    assert forgetting.of_run(folder).endswith("| -12.50 | 50 % |")  # no interval of two pairs
+    for number in range(12, 16):
+        test = after(number, [1], [0.0, 0.25 + (number % 2) / 2, 1.0])
+        (folder / f"tests/{number}.json").write_text(json.dumps(test))
+    *_, shown, lost, _ = forgetting.of_run(folder).split("|")
+    mean, low, high = (float(part) for part in re.findall(r"-?\d+\.\d+", shown))
+    assert (mean, lost) == (0, " 50 % ")  # 0.25, -0.5, -0.25, 0.5, -0.5 and 0.5
+    assert -50 <= low < 0 < high <= 50
 
 
 def archive(path: Path, order: dict[str, list[int]]) -> None:

@@ -1,5 +1,6 @@
 """Networks whose states are out of the ordinary."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -57,6 +58,13 @@ def spectral_norm() -> nn.Module:
     return nn.Sequential(normed, nn.ReLU(), nn.Linear(5, CLASSES))
 
 
+def old_spectral_norm() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        normed = nn.utils.spectral_norm(nn.Linear(FEATURES, 5))
+    return nn.Sequential(normed, nn.ReLU(), nn.Linear(5, CLASSES))
+
+
 NETWORKS = [
     Tied,
     Recurrent,
@@ -77,6 +85,7 @@ def client_of(make: Any, **options: Any) -> Classifier:
     return network_client(make(), **options)
 
 
+@pytest.mark.filterwarnings("ignore:spectral norm keeps:UserWarning")
 @pytest.mark.parametrize("make", NETWORKS)
 @pytest.mark.parametrize("callback", [FedAvg, FedSGD, Local, lambda: FeSEM(2)])
 def test_every_algorithm_trains_them(make: Any, callback: Any) -> None:
@@ -89,6 +98,7 @@ def test_every_algorithm_trains_them(make: Any, callback: Any) -> None:
     assert all(entry.failed == [] for entry in federation.history)
 
 
+@pytest.mark.filterwarnings("ignore:spectral norm keeps:UserWarning")
 @pytest.mark.parametrize("make", NETWORKS)
 def test_one_client_trains_as_alone(make: Any) -> None:
     data = small_data(counts=[12])
@@ -98,6 +108,18 @@ def test_one_client_trains_as_alone(make: Any) -> None:
     torch.testing.assert_close(
         federation.server_states()[0], dict(alone.state_dict()), rtol=0, atol=1e-5
     )
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+@pytest.mark.parametrize("make", [spectral_norm, old_spectral_norm])
+def test_the_vectors_of_spectral_norm_are_not_averaged_in_silence(make: Any) -> None:
+    with pytest.warns(UserWarning, match=r"vectors of length 1 in network.0.*_u, .*_v, and their"):
+        run(client_of(make), small_data(), FedAvg())
+    federation = run(client_of(make), small_data(), FedAvg(buffers="local"), rounds=2)
+    for client in range(3):
+        state = federation.client_state(client)
+        vectors = [tensor for name, tensor in state.items() if name.endswith(("_u", "_v"))]
+        torch.testing.assert_close([v.norm().item() for v in vectors], [1.0, 1.0])
 
 
 @pytest.mark.parametrize("lr", [0.1, 0.5])
@@ -118,7 +140,7 @@ def test_a_tied_layer_stays_tied_whatever_the_server_optimizer(lr: float) -> Non
 def test_whole_numbers_as_inputs() -> None:
     torch.manual_seed(0)
     train = [(torch.randint(20, (9, 5)), torch.randint(CLASSES, (9,))) for _ in range(3)]
-    data = TensorClients(train, train, train, num_classes=CLASSES, batch_size=4)
+    data = TensorClients(train, test=train, val=train, num_classes=CLASSES, batch_size=4)
     bag = nn.Sequential(nn.EmbeddingBag(20, 6), nn.Linear(6, CLASSES))
     for trainer in ({}, {"precision": "64-true"}, {"precision": "bf16-mixed"}):
         federation = run(network_client(bag), data, FedAvg(), rounds=2, trainer=trainer)

@@ -31,8 +31,8 @@ def unequal_data() -> TensorClients:
         x = torch.randn(count, FEATURES, generator=random, dtype=torch.double)
         return x, torch.randint(CLASSES, (count,), generator=random)
 
-    splits = [[samples(size) for size in sizes] for sizes in (SIZES, [3] * 3, [4] * 3)]
-    return TensorClients(*splits, num_classes=CLASSES, batch_size=4)
+    train, test, val = ([samples(size) for size in sizes] for sizes in (SIZES, [3] * 3, [4] * 3))
+    return TensorClients(train, test=test, val=val, num_classes=CLASSES, batch_size=4)
 
 
 def trained(algorithm: Algorithm, engine: str, folder: Path, **options: Any) -> list[dict]:

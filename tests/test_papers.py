@@ -149,12 +149,7 @@ def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
         for one, other in pairs
     ]
     shown = difference.strip("| ").split(" | ")
-    value, low, high = (float(part) for part in re.findall(r"-?\d+\.\d+", shown[2]))
-    assert value == pytest.approx(math.fsum(map(math.fsum, own)) / 8, abs=0.005)
-    assert low <= value <= high
-    by_client = [(a + b) / 2 for a, b in zip(*own, strict=True)]
-    assert min(by_client) - 0.01 <= low
-    assert high <= max(by_client) + 0.01
+    assert float(shown[2]) == pytest.approx(math.fsum(map(math.fsum, own)) / 8, abs=0.005)
 
     claim = page.read_text().split("claims -->\n")[1].split("<!-- end -->")[0].strip()
     head, _, line = claim.splitlines()
@@ -162,7 +157,7 @@ def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
     own = [50 * sum(test[i]["own"]["acc"]) / 4 for test in tests.values() for i in (0, 1)]
     mean = sum(own[4:]) - sum(own[:2])  # of FedEC and of FedAvg itself, which is the first
     assert line.startswith(f"| FedEC − FedAvg | 49.7 | {mean:.1f} (")
-    assert re.search(r" to -?\d+\.\d, 1\): (less|no|open|yes|more)", line)
+    assert re.search(r" \(1\): (less|no|open|yes|more)", line)
     assert line.endswith("|  |")
 
     new = tmp_path / "new.md"  # nothing has been run for it

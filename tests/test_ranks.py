@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from tests import ranks_script
-from tests.ranks_script import ALGORITHMS, SAVED, fit
+from tests.ranks_script import ALGORITHMS, DIFFERENT, SAVED, fit
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +91,13 @@ def test_a_failure_that_stops_the_run_stops_all_ranks(rank: int, two: list[dict[
     failed = "failed", "failed on its val samples", "failed to predict"
     for said, how in zip(two[rank]["raised"], failed, strict=True):
         assert said == f"round 0: client 3 {how}: OSError: its disk is gone"
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_that_differ_say_so_before_they_train(what: str, two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        assert f"the ranks have different {DIFFERENT[what]}" in rank["different"][what]
+
+
+def test_ranks_that_don_t_differ_train(two: list[dict[str, Any]]) -> None:
+    assert [rank["different"]["nothing"] for rank in two] == [None, None]

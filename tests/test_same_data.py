@@ -45,7 +45,9 @@ def with_labels(change: Callable[[int, Tensor], Tensor], split: str = "train") -
     pairs = {name: [data.samples(client, name) for client in range(6)] for name in ("train", "val")}
     pairs[split] = [(x, change(client, y)) for client, (x, y) in enumerate(pairs[split])]
     test = [data.samples(client, "test") for client in range(6)]
-    return TensorClients(pairs["train"], test, pairs["val"], num_classes=CLASSES, batch_size=4)
+    return TensorClients(
+        pairs["train"], test=test, val=pairs["val"], num_classes=CLASSES, batch_size=4
+    )
 
 
 def grouped(**options: Any) -> KnownClusters:

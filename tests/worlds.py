@@ -21,7 +21,9 @@ SAMPLES = (
 
 
 def world_t(**options: Any) -> TensorClients:
-    return TensorClients(SAMPLES, SAMPLES, SAMPLES, num_classes=3, batch_size=None, **options)
+    return TensorClients(
+        SAMPLES, test=SAMPLES, val=SAMPLES, num_classes=3, batch_size=None, **options
+    )
 
 
 def client_t(lr: float = 0.1, body: Rows | None = None) -> Classifier:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from pflight.half import OWN, Half, LocalClient, LocalWork
+from pflight.host import check_fits
 from pflight.models.halves.apfl import inner_product
 from pflight.options import check_range, checked
 from pflight.state import state_bytes
@@ -56,7 +57,15 @@ class MixedCores(Half):
         self.weights_lr = weights_lr
 
     def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return how far :math:`p_i` is from :math:`p^0`, and what is sent of equal clients."""
+        """Return how far :math:`p_i` is from :math:`p^0`, and what is sent of equal clients.
+
+        Raises:
+            ConfigurationError: If a client has no memory for all cores.
+        """
+        size = self.cores * sum(weight.nbytes for weight in weights.values())
+        whose = f"APPLE with num_clients={self.cores}"
+        instead = "take fewer clients, or a smaller network"
+        check_fits(torch.device("cpu"), whose, {"the cores at a client": size}, instead)
         zeros = next(iter(weights.values())).new_zeros(self.cores)
         own = torch.cat([zeros.new_ones(1), zeros[1:]])
         bank = {f"bank.{n}": w.detach().expand(self.cores, *w.shape) for n, w in weights.items()}
@@ -98,7 +107,8 @@ class MixedCores(Half):
         states = work.start_states(clients, sent).clone(recurse=False)
         p = states[_SHARES] + states[_SHIFT]
         for name in [name for name in work.layout.own if name.startswith(_BANK)]:
-            mixtures = [torch.tensordot(*each, 1) for each in zip(p, states[name], strict=True)]
+            bank = states[name]
+            mixtures = [torch.tensordot(*each, 1) for each in zip(p.to(bank), bank, strict=True)]
             if mixtures:  # one by one: the banks of many clients are one in memory
                 states[name.removeprefix(_BANK)] = torch.stack(mixtures)
         return states.update(work.remembered(clients, states).states)
@@ -164,7 +174,7 @@ class APPLE(StoredModels):
         self.shares = torch.zeros(self.clients.num_clients, dtype=torch.double)
         if self.clients.data is not None:
             able = self.clients.trainable.cpu()
-            self.shares[able] = self.clients.num_samples[able].double()
+            self.shares[able] = self.clients.weights_of(able).double()
             self.shares /= self.shares.sum()
 
     def more_memory(self) -> dict[str, int]:

@@ -189,6 +189,7 @@ class FedAMP(StoredModels):
         squares = []
         for name in self.clients.layout.parameters:
             leaf = rows(self.stored.tensors()[name])
+            leaf = leaf.to(torch.promote_types(leaf.dtype, torch.float32))  # half has no cdist
             # From differences, and pair by pair: the same whichever other clients are asked.
             mode = "donot_use_mm_for_euclid_dist"
             distances = torch.cdist(leaf[clients], leaf, compute_mode=mode)

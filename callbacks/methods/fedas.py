@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import lightning as L
@@ -13,7 +13,8 @@ from torch.func import grad
 
 from pflight.fedavg import FedAvg
 from pflight.half import Half, LocalClient, LocalWork
-from pflight.head import EXTRA, Head, body_names, watched
+from pflight.head import EXTRA, Head, watched
+from pflight.layers import body_names
 from pflight.local.client import task_loss
 from pflight.local.copies import ready
 from pflight.options import check_range, checked
@@ -119,6 +120,7 @@ class Synchronised(Half):
     needs_head = True
     needs_classes = True
     keeps_memory = True
+    per_sample = ("fisher",)
 
     def __init__(
         self,
@@ -133,6 +135,10 @@ class Synchronised(Half):
         self.align_lr = align_lr
         self.align_epochs = align_epochs
         self.fisher = fisher
+
+    def check_sent(self, sent: Mapping[str, Tensor], num_samples: int, num_steps: int) -> str:
+        """Refuse a negative trace."""
+        return "its Fisher information is negative" if bool(sent[_FISHER] < 0) else ""
 
     def extra(self, module: L.LightningModule, head: Head) -> nn.Module:
         """Return room for what a client tells."""

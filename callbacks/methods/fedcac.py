@@ -154,7 +154,7 @@ class FedCAC(StoredModels):
         for masks in self.masks.tensors().values():
             share_owned(masks, clients)
         groups = self.collaborators(clients).double()
-        counts = self.clients.num_samples[clients.cpu()].to(groups)
+        counts = self.clients.weights_of(clients).to(groups)
         means = {}
         for name, leaf in self.stored.tensors().items():
             trained = rows(leaf[clients]).to(torch.promote_types(leaf.dtype, torch.float))

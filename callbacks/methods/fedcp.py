@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
 from pflight.half import Half, LocalClient, LocalWork, Phase
-from pflight.head import EXTRA, Head, body_names
+from pflight.head import EXTRA, Head
+from pflight.layers import body_names
 from pflight.options import check_range, checked
 
 _CONTEXT = f"{EXTRA}.context"

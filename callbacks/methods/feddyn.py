@@ -49,6 +49,11 @@ class Dynamic(Corrected):
         """Return :math:`g_i`, which is 0."""
         return {f"g.{name}": torch.zeros_like(weight) for name, weight in weights.items()}
 
+    @property
+    def needs_mean_samples(self) -> bool:  # type: ignore[override]
+        """Whether the weight depends on the mean number of samples."""
+        return self.size
+
     def direction(self, c: LocalClient) -> Mapping[str, Tensor]:
         """Return :math:`-g_i` by parameter name."""
         return {name: -c.own[f"g.{name}"] for name in c.weights}

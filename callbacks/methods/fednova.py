@@ -18,6 +18,7 @@ from pflight.options import checked
 from pflight.state import WeightedMean
 from pflight.updates import ClientUpdates
 
+_ROUNDING = 1e-2  # of a path, in half precision
 _PATH, _STEPS = f"{OWN}path", f"{OWN}steps"
 _BITS = 32  # of a number of steps
 
@@ -43,14 +44,27 @@ class Normalised(Half):
         ConfigurationError: If an option is out of range.
     """
 
+    per_sample = ("path", "steps")
+
     def __init__(self, mu: float = 0.0, tells_steps: bool = False) -> None:
         self.proximal = half_for(self, Proximal, mu=mu)
+        self.needs_constant_lr = mu > 0
         self.tells_steps = tells_steps
 
     def check(self, module: LightningModule) -> None:
         """Raise if a module is not trained by SGD without clipping, of which there is no path."""
         needs = "FedNova: the length of a client's path needs SGD with one positive lr"
         self.descending = sgd_of(module, needs, momentum=True)
+
+    def check_sent(self, sent: Mapping[str, Tensor], num_samples: int, num_steps: int) -> str:
+        """Refuse a path that no number of steps has, or more steps than there are batches."""
+        steps = torch.tensor(float(num_steps))
+        longest, shortest = float(self.path(steps)), float(self.path(torch.ones(())))
+        path, told = float(sent[_PATH]), float(sent.get(_STEPS, steps))
+        fits = shortest * (1 - _ROUNDING) <= path <= longest * (1 + _ROUNDING)
+        if path == 0 or (fits and 1 <= told <= num_steps and told.is_integer()):
+            return ""
+        return f"its path has length {path:.2g}, where that of {num_steps} steps is {longest:.2g}"
 
     def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what it sends besides the model, at first 0."""

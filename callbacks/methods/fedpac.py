@@ -234,7 +234,7 @@ class FedPAC(FedAvg):
         weights = combinations(
             states[_SHARED].flatten(1).double().cpu().numpy(),
             states[_SPREAD].double().cpu().numpy(),
-            states[COUNTS].sum(1).cpu().numpy(),
+            states[COUNTS].double().sum(1).cpu().numpy(),
         )
         mine = torch.isin(clients, owned(clients))
         combined = {

@@ -38,7 +38,7 @@ class RestrictedSoftmax(AdjustedLogits):
     def adjusted(self, logits: Tensor, counts: Tensor) -> Tensor:
         """Return the logits ``[n, K]``, scaled by class."""
         share = counts / counts.amax().clamp(min=1) if self.scaling == "soft" else counts > 0
-        return logits * (self.a + (1 - self.a) * share)
+        return logits * (self.a + (1 - self.a) * share.to(logits))
 
 
 @checked

@@ -175,12 +175,8 @@ class IFCA(MultiCenter):
     def _choose(self, clients: Tensor) -> Tensor:
         """Return the center with the lowest training loss, by client ``[C]``."""
         server, names = self.server, self.sent_names
-        losses = torch.stack(
-            [
-                self.clients.losses(clients, server.expand(k, names, len(clients)))
-                for k in range(self.num_clusters)
-            ]
-        ).cpu()
+        models = [server.expand(k, names, len(clients)) for k in range(self.num_clusters)]
+        losses = self.clients.losses_of(clients, models).cpu()
         before = self.assignments[clients.cpu()]
         before = torch.where(before < 0, self.weights.argmax(), before)
         lowest = losses.nan_to_num(torch.inf, torch.inf).argmin(dim=0)

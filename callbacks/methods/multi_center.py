@@ -187,7 +187,7 @@ class MultiCenter(ServerCallback):
     def client_weights(self, clients: Tensor) -> Tensor:
         """Return the weight of each of the clients ``[C]`` in the mean of its cluster."""
         if self.weighting == "samples":
-            return self.clients.num_samples[clients.cpu()]
+            return self.clients.weights_of(clients)
         return torch.ones(len(clients))
 
     def step(self) -> None:
@@ -208,7 +208,7 @@ class MultiCenter(ServerCallback):
         assigned = all_max(assigned)
         self.assignments = torch.where(assigned >= 0, assigned, self.assignments)
         known = self.assignments >= 0
-        samples = self.clients.num_samples[known].double()
+        samples = self.clients.weights_of(known.nonzero().flatten()).double()
         weights = torch.zeros(self.num_clusters, dtype=torch.double)
         self.weights = weights.index_add_(0, self.assignments[known], samples)
 

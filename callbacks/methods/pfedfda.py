@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
 from pflight.half import Half, LocalClient, LocalWork, Phase
-from pflight.head import EXTRA, Head, body_names
+from pflight.head import EXTRA, Head
+from pflight.layers import body_names
 from pflight.options import check_range, checked
 from pflight.updates import ClientUpdates
 
@@ -132,7 +133,9 @@ class Discriminating(Half):
         return states.update({_WEIGHT: weight.to(states[_WEIGHT]), _BIAS: bias.to(states[_BIAS])})
 
     def _priors(self, work: LocalWork, clients: Tensor, states: TensorDict) -> Tensor:
-        counts = work.class_counts_of(clients) if work.has_samples else 0 * states[_BIAS]
+        counts = 0 * states[_BIAS]
+        if work.has_samples:
+            counts = work.class_counts_of(clients).to(counts.device)
         shares = counts.double() / counts.sum(1, keepdim=True).clamp(min=1) + self.eps
         return shares / shares.sum(1, keepdim=True)
 

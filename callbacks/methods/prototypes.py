@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -68,6 +68,7 @@ class Prototypical(Half):
 
     needs_head = True
     needs_classes = True
+    per_sample = ("counts",)
 
     def __init__(self, lam: float = 1.0, align: Literal["sample", "class"] = "sample") -> None:
         check_range(self, "[0, inf)", lam=lam)
@@ -88,12 +89,27 @@ class Prototypical(Half):
         squares = (centers - means).square().mean(1)
         return loss + self.lam * (squares * (known & (sizes > 0))).sum()
 
+    def check_sent(self, sent: Mapping[str, Tensor], num_samples: int, num_steps: int) -> str:
+        """Refuse counts that are no whole numbers, or not those of all samples."""
+        counts = sent.get(COUNTS)
+        if counts is None or _may_count(counts, num_samples):
+            return ""
+        return f"its counts by class are not those of its {num_samples} samples"
+
     def finish(
         self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
     ) -> TensorDict:
         """Put the clients' own prototypes, and how many samples they are made of."""
         means, counts = own_prototypes(work, clients, trained, trained[MEANS][0])
         return trained.update({MEANS: means, COUNTS: counts})
+
+
+def _may_count(counts: Tensor, num_samples: int) -> bool:
+    """Return whether numbers of samples by class ``[K]`` can be those of a client."""
+    exact = torch.finfo(counts.dtype).eps * num_samples  # half precision has few whole numbers
+    whole = exact >= 0.5 or bool((counts == counts.round()).all())
+    total = abs(float(counts.double().sum()) - num_samples)
+    return whole and bool((counts >= 0).all()) and total <= len(counts) * exact
 
 
 class ClassMeans:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, Literal
 
 import lightning as L
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from pflight.errors import ConfigurationError
@@ -111,8 +113,24 @@ class SharedPart(FedAvg):
         if self.shared_layers is not None and not {*self.sent_names} & {*layout.parameters}:
             raise ConfigurationError("SharedPart: no parameter of the shared layers is trained")
 
+    def _warn_if_it_is_another(self) -> None:
+        """Warn if layers are named, and none of the parameters that stay or travel is trained."""
+        given = self.private_layers, self.shared_layers
+        if all(layers in (None, Layers()) for layers in given):
+            return
+        layout, name = self.clients.layout, self.name_in_results
+        for part, other in (("private", "FedAvg"), ("shared", "Local")):
+            layers = (names for n, names in layout.layers.items() if self.parts[n] == part)
+            held = [*chain.from_iterable(layers)]
+            if {*layout.parameters}.isdisjoint(held):
+                rank_zero_warn(
+                    f"{name} is {other} here: its {part} part has no parameter that is trained; it "
+                    f"has {', '.join(held) or 'no tensor'}"
+                )
+
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Print which layers are shared and which are private."""
+        """Print which layers are shared and which are private, and warn if one part is empty."""
+        self._warn_if_it_is_another()
         if not trainer.is_global_zero:
             return
         from rich.console import Console

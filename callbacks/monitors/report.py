@@ -13,6 +13,7 @@ import lightning as L
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from pflight.distributed import gather_to_first
@@ -77,18 +78,18 @@ class ResultTable(L.Callback):
         data = getattr(trainer, "datamodule", None)
         title = f"{federation.algorithm} on {data}, {name}"
         caption, shown = _caption(trainer, federation, stage), columns(metrics, stage)
-        table = Table(title=title, title_justify="left", caption=caption)
+        table = Table(title=Text(title), title_justify="left", caption=Text(caption))
         table.caption_justify = "left"
         table.add_column("model")
         for column in shown.values():
-            table.add_column(column, justify="right")
+            table.add_column(Text(column), justify="right")
         further = federation.clients.participation.further_models
         models = {**_MODELS, **{model: model.removesuffix("/") for model in further}}
         for (group, whose), (model, label) in product(_GROUPS.items(), models.items()):
             tags = [f"{stage}/{group}{model}{metric}" for metric in shown]
             if tags and all(tag in metrics for tag in tags):
-                table.add_row(whose + label, *(f"{float(metrics[tag]):.4f}" for tag in tags))
-        console.print(table if table.row_count else caption)
+                table.add_row(Text(whose + label), *(f"{float(metrics[tag]):.4f}" for tag in tags))
+        console.print(table if table.row_count else Text(caption))
 
 
 @checked
@@ -164,7 +165,9 @@ class PredictionWriter(L.Callback):
                 rows = _write(partial, [chunk for chunks in ranks for chunk in chunks])
                 if not rows:
                     raise ClientError("no client made predictions, as the warnings say")
-            Console().print(f"{rows:,} predictions in {path}", highlight=False, soft_wrap=True)
+            Console().print(
+                f"{rows:,} predictions in {path}", markup=False, highlight=False, soft_wrap=True
+            )
 
     def _file(self, trainer: L.Trainer) -> Path:
         return Path(self.path or Path(trainer.default_root_dir, PREDICTIONS))

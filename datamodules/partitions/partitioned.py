@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,16 +101,49 @@ class PartitionedDataModule(FederatedDataModule):
         arguments = getattr(self, "num_clients", None), self.seed, samples.groups
         random = numpy_generator(Purpose.PARTITION, self.seed, 1)
         if not self.official_test:
-            parts = self.partition.split(labels, *arguments)
+            parts = self._checked(self.partition.split(labels, *arguments), len(labels))
             return stratified_splits(labels, parts, self.val_fraction, self.test_fraction, random)
         if test is None:
             raise ConfigurationError(
                 f"{type(self).__name__} has no test set of its own: official_test must be false"
             )
-        parts = self.partition.deal(labels, test, *arguments)
+        parts = self._checked(self.partition.deal(labels, test, *arguments), len(labels))
         known = [part[~test[part]] for part in parts]
         train, val, _ = stratified_splits(labels, known, self.val_fraction, 0.0, random)
         return train, val, [part[test[part]] for part in parts]
+
+    def _checked(self, parts: Sequence[Any], count: int) -> list[Ints]:
+        """Return what a partition gives, once each of its positions is that of one client alone.
+
+        Raises:
+            ConfigurationError: Naming a client and a position.
+        """
+        whose, name = np.full(count, -1), type(self.partition).__name__
+        wanted, checked = getattr(self, "num_clients", None), []
+        if wanted is not None and len(parts) != wanted:
+            raise ConfigurationError(f"{name} gives {len(parts)} clients, not {wanted}")
+        for client, given in enumerate(parts):
+            part = np.asarray(given)
+            if part.ndim != 1 or not (np.issubdtype(part.dtype, np.integer) or not part.size):
+                raise ConfigurationError(
+                    f"{name} gives client {client} what is no list of positions: {part.dtype} of "
+                    f"shape {part.shape}"
+                )
+            part = part.astype(np.int64)
+            if len(odd := part[(part < 0) | (part >= count)]):
+                raise ConfigurationError(
+                    f"{name} gives client {client} sample {odd[0]}, of {count} samples"
+                )
+            if len(taken := part[whose[part] >= 0]):
+                raise ConfigurationError(
+                    f"{name} gives sample {taken[0]} to client {whose[taken[0]]} and to client "
+                    f"{client}: every sample goes to at most one client"
+                )
+            whose[part] = client
+            if len(np.unique(part)) < len(part):
+                raise ConfigurationError(f"{name} gives client {client} a sample twice")
+            checked.append(part)
+        return checked
 
     def samples(self, client: int, split: Split) -> tuple[Tensor, Tensor]:
         """See :meth:`FederatedDataModule.samples`."""

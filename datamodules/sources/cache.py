@@ -26,6 +26,7 @@ from torch import Tensor
 from pflight.datamodules.partitions.dealing import Ints
 from pflight.datamodules.partitions.samples import Samples
 from pflight.errors import ConfigurationError
+from pflight.locks import held
 
 _FORMAT = 2
 _BLOCK = 1 << 18  # approximate bytes of features per checksum
@@ -326,13 +327,11 @@ class _Cache:
         Raises:
             ConfigurationError: The cache can't be built.
         """
-        from filelock import FileLock
-
         was_there = os.path.lexists(self.path)
         trouble = f"{self.path} is damaged ({damage})"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(self._folder / f"{self._name}.lock"):
+            with held(self._folder / f"{self._name}.lock"):
                 with suppress(_DamagedError):
                     return read()
                 if os.path.lexists(self.path):

@@ -21,6 +21,7 @@ from pflight.datamodules.partitions.partitioned import PartitionedDataModule
 from pflight.datamodules.partitions.samples import Samples
 from pflight.errors import ConfigurationError
 from pflight.loaders import SPLITS
+from pflight.locks import held
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, numpy_generator
 
@@ -174,12 +175,10 @@ class LeafDataModule(PartitionedDataModule):
             raise ConfigurationError(
                 f'{self._not_found()}; to fetch it: pip install "pflight[hf]"'
             ) from error
-        from filelock import FileLock
-
         root, note = Path(self.root), absence(self.root)
         try:
             root.mkdir(parents=True, exist_ok=True)
-            with FileLock(root / "hub.lock"):
+            with held(root / "hub.lock"):
                 if self._files() is None:
                     snapshot_download(
                         self._repository,

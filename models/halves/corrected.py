@@ -123,6 +123,7 @@ class Controlled(Corrected):
 
     def __init__(self, option: Literal["I", "II"] = "II") -> None:
         self.option = option
+        self.needs_constant_lr = option == "II"
         self.lr = 0.0
 
     def check(self, module: LightningModule) -> None:

@@ -10,7 +10,16 @@ from pflight.half import Half, Phase
 from pflight.head import named_head
 from pflight.layers import Layers
 from pflight.options import check_range, checked
-from pflight.state import StateLayout
+from pflight.state import StateLayout, other_places
+
+_NO_HEADS = (
+    nn.modules.batchnorm._NormBase,
+    nn.Embedding,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.PReLU,
+    nn.RMSNorm,
+)
 
 
 @checked
@@ -48,8 +57,16 @@ class HeadFirst(Half):
         if self.head is not None:
             return self.head
         (name,) = (last := Layers(last=1)).of(module)
-        linear = isinstance(module.get_submodule(name), nn.Linear)
-        return Layers(head=True) if linear or named_head(module) else last
+        part = module.get_submodule(name)
+        if isinstance(part, nn.Linear) or named_head(module):
+            return Layers(head=True)
+        if isinstance(part, _NO_HEADS):
+            raise ConfigurationError(
+                f"{self.algorithm}: the last layer that has tensors of its own is {name}, a "
+                f"{type(part).__name__}, which is no head: name the module that maps features to "
+                f"outputs, as in head = 'classifier'{_ties_of(module)}"
+            )
+        return last
 
     def check(self, module: LightningModule) -> None:
         """Raise if there is no such head to train."""
@@ -83,3 +100,9 @@ class HeadFirst(Half):
         layers, whole = StateLayout.of(module).layers, {*StateLayout.of(module).names}
         head = {name for layer in self.head_in(module).of(module) for name in layers[layer]}
         return {"head": head, "body": whole - head, "full": whole}
+
+
+def _ties_of(module: LightningModule) -> str:
+    """Say which tensors of a module have two names, if there are any."""
+    ties = [f"{alias} is {first}" for alias, first in other_places(module).items()]
+    return f"; {', '.join(ties)}" if ties else ""

@@ -38,6 +38,11 @@ class Proximal(Half):
         self.mu = mu
         self.scaling = scaling
 
+    @property
+    def needs_mean_samples(self) -> bool:  # type: ignore[override]
+        """Whether the penalty depends on the mean number of samples."""
+        return self.scaling == "eq7"
+
     def penalty(self, c: LocalClient) -> Tensor | None:
         """Return the scalar penalty; none where nothing was sent, as in fine-tuning."""
         if c.anchor is None:

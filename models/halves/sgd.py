@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 from lightning import LightningModule
@@ -11,6 +12,8 @@ from torch.optim import SGD
 
 from pflight.errors import ConfigurationError
 from pflight.options import number
+
+_ROUNDS = (0, 1, 10, 1000)
 
 
 class Descending(NamedTuple):
@@ -39,6 +42,7 @@ def sgd_of(
     instead = f"; {otherwise}" if otherwise else ""
     try:
         built = module.configure_optimizers()
+        changes = _changes_over_rounds(module)
     except Exception as error:  # it may ask for a Trainer, which it has where it trains
         raise ConfigurationError(
             f"{needs}, which {type(module).__name__}.configure_optimizers() does not give before "
@@ -51,6 +55,8 @@ def sgd_of(
         reason = f"{len(optimizers)} optimizers"
     elif schedulers:
         reason = "a scheduler"
+    elif changes:
+        reason = "a step that depends on round_index"
     elif type(optimizers[0]) is not SGD:
         reason = type(optimizers[0]).__name__
     elif any(group["momentum"] for group in groups) and not momentum:
@@ -73,3 +79,17 @@ def sgd_of(
         raise ConfigurationError(f"{needs}, got {reason}{instead}")
     group = groups[0]
     return Descending(float(group["lr"]), float(group["momentum"]), bool(group["nesterov"]))
+
+
+def _changes_over_rounds(module: LightningModule) -> bool:
+    """Return whether a module that knows its round gives other learning rates in later ones."""
+    if not hasattr(module, "round_index"):
+        return False
+    module, found = copy.copy(module), set[str]()
+    for index in _ROUNDS:
+        vars(module)["round_index"] = index
+        optimizers, *_ = _configure_optimizers(module.configure_optimizers())  # type: ignore[arg-type]
+        found.add(
+            str([group["lr"] for optimizer in optimizers for group in optimizer.param_groups])
+        )
+    return len(found) > 1

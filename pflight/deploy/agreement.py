@@ -20,7 +20,7 @@ from pflight.version import __version__
 from .messages import quoted, shown
 
 _OF_DATA = ("batch_size", "eval_batch_size", "seed", "augmentation")
-_OF_TRAINING = {"epochs": "local_epochs", "steps": "local_steps"}
+_OF_TRAINING = {"epochs": "local_epochs", "steps": "local_steps", "lr_decay": "client_lr_decay"}
 _OUTCOMES = ("network", "initial model")  # of options, by which they are named
 _OF_HERE = ("engine", "clients_at_once", "client_timeout", "client_memory", "allow_other_data")
 

@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from flwr.app import RecordDict
+from flwr.app import MetricRecord, RecordDict
 from lightning import LightningModule
 from torch import Tensor, nn
 
@@ -25,12 +24,13 @@ from .messages import (
     count_of,
     entries_of,
     finite_number,
+    nth,
     number_of,
     numbers_of,
     quoted,
     words_of,
 )
-from .node import COUNTS, STATE
+from .node import ANEW, COUNTS, STATE
 
 _SAMPLES = 2**40  # of a client, at most
 _WIDTH = 2**24  # of a network's head, likewise
@@ -47,12 +47,20 @@ class Description:
         fingerprint: A number that changes with its samples.
         counted: Whether its answers are counted right or wrong, by class.
         head: Of its network, where a method needs it.
+        anew: Whether its client begins anew.
     """
 
     sizes: dict[Split, int]
     fingerprint: int
     counted: bool
     head: Head | None
+    anew: bool
+
+
+def begins_anew(answer: RecordDict) -> bool:
+    """Return whether a node says that its client begins anew, and take that out of its answer."""
+    numbers = answer.get("numbers")
+    return isinstance(numbers, MetricRecord) and numbers.pop(ANEW, 0) == 1
 
 
 def check_answered(answer: RecordDict) -> None:
@@ -77,6 +85,7 @@ def description_in(answer: RecordDict, module: LightningModule, counts: bool) ->
         MessageError: Saying what is wrong with it.
     """
     sizes = {split: f"samples.{split}" for split in SPLITS}
+    anew = begins_anew(answer)
     numbers = (*sizes.values(), "fingerprint", "counted", "head")
     check_parts(answer, numbers, ("head",))
     counted = bool(count_of(answer, "counted", most=1))
@@ -87,6 +96,7 @@ def description_in(answer: RecordDict, module: LightningModule, counts: bool) ->
         count_of(answer, "fingerprint", most=2**32 - 1),
         counted,
         _head_in(answer, module),
+        anew,
     )
 
 
@@ -154,22 +164,23 @@ def _logs_in(answer: RecordDict) -> Logs:
     return logs
 
 
-def loss_in(answer: RecordDict, num_samples: int) -> float:
-    """Return a client's mean loss; NaN if it is not finite, or of no samples.
+def losses_in(answer: RecordDict, num_models: int, num_samples: int) -> list[float]:
+    """Return a client's mean losses; NaN where one is not finite, or of no samples.
 
     Args:
         answer: Its node's.
+        num_models: At how many models.
         num_samples: Of how many samples.
 
     Raises:
         MessageError: Saying what is wrong with it.
     """
-    check_parts(answer, ("loss",))
-    if "loss" not in numbers_of(answer):
-        return math.nan
-    if not num_samples:
+    names = [nth("loss", k) for k in range(num_models)]
+    check_parts(answer, names)
+    given = numbers_of(answer)
+    if given and not num_samples:
         raise MessageError("it sent a loss, but has no such samples")
-    return number_of(answer, "loss")
+    return [number_of(answer, name) if name in given else math.nan for name in names]
 
 
 def counts_in(
@@ -188,27 +199,16 @@ def counts_in(
     groups = {model: f"{model}{COUNTS}" for model in like}
     check_parts(answer, groups={*groups.values()})
     found = {model: entries_of(answer, groups[model], own) for model, own in like.items()}
-    classes: Tensor | None = None
-    for counts in found.values():
-        labels = _checked_labels(counts, num_samples)
-        if classes is not None and not torch.equal(labels, classes):
-            raise MessageError("its models were judged by samples of other classes")
-        finite_number("loss_sum", counts["loss_sum"].item())
-        classes = labels
+    for own in found.values():
+        count, right, f1 = (own[name].item() for name in ("count", "right", "f1"))
+        if count != num_samples:
+            raise MessageError(f"it counted {count} of its {num_samples} samples")
+        if not 0 <= right <= num_samples:
+            raise MessageError(f"it counted {right} right answers of {num_samples}")
+        if not 0 <= f1 <= 1:
+            raise MessageError(f"its F1 is {f1:g}")
+        finite_number("loss_sum", own["loss_sum"].item())
     return found
-
-
-def _checked_labels(counts: Mapping[str, Tensor], num_samples: int) -> Tensor:
-    """Return the number of samples of each class ``[K]``, if there can be such answers."""
-    right, false, missed = (counts[name] for name in ("tp", "fp", "fn"))
-    if any(int(part.min()) < 0 or int(part.max()) > num_samples for part in (right, false, missed)):
-        raise MessageError(f"it counted numbers of answers that {num_samples} samples can't have")
-    labels, wrong = right + missed, int(missed.sum())
-    if int(labels.sum()) != num_samples:
-        raise MessageError(f"it counted {int(labels.sum())} of its {num_samples} samples")
-    if int(false.sum()) != wrong or int((false + missed).max()) > wrong:  # none is of both
-        raise MessageError("its numbers of right and wrong answers don't add up")
-    return labels
 
 
 def values_in(

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from filelock import FileLock, Timeout
 
 from pflight.cli import FederationCLI
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
+from pflight.locks import hold, holder, release
 from pflight.process import quieten
 
 from .agreement import server_callback, text_of_model
@@ -50,6 +50,7 @@ class NodeCLI(FederationCLI):
         args: Arguments, with ``fit`` as the first.
         folder: Where the client's memory is kept.
         own: Which client of the configured data this node has.
+        anew: As in :class:`~pflight.deploy.node.Node`.
 
     Attributes:
         node: What answers messages.
@@ -57,8 +58,8 @@ class NodeCLI(FederationCLI):
 
     node: Node
 
-    def __init__(self, args: list[str], folder: Path, own: int) -> None:
-        self._node_folder, self._own = folder, own
+    def __init__(self, args: list[str], folder: Path, own: int, anew: bool = False) -> None:
+        self._node_folder, self._own, self._anew = folder, own, anew
         super().__init__(args)
 
     def before_instantiate_classes(self) -> None:
@@ -83,6 +84,7 @@ class NodeCLI(FederationCLI):
             {"accelerator": given.accelerator, "devices": 1, "precision": given.precision},
             self._own,
             text_of_model(config),
+            self._anew,
         )
 
 
@@ -100,15 +102,21 @@ def run(given: argparse.Namespace) -> None:
     check_private_key(given.key)
     quieten()
     make_folder(given.folder)
-    lock = FileLock(given.folder / ".node.lock")
+    file = given.folder / ".node.lock"
     try:
-        lock.acquire(blocking=False)
-    except Timeout as error:
-        raise ConfigurationError(f"another node is running in {given.folder}") from error
-    node = NodeCLI(["fit", *given.run_options], given.folder / "memory", given.client).node
-    node.check_samples()
-    with ended_by_signals():
-        _serve(node, given)
+        lock = hold(file)
+    except BlockingIOError as error:
+        who = holder(file) or "another process"
+        raise ConfigurationError(f"another node is running in {given.folder}, in {who}") from error
+    try:
+        where = given.folder / "memory", given.client, given.anew
+        node = NodeCLI(["fit", *given.run_options], *where).node
+        node.check_salt()
+        node.check_samples()
+        with ended_by_signals():
+            _serve(node, given)
+    finally:
+        release(lock)
 
 
 def _serve(node: Node, given: argparse.Namespace) -> None:

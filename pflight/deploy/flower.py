@@ -1,21 +1,42 @@
-"""What both sides of a federation need of Flower: connections, heartbeats, messages."""
+"""Flower's private interfaces: all that is used here and that Flower does not document.
+
+Other modules import them from here. ``tests/deploy/test_flower.py`` says what is expected of each,
+so that a release of Flower that changes one fails there.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from flwr.app import Message
+from flwr.cli.build import build_fab_from_files
+from flwr.common.constant import SubStatus
+from flwr.common.serde import context_from_proto, fab_to_proto, run_from_proto
+from flwr.proto.control_pb2 import RegisterNodeRequest, StartRunRequest
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.node_pb2 import Node
-from flwr.proto.runtime_pb2 import SendTaskHeartbeatRequest
+from flwr.proto.runtime_pb2 import (
+    AcquireTaskRequest,
+    PullAppMessagesRequest,
+    PullTaskInputRequest,
+    PushTaskOutputRequest,
+    SendTaskHeartbeatRequest,
+)
+from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, TaskType
 from flwr.supercore.control import ControlHttpClient
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.fab import Fab
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    iterate_object_tree,
+)
 from flwr.supercore.inflatable.inflatable_protobuf_utils import (
     make_confirm_message_received_fn_protobuf,
     make_pull_object_fn_protobuf,
@@ -31,11 +52,76 @@ from flwr.supercore.interceptors import (
     RuntimeVersionHttpInterceptor,
     SuperExecAuthHttpInterceptor,
 )
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid import HttpGrid
+from flwr.supernode.runtime.run_clientapp import push_message, push_task_output
+
+__all__ = [
+    "AcquireTaskRequest",
+    "ControlHttpClient",
+    "HttpGrid",
+    "Node",
+    "ObjectPullError",
+    "ObjectTree",
+    "PullAppMessagesRequest",
+    "PullTaskInputRequest",
+    "PushTaskOutputRequest",
+    "RegisterNodeRequest",
+    "RuntimeHttpClient",
+    "SubStatus",
+    "TaskIdentity",
+    "TaskType",
+    "context_from_proto",
+    "get_all_nested_objects",
+    "public_key_to_bytes",
+    "push_message",
+    "push_task_output",
+    "run_from_proto",
+]
 
 LOOK = 0.2
 """Seconds from one look at what has arrived to the next."""
+APP = """\
+[project]
+name = "pflight-federation"
+version = "1.0.0"
+description = "A federation of pflight, whose code is installed on all machines"
+license = "Apache-2.0"
+
+[tool.flwr.app]
+publisher = "pflight"
+
+[tool.flwr.app.components]
+serverapp = "none:server"
+clientapp = "none:client"
+"""
+"""A Flower app without code: both sides run what they have installed."""
+ACTIVATE = "/v1/fleet/activate-node"
+FLEET = frozenset(
+    f"/v1/fleet/{call}"
+    for call in (
+        "activate-node",
+        "deactivate-node",
+        "send-node-heartbeat",
+        "pull-messages",
+        "push-messages",
+        "get-run",
+        "get-fab",
+        "push-object",
+        "pull-object",
+        "confirm-message-received",
+    )
+)
+"""The calls of a SuperLink that a node makes."""
+KEY_HEADER = FLEET_HTTP_PUBLIC_KEY_HEADER.encode()
+"""In which a node says who it is, base64; its signature is in another."""
 _ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
+_HERE = "http://localhost"
+_TIMEOUT = 30.0  # seconds, as Flower's
+
+C = TypeVar("C", ControlHttpClient, RuntimeHttpClient)
 
 
 class Authority:
@@ -58,18 +144,85 @@ class Authority:
             secret: What only the executor of tasks knows, to acquire one.
             token: Of a task, to work on it.
         """
-        interceptors: list[Any] = [RuntimeVersionHttpInterceptor(component_name="pflight")]
+        interceptors = [_version()]
         if secret is not None:
-            auth = SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods=_ACQUIRE)
-            interceptors.append(auth)
+            interceptors.append(_executor(secret))
         if token:
             interceptors.append(RuntimeTokenHttpInterceptor(token))
         return RuntimeHttpClient.from_server_address(address, False, str(self.root), interceptors)
 
-    def control(self, address: str) -> ControlHttpClient:
-        """Return a connection to a SuperLink's control."""
-        interceptors = [RuntimeVersionHttpInterceptor(component_name="pflight")]
-        return ControlHttpClient.from_server_address(address, False, str(self.root), interceptors)
+
+class Owner:
+    """Connections to one's own SuperLink, by a socket that others don't reach.
+
+    Args:
+        path: The Unix socket.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def runtime(self, secret: bytes) -> RuntimeHttpClient:
+        """Return a connection to its runtime that acquires tasks."""
+        interceptors = [_version(), _executor(secret)]
+        return self._through(RuntimeHttpClient(_HERE, interceptors=interceptors))
+
+    def control(self) -> ControlHttpClient:
+        """Return a connection to its control."""
+        return self._through(ControlHttpClient(_HERE, interceptors=[_version()]))
+
+    def grid(self, token: str) -> HttpGrid:
+        """Return the nodes of the task with a token."""
+        grid = HttpGrid("localhost", True, token=token)
+        grid._client = self.task(token, grid._retry_invoker)
+        return grid
+
+    def task(self, token: str, retry: Any = None) -> RuntimeHttpClient:
+        """Return a connection to work on the task with a token; by default, nothing is retried."""
+        interceptors = [_version(), RuntimeTokenHttpInterceptor(token)]
+        client = RuntimeHttpClient(_HERE, interceptors=interceptors, retry_invoker=retry)
+        return self._through(client)
+
+    def _through(self, client: C) -> C:
+        client._client.close()
+        transport = httpx.HTTPTransport(uds=str(self._path))
+        client._client = httpx.Client(transport=transport, timeout=_TIMEOUT)
+        return client
+
+
+def _version() -> Any:
+    return RuntimeVersionHttpInterceptor(component_name="pflight")
+
+
+def _executor(secret: bytes) -> Any:
+    return SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods=_ACQUIRE)
+
+
+def superlink_app(secret: bytes) -> tuple[Any, Callable[[bytes], bool]]:
+    """Return a SuperLink as an ASGI app, and what says whether a public key is that of a node.
+
+    It checks the signatures of nodes, and keeps all in memory.
+
+    Args:
+        secret: By which the executor of its tasks is known.
+    """
+    from flwr.superlink.main import create_app  # which a node does not need
+
+    app = create_app()
+    app.state.enable_supernode_auth = True
+    app.state.superexec_auth_secret = secret
+
+    def knows(key: bytes) -> bool:
+        return app.state.linkstate_factory.state().get_node_id_by_public_key(key) is not None
+
+    return app, knows
+
+
+def start_run(control: ControlHttpClient, app: str = APP) -> int:
+    """Have a SuperLink run an app, which is the text of its ``pyproject.toml``; return its id."""
+    content, _ = build_fab_from_files({"pyproject.toml": app.encode()})
+    fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
+    return int(control.StartRun(StartRunRequest(fab=fab_to_proto(fab))).run_id)
 
 
 class Heartbeat:

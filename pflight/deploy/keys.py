@@ -13,9 +13,10 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_private_key,
     load_ssh_public_key,
 )
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from pflight.errors import ConfigurationError
+
+from .flower import public_key_to_bytes
 
 
 def node_key(path: Path) -> bytes:

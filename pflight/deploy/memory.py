@@ -66,13 +66,17 @@ class NodeMemory(ClientMemory):
         _check_id(session, "session")
         self.folder, self._session = self.root / run, session
 
-    def go_to(self, round: int, session: str, required: bool) -> None:
+    def go_to(self, round: int, session: str, required: bool, anew: bool = False) -> bool:
         """Be as after a round.
 
         Args:
             round: Its index, or :data:`NEVER`.
             session: In which that was.
             required: Whether there must be something.
+            anew: Whether to be as before all rounds where there is nothing that can be read.
+
+        Returns:
+            Whether that was so.
 
         Raises:
             ConfigurationError: If there is no such memory here.
@@ -81,13 +85,19 @@ class NodeMemory(ClientMemory):
         _check_id(session, "session")
         path = self.folder / _FILE.format(round, session)
         if path == self._at:
-            return
-        self._at = None
-        if round == NEVER or not (required or path.is_file()):
-            self.load_state_dict({})
-        else:
-            self.load_state_dict(_read(path, self._whose(round)))
+            return False
+        self._at, lost = None, False
+        slots: Slots = {}
+        if round != NEVER and (required or path.is_file()):
+            try:
+                slots = _read(path, self._whose(round))
+            except ConfigurationError:
+                if not anew:
+                    raise
+                lost = True
+        self.load_state_dict(slots)
         self._at = path
+        return lost
 
     def keep(self, round: int) -> None:
         """Write the memory down as that after a round, and forget rounds of long ago.
@@ -141,5 +151,5 @@ def _read(path: Path, whose: Mapping[str, int]) -> Slots:
         reason = f"can't be read ({type(error).__name__})"
     raise ConfigurationError(
         f"its memory after round {whose['round']} {reason} in {path.parent}: put it back from a "
-        "backup, or resume the server from a later checkpoint"
+        "backup, or start its node with --anew, as a client that has never trained"
     )

@@ -14,8 +14,9 @@ from typing import Any, overload
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from torch import Tensor
+
+from .flower import get_all_nested_objects
 
 Number = int | float | list[int] | list[float]
 Words = str | list[str]
@@ -37,6 +38,7 @@ def packed(
     entries: Mapping[str, Mapping[str, Tensor]] | None = None,
     numbers: Mapping[str, Number] | None = None,
     words: Mapping[str, Words] | None = None,
+    pool: dict[bytes, bytes] | None = None,
 ) -> RecordDict:
     """Return the content of a message.
 
@@ -44,7 +46,9 @@ def packed(
         entries: Tensors by the name of their group and their own.
         numbers: Plain numbers.
         words: Plain words.
+        pool: The bytes of tensors in other messages; equal ones are held once.
     """
+    pool = {} if pool is None else pool
     records: dict[str, Any] = {_NUMBERS: MetricRecord(dict(numbers or {}))}
     said: dict[str, Any] = dict(words or {})
     for group, tensors in (entries or {}).items():
@@ -53,8 +57,19 @@ def packed(
         said[f"{group}.kinds"] = [_kind(tensors[name]) for name in ordered]
         flat = [_flat(tensors[name]) for name in ordered if tensors[name].numel()]
         content = torch.cat(flat).numpy().tobytes() if flat else b""
+        content = pool.setdefault(content, content)
         records[group] = ArrayRecord({_BYTES: Array("uint8", (len(content),), _RAW, content)})
     return RecordDict({**records, _WORDS: ConfigRecord(said)})
+
+
+def nth(name: str, place: int) -> str:
+    """Return what the first, second or a later of several is called, from 0.
+
+    Example:
+        >>> nth("sent", 0), nth("sent", 2)
+        ('sent', 'sent.2')
+    """
+    return f"{name}.{place}" if place else name
 
 
 def check_parts(

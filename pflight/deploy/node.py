@@ -40,12 +40,13 @@ from .agreement import agreement_on, check_agreement, digest_of
 from .certificates import write_private
 from .data import OwnData
 from .memory import NodeMemory
-from .messages import MessageError, group_of, numbers_of, packed, quoted, words_of
-from .request import JUDGED, SENT, Request
+from .messages import MessageError, group_of, nth, numbers_of, packed, quoted, words_of
+from .request import JUDGED, SENT, Request, models_in
 
 STATE, COUNTS = "state", "counts"
 """Groups of entries that a client returns."""
-OF_COUNTS = ("tp", "fp", "fn", "loss_sum")
+ANEW = "anew"
+"""A number that tells that the client begins anew."""
 _SALT = "salt"
 
 
@@ -65,6 +66,8 @@ class HomeClients(Clients):
     def note_failures(self, failures: Iterable[ClientFailure], doing: str = "") -> None:
         """Note a failure, which the server will be told."""
         self.failed.extend(failures)
+        for failure in self.failed:
+            failure.forget_frames()
 
 
 class Seat(ServerCallback):
@@ -82,6 +85,7 @@ class Seat(ServerCallback):
         self.names: tuple[str, ...] = ()
         self.own_rule = False
         self.sent = self.judged = TensorDict({}, batch_size=[1])
+        self.models = [self.sent]  # of which losses are told
 
     def local_data(self, data: FederatedDataModule) -> FederatedDataModule:
         """Return the data that the client uses."""
@@ -132,7 +136,7 @@ class Judge(Evaluator):
         found: dict[WhichModel, dict[str, Tensor] | ClientValues] = {}
         for model, metrics in self._metrics.items():
             if isinstance(metrics, ClientMetrics):
-                found[model] = {name: getattr(metrics, name)[client] for name in OF_COUNTS}
+                found[model] = metrics.scores(client)
             else:
                 assert isinstance(metrics, LoggedMetrics)
                 found[model] = metrics.values
@@ -156,6 +160,7 @@ class Node:
             callback is :attr:`seat`.
         own: Which client of the data it is.
         config: As in :func:`~pflight.deploy.agreement.agreement_on`.
+        anew: Whether the client begins anew where its memory is lost, until it has trained.
 
     Raises:
         ConfigurationError: If model, algorithm and data don't fit together.
@@ -170,8 +175,10 @@ class Node:
         trainer: dict[str, Any] | None = None,
         own: int = 0,
         config: Mapping[str, str] | None = None,
+        anew: bool = False,
     ) -> None:
         self.folder, self.own = folder, own
+        self.anew, self._lost = anew, False
         try:
             data.prepare_data()
             data.setup("fit")
@@ -235,12 +242,15 @@ class Node:
     def answer(self, content: RecordDict) -> RecordDict:
         """Return the answer to a message, which is the reason if there is none."""
         self.clients.failed.clear()
+        self._lost = False
         asked = "a message"
         try:
             request = Request.of(content)
             asked = f"{request.work!r} in round {request.round}"
             answer = self._answer(request, content)
             self._tell(request, answer)
+            if self._lost:
+                answer.metric_records["numbers"][ANEW] = 1
         except (ConfigurationError, MessageError) as error:
             answer = packed(words={"failed": str(error)})
         except Exception as error:  # whatever a message, a module or data can bring about
@@ -294,6 +304,7 @@ class Node:
                 "fingerprint": checksum_of(salted),
                 "counted": int(counted),
                 "head": shape,
+                ANEW: int(self.anew),
             },
             words={} if head is None else {"head": name},
         )
@@ -302,24 +313,42 @@ class Node:
         """Return a number that never leaves this node, so that nobody can guess its labels."""
         path = self.folder / _SALT
         if not path.is_file():
+            self.check_salt()
             self.folder.mkdir(parents=True, exist_ok=True)
             write_private(path, str(secrets.randbits(60)).encode())
         return int(path.read_text())
 
+    def check_salt(self) -> None:
+        """Raise if the folder has a client's memory, and not the secret that belongs to it.
+
+        Raises:
+            ConfigurationError: Unless the client begins anew.
+        """
+        path = self.folder / _SALT
+        if not (self.anew or path.is_file()) and any(self.folder.glob("*/round-*.pt")):
+            raise ConfigurationError(
+                f"{path} is lost, by which the server knows this node's data: put it back from a "
+                "backup, or start the node with --anew, as a client that has never trained"
+            )
+
     def _prepare(self, request: Request, content: RecordDict) -> None:
         """Become the client that the server knows, in the round that goes on."""
         clients, seat = self.clients, self.seat
-        sent = judged = self._received(content, SENT)
+        models = [self._received(content, group) for group in models_in(content)]
+        if not models:
+            raise MessageError(f"there is no {SENT} in it")
+        sent = judged = models[0]
         if JUDGED in content:
             judged = self._received(content, JUDGED)
         if refused := [name for name in request.returns if name not in seat.names]:
             raise MessageError(f"{quoted(refused[0])} is not among what leaves this node")
         clients.current = CurrentRound(Round(request.round, []))
         clients.rounds_so_far = request.rounds
-        clients.attached_engine.setting.mean_samples = request.mean_samples
-        seat.sent, seat.judged = sent, judged
+        mean = request.mean_samples or math.nan  # which is not told unless the method needs it
+        clients.attached_engine.setting.mean_samples = mean
+        seat.models, seat.sent, seat.judged = models, sent, judged
         self.memory.enter(request.run, request.session)
-        self.memory.go_to(request.after, request.after_session, self._remembers)
+        self._go_to(request)
 
     def _received(self, content: RecordDict, group: str) -> TensorDict:
         tensors = group_of(content, group, self.clients.layout.template, OWN)
@@ -342,14 +371,22 @@ class Node:
         """Train, or take gradients, and keep what the client remembers."""
         clients, sent = self.clients, self.seat.sent
         self.memory.forget_changes()
-        self.memory.go_to(request.after, request.after_session, self._remembers)
+        self._go_to(request)
         if request.work == "train":
             updates = clients._train(self._client, sent, request.epochs or None)
         else:
             updates = clients._take_gradients(self._client, sent, request.batches or None)
         if len(updates.clients):
             self.memory.keep(clients.current.entry.index)
+            self.anew = False
         return self._returned(updates, request)
+
+    def _go_to(self, request: Request) -> None:
+        """Be as after the round that the server knows, or anew if that is lost and may be."""
+        where = request.after, request.after_session, self._remembers
+        if self.memory.go_to(*where, anew=self.anew):
+            self._lost = True
+            print(f"pflight: round {request.round}: the client begins anew", flush=True)
 
     def _train_aside(self, request: Request) -> RecordDict:
         how = self.seat.sent, request.as_round, request.epochs or None
@@ -370,10 +407,11 @@ class Node:
         return packed({STATE: states}, {"answered": 1, **logs})
 
     def _tell_loss(self, request: Request) -> RecordDict:
-        loss = float(self.clients.losses(self._client, self.seat.sent, request.split)[0])
+        losses = self.clients.losses_of(self._client, self.seat.models, request.split)[:, 0]
         if self.clients.failed:
             return packed(words={"failed": self.clients.failed[0].reason})
-        return packed(numbers={"loss": loss} if math.isfinite(loss) else {})
+        told = {nth("loss", k): loss for k, loss in enumerate(losses.tolist())}
+        return packed(numbers={name: loss for name, loss in told.items() if math.isfinite(loss)})
 
     def _evaluate(self, request: Request) -> RecordDict:
         """Judge the client's models on its own samples; no output of a sample is returned."""

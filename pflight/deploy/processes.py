@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,11 +18,14 @@ from pathlib import Path
 from types import FrameType
 
 from pflight.errors import ConfigurationError
+from pflight.streams import one_line
 
 _LOOK = 0.2  # seconds from one look at a process to the next
 _START = 120.0  # seconds in which a process starts
 _PATIENCE = 10.0  # seconds in which it ends after a signal
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
+_CHATTER = re.compile(r"(\x1b\[[\d;]*m)?(INFO|(ERROR:\s+)?Traceback )|\s|For more information")
+_LINES, _CHARACTERS = 8, 600  # of what a process has said last
 
 
 class ProcessEndedError(ConfigurationError):
@@ -41,7 +45,7 @@ class Process:
         folder.mkdir(parents=True, exist_ok=True)
         self.name = name
         self.log = folder / f"{name}.log"
-        self._read = self.log.stat().st_size if self.log.exists() else 0
+        self._begun = self._read = self.log.stat().st_size if self.log.exists() else 0
         self.home = folder
         own = {
             "FLWR_HOME": str(folder),
@@ -73,17 +77,25 @@ class Process:
             )
 
     def said(self) -> str:
-        """Return the last lines that it has written."""
-        lines = self.log.read_text(errors="replace").splitlines()[-12:]
-        return " ".join(" ".join(lines).split())[-600:]
+        """Return in one line what it has written about its end, without frames of tracebacks."""
+        lines = self._written(self._begun).decode(errors="replace").splitlines()
+        told = [line for line in lines if line.strip() and not _CHATTER.match(line)]
+        for word in ("Exit Code", "ERROR"):  # the first is Flower's own reason
+            if places := [place for place, line in enumerate(told) if word in line]:
+                told = told[places[-1] :][:_LINES]
+                break
+        return one_line(" ".join(told[-_LINES:]))[:_CHARACTERS]
 
-    def has_written(self, words: bytes) -> bool:
-        """Return whether it has written some words since it was asked for them last."""
+    def news(self) -> list[str]:
+        """Return the whole lines that it has written since it was asked for them last."""
+        whole, end, _ = self._written(self._read).rpartition(b"\n")
+        self._read += len(whole + end)
+        return whole.decode(errors="replace").splitlines()
+
+    def _written(self, start: int) -> bytes:
         with self.log.open("rb") as log:
-            log.seek(self._read)
-            new = log.read()
-        self._read += max(0, len(new) - len(words))  # of which the first may be there
-        return words in new
+            log.seek(start)
+            return log.read()
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Wait until it has started.

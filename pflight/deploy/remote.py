@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol, cast
 
 import torch
@@ -20,11 +21,12 @@ from pflight.engines.sequential import SequentialEngine
 from pflight.errors import ConfigurationError
 from pflight.evaluation import Evaluator, WhichModel
 from pflight.federation import Federation
-from pflight.head import Head
+from pflight.half import OWN
+from pflight.head import EXTRA, Head
 from pflight.history import Logs, merge_logs
 from pflight.loaders import Split
 from pflight.local.setting import Setting
-from pflight.metrics import ClientMetrics, LoggedMetrics
+from pflight.metrics import ClientMetrics, ClientScores, LoggedMetrics
 from pflight.record import RunRecord
 from pflight.server_callback import ServerCallback
 from pflight.state import entries
@@ -33,19 +35,23 @@ from pflight.updates import ClientFailure, ClientUpdates
 
 from .agreement import digest_of
 from .answers import (
+    begins_anew,
     check_answered,
     counts_in,
     description_in,
-    loss_in,
+    losses_in,
     odd_ones,
     update_in,
     values_in,
 )
+from .bounds import Bounds, check_update, norm_of, outliers
 from .data import NodeData
 from .memory import NEVER, new_id
-from .messages import MessageError, packed, shown
-from .node import OF_COUNTS
+from .messages import MessageError, nth, packed, shown
 from .request import JUDGED, SENT, Work
+
+Answer = tuple[dict[str, Tensor], Logs] | ClientFailure | None
+"""What a client sends of a model, and what it logged; why it can't be used; or nothing."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,11 @@ class RemoteClients(Clients):
         agreement: A digest of what all sides agree on.
         counted: Whether the answers of clients are counted right or wrong, by class; ``None`` until
             that is known.
+        bounds: What is believed of nodes.
+        may_change: Whether a node may have other samples than it declared when it joined.
     """
+
+    if_data_are_lost = "; if a node has lost its folder, start it with --anew"
 
     def __init__(self, post: Post, like: Clients) -> None:
         arguments = like.module, like.layout, like.half, like.server, like.memory, like.training
@@ -97,6 +107,8 @@ class RemoteClients(Clients):
         self.sessions: dict[int, str] = {}
         self.run, self.session, self.agreement = new_id(), new_id(), ""
         self.counted: bool | None = None
+        self.bounds = Bounds()
+        self.may_change = False
         self._head: Head | None = None
         self._judging = False
 
@@ -145,8 +157,33 @@ class RemoteClients(Clients):
         head = said.head if said.sizes["train"] else None  # which no sample has shown
         if head is not None and self._head not in (None, head):
             raise MessageError(f"its network has the {head}, and another client's {self._head}")
+        for split, size in said.sizes.items():
+            if size > self.bounds.max_samples:
+                raise MessageError(
+                    f"it says that it has {size:,} samples for {split}, of at most "
+                    f"{self.bounds.max_samples:,}: see --max-samples"
+                )
+        before = data.known.get(client, (said.sizes, 0))[0]
+        if before != said.sizes and not self.may_change:
+            now, then = (
+                ", ".join(f"{n:,} {s}" for s, n in d.items()) for d in (said.sizes, before)
+            )
+            raise MessageError(
+                f"it says that it has {now} samples, and joined with {then}: numbers of samples "
+                "are fixed for a run, unless --model.allow_other_data true"
+            )
+        if said.anew:
+            self.renew(client)
         self.counted, self._head = said.counted, head or self._head
         data.know(client, said.sizes, said.fingerprint)
+
+    def renew(self, client: int) -> None:
+        """Take a client for one that has never trained, since its node has lost its memory."""
+        if client not in self.renewed:
+            print(f"pflight: client {client} begins anew: its node has lost its memory", flush=True)
+        self.renewed |= {client}
+        self.after[client] = NEVER
+        self.sessions.pop(client, None)
 
     def _find_head(self, strategy: Strategy) -> Head | None:
         """Return the head of the clients' network, which a pass at a node has shown."""
@@ -209,9 +246,17 @@ class RemoteClients(Clients):
             awake = self.current.answers(asked)
             words = {"returns": names}
             self._send(work, asked[awake], {SENT: sent[awake]}, numbers, words)
+            answers = self._answers(asked[awake], sent[awake], names, work)
+            beside = [name for name in names if name in self._beside]
+            weights = self.num_samples
+            if beside or self.bounds.max_share is not None:  # what is compared over clients
+                compared = self._compared(dict(answers), sent, beside)
+                weights, answers = self._capped(compared), iter(compared)
+            update = partial(
+                self._updates, names=names, work=work, answers=answers, weights=weights
+            )
             for chunk in group:
-                rows = sent[torch.isin(asked, chunk)]
-                yield self._ask(chunk, rows, partial(self._updates, names=names, work=work), names)
+                yield self._ask(chunk, sent[torch.isin(asked, chunk)], update, names)
 
     def _returns(self, returns: Iterable[str] | None) -> list[str]:
         assert self.server_half is not None
@@ -219,14 +264,23 @@ class RemoteClients(Clients):
 
     def losses(self, clients: Tensor, sent: TensorDict, split: Split = "train") -> Tensor:
         """See :class:`~pflight.clients.Clients`."""
-        losses = torch.full((len(clients),), torch.nan, dtype=torch.double, device=self.device)
+        return self.losses_of(clients, [sent], split)[0]
+
+    def losses_of(
+        self, clients: Tensor, models: Sequence[TensorDict], split: Split = "train"
+    ) -> Tensor:
+        """See :class:`~pflight.clients.Clients`; all models are in one message to a client."""
+        size = len(models), len(clients)
+        losses = torch.full(size, torch.nan, dtype=torch.double, device=self.device)
         awake = self.current.answers(clients)
-        self._send("losses", clients[awake], {SENT: sent[awake]}, {}, {"split": split})
+        groups = {nth(SENT, k): sent[awake] for k, sent in enumerate(models)}
+        self._send("losses", clients[awake], groups, {}, {"split": split})
         counts, failures = self.attached_data.num_samples(split), []
         for row in awake.nonzero().flatten().tolist():
             client = int(clients[row])
             try:
-                losses[row] = loss_in(self._received(client), int(counts[client]))
+                found = losses_in(self._received(client), len(models), int(counts[client]))
+                losses[:, row] = torch.tensor(found, dtype=torch.double)
             except MessageError as error:
                 failures.append(ClientFailure(client, str(error)))
         self.leave_out(failures, "to tell its loss")
@@ -245,7 +299,8 @@ class RemoteClients(Clients):
         known = [name for name in names if name in sent]
         sent = sent.select(*known)
         self._send("aside", clients, {SENT: sent}, numbers, {"returns": names})
-        updates = self._updates(clients, sent, names, "aside")
+        answers = self._answers(clients, sent, names, "aside")
+        updates = self._updates(clients, sent, names, "aside", answers, self.num_samples)
         self.note_failures(updates.failures, "to find its place")
         return updates
 
@@ -313,11 +368,11 @@ class RemoteClients(Clients):
             "clients": self.num_clients,
             "round": self.current.entry.index,
             "rounds": self.rounds,
-            "mean_samples": 0.0 if self.data is None else self._mean_samples,
+            "mean_samples": self._mean_samples if self._needs_mean else 0.0,
             **numbers,
         }
         run = {"run": self.run, "session": self.session, "agreement": self.agreement}
-        messages = []
+        messages, pool = [], dict[bytes, bytes]()  # of models, of which many clients may get one
         for row, client in enumerate(clients.tolist()):
             rows = {
                 group: {name: value[row] for name, value in columns.items()}
@@ -325,9 +380,16 @@ class RemoteClients(Clients):
             }
             own = {**common, "client": client, "after": int(self.after[client])}
             session = self.sessions.get(client, self.session)
-            content = packed(rows, own, {"do": work, **run, "after_session": session, **words})
+            said = {"do": work, **run, "after_session": session, **words}
+            content = packed(rows, own, said, pool)
             messages.append(Asked(client, work, self.current.entry.index, content))
         self.post.send(messages)
+
+    @property
+    def _needs_mean(self) -> bool:
+        """Whether clients train by the mean number of samples, which tells something of others."""
+        halves = self.half, self.half.personal
+        return self.data is not None and any(h is not None and h.needs_mean_samples for h in halves)
 
     @property
     def _mean_samples(self) -> float:
@@ -342,30 +404,108 @@ class RemoteClients(Clients):
         answer = self.post.receive(client)
         if isinstance(answer, str):
             raise MessageError(shown(answer))
+        if begins_anew(answer):
+            self.renew(client)
         check_answered(answer)
         return answer
 
-    def _updates(
+    @property
+    def _beside(self) -> frozenset[str]:
+        """Names of what clients send beside their model, and train nothing of it."""
+        layout = self.layout
+        return frozenset({*layout.own, *layout.extra} - {*layout.parameters})
+
+    def _answers(
         self, clients: Tensor, sent: TensorDict, names: list[str], work: Work
+    ) -> Iterator[tuple[int, Answer]]:
+        """Wait for the answers of clients that were asked ``[C]``; yield each when checked."""
+        template, setting = self.layout.template, self.attached_engine.setting
+        idle, epochs = ~setting.has_batches(clients), self.training.epochs or 1
+        steps = self.num_batches(clients) * epochs
+        for row, client in enumerate(clients.tolist()):
+            like = {name: sent[name][row] if name in sent else template[name] for name in names}
+            most = max(int(steps[row]), self.training.steps or 0)
+            try:
+                update = update_in(self._received(client), like, bool(idle[row]))
+                if update is not None:
+                    self._check(update[0], like, int(self.num_samples[client]), most, work)
+                yield client, update
+            except MessageError as error:
+                yield client, ClientFailure(client, str(error))
+
+    def _check(
+        self,
+        state: Mapping[str, Tensor],
+        like: Mapping[str, Tensor],
+        num_samples: int,
+        num_steps: int,
+        work: Work,
+    ) -> None:
+        """Raise if no client with so many samples can have sent this."""
+        beside = {name: value for name, value in state.items() if name in self._beside}
+        model = {name: value for name, value in state.items() if name not in beside}
+        check_update(model, like, work == "gradients")
+        wrong = ""
+        if beside and work == "train":
+            wrong = self.half.check_sent(beside, num_samples, num_steps)
+        if wrong:
+            raise MessageError(wrong)
+
+    def _compared(
+        self, answers: dict[int, Answer], sent: TensorDict, beside: list[str]
+    ) -> list[tuple[int, Answer]]:
+        """Return the answers without those of clients that send what is odd beside their models."""
+        given = {i: a[0] for i, a in answers.items() if isinstance(a, tuple)}
+        scaled = tuple(f"{where}{n}" for n in self.half.per_sample for where in (OWN, f"{EXTRA}."))
+        statistics = {
+            i: {
+                name: state[name] / max(int(self.num_samples[i]), 1)
+                if name in scaled
+                else state[name]
+                for name in beside
+                if state[name].is_floating_point()
+            }
+            for i, state in given.items()
+        }
+        known = [sent[name][:1] for name in self.layout.parameters if name in sent]
+        odd = outliers(statistics, max(1.0, norm_of(known)) if known else 1.0)
+        return [
+            (i, ClientFailure(i, odd[i]) if i in odd else answer) for i, answer in answers.items()
+        ]
+
+    def _capped(self, answers: Iterable[tuple[int, Answer]]) -> Tensor:
+        """Return what clients weigh ``[num_clients]``, with caps over those that have answered."""
+        answered = torch.tensor([i for i, a in answers if isinstance(a, tuple)], dtype=torch.long)
+        weights = self.weights_of(answered)
+        return self.num_samples.to(weights.dtype).index_copy(0, answered, weights)
+
+    def weights_of(self, clients: Tensor) -> Tensor:
+        """See :class:`~pflight.clients.Clients`; none has more than its share."""
+        return self.bounds.capped(super().weights_of(clients))
+
+    def _updates(
+        self,
+        clients: Tensor,
+        sent: TensorDict,
+        names: list[str],
+        work: Work,
+        answers: Iterator[tuple[int, Answer]],
+        weights: Tensor,
     ) -> ClientUpdates:
         """Return the updates of clients, as they arrive, without those that can't be used."""
         template, device = self.layout.template, self.device
         states: dict[int, dict[str, Tensor]] = {}
         failures: list[ClientFailure] = []
         logs: list[Logs] = []
-        idle = ~self.attached_engine.setting.has_batches(clients)
-        for row, client in enumerate(clients.tolist()):
-            like = {name: sent[name][row] if name in sent else template[name] for name in names}
-            try:
-                update = update_in(self._received(client), like, bool(idle[row]))
-            except MessageError as error:
-                failures.append(ClientFailure(client, str(error)))
+        for client, answer in islice(answers, len(clients)):
+            if isinstance(answer, ClientFailure):
+                failures.append(answer)
+            if not isinstance(answer, tuple):
                 continue
-            if update is None:
-                continue
-            states[client], logged = update
+            states[client], logged = answer
             logs.append(logged)
             if work != "aside":
+                self.renewed -= {client}
                 self.after[client] = self.current.entry.index
                 self.sessions[client] = self.session
                 if self.on_client_end is not None:
@@ -380,7 +520,7 @@ class RemoteClients(Clients):
         return ClientUpdates(
             answered.to(clients.device),
             TensorDict(columns, batch_size=[len(states)]),
-            self.num_samples[answered],
+            weights[answered],
             failures,
             merge_logs(logs),
         )
@@ -419,7 +559,7 @@ class RemoteEvaluator(Evaluator):
         clients, like = self.clients, dict[WhichModel, dict[str, Tensor]]()
         for model, metrics in self._metrics.items():
             if isinstance(metrics, ClientMetrics):
-                like[model] = {name: getattr(metrics, name)[client] for name in OF_COUNTS}
+                like[model] = metrics.scores(client)
         if like:
             samples = int(clients.attached_data.num_samples(self.split)[client])
             return counts_in(answer, like, samples)
@@ -437,19 +577,28 @@ class RemoteEvaluator(Evaluator):
                     getattr(metrics, name)[client] = counts
 
     def _new_metrics(self) -> ClientMetrics | LoggedMetrics:
+        """Return what the answers are added to; no client weighs more than its share."""
+        metrics, bounds = self._own_metrics(), cast(RemoteClients, self.clients).bounds
+        metrics.weigh = None if bounds.max_share is None else bounds.capped
+        return metrics
+
+    def _own_metrics(self) -> ClientMetrics | LoggedMetrics:
         clients, module = cast(RemoteClients, self.clients), self.clients.module
+        counting = None
         if clients.counted and isinstance(module, Task):
             counting = module.client_metrics(clients.num_clients, self.f1_average)
-            if counting is not None:
-                counting = counting.to(clients.device)
-                counting.update(*[torch.empty(0, device=clients.device)] * 4)  # as it has to be
-                return counting
-        return super()._new_metrics()
+        if counting is None:
+            return super()._new_metrics()
+        scores = ClientScores(clients.num_clients).to(clients.device)
+        scores.update(*[torch.empty(0, device=clients.device)] * 4)  # as it has to be
+        return scores
 
 
-def ask_nodes(federation: Federation, post: Post) -> RemoteClients:
+def ask_nodes(federation: Federation, post: Post, bounds: Bounds | None = None) -> RemoteClients:
     """Have a federation that no Trainer has run ask nodes in place of simulated clients."""
     clients = RemoteClients(post, federation.clients)
+    clients.bounds = bounds or Bounds()
+    clients.may_change = federation.record.allow_other_data
     federation.clients = clients
     federation.record = RunRecord(clients, federation.record.allow_other_data)
     federation.evaluator = RemoteEvaluator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import Literal, NamedTuple, cast, get_args
 
 from flwr.app import RecordDict
@@ -11,7 +12,7 @@ from flwr.app import RecordDict
 from pflight.loaders import SPLITS, Split
 
 from .memory import NEVER
-from .messages import MessageError, check_parts, count_of, number_of, words_of
+from .messages import MessageError, check_parts, count_of, nth, number_of, words_of
 
 SENT, JUDGED = "sent", "judged"
 """Groups of entries that a client is sent: to train, and to be judged by."""
@@ -95,6 +96,7 @@ class Request:
             raise MessageError(f"there is nothing that is called {asked!r}")
         work = cast(Work, asked)
         numbers, words, groups = _FORMS[work]
+        groups = (*models_in(content), *groups) if work == "losses" else groups
         check_parts(content, (*_COMMON.numbers, *numbers), (*_COMMON.words, *words), groups)
         counts = {
             "client": count_of(content, "client", most=_CLIENTS),
@@ -120,6 +122,12 @@ class Request:
             split=_split_of(content, work),
             agreement=_agreement_of(content),
         )
+
+
+def models_in(content: RecordDict) -> list[str]:
+    """Return the names of the groups with the models that a client is sent, one or several."""
+    places = takewhile(lambda place: nth(SENT, place) in content, count())
+    return [nth(SENT, place) for place in places]
 
 
 def _split_of(content: RecordDict, work: Work) -> Split:

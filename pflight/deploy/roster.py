@@ -13,6 +13,7 @@ import lightning as L
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.history import Round
+from pflight.loaders import SPLITS
 
 from .data import NodeData
 from .keys import keys_in
@@ -98,6 +99,9 @@ class Roster(L.Callback):
             print(f"pflight: client {client} is {whose}", flush=True)
         self._let_in(here)
         self._wait(required=saved is None)
+        for client in sorted(self.data.known):
+            self._say_what_it_has(client)
+        self._warn_of_weight()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let nodes join whose keys have come, from the next round on."""
@@ -125,6 +129,7 @@ class Roster(L.Callback):
             elif known.get(client) != self.data.known[client]:
                 pl_module.record.forget_data()
                 print(f"pflight: client {client} takes part from the next round on", flush=True)
+                self._say_what_it_has(client)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors and primitives."""
@@ -147,9 +152,36 @@ class Roster(L.Callback):
         self.clients.run = state_dict["run"]
         self.clients.sessions = dict(state_dict["sessions"])
         self.clients.after.copy_(state_dict["after"])
+        for client in [*self.clients.renewed]:
+            self.clients.renew(client)
         for client, known in state_dict["known"].items():
             if client not in self.data.known:  # which its node has not said itself yet
                 self.data.know(client, *known)
+
+    def _say_what_it_has(self, client: int) -> None:
+        sizes, _ = self.data.known[client]
+        has = ", ".join(f"{sizes[split]:,} {split}" for split in SPLITS)
+        everyone = self.data.num_samples("train")
+        share = int(everyone[client]) / max(int(everyone.sum()), 1)
+        print(
+            f"pflight: client {client} has {has} samples, {share:.1%} of those to train on",
+            flush=True,
+        )
+
+    def _warn_of_weight(self) -> None:
+        """Warn once if a node's own word gives it more than half of the weight."""
+        heavy = []
+        for split in SPLITS:
+            counts = self.data.num_samples(split)
+            if len(self.data.known) > 1 and 2 * int(counts.max()) > int(counts.sum()):
+                heavy.append((int(counts.argmax()), split))
+        if heavy and self.clients.bounds.max_share is None:
+            splits = ", ".join(split for _, split in heavy)
+            warnings.warn(
+                f"client {heavy[0][0]} says that it has more than half of all {splits} samples, "
+                "and weighs as much: --max-share bounds a node's weight",
+                stacklevel=2,
+            )
 
     def _note_missed(self, entry: Round) -> None:
         """Note who failed in a round, and say who is back in it."""

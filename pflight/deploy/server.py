@@ -24,6 +24,7 @@ from pflight.signals import StopBetweenRounds
 from pflight.wrapped_data import OPTIONS
 
 from .agreement import agreement_on, server_callback, text_of_model
+from .bounds import Bounds
 from .certificates import check_pair, trusting
 from .data import NodeData
 from .keys import keys_in
@@ -32,6 +33,7 @@ from .remote import ask_nodes
 from .roster import Roster
 from .superlink import GridPost, superlink
 
+_LET_IN = 90.0  # seconds in which a node is let in again that was killed
 _DATA = f"{NodeData.__module__}.{NodeData.__name__}"
 
 
@@ -44,6 +46,7 @@ class ServerCLI(FederationCLI):
         connect: Connects to what carries messages to the nodes.
         folder: With the nodes' public keys.
         places: As in :meth:`~pflight.deploy.roster.Roster.meet`.
+        bounds: What is believed of nodes.
     """
 
     def __init__(
@@ -53,8 +56,10 @@ class ServerCLI(FederationCLI):
         connect: Callable[[], AbstractContextManager[GridPost]],
         folder: Path,
         places: int | None = None,
+        bounds: Bounds | None = None,
     ) -> None:
         self._connect, self._keys, self._places = connect, folder, places
+        self._bounds = bounds or Bounds()
         if stop is not None:
             stop.at_once = frozenset(signal.valid_signals())
         super().__init__(args, stop)
@@ -104,7 +109,7 @@ class ServerCLI(FederationCLI):
                 )
         with self._connect() as post:
             try:
-                clients = ask_nodes(self.model, post)
+                clients = ask_nodes(self.model, post, self._bounds)
                 roster = Roster(clients, self.datamodule, post, self._keys, agreement)
                 roster.meet(self._places, saved)
                 post.patience = post.timeout or post.patience  # with those that join in a run
@@ -168,7 +173,14 @@ def run(given: argparse.Namespace) -> None:
     folder = certificates / "nodes"
     keys_in(folder)
     check_port(given.host, given.port)
+    if given.patience < _LET_IN:
+        warnings.warn(
+            f"--patience {given.patience:g} is short: Flower lets a node that was killed in again "
+            f"after about a minute, so that {_LET_IN:g} s are advisable",
+            stacklevel=2,
+        )
     where = given.host, given.port, certificates
     connect = partial(superlink, *where, given.round_timeout, given.patience)
-    cli = partial(ServerCLI, connect=connect, folder=folder, places=given.places)
+    bounds = Bounds(given.max_samples, given.max_share)
+    cli = partial(ServerCLI, connect=connect, folder=folder, places=given.places, bounds=bounds)
     command_line([given.run, *given.run_options], cli)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
+import sys
+import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Set
@@ -11,51 +12,39 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import httpx
-from filelock import FileLock, Timeout
 from flwr.app import Message, RecordDict
-from flwr.cli.build import build_fab_from_files
-from flwr.common.constant import SubStatus
-from flwr.common.serde import fab_to_proto, run_from_proto
-from flwr.proto.control_pb2 import RegisterNodeRequest, StartRunRequest
-from flwr.proto.message_pb2 import ObjectTree
-from flwr.proto.runtime_pb2 import (
+
+from pflight.errors import ConfigurationError, described
+from pflight.locks import hold, release
+
+from .certificates import check_server, write_private
+from .flower import (
+    LOOK,
     AcquireTaskRequest,
+    ControlHttpClient,
+    Heartbeat,
+    HttpGrid,
+    ObjectPullError,
+    ObjectTree,
+    Owner,
     PullAppMessagesRequest,
     PullTaskInputRequest,
     PushTaskOutputRequest,
+    RegisterNodeRequest,
+    RuntimeHttpClient,
+    SubStatus,
+    TaskIdentity,
+    TaskType,
+    pull_message,
+    run_from_proto,
+    start_run,
 )
-from flwr.supercore.constant import TaskType
-from flwr.supercore.control import ControlHttpClient
-from flwr.supercore.fab import Fab
-from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
-from flwr.supercore.runtime import RuntimeHttpClient
-from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid import HttpGrid
-
-from pflight.errors import ConfigurationError, described
-
-from .certificates import check_server, write_private
-from .flower import LOOK, Authority, Heartbeat, pull_message
+from .link import SECRET, SOCKET
 from .messages import bytes_of, tensor_bytes_of
 from .processes import Process
 from .remote import Asked
 from .request import Work
 
-APP = """\
-[project]
-name = "pflight-federation"
-version = "1.0.0"
-description = "A federation of pflight, whose code is installed on all machines"
-license = "Apache-2.0"
-
-[tool.flwr.app]
-publisher = "pflight"
-
-[tool.flwr.app.components]
-serverapp = "pflight.deploy.app:server"
-clientapp = "pflight.deploy.app:client"
-"""
-"""A Flower app that carries no code: both sides run what they have installed."""
 _KINDS = {
     "describe": "query",
     "train": "train",
@@ -85,43 +74,40 @@ def superlink(
     Raises:
         ConfigurationError: If it can't be started.
     """
-    folder = certificates / "superlink" / str(port)  # there may be another server
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock", thread_local=False)
+    logs = certificates / "superlink" / str(port)  # there may be another server
+    logs.mkdir(parents=True, exist_ok=True)
+    for own in (logs.parent, logs):
+        own.chmod(0o700)
     try:
-        lock.acquire(blocking=False)
-    except Timeout as error:
-        raise ConfigurationError(f"another server is running in {folder}") from error
-    database = folder / "superlink.db"
-    for kept in folder.glob(f"{database.name}*"):  # nodes, runs and messages of the server before
+        lock = hold(logs / ".lock")
+    except BlockingIOError as error:
+        raise ConfigurationError(f"another server is running in {logs}") from error
+    for kept in logs.glob("superlink.db*"):  # of releases that kept messages on the disk
         kept.unlink()
-    write_private(folder / "secret", secret := secrets.token_hex(32).encode())
-    print(f"pflight: starting flower-superlink at {host}:{port}, log in {folder}", flush=True)
-    command = ["flower-superlink", "--host", host, "--port", str(port), "--isolation", "process"]
-    command += ["--ssl-ca-certfile", str(certificates / "ca.pem")]
-    command += ["--ssl-certfile", str(certificates / "server.pem")]
-    command += ["--ssl-keyfile", str(certificates / "server.key")]
-    command += ["--enable-supernode-auth", "--disable-runtime-dependency-installation"]
-    command += ["--database", str(database)]
-    command += ["--superexec-auth-secret-file", str(folder / "secret")]
-    process, authority = Process(command, folder, "superlink"), Authority(certificates / "ca.pem")
-    address = address_of(host, port)
-    try:
-        process.wait_until(lambda: check_server(address, certificates / "ca.pem"))
-        with (
-            authority.control(address) as control,
-            _task(authority, address, secret, start_run(control)) as grid,
-        ):
-            give_up_with(grid, process)
-            yield GridPost(grid, timeout, patience, control)
-    except httpx.HTTPError as error:
-        process.check()
-        raise ConfigurationError(
-            f"{process.name} does not do what it is asked: {described(error)} (see {process.log})"
-        ) from error
-    finally:
-        process.stop()
-        lock.release()
+    print(f"pflight: starting Flower's SuperLink at {host}:{port}, log in {logs}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="pflight-") as place:  # which others can't enter
+        folder = Path(place)
+        write_private(folder / SECRET, secret := secrets.token_hex(32).encode())
+        module = [sys.executable, "-m", "pflight.deploy.link", host, str(port)]
+        process = Process([*module, str(certificates), place], logs, "superlink")
+        owner, outside = Owner(folder / SOCKET), address_of(host, port)
+        try:
+            process.wait_until(lambda: check_server(outside, certificates / "ca.pem"))
+            with (
+                owner.control() as control,
+                _task(owner, secret, start_run(control)) as grid,
+            ):
+                give_up_with(grid, process)
+                yield GridPost(grid, timeout, patience, control)
+        except httpx.HTTPError as error:
+            process.check()
+            raise ConfigurationError(
+                f"{process.name} does not do what it is asked: {described(error)} (see "
+                f"{process.log})"
+            ) from error
+        finally:
+            process.stop()
+            release(lock)
 
 
 def address_of(host: str, port: int) -> str:
@@ -130,26 +116,18 @@ def address_of(host: str, port: int) -> str:
     return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
 
-def start_run(control: ControlHttpClient, app: str = APP) -> int:
-    """Have a SuperLink run an app, which is the text of its ``pyproject.toml``; return its id."""
-    content, _ = build_fab_from_files({"pyproject.toml": app.encode()})
-    fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
-    return int(control.StartRun(StartRunRequest(fab=fab_to_proto(fab))).run_id)
-
-
-def give_up_with(grid: HttpGrid, process: Process | None = None) -> None:
+def give_up_with(grid: HttpGrid, process: Process) -> None:
     """Have a grid, which tries for ever to reach its SuperLink, end with it or with the run.
 
     Args:
         grid: Flower's.
-        process: The SuperLink, if it was started here.
+        process: The SuperLink.
     """
     invoker = grid._retry_invoker
     gives_up = invoker.should_giveup
 
     def should_give_up(error: Exception) -> bool:
-        if process is not None:
-            process.check()
+        process.check()
         if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in _OVER:
             raise ConfigurationError("Flower's SuperLink has ended the run, or it was stopped")
         return gives_up is not None and gives_up(error)
@@ -158,10 +136,10 @@ def give_up_with(grid: HttpGrid, process: Process | None = None) -> None:
 
 
 @contextmanager
-def _task(authority: Authority, address: str, secret: bytes, run_id: int) -> Iterator[HttpGrid]:
+def _task(owner: Owner, secret: bytes, run_id: int) -> Iterator[HttpGrid]:
     """Be the process of a run's server, and yield the grid of its nodes."""
     end, token = time.monotonic() + _START, ""
-    with authority.runtime(address, secret) as executor:
+    with owner.runtime(secret) as executor:
         request = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
         while not token:
             acquired = executor.AcquireTask(request)
@@ -171,7 +149,7 @@ def _task(authority: Authority, address: str, secret: bytes, run_id: int) -> Ite
                 raise ConfigurationError("the SuperLink did not start the run")
             else:
                 time.sleep(LOOK)
-    with authority.runtime(address, token=token) as client:
+    with owner.task(token) as client:
         status = SubStatus.FAILED
         try:
             with Heartbeat(client):
@@ -179,8 +157,7 @@ def _task(authority: Authority, address: str, secret: bytes, run_id: int) -> Ite
                 run = run_from_proto(given.run)
                 TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, run.run_id
                 TaskIdentity.node_id = given.context.node_id
-                root = authority.root.read_bytes()
-                with closing(HttpGrid(address, False, root, token=token)) as grid:
+                with closing(owner.grid(token)) as grid:
                     grid.set_run(run)
                     yield grid
             status = SubStatus.COMPLETED
@@ -196,7 +173,7 @@ class GridPost:
         grid: Flower's.
         timeout: Seconds in which a client has to answer, or ``None``.
         patience: Likewise, before the first round.
-        control: Of the SuperLink; ``None`` if others say who may connect.
+        control: Of the SuperLink.
 
     Attributes:
         keys: The nodes' public keys, by client.
@@ -209,7 +186,7 @@ class GridPost:
         grid: HttpGrid,
         timeout: float | None,
         patience: float,
-        control: ControlHttpClient | None = None,
+        control: ControlHttpClient,
     ) -> None:
         self.grid, self.control = grid, control
         self.timeout, self.patience = timeout, patience
@@ -231,8 +208,6 @@ class GridPost:
         None is let out again, since Flower takes no key a second time: who may not take part any
         more is sent nothing.
         """
-        if self.control is None:
-            return
         for key in keys - self._registered:
             self.control.RegisterNode(RegisterNodeRequest(public_key=key))
             self._registered.add(key)
@@ -289,7 +264,8 @@ class GridPost:
             self._count(work, "up", message.content)
         except ObjectPullError:
             whole = "its node did not send its answer as a whole"
-            return whole if time.monotonic() < end else nothing
+            late = time.monotonic() >= end
+            return f"{whole} within {timeout:g} s" if late else whole
         except (ConfigurationError, httpx.HTTPError):  # of the SuperLink, not of the node
             raise
         except Exception as error:  # whatever Flower raises as it unpacks what a node has made up

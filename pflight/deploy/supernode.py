@@ -12,26 +12,33 @@ from typing import NamedTuple
 
 import httpx
 from flwr.app import Context, Message, RecordDict
-from flwr.common.constant import SubStatus
-from flwr.common.serde import context_from_proto
-from flwr.proto.node_pb2 import Node
-from flwr.proto.runtime_pb2 import (
-    AcquireTaskRequest,
-    PullAppMessagesRequest,
-    PullTaskInputRequest,
-)
-from flwr.supercore.constant import TaskType
-from flwr.supercore.runtime import RuntimeHttpClient
-from flwr.supercore.task_identity import TaskIdentity
-from flwr.supernode.runtime.run_clientapp import push_message, push_task_output
 
 from pflight.errors import ConfigurationError
+from pflight.host import readable
 
 from .certificates import check_server
-from .flower import LOOK, Authority, Heartbeat, pull_message
+from .flower import (
+    LOOK,
+    AcquireTaskRequest,
+    Authority,
+    Heartbeat,
+    Node,
+    PullAppMessagesRequest,
+    PullTaskInputRequest,
+    RuntimeHttpClient,
+    SubStatus,
+    TaskIdentity,
+    TaskType,
+    context_from_proto,
+    pull_message,
+    push_message,
+    push_task_output,
+)
+from .messages import tensor_bytes_of
 from .processes import Process, free_port
 
-_LOST = b"SSL/TLS handshake error detected"  # a SuperNode's last words; it does not end then
+_LOST = "SSL/TLS handshake error detected"  # a SuperNode's last words; it does not end then
+_UNSENT = "Failed to send message "  # followed by the message's id, a colon and why
 
 
 class LostServerError(ConfigurationError):
@@ -103,17 +110,26 @@ def serve(
     with authority.runtime(address, secret) as executor:  # for which an ending SuperNode waits
         request = AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
         letters: SimpleQueue[Letter] = SimpleQueue()
+        size = 0
         while True:
             process.check()
-            if process.has_written(_LOST) or lost():
+            if lost():
                 raise LostServerError(f"{process.name} has lost the server")
             with suppress(httpx.HTTPError):  # it is about to end
                 acquired = executor.AcquireTask(request)
                 if acquired.token:
                     client = authority.runtime(address, token=acquired.token)
                     Thread(target=_open, args=(client, letters), daemon=True).start()
+            letter = None
             with suppress(Empty):
-                _answer(letters.get(timeout=LOOK), answer)
+                letter = letters.get(timeout=LOOK)
+            for line in process.news():  # of the answer before, so that its size is the right one
+                if _LOST in line:
+                    raise LostServerError(f"{process.name} has lost the server")
+                if _UNSENT in line:
+                    warnings.warn(_unsent(line, size), stacklevel=2)
+            if letter is not None:
+                size = _answer(letter, answer)
 
 
 class Letter(NamedTuple):
@@ -125,12 +141,27 @@ class Letter(NamedTuple):
     heartbeat: Heartbeat
 
 
-def _answer(letter: Letter, answer: Callable[[RecordDict], RecordDict]) -> None:
-    """Answer a message that has arrived."""
+def _unsent(line: str, size: int) -> str:
+    """Return why a SuperNode could not send an answer, with so many bytes of tensors."""
+    reason = line.partition(_UNSENT)[2].partition(": ")[2]
+    if " '413 " in reason:
+        return (
+            f"this node's answer with {readable(size)} of tensors was not sent: it is larger than "
+            "what the server, or a proxy before it, takes (status 413); have the proxy pass larger "
+            "messages, in nginx by client_max_body_size"
+        )
+    return f"this node's answer with {readable(size)} of tensors was not sent: {reason}"
+
+
+def _answer(letter: Letter, answer: Callable[[RecordDict], RecordDict]) -> int:
+    """Answer a message that has arrived; return how many bytes of tensors it sends."""
     TaskIdentity.run_id = letter.context.run_id
     TaskIdentity.node_id = letter.context.node_id
+    size = 0
     try:
-        reply = Message(answer(letter.message.content), reply_to=letter.message)
+        content = answer(letter.message.content)
+        size = tensor_bytes_of(content)
+        reply = Message(content, reply_to=letter.message)
         push_message(letter.client, reply, letter.context)
         push_task_output(letter.client, letter.context, SubStatus.COMPLETED, "")
     except httpx.HTTPError as error:
@@ -138,6 +169,7 @@ def _answer(letter: Letter, answer: Callable[[RecordDict], RecordDict]) -> None:
     finally:
         letter.heartbeat.stop()
         letter.client.close()
+    return size
 
 
 def _open(client: RuntimeHttpClient, letters: SimpleQueue[Letter]) -> None:

@@ -18,6 +18,7 @@ from pflight.randomness import Purpose
 from pflight.state import entries, rows
 from pflight.updates import ClientFailure, ClientUpdates, Evaluation, Kept, Predictions
 
+_LARGEST = 1e19  # of an entry's sum, whose square still fits into 32 bits
 ONE_THREAD = 20e6  # operations of a batch's forward pass from which on threads pay
 
 
@@ -150,10 +151,26 @@ def are_one(columns: Iterable[Tensor]) -> bool:
 
 
 def finite_rows(states: TensorDict) -> list[bool]:
-    """Tell for each state of a stack whether all its floating values are finite."""
-    finite = []
-    for _, leaf in entries(states):
-        if leaf.is_floating_point():
-            precise = torch.promote_types(leaf.dtype, torch.float32)
-            finite.append(rows(leaf).sum(dim=1, dtype=precise).isfinite())  # faster than a norm
-    return torch.stack(finite).all(dim=0).tolist()
+    """Tell for each state of a stack whether its floating values are finite, and can be added up.
+
+    A single value of 3e38 would make the server's sums infinite.
+    """
+    sums = [_sums(leaf) for _, leaf in entries(states) if leaf.is_floating_point()]
+    return torch.stack([leaf.abs() < _LARGEST for leaf in sums]).all(dim=0).tolist()
+
+
+def what_is_odd(state: TensorDict) -> str:
+    """Return why :func:`finite_rows` refuses one state ``[1]``, naming the entry; or nothing."""
+    for name, leaf in entries(state):
+        if not leaf.is_floating_point():
+            continue
+        if not leaf.isfinite().all():
+            return f"its result is NaN or infinite ({name})"
+        if not (_sums(leaf).abs() < _LARGEST).all():
+            return f"its result is too large to be added up ({name})"
+    return ""
+
+
+def _sums(leaf: Tensor) -> Tensor:
+    precise = torch.promote_types(leaf.dtype, torch.float32)
+    return rows(leaf).sum(dim=1, dtype=precise)  # faster than a norm

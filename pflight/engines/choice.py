@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+from lightning import LightningModule
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
+from torch import Tensor
 
 from pflight.errors import ConfigurationError
-from pflight.local.operations import count_operations
+from pflight.local.client import task_loss
+from pflight.local.operations import Operations, count_operations
 from pflight.local.setting import Setting
+from pflight.stacking.probe import has_sample_losses
 
 from .base import Engine
 from .sequential import SequentialEngine
@@ -96,13 +100,12 @@ def choose(wanted: EngineName, chunk: int | None, setting: Setting) -> Choice:
     limits = _limits_of(setting.device)
     counts = data.num_samples("train")
     batch = min(data.batch_size or math.inf, int(counts[data.train_clients].max()))
-    x = setting.example[0]
-    total, thin = (batch * count for count in count_operations(setting.client, x[:1].clone()))
+    total, thin = (batch * count for count in _operations(setting))
     given, chunk = chunk, chunk or _chunk_size(limits, setting, total)
     if wanted == "vectorized":
         return Choice(wanted, chunk, "as asked for")
     if math.isinf(total):
-        return Choice("sequential", 1, "the operations of its forward pass can't be counted")
+        return Choice("sequential", 1, "neither its forward pass nor its training step can be run")
     step = f"{get_human_readable_count(int(total)).strip()} operations a batch"
     if total >= limits.busy:
         return Choice("sequential", 1, f"{step} keep the device busy")
@@ -116,6 +119,18 @@ def choose(wanted: EngineName, chunk: int | None, setting: Setting) -> Choice:
         reason = f"{_FEW} models of {layout.nbytes / 2**20:,.1f} MiB don't fit into the caches"
         return Choice("sequential", 1, reason)
     return Choice("vectorized", chunk, f"{step} leave the device idle one by one")
+
+
+def _operations(setting: Setting) -> Operations:
+    """Count the operations of a sample's forward pass, or of its training step, if that fails."""
+    x, *others = (leaf[:1].clone() for leaf in setting.example)
+
+    def step(module: LightningModule, x: Tensor) -> Tensor:
+        assert setting.form is not None
+        return task_loss(module, setting.form.batch([x, *others]))
+
+    found = count_operations(setting.client, x.clone())
+    return found if math.isfinite(found.total) else count_operations(setting.client, x, step)
 
 
 def _limits_of(device: torch.device) -> _Limits:
@@ -179,6 +194,8 @@ def build_engine(
         rows, enough = vectorized.rows_per_call(), _limits_of(setting.device).rows
         if rows < min(enough, choice.chunk, setting.data.cohorts.size):
             reason = f"only {rows:.1f} clients at a time have batches of one size, on average"
+            if not has_sample_losses(setting.client):
+                reason += "; with a method sample_losses(batch), batches may be filled up"
             choice = Choice("sequential", 1, reason)
             vectorized.obstacle = reason
     return vectorized, choice

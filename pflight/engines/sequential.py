@@ -23,11 +23,11 @@ from pflight.local.time_limit import time_limit
 from pflight.local.training import ClientTraining
 from pflight.local.visits import evaluation_visits, gradient_visits, training_visits, visits_to
 from pflight.metrics import ClientValues
-from pflight.randomness import Purpose, derive_seed, seed_everything
+from pflight.randomness import Purpose, derive_seed, seed_everything, seed_own
 from pflight.state import entries
 from pflight.updates import STOPS, ClientFailure, ClientUpdates, Evaluation, Kept, Predictions
 
-from .base import ONE_THREAD, are_one, finite_rows, threads
+from .base import ONE_THREAD, are_one, finite_rows, threads, what_is_odd
 from .outputs import Samples, evaluate_task
 
 
@@ -90,6 +90,7 @@ class SequentialEngine:
         on_client_end: Callable[[int], None] | None = None,
     ) -> ClientUpdates:
         """See :class:`~pflight.engines.base.Engine`."""
+        self.setting.round_index = round_index
 
         def train_one(client: int) -> tuple[dict[str, Tensor], Logs]:
             count = int(self.setting.data.num_samples("train")[client])
@@ -112,6 +113,7 @@ class SequentialEngine:
         self, clients: Tensor, states: TensorDict, *, round_index: int, batches: int | None = None
     ) -> ClientUpdates:
         """See :class:`~pflight.engines.base.Engine`."""
+        self.setting.round_index = round_index
 
         def gradient(client: int) -> tuple[dict[str, Tensor], Logs]:
             count = int(self.setting.data.num_samples("train")[client])
@@ -150,6 +152,8 @@ class SequentialEngine:
                     if kept is not None and kept.seen[row]:
                         memory = {name: value[row] for name, value in memories.items()}
                     self.models.load(start, purpose is Purpose.TRAIN, memory, client)
+                    for model in self.models.clients if self.models.draws else ():
+                        seed_own(model.module, seed)
                     with torch.enable_grad():
                         tensors, logs = work(client)
                     own = self.models.client.remember() if kept is not None else {}
@@ -168,7 +172,9 @@ class SequentialEngine:
         if remembered and type(self.setting.half).remember is not Half.remember:
             finite = list(map(all, zip(finite, finite_rows(keep), strict=True)))
         for row in [row for row in done if not finite[row]]:
-            failures.append(ClientFailure(int(clients[row]), "its result is NaN or infinite"))
+            parts = [trained[row : row + 1], *([keep[row : row + 1]] if remembered else [])]
+            odd = next(filter(None, map(what_is_odd, parts)))
+            failures.append(ClientFailure(int(clients[row]), odd))
             del done[row]
         ended = torch.tensor(list(done), dtype=torch.long, device=self.device)
         if len(ended) < len(clients):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.half import Measure
 from pflight.local.setting import Setting
 from pflight.stacking.autocast import stacked_context
-from pflight.stacking.client import Mode, Stack, StackedClient
+from pflight.stacking.client import Stack, StackedClient
 from pflight.stacking.workspace import Workspace
-from pflight.task import Task
 
 from .outputs import Samples
 
@@ -79,52 +77,6 @@ class StackedEvaluation:
                 given = torch.cat([self.stacked.outputs(state, part) for part in parts], dim=1)
             outputs |= {row: given[i, : counts[row]] for i, row in enumerate(rows)}
         return [outputs[row] for row in range(len(order))]
-
-    def sums(
-        self, clients: Tensor, states: TensorDict, measure: Measure, like: Mapping[str, Tensor]
-    ) -> TensorDict:
-        """Return sums over each client's training samples ``[C]``, in evaluation mode.
-
-        See :meth:`~pflight.engines.base.Engine.sums`; whatever a client raises is not caught.
-        """
-        setting, stacked, device = self.setting, self.stacked, self.setting.device
-        assert setting.form is not None
-        counts = setting.data.num_samples("train")[clients.cpu()]
-        columns = {name: states[name].to(device) for name in stacked.live}
-        columns |= {name: states[name].to(device) for name in setting.layout.own}
-        columns["num_samples"] = counts.to(device, setting.dtype)
-        if setting.half.needs_classes:
-            columns["class_counts"] = setting.class_counts[clients.to(device)]
-        stacked.take_frozen(states)
-        stacked.mode = Mode(anchored=False, remembers=False)
-        totals = TensorDict(
-            {name: zero.new_zeros(len(clients), *zero.shape) for name, zero in like.items()},
-            batch_size=[len(clients)],
-        ).to(device)
-        order = [row for row in counts.argsort(descending=True).tolist() if counts[row]]
-        for first, last in self._at_once(counts[order].tolist()):
-            rows = order[first:last]
-            own = [setting.samples(int(clients[row]), "train") for row in rows]
-            if isinstance(setting.client, Task) and setting.has_loss_of_its_kind:
-                setting.client.check_targets(torch.cat([leaves[1] for leaves in own]))
-            longest = int(counts[rows[0]])
-            places = torch.arange(longest).expand(len(rows), -1)
-            real = places < counts[rows].unsqueeze(1)
-            places = torch.where(real, places, 0).to(device)
-            stack = [
-                torch.stack([leaf[place] for leaf, place in zip(leaves, places, strict=True)])
-                for leaves in zip(*own, strict=True)
-            ]
-            part, size = torch.tensor(rows, device=device), setting.data.eval_batch_size
-            state = {name: column[part] for name, column in columns.items()}
-            cuts = [leaf.split(size or longest, 1) for leaf in (real.to(device), *stack)]
-            for own_real, *leaves in zip(*cuts, strict=True):
-                with stacked_context(setting):
-                    batch = setting.form.batch(leaves)
-                    found = stacked.measured(state, batch, own_real, measure)
-                for name, value in found.items():
-                    totals[name].index_add_(0, part, value.to(totals[name]))
-        return totals
 
     def _at_once(self, counts: list[int]) -> Iterator[tuple[int, int]]:
         """Divide descending numbers of samples into chunks that filling up does not double."""

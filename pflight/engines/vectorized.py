@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping
 
-import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -37,10 +35,10 @@ from .stacked_evaluation import StackedEvaluation
 class VectorizedEngine:
     """Trains and evaluates clients in chunks, whose parameters are stacked and stepped together.
 
-    The losses of a chunk are one call of the module's ``loss`` under ``vmap``, with what the half
-    makes of it, and one optimizer steps the stacked parameters. Clients see the batches that they
-    see in the sequential engine and get its results to float tolerance. Those with batches of one
-    size share a call; a client that has come to its end drops out of the stack.
+    The losses of a chunk are one call of the module's training step under ``vmap``, with what the
+    half makes of it, and one optimizer steps the stacked parameters. Clients see the batches that
+    they see in the sequential engine and get its results to float tolerance. Those with batches
+    of one size share a call; a client that has come to its end drops out of the stack.
 
     What can't be run like this is run one by one, for the reason in :attr:`obstacle`. So is a
     client that raises or whose result is not finite, so that failures read the same. See
@@ -74,7 +72,6 @@ class VectorizedEngine:
         self._training = StackedTraining(setting, self._stacked, self._audit, workspace)
         self._evaluation = StackedEvaluation(setting, self._stacked, chunk, workspace)
         self._warned = set() if warned is None else warned
-        self._logged: Collection[str] = ("train/loss",)  # what their loss is called
 
     # Before the start
 
@@ -86,14 +83,16 @@ class VectorizedEngine:
             self.stacks_evaluation = False
             return
         samples = self._training.samples = trial_samples(self.setting)
-        try:
-            self.obstacle = self._find_obstacle(samples)
-        except STOPS:
-            raise
-        except BaseException as error:
-            self.obstacle = f"trying it fails: {reason_of(error)}"
-        if self.stacks_evaluation:
-            self.stacks_evaluation = self._probe.predicts_each_alone(samples[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what a module warns of, it says when it trains
+            try:
+                self.obstacle = self._find_obstacle(samples)
+            except STOPS:
+                raise
+            except BaseException as error:
+                self.obstacle = f"trying it fails: {reason_of(error)}"
+            if self.stacks_evaluation:
+                self.stacks_evaluation = self._probe.predicts_each_alone(samples[0])
 
     def _find_obstacle(self, samples: list[Tensor]) -> str | None:
         data, half, probe = self.setting.data, self.setting.half, self._probe
@@ -101,8 +100,7 @@ class VectorizedEngine:
         if obstacle := probe.declared_obstacle():
             return obstacle
         batches = trial_batches(self.setting, samples, counts)
-        obstacle, self._logged = probe.training_step(batches)
-        if obstacle:
+        if obstacle := probe.training_step(batches):
             return obstacle
         for anchored in (True, False):
             mode = Mode(anchored, anchored and half.keeps_memory)
@@ -141,6 +139,7 @@ class VectorizedEngine:
         on_client_end: Callable[[int], None] | None = None,
     ) -> ClientUpdates:
         """See :class:`~pflight.engines.base.Engine`."""
+        self.setting.round_index = round_index
 
         def one_by_one(clients: Tensor, starts: TensorDict, kept: Kept | None) -> ClientUpdates:
             return self.alone.train(
@@ -196,7 +195,6 @@ class VectorizedEngine:
         """See :class:`~pflight.engines.base.Engine`."""
         return self.alone.losses(clients, states, split)
 
-    @torch.no_grad()
     def sums(
         self,
         clients: Tensor,
@@ -206,17 +204,6 @@ class VectorizedEngine:
         batch_size: int | None = None,
     ) -> tuple[TensorDict, list[ClientFailure]]:
         """See :class:`~pflight.engines.base.Engine`."""
-        if self.obstacle is None and batch_size is None:
-            try:
-                totals = self._evaluation.sums(clients, states, measure, like)
-            except STOPS:
-                raise
-            except BaseException as error:  # whose it is will be seen one by one
-                name, reason = type(self.setting.client).__name__, reason_of(error)
-                rank_zero_debug(f"{name} looks through its samples one by one: {reason}")
-            else:
-                if all(finite_rows(totals)):
-                    return totals, []
         return self.alone.sums(clients, states, measure, like, batch_size)
 
     def rows(
@@ -256,7 +243,7 @@ class VectorizedEngine:
             self._warn_of_fallbacks(causes, again.failures)
         names: Collection[str] = ("train/loss",)
         if work.steps:
-            names = self._logged if self._stacked.logs_loss(work.mode) else ()
+            names = self._stacked.logged(work.mode)
         return cohort.updates(names, failed, again)
 
     def _are_finite(self, chunk: Chunk) -> list[bool]:

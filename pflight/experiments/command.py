@@ -36,7 +36,12 @@ def compare_and_print(options: argparse.Namespace) -> None:
             console=console,
         )
     console.print(results)
-    console.print(f"pflight: tables and figures are in {options.out}", highlight=False)
+    console.print(
+        f"pflight: tables and figures are in {options.out}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
     if not results.findings.finished:
         raise SystemExit(1)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -21,10 +22,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MOST = 12  # curves, besides those of the baselines
+_COLOURED = 4  # best curves that have a colour, besides the baselines; the others are grey
 _BASELINES = (LOCAL, "FedAvg")
+_HUES = 0, 2, 4, 1, 6, 5, 9  # of the palette's colours, without the greys
+_LINE = 0.05  # height of a name, as a share of the frame's
 _FAR = 10.0  # times as many bytes, from which their axis is logarithmic
 _DPI = 150
 _EDGE = "#3f3f3f"
+_GREY = "#8a8a8a"
 
 
 class Figures:
@@ -38,7 +43,7 @@ class Figures:
         self._findings = findings
 
     def curves(self) -> Figure:
-        """Draw the validation metric over rounds: mean and range of the seeds."""
+        """Draw the validation metric over rounds: means of seeds, and the best row's range."""
         return self._drawn("rounds", "rounds", lambda curve: floats(curve.round))
 
     def traffic(self) -> Figure:
@@ -95,6 +100,9 @@ class Figures:
     def _tag(self) -> str:
         return f"val/macro_{self._findings.metric}"
 
+    def _is_baseline(self, row: Row) -> bool:
+        return row.method in _BASELINES or row is self._findings.baseline
+
     @property
     def _unit(self) -> Unit:
         return self._findings.units[self._findings.metric]
@@ -103,11 +111,7 @@ class Figures:
         """Return the best rows, and the baselines behind them."""
         found = self._findings
         best = found.finished[:_MOST]
-        return best + [
-            row
-            for row in found.finished[_MOST:]
-            if row.method in _BASELINES or row is found.baseline
-        ]
+        return best + [row for row in found.finished[_MOST:] if self._is_baseline(row)]
 
     def _drawn(self, what: str, label: str, places: Callable[[Curve], Floats]) -> Figure:
         from matplotlib.ticker import MaxNLocator
@@ -117,18 +121,23 @@ class Figures:
         axes = figure.add_subplot()
         ends: list[float] = []
         later: list[Floats] = []  # what the frame has room for; curves may begin outside
-        for index, row in enumerate(rows):
+        names: list[tuple[Row, float, float, str]] = []  # with the end and the colour of its line
+        named = [row for row in rows if row in rows[:_COLOURED] or self._is_baseline(row)]
+        for row in rows:
             x, values = _over_seeds(row, self._tag, places)
             if not len(x):
                 continue
             values = unit.factor * values
             ends.append(x[-1])
             later.append(values[:, len(x) // 5 :].ravel())
-            style = line_style(index, len(x))
-            axes.plot(x, values.mean(axis=0), linewidth=1.5, label=_short(row.label), **style)
-            if len(values) > 1:
+            means, strong = values.mean(axis=0), row in named
+            style = _style(named.index(row), len(x)) if strong else {"color": FAINT}
+            width, above = (1.6, 3) if strong else (1.0, 2)
+            axes.plot(x, means, linewidth=width, label=row.label, zorder=above, **style)
+            names.append((row, x[-1], means[-1], style["color"] if strong else _GREY))
+            if len(values) > 1 and row in (found.best, found.baseline):
                 low, high = values.min(axis=0), values.max(axis=0)
-                axes.fill_between(x, low, high, color=style["color"], alpha=0.12, linewidth=0)
+                axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
         if what == "traffic" and ends and max(ends) > _FAR * min(ends):
             axes.set_xscale("log")
         else:
@@ -144,15 +153,45 @@ class Figures:
             low, high = shown.min(), shown.max()
             axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
         _plain(axes, "y")
-        if axes.get_legend_handles_labels()[0]:
-            figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+        _name_ends(axes, names)
         number = len(found.finished)
         some = f";\nthe {_MOST} best of {number} and the baselines are shown"
-        spread = "mean and range of seeds" if len(found.seeds) > 1 else "one seed"
+        spread = "mean of seeds, range of the best" if len(found.seeds) > 1 else "one seed"
+        if found.baseline is not None and len(found.seeds) > 1:
+            spread += " and the baseline"
         axes.set_title(
             f"Validation by {what}: {spread}{some if len(rows) < number else ''}", fontsize=10
         )
         return figure
+
+
+def _style(index: int, points: int) -> dict[str, Any]:
+    """Return the style of a line that is not grey."""
+    return line_style(_HUES[index % len(_HUES)], points)
+
+
+def _name_ends(axes: Axes, names: Sequence[tuple[Row, float, float, str]]) -> None:
+    """Write names beside the frame, at the heights where their lines end, one below the other."""
+    low, high = axes.get_ylim()
+    step = (high - low) * _LINE
+    known = [name for name in names if np.isfinite(name[2])]
+    order = sorted(known, key=lambda name: -name[2])
+    top = math.inf
+    for place, (row, x, y, color) in enumerate(order):
+        left = len(order) - 1 - place  # that need room below
+        height = min(max(min(y, high), low + left * step), top - step)
+        top = height
+        axes.annotate(
+            _short(row.label, 26),
+            (x, min(max(y, low), high)),
+            (1.03, (height - low) / (high - low)),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=8,
+            color=color,
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "relpos": (0, 0.5)},
+        )
 
 
 def _over_seeds(row: Row, tag: str, places: Callable[[Curve], Floats]) -> tuple[Floats, Floats]:

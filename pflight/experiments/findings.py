@@ -10,13 +10,14 @@ from functools import cached_property
 import numpy as np
 
 from .outcome import Failure, Mode, Outcome, ResultError, Run, Waiting
-from .rows import Row, When, by_client, paired, rows_of
+from .rows import Row, When, by_client, common_clients, paired, rows_of
 from .statistics import (
     DRAWS,
     Difference,
     Floats,
     differences,
     holm,
+    macro,
     mean_and_deviation,
     reaching,
     share_below,
@@ -38,7 +39,8 @@ class Findings:
         draws: Number of draws of the bootstrap.
 
     Attributes:
-        rows: The rows, best first; those without a finished run are last.
+        rows: The rows, best first by the clients that all rows have; those without a finished run
+            are last.
         finished: The rows with a finished run.
         seeds: All seeds, ascending.
         metric: The metric that chose rounds; empty if no run has finished.
@@ -48,6 +50,7 @@ class Findings:
         baseline: The row that was named, if any.
         target: As given.
         draws: As given.
+        common: By seed, the ids of the clients of which all rows have a value.
 
     Raises:
         ResultError: If runs are judged by different metrics, if a configuration has two runs with
@@ -67,7 +70,9 @@ class Findings:
         self.when: When = "chosen" if all(run.chosen for run in outcomes) else "last"
         self.target = target
         self.draws = draws
-        self.rows = sorted(rows_of(outcomes, failures, waiting), key=self._rank)
+        rows = rows_of(outcomes, failures, waiting)
+        self.common = common_clients(rows, self.metric, self.when)
+        self.rows = sorted(rows, key=self._rank)
         every: list[Run] = [*outcomes, *failures, *waiting]
         self.seeds = sorted({run.seed for run in every})
         self.finished = [row for row in self.rows if row.runs]
@@ -83,7 +88,12 @@ class Findings:
         return not row.runs, unknown, 0 if unknown else -mean if self.mode == "max" else mean
 
     def _mean(self, row: Row) -> float:
-        return mean_and_deviation(row.means("macro", self.metric, self.when))[0]
+        """Return a row's mean over the clients that all rows have, and then over seeds."""
+        means = [
+            macro(by_client(run, self.metric, self.when)[np.isin(run.clients, self.common[seed])])
+            for seed, run in row.runs.items()
+        ]
+        return mean_and_deviation(means)[0]
 
     @property
     def runs(self) -> list[Outcome]:
@@ -133,7 +143,10 @@ class Findings:
         if self.best is None or row is self.best:
             return row is self.best
         found = self.differences.get((row.key, self.best.key))
-        return found is not None and (found.high >= 0 if self.mode == "max" else found.low <= 0)
+        if found is None:
+            return False
+        behind = found.high < 0 if self.mode == "max" else found.low > 0
+        return not behind  # without an interval, nothing is
 
     def below_local(self, row: Row) -> dict[int, float]:
         """Return by seed the share of clients that are worse than alone; empty if unknown."""

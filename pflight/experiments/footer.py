@@ -9,7 +9,7 @@ import numpy as np
 
 from .findings import LOCAL, Findings
 from .rows import Row, by_client
-from .statistics import LEVEL, SEED, resamples, smallest_sign_test
+from .statistics import FEWEST, LEVEL, SEED, resamples, smallest_sign_test
 
 _KINDS = {
     "data": "clients' data",
@@ -86,7 +86,7 @@ def _measures(findings: Findings) -> Iterator[str]:
         listed = ", ".join(f"{label} {number:,}" for label, number in lacking.items() if number)
         yield (
             f"Clients with test samples but without a value of {findings.metric}, at all seeds "
-            f"together: {listed}."
+            f"together: {listed}. Rows are ranked by the clients of which all rows have a value."
         )
     if any(row.method == LOCAL for row in findings.finished):
         yield (
@@ -109,10 +109,12 @@ def _comparison(findings: Findings) -> Iterator[str]:
     yield (
         "Differences are those of the same client at the same seed; their mean is over clients and "
         "then over seeds. Intervals are percentiles of a hierarchical bootstrap, which draws seeds "
-        f"and then clients within each ({findings.draws:,} draws, seed {SEED}); p is two-sided and "
-        f"from the same draws, with Holm's correction for {_listed(sorted({*tests.values()}))} "
-        "comparisons."
+        f"and then clients within each ({findings.draws:,} draws, seed {SEED}); p is two-sided, "
+        "from the same draws, and at least what a sign test over the pairs can give, with Holm's "
+        f"correction for {_listed(sorted({*tests.values()}))} comparisons."
     )
+    if any(found.clients < FEWEST for found in findings.differences.values()):
+        yield f"With fewer than {FEWEST} pairs of a client and a seed, there is no interval."
     corrected = findings.corrected(best)
     spared = [
         row.label

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from pflight.streams import cell
+
 from .costs import bytes_of, bytes_of_participation, median, seconds_of
 from .findings import Findings
 from .outcome import Outcome
@@ -36,7 +38,8 @@ def to_csv(findings: Findings) -> str:
     for row in findings.rows:
         own = row.method, json.dumps(row.settings), row.key
         for lines in (_of_seeds, _over_seeds, _of_differences):
-            writer.writerows((*own, *line[:-1], _plain(line[-1])) for line in lines(findings, row))
+            found = ((*own, *line[:-1], _plain(line[-1])) for line in lines(findings, row))
+            writer.writerows([map(cell, line) for line in found])
     return file.getvalue()
 
 

@@ -16,18 +16,30 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
+import xxhash
+
 from pflight.files import replacing
 
 VERSION = 1
 Mode = Literal["max", "min"]
+_CHECKSUM = ', "checksum": "'
 
 
 class ResultError(ValueError):
     """Results that can't be read or can't be compared; the message names the file or the run."""
 
 
+def signed(text: str) -> str:
+    """Return an object of JSON with a checksum of its text as the last entry."""
+    checksum = xxhash.xxh3_64_hexdigest(text.encode())
+    return f'{text[:-1]}{_CHECKSUM}{checksum}"}}\n'
+
+
 class Record:
-    """A frozen dataclass that is kept as a file of JSON, with null for NaN and infinity."""
+    """A frozen dataclass that is kept as a file of JSON, with null for NaN and infinity.
+
+    The file ends with a checksum of its text, so that a damaged digit is noticed.
+    """
 
     title: ClassVar[str] = "record"
     remedy: ClassVar[str] = "without it, the run is made again"
@@ -36,7 +48,7 @@ class Record:
         """Write the file whole or not at all, as :func:`~pflight.files.replacing` does."""
         text = json.dumps(_finite(asdict(self)), allow_nan=False)  # type: ignore[call-overload]
         with replacing(path, shared) as partial, partial.open("w", encoding="utf-8") as file:
-            file.write(f"{text}\n")
+            file.write(signed(text))
             file.flush()
             os.fsync(file.fileno())
 
@@ -48,7 +60,13 @@ class Record:
             ResultError: If there is no such file, or if it is damaged or of another version.
         """
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_bytes().decode()
+            found = json.loads(text)
+            content, separator, _ = text.rpartition(_CHECKSUM)
+            if not separator:
+                raise ValueError("it has no checksum")
+            if text != signed(f"{content}}}"):
+                raise ValueError("its checksum does not match its content")
         except OSError as error:
             raise ResultError(f"can't read {path}: {error.strerror}") from error
         except ValueError as error:

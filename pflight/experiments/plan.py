@@ -22,6 +22,7 @@ from pflight import catalogue
 from pflight.cli import FederationCLI
 from pflight.config_files import config_file, load
 from pflight.errors import ConfigurationError, UnknownOptionError
+from pflight.options import described
 from pflight.parser import specs
 from pflight.server_callback import ServerCallback
 from pflight.shipped import find_config, summary
@@ -292,7 +293,13 @@ def key_of(config: Mapping[str, Any]) -> str:
 
 def _plain(config: Any) -> dict[str, Any]:
     """Return the options that make a run what it is, as plain Python."""
-    return without_place(json.loads(json.dumps(config.as_dict(), default=str)))
+    return without_place(json.loads(json.dumps(config.as_dict(), default=_in_words)))
+
+
+def _in_words(value: Any) -> str:
+    """Return an object as text that is the same in every process."""
+    words = str(value)
+    return described(value) if " at 0x" in words else words
 
 
 def without_place(options: Mapping[str, Any]) -> dict[str, Any]:

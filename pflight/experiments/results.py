@@ -147,7 +147,7 @@ class Results:
                 [
                     row.label,
                     unit.text(difference.mean, more=1),
-                    f"{low} to {high}",
+                    DASH if low == high == DASH else f"{low} to {high}",
                     _probability(difference.p),
                     _probability(corrected[row.key]),
                     f"{better} of {difference.seeds}",
@@ -212,8 +212,7 @@ class Results:
         """Return what the terminal shows: all but the means of each metric, which files have."""
         from rich.console import Group
 
-        tables = [table.to_rich() for table in self.tables(whole=False)]
-        return Group(*tables, terminal_notes(footer(self.findings)))
+        return Group(*self.tables(whole=False), terminal_notes(footer(self.findings)))
 
     def __str__(self) -> str:
         from rich.console import Console

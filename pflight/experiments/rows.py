@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pflight.streams import one_line
+
 from .outcome import Failure, Mode, Moment, Outcome, ResultError, Run, Tuned, Waiting
 from .statistics import Floats, floats, macro, micro, worst_decile
 
@@ -122,6 +124,24 @@ def paired(row: Row, other: Row, metric: str, when: When) -> dict[int, Floats]:
     return dict(sorted(found.items()))
 
 
+def common_clients(rows: Sequence[Row], metric: str, when: When) -> dict[int, list[int]]:
+    """Return by seed the ids of the clients of which all rows have a value.
+
+    A row without any value at a seed is passed over. All clients are returned where rows have none
+    in common.
+    """
+    having: dict[int, list[set[int]]] = {}
+    for row in rows:
+        for seed, run in row.runs.items():
+            known = np.isfinite(by_client(run, metric, when))
+            clients = {client for client, has in zip(run.clients, known, strict=True) if has}
+            having.setdefault(seed, []).extend([clients] if clients else [])
+    return {
+        seed: sorted(set.intersection(*sets) or set.union(*sets)) if sets else []
+        for seed, sets in having.items()
+    }
+
+
 def rows_of(
     outcomes: Sequence[Outcome], failures: Sequence[Failure], waiting: Sequence[Waiting]
 ) -> list[Row]:
@@ -164,7 +184,7 @@ def _name(rows: Sequence[Row]) -> None:
     left = rows
     for text in texts:
         for row in left:
-            row.label = text(row)
+            row.label = one_line(text(row))
         counts = Counter(row.label for row in rows)
         left = [row for row in rows if counts[row.label] > 1]
 

@@ -15,6 +15,7 @@ from .outcome import Curve, Mode
 Floats = NDArray[np.float64]
 
 DRAWS = 10_000
+FEWEST = 6  # pairs with which a sign test can fall below 0.05, and an interval is given
 SEED = 0
 LEVEL = 0.95
 _AT_ONCE = 2**22  # drawn clients that are held in memory
@@ -88,9 +89,10 @@ class Difference:
 
     Attributes:
         mean: The difference.
-        low: Lower end of its 95 % interval.
-        high: Upper end.
-        p: Two-sided, of no difference, from the draws that give the interval.
+        low: Lower end of its 95 % interval; NaN with fewer than six pairs of clients.
+        high: Upper end; likewise.
+        p: Two-sided, of no difference, from the draws that give the interval, and at least what a
+            sign test over the pairs that differ can give.
         seeds: Number of seeds that both methods have.
         clients: Number of pairs of clients, of all seeds.
         above: At how many seeds the difference is positive.
@@ -116,7 +118,9 @@ def differences(
     of its clients as there are, with replacement; its value is the mean over the seeds of the means
     over the clients. The interval is that of the percentiles. With ``B`` draws, ``p`` is twice
     ``(b + 1) / (B + 1)``, where ``b`` is the smaller number of draws that are at most, or at least,
-    zero.
+    zero. With few pairs the draws say less than they seem to: fewer than six have no interval, and
+    ``p`` is at least that of a sign test in which all ``m`` pairs that differ agree, ``2 ** (1 -
+    m)``.
 
     Args:
         pairs: For each pair of methods, and each seed that both have, the differences of their
@@ -126,10 +130,10 @@ def differences(
             same for all pairs with the same numbers, and other pairs don't matter.
 
     Example:
-        >>> better = [np.array([0.1, 0.2, 0.3]), np.array([0.2, 0.2])]
+        >>> better = [np.array([0.1, 0.2, 0.3]), np.array([0.2, 0.2, 0.2])]
         >>> (found,) = differences([better])
-        >>> round(found.mean, 3), found.low > 0, found.above, found.clients
-        (0.2, True, 2, 5)
+        >>> round(found.mean, 3), found.low > 0, found.p, found.above, found.clients
+        (0.2, True, 0.03125, 2, 6)
     """
     shapes = [tuple(len(column) for column in columns) for columns in pairs]
     drawn = np.empty((len(pairs), draws))
@@ -162,16 +166,21 @@ def _drawn(columns: Sequence[Floats], draws: int, seed: int) -> Floats:
 def _difference(columns: Sequence[Floats], drawn: Floats) -> Difference:
     scale = max(np.abs(column).max() for column in columns)
     drawn = np.where(np.abs(drawn) < 1e-12 * scale, 0, drawn)  # but for rounding, these are zero
+    pairs = np.concatenate(columns)
     low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    if len(pairs) < FEWEST:
+        low = high = math.nan
     fewer = min((drawn <= 0).sum(), (drawn >= 0).sum())
+    apart = int((np.abs(pairs) >= 1e-12 * scale).sum()) if scale else 0
+    p = max(2 * float(fewer + 1) / (len(drawn) + 1), smallest_sign_test(apart))
     means = [column.mean() for column in columns]
     return Difference(
         mean=float(np.mean(means)),
         low=float(low),
         high=float(high),
-        p=min(1.0, 2 * float(fewer + 1) / (len(drawn) + 1)),
+        p=min(1.0, p),
         seeds=len(columns),
-        clients=sum(map(len, columns)),
+        clients=len(pairs),
         above=sum(bool(mean > 0) for mean in means),
         below=sum(bool(mean < 0) for mean in means),
     )
@@ -199,14 +208,14 @@ def holm(p: Sequence[float]) -> list[float]:
     return corrected.tolist()
 
 
-def smallest_sign_test(seeds: int) -> float:
-    """Return the smallest two-sided p that a sign test over seeds can give.
+def smallest_sign_test(pairs: int) -> float:
+    """Return the smallest two-sided p that a sign test over pairs, or over seeds, can give.
 
     Example:
         >>> smallest_sign_test(3), smallest_sign_test(6)
         (0.25, 0.03125)
     """
-    return 2.0 ** (1 - seeds)
+    return min(1.0, 2.0 ** (1 - pairs))
 
 
 def resamples(seeds: int) -> int:

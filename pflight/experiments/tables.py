@@ -7,13 +7,18 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
-    from rich.text import Text
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from pflight.streams import one_line
 
 DASH = "\N{EN DASH}"
+_GAP = 3  # columns of a terminal between two of a table
+_NARROW = 26  # of a column of words in a table that is wider than the terminal
 _LONG = 50  # characters of a cell that has to be broken into lines
 MARK = "* "  # of bold cells, where nothing can be bold
 
@@ -69,17 +74,43 @@ class Table:
     rows: Sequence[Sequence[str]]
     text: int = 1
 
-    def to_rich(self) -> RichTable:
-        """Return the table for ``rich``; bold cells also have an asterisk."""
-        from rich.table import Table as RichTable
-        from rich.text import Text
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the table in parts of whole columns, each of which fits the terminal."""
+        widths = []
+        for place, heading in enumerate(self.columns):  # which is broken between words
+            cells = (_marked(row[place]) for row in self.rows)
+            widths.append(max(map(cell_len, (*heading.split(), *cells))))
+        room = options.max_width - 1
+        words, numbers = [*range(self.text)], [*range(self.text, len(widths))]
+        if numbers and sum(widths) + _GAP * len(widths) > room:
+            widths[: self.text] = (min(width, _NARROW) for width in widths[: self.text])
+            room -= sum(widths[: self.text]) + _GAP * self.text
+        first = True
+        while first or numbers:
+            taken: list[int] = []
+            while numbers and (
+                not taken or sum(widths[p] + _GAP for p in [*taken, numbers[0]]) <= room
+            ):
+                taken.append(numbers.pop(0))
+            yield self._part([*words, *taken], widths, "" if first else ", continued")
+            first = False
 
-        table = RichTable(title=Text(self.title, "bold"), title_justify="left")
-        for place, column in enumerate(self.columns):
-            left = place < self.text
-            table.add_column(Text(column), justify="left" if left else "right", overflow="fold")
+    def _part(self, places: Sequence[int], widths: Sequence[int], more: str) -> RichTable:
+        """Return some of the columns; bold cells also have an asterisk."""
+        table = RichTable(
+            box=SIMPLE_HEAD, title=Text(one_line(self.title + more), "bold"), title_justify="left"
+        )
+        for place in places:
+            table.add_column(
+                Text(self.columns[place]),
+                justify="left" if place < self.text else "right",
+                overflow="fold",
+                max_width=widths[place],
+                vertical="bottom",
+            )
         for row in self.rows:
-            table.add_row(*(Text(f"{MARK}{c}", "bold") if _bold(c) else Text(c) for c in row))
+            cells = [row[place] for place in places]
+            table.add_row(*(Text(_marked(c), "bold" if _bold(c) else "") for c in cells))
         return table
 
     def to_markdown(self) -> str:
@@ -158,8 +189,6 @@ def latex_notes(notes: Sequence[str]) -> str:
 
 def terminal_notes(notes: Sequence[str]) -> Text:
     """Return sentences as a list for ``rich``."""
-    from rich.text import Text
-
     return Text("\n".join(f"- {note}" for note in notes))
 
 
@@ -180,6 +209,10 @@ def _latex_heading(text: str, kind: str) -> str:
         return latex(text)
     lines = map(latex, textwrap.wrap(text, 10, break_long_words=False))
     return r"\shortstack[r]{" + r"\\".join(lines) + "}"
+
+
+def _marked(cell: str) -> str:
+    return f"{MARK}{one_line(cell)}" if _bold(cell) else one_line(cell)
 
 
 def _bold(cell: str) -> bool:

@@ -53,6 +53,11 @@ def check_client(setting: Setting, copy: LightningModule) -> Findings:
     if setting.mixes_samples and setting.data.batch_size == 1:
         raise ConfigurationError("batch_size=1 can't train a network with BatchNorm")
     half.check(module)
+    if setting.lr_decay != 1 and half.needs_constant_lr:
+        raise ConfigurationError(
+            f"client_lr_decay={setting.lr_decay}: {type(half).__name__} needs a step size that is "
+            "the same in all rounds"
+        )
     if not module.automatic_optimization and not half.only_adds:
         raise ConfigurationError(
             f"the algorithm replaces the loss of its clients, which "

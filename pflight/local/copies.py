@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from pflight.errors import ConfigurationError, described
 from pflight.state import StateLayout, rest_frozen, state_tensors
 from pflight.task import Task
 
@@ -109,6 +111,12 @@ class Copies:
         self._unsaved = [(own, given) for own, given in buffers if id(own) not in self._shared]
         self.plain = all(map(_is_plain, self.module.modules()))
 
+    def close(self) -> None:
+        """Free the memory of all copies at once: they hold each other, and are collected late."""
+        for module in (self._pristine, self.module):
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.data = tensor.new_empty(0)
+
     def load(self, start: Mapping[str, Tensor], prefix: str, reuse: bool) -> None:
         """Make ready for the next client.
 
@@ -128,6 +136,11 @@ class Copies:
         with torch.no_grad():
             columns = [start[f"{prefix}{name}"] for name in self.live]
             torch._foreach_copy_(list(self.live.values()), columns)
+
+    def tell(self, round_index: int) -> None:
+        """Tell the copy its round, which is no change of it."""
+        _, as_it_was = self._attributes[0]
+        self.module.round_index = as_it_was["round_index"] = round_index  # type: ignore[assignment]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what stands in the copy now, by name.
@@ -170,12 +183,83 @@ class Copies:
 
 
 def set_up(module: L.LightningModule) -> L.LightningModule:
-    """Return a copy of a client module after what a Trainer calls once before it trains."""
-    module = copy.deepcopy(module)
+    """Return a copy of a client module after what a Trainer calls once before it trains.
+
+    Raises:
+        ConfigurationError: If it has an attribute that can't be copied.
+    """
+    module = _copied(module)
     module.prepare_data()
     module.setup(stage="fit")
     module.configure_model()
+    if any(is_overridden(hook, module) for hook in ("prepare_data", "setup", "configure_model")):
+        _copied(module)
     return module
+
+
+def _copied(module: L.LightningModule) -> L.LightningModule:
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:  # of any attribute's own
+        raise ConfigurationError(_why_not_copied(module, error)) from error
+
+
+def _why_not_copied(module: L.LightningModule, error: Exception) -> str:
+    """Return which attribute of a module can't be copied, and what to do."""
+    for prefix, part in module.named_modules():
+        where = ".".join(filter(None, ["client", prefix]))
+        for name, value in _attributes(part):
+            try:
+                copy.deepcopy(value)
+            except Exception as own:
+                name, value = _innermost(f"{where}.{name}", value)
+                return (
+                    f"{name}, of type {type(value).__name__}, can't be copied, and each client "
+                    f"trains a copy of the module: {_remedy(part, value, own)}"
+                )
+    name = type(module).__name__
+    return f"{name} can't be copied, and each client trains a copy of it: {described(error)}"
+
+
+def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a module itself, its buffers, hyperparameters and hooks."""
+    for name, value in vars(part).items():
+        if name not in _OF_A_MODULE:
+            yield name, value
+        elif name == "_buffers" or (name.endswith("_hooks") and isinstance(value, Mapping)):
+            hooks = "" if name == "_buffers" else f"{name}."
+            yield from ((f"{hooks}{key}", one) for key, one in value.items())
+        elif name == "_hparams":
+            yield "hparams", value
+
+
+def _innermost(name: str, value: Any, outside: tuple[int, ...] = ()) -> tuple[str, Any]:
+    """Return what in an object can't be copied, with its name."""
+    if isinstance(value, Mapping):
+        inner = ((f"{name}[{key!r}]", one) for key, one in value.items())
+    elif isinstance(value, list | tuple):
+        inner = ((f"{name}[{place}]", one) for place, one in enumerate(value))
+    else:
+        inner = ((f"{name}.{key}", one) for key, one in getattr(value, "__dict__", {}).items())
+    if isinstance(value, ModuleType | type) or len(outside) > _DEEPEST:
+        return name, value
+    for inner_name, one in inner:
+        try:
+            copy.deepcopy(one)
+        except Exception:
+            if id(one) not in outside:
+                return _innermost(inner_name, one, (*outside, id(value)))
+    return name, value
+
+
+def _remedy(part: nn.Module, value: Any, error: Exception) -> str:
+    if any("WeightNorm" in type(hook).__name__ for hook in part._forward_pre_hooks.values()):
+        return "use torch.nn.utils.parametrizations.weight_norm in place of the hook"
+    if isinstance(value, Tensor):
+        return "it is the result of a computation that is differentiated: detach() it"
+    if isinstance(value, ModuleType):
+        return "import it at the top of the file"
+    return f"make it in the method that uses it ({described(error)})"
 
 
 def ready(template: L.LightningModule) -> L.LightningModule:
@@ -201,6 +285,7 @@ def _is_constant(value: Any) -> bool:
     return isinstance(value, _CONSTANT)
 
 
+_DEEPEST = 20  # levels of attributes that are searched
 _CONSTANT = (
     *(bool, int, float, str, bytes, type(None), type, torch.dtype, torch.device),
     *(FunctionType, BuiltinFunctionType, partial),

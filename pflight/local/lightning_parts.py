@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import lightning as L
@@ -23,6 +23,9 @@ from pflight.history import Logs, add_logs
 
 Step = Callable[[Callable[[], Any], Any], Any]
 """Takes the module's own training step and its batch; returns what stands for its output."""
+
+
+_OF_AN_EPOCH = {"on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end"}
 
 
 class LocalStrategy(SingleDeviceStrategy):
@@ -63,11 +66,21 @@ class LocalStrategy(SingleDeviceStrategy):
 
 
 class Results(_ResultCollection):
-    """What a module logs; also sample-weighted sums of all that it logs while it trains."""
+    """What a module logs; also sample-weighted sums of all that it logs while it trains.
+
+    A value that is logged in a step weighs as much as the step's batch, one of an epoch as all of
+    the client's samples. A metric object counts by what it computes at the end of an epoch.
+
+    Attributes:
+        logs: The sums.
+        num_samples: Of the client.
+        directions: For the values of metric objects, whether higher is better, where that is known.
+    """
 
     def __init__(self, training: bool) -> None:
         super().__init__(training)
         self.logs: Logs = {}
+        self.num_samples = 1
         self.directions: dict[str, bool] = {}
 
     def forget(self) -> None:
@@ -81,9 +94,20 @@ class Results(_ResultCollection):
         if isinstance(value, Metric):
             if value.higher_is_better is not None:
                 self.directions[name] = value.higher_is_better
-            value = value._forward_cache
-        if self.training and isinstance(value, Tensor) and value.numel() == 1:
+        elif self.training and isinstance(value, Tensor):
             count = kwargs.get("batch_size") or self.batch_size or 1
+            self._note(name, value, self.num_samples if fx in _OF_AN_EPOCH else count)
+
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        """Forget values as Lightning does, and note before what metric objects have seen."""
+        for item in self.values() if self.training and metrics is not False else ():
+            if not item.is_tensor and item.value.update_called and fx in (None, item.meta.fx):
+                with suppress(ValueError):  # of too few samples, such as one for R²
+                    self._note(item.meta.name, item.value.compute(), self.num_samples)
+        super().reset(metrics, fx)
+
+    def _note(self, name: str, value: Any, count: int) -> None:
+        if isinstance(value, Tensor) and value.numel() == 1:
             add_logs(self.logs, {name: (value.detach() * count, count)})
 
 

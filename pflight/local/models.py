@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from lightning import LightningModule
@@ -10,8 +11,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
+from pflight.allocator import give_freed_memory_back
 from pflight.half import OWN, PERSONAL
-from pflight.randomness import isolated
+from pflight.randomness import generators_of, isolated
 from pflight.state import StateModule
 from pflight.task import Task, trains_as_a_task
 from pflight.updates import STOPS
@@ -41,6 +43,7 @@ class LocalModels:
         clients: Its models: the personal one first, since it may look at the other before a step.
         hooks: What the module does of its own around its training steps.
         plain: Whether it trains as a ready-made task does, and nothing else.
+        draws: Whether it has random generators of its own.
     """
 
     client: AloneClient
@@ -51,7 +54,11 @@ class LocalModels:
         self.half = setting.half
         self._channels_last = False
         self._drifted: set[str] = set()
+        self._copies: Any = None
+        self.clients = []
+        self._personal_copies: Copies | None = None
         module = setting.client
+        self.draws = bool(generators_of(module))
         self.hooks = [hook for hook in HOOKS if is_overridden(hook, module)]
         self.plain = (
             trains_as_a_task(module)
@@ -67,6 +74,12 @@ class LocalModels:
     def renew(self) -> None:
         """Forget all that a client may have done to its copies."""
         setting = self.setting
+        for copies in filter(None, (self._copies, self._personal_copies)):
+            copies.close()
+        for client in self.clients:
+            vars(client).clear()  # what it was sent and remembers
+        if self.clients:
+            give_freed_memory_back()
         device = setting.device
         arguments = setting.client, setting.layout, setting.precision, device, self._channels_last
         self._copies = Copies(*arguments)
@@ -98,7 +111,7 @@ class LocalModels:
             memory: What it remembers.
             client: Its id, where it is told its own class counts.
         """
-        self._copies.load(start, "", reuse=self.plain)
+        self._load(self._copies, start, "")
         for name, tensor in self._own.items():
             tensor.copy_(start[f"{OWN}{name}"])
         for name in ("seen", "num_steps"):
@@ -115,11 +128,16 @@ class LocalModels:
             self.client.seen.fill_(1)
         if self._personal_copies is None:
             return
-        self._personal_copies.load(start, PERSONAL, reuse=self.plain)
+        self._load(self._personal_copies, start, PERSONAL)
         if anchored:
             assert self.half.personal is not None
             personal = AloneClient(self._personal_copies, self.half.personal, *known, self.client)
             self.clients = [personal, self.client]
+
+    def _load(self, copies: Copies, start: Mapping[str, Tensor], prefix: str) -> None:
+        copies.load(start, prefix, reuse=self.plain)
+        if self.setting.tells_round:
+            copies.tell(self.setting.round_index)
 
     def _laid_out(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return tensors of the module in the memory format of its copies."""
@@ -132,7 +150,7 @@ class LocalModels:
 
     def evaluated(self, state: Mapping[str, Tensor]) -> LightningModule:
         """Return the copy of the module with a client's tensors, in evaluation mode."""
-        self._copies.load(state, "", reuse=self.plain)
+        self._load(self._copies, state, "")
         return self.module.eval()
 
     def mend_frozen(self) -> None:

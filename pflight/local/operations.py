@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
+import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +24,15 @@ class Operations(NamedTuple):
     """Of convolutions with at most four input channels, such as those of an image."""
 
 
-def count_operations(network: nn.Module, x: Tensor) -> Operations:
+def count_operations(
+    network: nn.Module, x: Tensor, function: Callable[..., Any] = operator.call
+) -> Operations:
     """Count the operations of a forward pass in evaluation mode.
 
     Args:
         network: The network; a copy of it is run.
         x: Its input ``[batch, ...]``.
+        function: What is made of the copy and the input, instead of a forward pass.
 
     Returns:
         The operations for all samples; infinite for a network that can't be counted, which may be
@@ -46,8 +52,10 @@ def count_operations(network: nn.Module, x: Tensor) -> Operations:
     everything = FlopCounterMode(display=False)
     thin = FlopCounterMode(display=False, custom_mapping={convolution: _thin_operations})
     try:
-        with everything, thin, torch.enable_grad():  # without, transformers take other paths
-            network(x.to(first.device))
+        # Without gradients, transformers take other paths.
+        with everything, thin, torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what a module warns of, it says when it trains
+            function(network, x.to(first.device))
     except KeyboardInterrupt:
         raise
     except BaseException:  # of any kind: it is a user's network

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,14 +40,23 @@ def resting(module: L.LightningModule, layout: StateLayout, phase: Phase | None)
 
 
 @contextmanager
-def paced(groups: Sequence[dict[str, Any]], phase: Phase | None) -> Iterator[None]:
-    """Give the groups of an optimizer the learning rate of a phase, if it has one."""
+def paced(
+    groups: Sequence[dict[str, Any]], phase: Phase | None, pace: Callable[[Any], None]
+) -> Iterator[None]:
+    """Give the groups of an optimizer the learning rate of a phase, if it has one.
+
+    Args:
+        groups: Of the optimizer.
+        phase: The phase.
+        pace: Lowers the learning rates of groups as the round has it.
+    """
     if phase is None or phase.lr is None:
         yield
         return
     own = [group["lr"] for group in groups]
     for group in groups:
         group["lr"] = phase.lr
+    pace(groups)
     try:
         yield
     finally:

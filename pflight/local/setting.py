@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -37,6 +39,7 @@ class Setting:
         device: Where clients train.
         seed: Of all local randomness, together with round and client.
         client_timeout: Seconds after which what a client does is interrupted, or ``None``.
+        lr_decay: What the clients' step sizes are multiplied by in each round after the first.
 
     Raises:
         ConfigurationError: If clients can't be interrupted here, or samples can't be augmented.
@@ -49,6 +52,7 @@ class Setting:
         example: Two such samples.
         mean_samples: Mean number of training samples of the clients that may train.
         mixes_samples: Whether BatchNorm makes a sample's outputs depend on the others of its batch.
+        round_index: Of the round in which clients train, or that was the last.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Setting:
         device: torch.device,
         seed: int,
         client_timeout: float | None = None,
+        lr_decay: float = 1.0,
     ) -> None:
         self.client = client
         self.half = half
@@ -70,6 +75,8 @@ class Setting:
         self.device = device
         self.seed = seed
         self.client_timeout = client_timeout
+        self.lr_decay = lr_decay
+        self.round_index = 0
         if client_timeout is not None:
             check_timer()
         self.task: Task | None = None
@@ -99,6 +106,23 @@ class Setting:
                     f"samples() returns {', '.join(self.form.names)}"
                 )
             self.example = [leaf[:2].to(device, copy=True) for leaf in tree_leaves(samples)]
+
+    def pace(self, groups: Iterable[dict[str, Any]], anchored: bool) -> None:
+        """Lower the step sizes of an optimizer's groups as the round has it.
+
+        Args:
+            groups: Its groups of parameters.
+            anchored: Whether this is a participation in a round, and not fine-tuning.
+        """
+        if self.lr_decay != 1 and anchored:
+            for group in groups:
+                group["lr"] = group["lr"] * self.lr_decay**self.round_index
+
+    @cached_property
+    def tells_round(self) -> bool:
+        """Whether the module has a ``round_index`` that can be set."""
+        found = inspect.getattr_static(self.client, "round_index", None)
+        return found is not None and not isinstance(found, property)
 
     @property
     def _as_they_are(self) -> bool:

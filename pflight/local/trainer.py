@@ -105,6 +105,10 @@ class ModuleTrainer:
         """What the copy logged while it trained."""
         return self._results.logs
 
+    def count(self, num_samples: int) -> None:
+        """Take the number of the copy's training samples, by which its epochs weigh."""
+        self._results.num_samples = num_samples
+
     @property
     def global_step(self) -> int:
         """Optimizer steps of the copy so far."""
@@ -162,6 +166,7 @@ class ModuleTrainer:
         optimizer: Optimizer | None = None,
         extra_options: Mapping[str, Any] | None = None,
         may_be_muted: bool = False,
+        constant: bool = False,
     ) -> None:
         """Ask the copy for its optimizers, and begin its training.
 
@@ -173,6 +178,7 @@ class ModuleTrainer:
             optimizer: What is stepped in place of the module's own optimizers.
             extra_options: For the parameters of a half's own module in the first optimizer.
             may_be_muted: Whether the half may take the module's steps where they log nothing.
+            constant: Whether the learning rate has to be constant.
 
         Raises:
             ConfigurationError: If there is no optimizer, or several without manual optimization, or
@@ -196,6 +202,12 @@ class ModuleTrainer:
                 ) from error
             for own_optimizer in self._strategy.optimizers[:1]:
                 step_extra(module, own_optimizer, extra_options or {})
+            if constant and self._strategy.lr_scheduler_configs:
+                raise ConfigurationError(
+                    f"client_lr_decay can't lower the steps of a {type(module).__name__}, which "
+                    "has a schedule of its own: let its configure_optimizers() use "
+                    "self.round_index instead"
+                )
             for schedule in self._strategy.lr_scheduler_configs:
                 if may_be_muted or str(schedule.monitor).startswith("val"):
                     schedule.strict = False  # since that is not logged while clients train

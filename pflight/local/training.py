@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -66,13 +66,16 @@ class ClientTraining:
         for client, optimizer in zip(models.clients, optimizers, strict=True):
             client.num_skipped = 0
             client.trainer.attach(client.module)
+            client.trainer.count(count)
             client.trainer.start(
                 *limits,
                 client.step,
                 optimizer,
                 setting.half.extra_options,
                 may_be_muted=type(client.half).loss is not Half.loss,
+                constant=setting.lr_decay != 1,
             )
+            self._pace(client.trainer.groups)
         for visit, batches in visits:
             if self._stopped():
                 break
@@ -82,7 +85,7 @@ class ClientTraining:
             with ExitStack() as stack:
                 for client in models.clients:
                     stack.enter_context(resting(client.module, setting.layout, phase))
-                    stack.enter_context(paced(client.trainer.groups, phase))
+                    stack.enter_context(paced(client.trainer.groups, phase, self._pace))
                     stack.enter_context(client.trainer.epoch())
                 for index, (part, batch) in enumerate(zip(visit.parts, batches, strict=False)):
                     if self._stopped():
@@ -146,6 +149,8 @@ class ClientTraining:
         """Train a client that has no hooks of its own."""
         losses: Logs = {}
         taken, clients = 0, self.models.clients
+        for descent in descents:
+            self._pace(descent.options)
         with ExitStack() as watching:
             tells = [watching.enter_context(client.trainer.watching(*limits)) for client in clients]
             models = list(zip(clients, descents, tells, strict=True))
@@ -157,7 +162,7 @@ class ClientTraining:
                     for client in clients if phase is not None else ():
                         stack.enter_context(resting(client.module, self.setting.layout, phase))
                     for descent in descents:
-                        stack.enter_context(paced(descent.options, phase))
+                        stack.enter_context(paced(descent.options, phase, self._pace))
                     for size, batch in zip(map(len, visit.parts), batches, strict=True):
                         found = []
                         for client, descent, tell in models:
@@ -169,6 +174,10 @@ class ClientTraining:
                         add_logs(losses, {"train/loss": (found[0] * size, size)})
                         taken += 1
         return {**self._logs(), **losses}, taken
+
+    def _pace(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Lower learning rates as the round has it."""
+        self.setting.pace(groups, self.models.client.anchor is not None)
 
     def _stopped(self) -> bool:
         return any(client.trainer.should_stop for client in self.models.clients)

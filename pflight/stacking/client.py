@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -20,11 +20,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from pflight.half import OWN, PERSONAL, Half, Measure, Phase
+from pflight.half import OWN, PERSONAL, Half, Phase
 from pflight.head import step_extra
-from pflight.local.client import ClientModel
+from pflight.local.client import ClientModel, training_step
 from pflight.local.copies import Frozen
 from pflight.local.phases import resting
+from pflight.local.setting import Setting
+from pflight.local.trainer import loss_of
 from pflight.state import StateLayout, call_with, other_places
 from pflight.task import trains_as_a_task
 
@@ -91,7 +93,8 @@ class StackedClient:
         # PyTorch's advice on what vmap runs client by client is not for users, and names this file.
         warnings.filterwarnings("ignore", _ADVICE)
         module._trainer = _NoTrainer()  # type: ignore[assignment]
-        module.log = module.log_dict = no_logs  # type: ignore[method-assign]
+        self.log = StepLog()
+        vars(module).update(log=self.log, log_dict=self.log.values)
         self.prepare(self.mode)
 
     @property
@@ -105,9 +108,14 @@ class StackedClient:
         """Whether a client keeps its whole model as it is."""
         return type(self.half).remember is Half.remember
 
-    def logs_loss(self, mode: Mode) -> bool:
-        """Return whether a training step would log its loss: not where the half asks for others."""
-        return self._logs.get(mode, True)
+    def logged(self, mode: Mode) -> Collection[str]:
+        """Return the names under which a training step logs its loss.
+
+        None where the half asks for other losses.
+        """
+        if not self._logs.get(mode, True):
+            return ()
+        return ("train/loss",) if trains_as_a_task(self.module) else self.log.names
 
     def prepare(self, mode: Mode) -> None:
         """Get ready to train."""
@@ -139,15 +147,24 @@ class StackedClient:
             tuple(parameter.requires_grad for parameter in parameters),
         )
 
-    def optimizer(self) -> tuple[Any, bool]:
-        """Return what a client is trained by, and whether it is the half that says so."""
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
+    def optimizer(self, setting: Setting) -> tuple[Any, bool]:
+        """Return what a client is trained by, and whether it is the half that says so.
+
+        Args:
+            setting: Which knows the round.
+        """
+        module = self.module
+        parameters = [p for p in module.parameters() if p.requires_grad]
         chosen = self.half.optimizer(parameters, self.mode.anchored)
         if chosen is not None:
             return chosen, True
-        own: Any = self.module.configure_optimizers()
+        if setting.tells_round:
+            vars(module)["round_index"] = setting.round_index
+        own: Any = module.configure_optimizers()
+        if setting.tells_round:  # records of a step are for all rounds
+            vars(module)["round_index"] = Refused("its training_step asks for round_index")
         if isinstance(own, Optimizer):
-            step_extra(self.module, own, self.half.extra_options)
+            step_extra(module, own, self.half.extra_options)
         return own, False
 
     def trained(self) -> dict[str, nn.Parameter]:
@@ -197,7 +214,7 @@ class StackedClient:
 
     def _output(self, tensors: Stack, x: Tensor) -> Tensor:
         with CheckedEmbeddings(), _attention_on(self.module.device):
-            return self.call("forward", {n: tensors[n] for n in self.live}, x)
+            return self.call(methodcaller("forward", x), {n: tensors[n] for n in self.live})
 
     def _finish(self, tensors: Stack) -> None:
         self.half.after_training(self._client(tensors))
@@ -205,18 +222,9 @@ class StackedClient:
     def _keep(self, tensors: Stack) -> Stack:
         return dict(self.half.remember(self._client(tensors)))
 
-    def call(self, method: str, tensors: Mapping[str, Tensor], *args: Any) -> Any:
-        """Call a method of the module with other tensors in place of its own."""
-        function = operator.methodcaller(method, *args)
+    def call(self, function: Callable[[Any], Any], tensors: Mapping[str, Tensor]) -> Any:
+        """Call a function of the module with other tensors in place of its own."""
         return call_with(self.module, tensors, function, places=self._tied)
-
-    def _measured(
-        self, tensors: Mapping[str, Tensor], batch: Any, real: Tensor, measure: Measure
-    ) -> Stack:
-        client = self._client(tensors)
-        client.real = real
-        with CheckedEmbeddings(), _attention_on(self.module.device):
-            return dict(measure(client, batch))
 
     # Of all clients of a stack
 
@@ -271,18 +279,6 @@ class StackedClient:
         """Return what ``forward`` gives ``[C, batch, ...]`` in evaluation mode."""
         self.module.eval()
         return self._outputs({name: state[name] for name in self.live}, x)
-
-    def measured(self, state: Stack, batch: Any, real: Tensor, measure: Measure) -> Stack:
-        """Return what is measured of the clients' batches ``[C, batch, ...]``, in evaluation mode.
-
-        Args:
-            state: Their models, and what they are told.
-            batch: What the module's ``loss`` takes.
-            real: Which samples ``[C, batch]`` don't only fill a batch up.
-            measure: Gets a client and its batch.
-        """
-        self.module.eval()
-        return vmap(partial(self._measured, measure=measure))(state, batch, real)
 
     def after_training(self, state: Stack) -> None:
         """Let the half change all clients' own entries in place."""
@@ -376,9 +372,30 @@ class StackedRow(ClientModel):
         return {**self.weights, **self.buffers}
 
     def _loss_at(self, tensors: Mapping[str, Tensor], batch: Any) -> Tensor:
-        if self.sample_weights is None:
-            return self.stacked.call("loss", dict(tensors), batch)
-        return self.mean(self.stacked.call("sample_losses", dict(tensors), batch))
+        weighted = self.sample_weights is not None
+        if not trains_as_a_task(self.module):
+            step = self._weighted_step if weighted else _step
+            return self.stacked.call(partial(step, batch=batch), tensors)
+        if weighted:
+            return self.mean(self.stacked.call(methodcaller("sample_losses", batch), tensors))
+        return self.stacked.call(methodcaller("loss", batch), tensors)
+
+    def _weighted_step(self, module: Any, batch: Any) -> Tensor:
+        """Return what the module's training step makes of its loss, here a weighted mean.
+
+        The step may hand its batch to ``loss`` and no more, or it would see the samples that fill
+        the batch up.
+        """
+        unread = Refused("its training_step does more with a batch than hand it to loss()")
+
+        def loss(given: Any) -> Tensor:
+            return self.mean(module.sample_losses(batch if given is unread else given))
+
+        vars(module)["loss"] = loss
+        try:
+            return _step(module, unread)
+        finally:
+            del vars(module)["loss"]
 
 
 class Part(Mapping[str, Tensor]):
@@ -413,6 +430,15 @@ def _copy(stack: Tensor) -> Tensor:
     return stack[:1].clone().expand_as(stack) if stack.stride(0) == 0 else stack.clone()
 
 
+def _step(module: LightningModule, batch: Any) -> Tensor:
+    """Return the loss that the module's own training step gives."""
+    index: Any = Refused("its training_step asks for batch_idx")
+    loss = loss_of(training_step(module, batch, index))
+    if loss is None:
+        raise RuntimeError("its training_step returned no loss")
+    return loss
+
+
 class _NoTrainer:
     """Stands where a module looks for its trainer, and has nothing."""
 
@@ -422,6 +448,53 @@ class _NoTrainer:
         raise RuntimeError(f"it asks for trainer.{name}")
 
 
+class Refused:
+    """Stands for a value in which clients differ, and raises when it is looked at.
+
+    Args:
+        reason: What it says then.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise RuntimeError(self._reason)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # it is being copied
+            raise AttributeError(name)
+        self._refuse()
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __pow__ = __rpow__ = _refuse
+    __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = _refuse
+    __divmod__ = __neg__ = __abs__ = __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = _refuse
+    __bool__ = __int__ = __float__ = __index__ = __str__ = __repr__ = __format__ = _refuse
+    __len__ = __iter__ = __getitem__ = __contains__ = _refuse
+
+
+class StepLog:
+    """Takes the place of ``self.log`` in a stack: a step may log its loss.
+
+    Attributes:
+        names: Under which it does.
+    """
+
+    def __init__(self) -> None:
+        self.names: Collection[str] = ()
+
+    def __call__(self, name: str, *_: Any, **__: Any) -> None:
+        """Note that a value is logged."""
+        if name not in self.names:
+            raise RuntimeError(f"it logs {name!r} while it trains, beside its loss")
+
+    def values(self, values: Mapping[str, Any], *_: Any, **__: Any) -> None:
+        """Note that some values are logged."""
+        for name in values:
+            self(name)
+
+
 def no_logs(*_: Any, **__: Any) -> NoReturn:
-    """Take the place of ``self.log`` where one call stands for many clients."""
+    """Take the place of ``self.log`` of a client alone that is compared with a stack."""
     raise RuntimeError("it logs")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -66,9 +66,6 @@ class Probe:
     def declared_obstacle(self) -> str | None:
         """Say what a module has that keeps it from being stacked, or return ``None``."""
         module = self.module
-        own_loss = getattr(module, "loss", None)
-        if not callable(own_loss) or isinstance(own_loss, nn.Module):
-            return "it has no method loss(batch), a function of its tensors and the batch alone"
         if not getattr(module, "vectorizable", True):
             return "it says that it is not vectorizable"
         kind, base = type(module), Task if isinstance(module, Task) else LightningModule
@@ -81,26 +78,23 @@ class Probe:
             return f"it has {hooks[0]} of its own"
         return None if module.automatic_optimization else "it optimizes manually"
 
-    def training_step(self, batches: Sequence[list[Tensor]]) -> tuple[str | None, Collection[str]]:
-        """Compare a module's own training step with its loss, which stands for it in a stack.
+    def training_step(self, batches: Sequence[list[Tensor]]) -> str | None:
+        """Find out under which names a module's own training step logs its loss.
 
         Args:
             batches: Some samples, in batches of all the sizes that occur.
 
         Returns:
-            What differs, and the names under which the step logs the loss.
+            What else it logs, or why it can't be called.
         """
         if trains_as_a_task(self.module):
-            return None, ("train/loss",)
-        names: Collection[str] = ()
+            return None
         for index, leaves in enumerate([*batches, *batches]):
-            reason, names = self._step(index, leaves)
-            if reason is not None:
-                break
-        return reason, names
+            if reason := self._step(index, leaves):
+                return reason
+        return None
 
-    def _step(self, index: int, leaves: list[Tensor]) -> tuple[str | None, Collection[str]]:
-        """Compare the training step on a batch with the loss."""
+    def _step(self, index: int, leaves: list[Tensor]) -> str | None:
         assert self.setting.form is not None
         module: Any = copy.deepcopy(self.module)
         logged: dict[str, Any] = {}
@@ -114,19 +108,19 @@ class Probe:
         module.log, module.log_dict = log, log_dict
         with isolated(self.setting.device), torch.no_grad(), left_alone() as touched:
             try:
-                loss = module.loss(self.setting.form.batch([leaf.clone() for leaf in leaves]))
                 batch = self.setting.form.batch([leaf.clone() for leaf in leaves])
-                given = loss_of(training_step(module, batch, index))
+                loss = loss_of(training_step(module, batch, index))
             except Exception as error:
-                return failure("a client alone fails", error), ()
+                return failure("a client alone fails", error)
         if touched:
-            return touched[0], ()
-        if not isinstance(given, Tensor) or not _close(loss, given):
-            return "its training_step gives another loss than its method loss()", ()
+            return touched[0]
+        if loss is None:
+            return "its training_step returned no loss"
         for name, value in logged.items():
             if not isinstance(value, Tensor) or value.numel() != 1 or not _close(value, loss):
-                return f"it logs {name!r} while it trains, beside its loss", ()
-        return None, tuple(logged)
+                return f"it logs {name!r} while it trains, beside its loss"
+        self.stacked.log.names = tuple(logged)
+        return None
 
     @without_tf32()
     def obstacle(self, mode: Mode, batches: Sequence[list[Tensor]]) -> str | None:
@@ -144,7 +138,7 @@ class Probe:
         stacked, module = self.stacked, self.module
         stacked.prepare(mode)
         try:
-            optimizer, _ = stacked.optimizer()
+            optimizer, _ = stacked.optimizer(self.setting)
         except Exception as error:
             return f"its configure_optimizers() needs a client of its own: {reason_of(error)}"
         if reason := misfit(optimizer):
@@ -339,7 +333,7 @@ class Probe:
         elsewhere.
         """
         stacked, setting = self.stacked, self.setting
-        if not (_has_sample_losses(self.module) and _averages_samples(setting.half)):
+        if not (has_sample_losses(self.module) and _averages_samples(setting.half)):
             return False
         assert setting.form is not None
         random = torch.Generator().manual_seed(0)
@@ -420,7 +414,7 @@ def _averages_samples(half: Half) -> bool:
     return half.averages_samples and (half.personal is None or half.personal.averages_samples)
 
 
-def _has_sample_losses(module: nn.Module) -> bool:
+def has_sample_losses(module: nn.Module) -> bool:
     """Return whether a module's losses of single samples are those of which its loss is the mean.
 
     A class that defines another ``loss`` has to say anew what its samples' losses are.

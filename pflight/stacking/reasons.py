@@ -6,13 +6,13 @@ import re
 
 from pflight.errors import said_by
 
-DRAWS = "it draws random numbers while it trains"
+DRAWS = "it draws random numbers while it trains, as dropout does unless its rate is 0"
 
 
 def failure(what: str, error: Exception) -> str:
     """Say why clients failed, and which unless the reason says so."""
     reason = reason_of(error)
-    return reason if reason.startswith("it ") else f"{what}: {reason}"
+    return reason if reason.startswith(("it ", "its ")) else f"{what}: {reason}"
 
 
 def reason_of(error: BaseException) -> str:
@@ -27,9 +27,11 @@ def reason_of(error: BaseException) -> str:
     if "dynamic shape" in line:
         return "it makes tensors whose shape depends on values, as masks do"
     if "randomness" in line:
-        return f"{DRAWS}, as dropout does"
+        return DRAWS
     if "out= or view" in line:
         return "it writes the result of an operation into a tensor (out=), as spectral_norm does"
+    if "attention" in line:
+        return f"{line} (Hugging Face's models take attn_implementation='eager')"
     if missing := re.search(r"(?:[Bb]atching rule|not yet support).* aten::(\w+)", line):
         recurrent = re.search(r"rnn|lstm|gru", missing[1])
         return f"vmap can't do {missing[1]}" + (", of recurrent layers" if recurrent else "")

@@ -99,10 +99,11 @@ class StackedTraining:
         """Take the steps of some batches, those of a phase."""
         stacked = self.stacked
         dependence = self.dependence[stacked.mode.anchored]
-        single, by_half = stacked.optimizer()
+        single, by_half = stacked.optimizer(self.setting)
         if phase is not None and phase.lr is not None:
             for group in single.param_groups:
                 group["lr"] = phase.lr
+        self.setting.pace(single.param_groups, stacked.mode.anchored)
         stepped = {id(p) for group in single.param_groups for p in group["params"]}
         trained = {
             name: parameter

@@ -226,3 +226,9 @@ def test_a_module_of_ones_own(callback: FedAvg) -> None:
     state, start = federation.server_states()[0], Own().state_dict()
     assert_same({"w": state["fc.weight"][2]}, {"w": start["fc.weight"][2]})
     assert not torch.equal(state["fc.weight"], start["fc.weight"])
+
+
+def test_fedrs_scales_in_the_precision_of_the_logits() -> None:
+    logits, counts = torch.ones(1, 2, dtype=torch.double), torch.tensor([3.0, 0.0]).double()
+    scaled = FedRS(a=0.9).half.adjusted(logits, counts)
+    assert scaled.tolist() == [[1.0, 0.9]]

@@ -238,7 +238,7 @@ def test_a_client_without_a_gradient_does_not_train() -> None:
 @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_a_round_without_gradients_leaves_the_server_as_it_is() -> None:
     data = small_data([9, 9])
-    federation = run(linear_client(), data, fails_in_first_phase(), 2)
+    federation = run(linear_client(), data, fails_in_first_phase(), 2, all_may_fail=True)
     assert federation.callback.sets == [[], []]
     assert_same(federation.server_states()[0], dict(linear_client().state_dict()))
 

@@ -93,7 +93,7 @@ def test_missing_classes_and_traffic() -> None:
         (samples(len(own), i, torch.float64)[0], torch.tensor(own))
         for i, own in enumerate(([0, 0, 1], [1, 1], [1]))
     ]
-    data = TensorClients(pairs, pairs, num_classes=CLASSES, batch_size=4)
+    data = TensorClients(pairs, test=pairs, num_classes=CLASSES, batch_size=4)
     client = Classifier(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)), 3, optimizer=sgd())
     client = client.double()
     federation = run(client, data, FedGH(server_lr=0.1), 2)

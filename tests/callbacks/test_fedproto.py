@@ -104,7 +104,7 @@ def of_classes(*classes: list[int], **options: Any) -> TensorClients:
     pairs = [
         (samples(len(own), i, torch.float64)[0], torch.tensor(own)) for i, own in enumerate(classes)
     ]
-    return TensorClients(pairs, pairs, pairs, num_classes=CLASSES, batch_size=4, **options)
+    return TensorClients(pairs, test=pairs, val=pairs, num_classes=CLASSES, batch_size=4, **options)
 
 
 @ENGINES
@@ -178,4 +178,4 @@ def test_a_module_without_classes_is_refused() -> None:
     pairs = [(torch.zeros(4, 2), torch.zeros(4, 1))] * 2
     client = Regressor(nn.Linear(2, 1))
     with pytest.raises(ConfigurationError, match="Regressor has no num_classes"):
-        run(client, TensorClients(pairs, pairs, pairs), FedProto())
+        run(client, TensorClients(pairs, test=pairs, val=pairs), FedProto())

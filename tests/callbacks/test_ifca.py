@@ -175,7 +175,7 @@ class TestChoice:
         runs = []
         for seed in (50, 60):
             test = [samples(9, seed + i) for i in range(4)]
-            data = TensorClients(train, test, test, num_classes=CLASSES, batch_size=4)
+            data = TensorClients(train, test=test, val=test, num_classes=CLASSES, batch_size=4)
             federation = run(linear_client(), data, IFCA(2, centers=perturbed(2)), 3)
             federation.trainer.validate(federation, data, verbose=False)
             runs.append(federation)

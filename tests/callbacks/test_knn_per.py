@@ -139,7 +139,7 @@ def test_without_validation_samples_and_without_any(engine: str) -> None:
     counts = (5, 0, 1)
     train = [samples(count, i, torch.float64) for i, count in enumerate(counts)]
     test = [samples(4, 9, torch.float64)] * 3
-    data = TensorClients(train, test, num_classes=CLASSES, batch_size=4)
+    data = TensorClients(train, test=test, num_classes=CLASSES, batch_size=4)
     federation = run(reference.client(), data, KNNPer(), 2, engine=engine)
     assert federation.callback.personalize(torch.arange(3))[f"{EXTRA}.share"].tolist() == [
         0.5,

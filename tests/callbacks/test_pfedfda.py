@@ -221,7 +221,7 @@ def test_few_samples_and_missing_classes(engine: str) -> None:
     pairs = []
     for i, own in enumerate(([0], [1, 1], [0, 1, 1, 0], [1] * 5)):
         pairs.append((samples(len(own), i, torch.float64)[0], torch.tensor(own)))
-    data = TensorClients(pairs, pairs, pairs, num_classes=CLASSES, batch_size=4)
+    data = TensorClients(pairs, test=pairs, val=pairs, num_classes=CLASSES, batch_size=4)
     client = reference.client()
     federation = run(client, data, PFedFDA(), 2, engine=engine)
     start, state = federation.layout.template, federation.server.tensors(0)

@@ -98,7 +98,7 @@ def hospitals(root: Path, workers: int, **options: Any) -> DatasetClients:
     train, val = (
         [CountingFolder(root / name, change) for name in ("north", "south")] for _ in range(2)
     )
-    return DatasetClients(train, val, batch_size=3, num_workers=workers, **options)
+    return DatasetClients(train, val=val, batch_size=3, num_workers=workers, **options)
 
 
 @WORKERS
@@ -213,7 +213,7 @@ def test_the_reader_of_batches_keeps_its_own_random_numbers(workers: int) -> Non
 def test_one_client_and_all_of_them_are_ordinary_data() -> None:
     sizes = 5, 3
     samples = [TensorDataset(torch.full((size, 2), 1.0 * size)) for size in sizes]
-    data = DatasetClients(samples, samples, batch_size=4)
+    data = DatasetClients(samples, val=samples, batch_size=4)
     alone, everybody = data.client(1), data.centralized()
     (batch,) = next(iter(alone.train_dataloader()))
     assert torch.equal(batch, torch.full((3, 2), 3.0))
@@ -338,7 +338,7 @@ class Uncountable(TensorDataset):
 def test_a_length_that_is_none_is_an_error(length: Any, said: str) -> None:
     sound = Uncountable(2)
     with pytest.raises(ConfigurationError, match=f"client 1, val: the length of Unc.* {said}"):
-        DatasetClients([sound, sound], [sound, Uncountable(length)])
+        DatasetClients([sound, sound], val=[sound, Uncountable(length)])
 
 
 @WORKERS
@@ -364,7 +364,7 @@ def dealt(seed: int) -> DatasetClients:
     random = torch.Generator().manual_seed(seed)
     halves = random_split(table, [0.5, 0.5], random)
     train, val = zip(*(random_split(half, [4, 2], random) for half in halves), strict=True)
-    return DatasetClients(train, val, batch_size=2)
+    return DatasetClients(train, val=val, batch_size=2)
 
 
 def test_other_rows_are_other_data(tmp_path: Path) -> None:
@@ -392,7 +392,7 @@ def test_rows_that_there_are_not_are_an_error(indices: list[list[int]], said: st
     for rows in indices:
         subset = Subset(subset, rows)
     with pytest.raises(ConfigurationError, match=f"^client 1, val: the Subset has sample {said}$"):
-        DatasetClients([table] * 2, [Subset(table, [-4, 3]), subset])
+        DatasetClients([table] * 2, val=[Subset(table, [-4, 3]), subset])
 
 
 def test_a_run_goes_on_with_the_same_rows_alone(tmp_path: Path) -> None:
@@ -402,3 +402,45 @@ def test_a_run_goes_on_with_the_same_rows_alone(tmp_path: Path) -> None:
         with nullcontext() if seed == 0 else pytest.raises(ConfigurationError, match="selection"):
             again = Classifier(nn.Linear(2, 3), 3)
             run(again, dealt(seed), FedAvg(), 2, ckpt_path=tmp_path / "one.ckpt")
+
+
+class TestTables:
+    def parts(self) -> list[Subset[Any]]:
+        x, y = torch.arange(40.0).view(20, 2), torch.arange(20) % 3
+        whole = Subset(TensorDataset(x, y), range(19, -1, -1))
+        return [Subset(whole, range(5 * i, 5 * i + 5 - i)) for i in range(4)]
+
+    def test_their_tensors_are_taken_as_they_are(self) -> None:
+        parts = self.parts()
+        data = DatasetClients(parts, val=[*parts[:3], Subset(parts[0], [])], batch_size=2)
+        assert data.holds_tensors
+        for client, part in enumerate(parts):
+            x, y = data.samples(client, "train")
+            assert torch.equal(x, torch.stack([part[i][0] for i in range(len(part))]))
+            assert y.tolist() == [int(part[i][1]) for i in range(len(part))]
+        assert [len(leaf) for leaf in data.samples(3, "val")] == [0, 0]
+        assert [len(leaf) for leaf in data.samples(0, "test")] == [0, 0]
+
+    @pytest.mark.parametrize("how", ["collate_fn", "a class of its own", "one that is read"])
+    def test_what_is_read_is_not_taken(self, how: str) -> None:
+        parts: list[Any] = self.parts()
+        if how == "a class of its own":
+            parts[1] = type("Own", (TensorDataset,), {})(torch.zeros(5, 2), torch.zeros(5).long())
+        elif how == "one that is read":
+            parts[1] = [(torch.zeros(2), 1)] * 5
+        collate_fn = default_collate if how == "collate_fn" else None
+        data = DatasetClients(parts, collate_fn=collate_fn)
+        assert not data.holds_tensors
+        with pytest.raises(ConfigurationError, match="read one by one"):
+            data.samples(0, "train")
+
+    def test_clients_are_stacked_and_get_what_they_get_one_by_one(self) -> None:
+        states = []
+        for engine in ("vectorized", "sequential"):
+            torch.manual_seed(0)
+            module = Classifier(nn.Linear(2, 3), 3)
+            data = DatasetClients(self.parts(), batch_size=2)
+            federation = run(module, data, FedAvg(), 3, engine=engine)
+            states.append(federation.server_states())
+            assert federation.clients.attached_engine.chunk > 1 or engine == "sequential"
+        torch.testing.assert_close(*states)

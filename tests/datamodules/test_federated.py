@@ -27,7 +27,7 @@ def clients(*sizes: int, offset: int = 0) -> list[tuple[Tensor, Tensor]]:
 
 def make(**options) -> TensorClients:
     train, test, val = clients(7, 5, 4), clients(2, 0, 3, offset=20), clients(1, 2, 0, offset=30)
-    return TensorClients(train, test, val, num_classes=2, **options)
+    return TensorClients(train, test=test, val=val, num_classes=2, **options)
 
 
 def values(loader) -> list[list[int]]:
@@ -47,7 +47,7 @@ def test_loaders_yield_client_ids_that_lightning_will_not_shard():
 
 def test_newcomers_never_train_but_are_tested():
     data = TensorClients(
-        clients(*[3] * 10), clients(*[1] * 10), clients(*[1] * 10), num_classes=2,
+        clients(*[3] * 10), test=clients(*[1] * 10), val=clients(*[1] * 10), num_classes=2,
         holdout_clients=0.25, seed=4,
     )  # fmt: skip
     new = data.new_clients.tolist()

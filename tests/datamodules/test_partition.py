@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from pflight.datamodules import Digits
 from pflight.datamodules.partitions.dealing import largest_remainder, stratified_splits
 from pflight.datamodules.partitions.partition import (
     IID,
@@ -510,3 +513,23 @@ def test_rounding_breaks_ties_at_random():
     wins = largest_remainder(ideal, np.random.default_rng(0)).sum(axis=0)
     assert wins.sum() == 800
     assert wins.min() > 150
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (([0, 1, 2], [2, 3]), "gives sample 2 to client 0 and to client 1"),
+        (([0, 1], [2, 99_999]), "gives client 1 sample 99999, of 1797 samples"),
+        (([0, 1], [-1]), "gives client 1 sample -1"),
+        (([0, 1, 1], [2]), "gives client 0 a sample twice"),
+        (([0.5], [1]), "gives client 0 what is no list of positions"),
+        (([0],), "gives 1 clients, not 2"),
+    ],
+)
+def test_what_a_partition_of_ones_own_gives_is_checked(parts: Any, said: str) -> None:
+    class Given(Partition):
+        def split(self, labels: Any, num_clients: Any, seed: Any, groups: Any = None) -> Any:
+            return [np.array(part) for part in parts]
+
+    with pytest.raises(ConfigurationError, match=f"Given {said}"):
+        Digits(partition=Given(), num_clients=2).setup()

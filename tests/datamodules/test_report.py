@@ -21,7 +21,7 @@ def test_the_summary_counts_clients_samples_and_classes():
     y = torch.tensor([0, 0, 1, 1, 2, 2, 0, 1, 2, 2])
     data = TensorClients(
         [(x[:4], y[:4]), (x[4:6], y[4:6]), (x[6:9], y[6:9])],
-        [(x[:1], y[:1]), (x[:0], y[:0]), (x[9:], y[9:])],
+        test=[(x[:1], y[:1]), (x[:0], y[:0]), (x[9:], y[9:])],
         num_classes=5,
         holdout_clients=1 / 3,
     )

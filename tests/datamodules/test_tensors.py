@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pflight.datamodules import TensorClients
+from pflight.datamodules import DatasetClients, TensorClients
 from pflight.errors import ConfigurationError
 
 
@@ -18,7 +18,7 @@ def pair(n: int = 6, features: int = 3, num_classes: int = 2) -> tuple[Tensor, T
 
 def test_tensors_are_kept_without_a_copy_and_in_their_type():
     x, y = torch.randn(5, 2, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1])
-    data = TensorClients([(x, y)], [(x, y)], num_classes=2)
+    data = TensorClients([(x, y)], test=[(x, y)], num_classes=2)
     for split in ("train", "test"):
         features, labels = data.samples(0, split)
         assert features is x
@@ -52,7 +52,9 @@ def test_everything_is_known_before_setup():
 
 def test_a_client_may_be_empty_but_never_trains():
     nothing = torch.empty(0), torch.empty(0)
-    data = TensorClients([pair(4), nothing, pair(4)], [nothing, pair(4), nothing], num_classes=2)
+    data = TensorClients(
+        [pair(4), nothing, pair(4)], test=[nothing, pair(4), nothing], num_classes=2
+    )
     assert data.train_clients.tolist() == [0, 2]
     assert data.num_samples().tolist() == [4, 0, 4]
     x, y = data.samples(1, "train")
@@ -229,3 +231,9 @@ def test_targets_of_another_kind_are_named(usual, odd, said):
         TensorClients([(X, usual), (X[:0], odd[:0]), (X, odd)])
     said = said.format("but those of client 0, train are torch.")
     assert str(caught.value) == f"client 2, train: targets are torch.{said}"
+
+
+@pytest.mark.parametrize("kind", [TensorClients, DatasetClients])
+def test_splits_are_given_by_name(kind: type) -> None:
+    with pytest.raises(ConfigurationError, match=r"only train can be given.*val=.*test="):
+        kind([GOOD], [GOOD])

@@ -17,6 +17,7 @@ from pflight import Federation
 from pflight.callbacks import ServerCallback
 from pflight.datamodules import FederatedDataModule
 from pflight.deploy.agreement import agreement_on
+from pflight.deploy.bounds import Bounds
 from pflight.deploy.certificates import make_key
 from pflight.deploy.data import NodeData
 from pflight.deploy.messages import bytes_of, tensor_bytes_of
@@ -119,6 +120,7 @@ class Deployed:
         *callbacks: L.Callback,
         places: int | None = None,
         ckpt_path: Path | None = None,
+        max_share: float | None = None,
         **trainer: Any,
     ) -> Federation:
         """Run the server for some rounds."""
@@ -126,7 +128,7 @@ class Deployed:
         known = self.known = NodeData(
             **{n: getattr(self.data, n) for n in OPTIONS if n != "num_classes"}
         )
-        self.clients = ask_nodes(federation, self.post)
+        self.clients = ask_nodes(federation, self.post, Bounds(max_share=max_share))
         agreement = agreement_on(federation, server, known)
         self.roster = Roster(self.clients, known, self.post, self.keys, agreement)
         saved = torch.load(ckpt_path, weights_only=True)["callbacks"] if ckpt_path else {}

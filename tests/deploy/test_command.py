@@ -6,6 +6,7 @@ import re
 import socket
 import ssl
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from pflight.deploy.certificates import (
 from pflight.deploy.client import NodeCLI
 from pflight.deploy.keys import keys_in
 from pflight.deploy.node import Node
-from pflight.deploy.processes import ProcessEndedError, free_port
+from pflight.deploy.processes import Process, ProcessEndedError, free_port
 from pflight.deploy.supernode import supernode
 from pflight.errors import ConfigurationError
 from pflight.loaders import Split
@@ -224,6 +225,10 @@ def test_a_client_that_can_not_start(
         ("server --port 0", "0 is no port: give a number from 1 to 65535"),
         ("server --host 192.0.2.7", "give an address of this machine as --host"),
         ("server --host no.such.host.invalid", "give an address of this machine as --host"),
+        ("server --max-share 2", "2 is no share"),
+        ("server --max-samples 0", "0 is no positive number"),
+        ("certificates keys --key ../../x", "../../x is no name of a key"),
+        ("certificates keys --key .hidden", ".hidden is no name of a key"),
         ("demo --nodes 0", "0 is no positive number"),
         ("demo --nods 2", "there is no option nods: did you mean nodes?"),
     ],
@@ -323,3 +328,20 @@ def test_data_are_tried_before_a_node_connects(wrong: str, said: str, tmp_path: 
 def test_flower_is_an_extra(monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]) -> None:
     monkeypatch.setattr("pflight.deploy.command.find_spec", lambda name: None)
     assert "pip install 'pflight[flower]'" in refused("demo")
+
+
+END = """
+print("\x1b[91mERROR [0m:     Exit Code: 305\\nFailed to activate SuperNode.\\n")
+print("For more information, visit: <https://flower.ai>\\nINFO:     Shutting down")
+print("ERROR:    Cancel 1 running task(s), timeout graceful shutdown exceeded")
+raise ValueError("of no interest")
+"""
+
+
+def test_the_end_of_a_process_is_told_in_one_line(tmp_path: Path) -> None:
+    """The reason stands before what Flower and its server write as they end."""
+    process = Process([sys.executable, "-c", END], tmp_path, "supernode")
+    process._process.wait()
+    with pytest.raises(ProcessEndedError, match="Failed to activate SuperNode") as told:
+        process.check()
+    assert not re.search(r"Traceback|File|For more|INFO|\n|\x1b", str(told.value))

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 from pflight.datamodules import CropAndFlip, DatasetClients, TensorClients, Visit
 from pflight.deploy.data import OwnData
 from pflight.errors import ConfigurationError
+from pflight.loaders import SPLITS
 from tests.runs import small_data
 
 COUNTS = 5, 12, 7
@@ -18,8 +19,8 @@ COUNTS = 5, 12, 7
 def alone(client: int) -> OwnData:
     """Return the data of a node that has one client of the small data, and no other."""
     data = small_data(COUNTS, augmentation=CropAndFlip())
-    pairs = [[data.samples(client, split)] for split in ("train", "test", "val")]
-    own = TensorClients(*pairs, num_classes=3, augmentation=CropAndFlip())
+    pairs = {split: [data.samples(client, split)] for split in SPLITS}
+    own = TensorClients(**pairs, num_classes=3, augmentation=CropAndFlip())
     return OwnData(own, 0, client, len(COUNTS))
 
 

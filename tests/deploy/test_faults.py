@@ -131,17 +131,17 @@ def test_a_node_that_lies_is_left_out_and_named(said: str, tmp_path: Path) -> No
 
 
 @pytest.mark.filterwarnings("ignore:round .*client 2 failed on its val samples")
-@pytest.mark.parametrize("name", ["tp", "fp", "fn"])
+@pytest.mark.parametrize("name", ["count", "right"])
 def test_who_miscounts_is_not_counted(name: str, tmp_path: Path) -> None:
     run = deployed(tmp_path)
 
     def on_answer(asked: Asked, answer: RecordDict) -> RecordDict:
         if asked.client == LIAR and asked.work == "evaluate":
-            like = {part: torch.zeros(3, dtype=torch.long) for part in ("tp", "fp", "fn")}
-            like["loss_sum"] = torch.tensor(0.0, dtype=torch.double)
+            whole, real = torch.tensor(0), torch.tensor(0.0, dtype=torch.double)
+            like = {"count": whole, "right": whole, "f1": real, "loss_sum": real}
             counts = {model: entries_of(answer, f"{model}{COUNTS}", like) for model in MODELS}
             for own in counts.values():
-                own[name] += torch.tensor([9, 0, -2])
+                own[name] += 9
             return packed({f"{model}{COUNTS}": own for model, own in counts.items()})
         return answer
 

@@ -255,25 +255,18 @@ def counted(*groups: str, **parts: Any) -> Lie:
 
 
 COUNTED: dict[str, Lie] = {
-    "2**62 right": counted(tp=[BIG, 0, 0]),
-    "sums that wrap around": counted(tp=[BIG] * 3, fp=[BIG, BIG, 0], fn=[BIG, 0, 0]),
-    "more right than samples": counted(tp=[5, 0, 0], fn=[-5, 0, 0]),
-    "more wrong than samples": counted(fp=[4, 0, 0], fn=[4, 0, 0], tp=[-4, 0, 0]),
-    "another model's samples": counted("counts", tp=[1, -1, 0]),
-    "one more sample": counted(tp=[0, 1, 0]),
+    "2**62 right": counted(right=BIG),
+    "more right than samples": counted(right=5),
+    "fewer right than none": counted(right=-5),
+    "another model's samples": counted("counts", count=1),
+    "one more sample": counted(count=1),
     "no samples": entries(lambda c: [part.zero_() for part in c.values()], *JUDGED),
     **{f"loss {x}": counted(loss_sum=x) for x in (math.inf, -math.inf, math.nan, 1e305)},
-    "a wrong class of its own": entries(
-        lambda c: [
-            c[name].copy_(torch.tensor(own))
-            for name, own in {"tp": [2, 0, 0], "fp": [2, 0, 0], "fn": [2, 0, 0]}.items()
-        ],
-        *JUDGED,
-    ),
+    **{f"F1 {x}": counted(f1=x) for x in (2.0, -2.0, math.nan, 1e305)},
     "one model alone": dropped("server/counts"),
-    "half a model": entries(lambda c: c.pop("fp"), "server/counts"),
-    "counts of another type": entries(lambda c: c.update(tp=c["tp"].double()), "counts"),
-    "more classes": entries(lambda c: c.update(tp=torch.zeros(4, dtype=torch.long)), "counts"),
+    "half a model": entries(lambda c: c.pop("right"), "server/counts"),
+    "counts of another type": entries(lambda c: c.update(right=c["right"].double()), "counts"),
+    "classes": entries(lambda c: c.update(right=torch.zeros(4, dtype=torch.long)), "counts"),
     "a shape of its own": array("counts", shape=(-1,)),
     "a pickle beside it": lambda a: a.array_records["counts"].update(more=EVIL),
     "further values": numbers(value__mae=1.0),

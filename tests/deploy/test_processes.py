@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
@@ -143,7 +147,7 @@ def test_nodes_outlive_the_superlink_and_the_loss_of_a_key(machines: Machines) -
     machines.server("outlived", *endless)
     machines.wait(lambda: history(last), "there is no checkpoint")
     (superlink,) = (
-        line for line in left_behind(machines.certificates) if "flower-superlink" in line
+        line for line in left_behind(machines.certificates) if "pflight.deploy.link" in line
     )
     os.kill(int(superlink.split()[0]), signal.SIGKILL)
     assert machines.ended("server") == 2
@@ -223,3 +227,54 @@ def test_what_is_wrong_is_said_where_it_can_be_mended(machines: Machines) -> Non
     machines.server("expired")
     assert machines.ended("server") == 2
     assert "certificate has expired" in machines.said("server").splitlines()[-1]
+
+
+class Narrow(BaseHTTPRequestHandler):
+    """Passes calls on, but for those with more than so many bytes."""
+
+    protocol_version = "HTTP/1.1"
+    limit = 3000
+    port: int
+    trust: ssl.SSLContext
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        status, kind, content = 413, "text/html", b"<html>Request Entity Too Large</html>"
+        if len(body) <= self.limit:
+            there = http.client.HTTPSConnection("localhost", self.port, context=self.trust)
+            with closing(there):
+                there.request("POST", self.path, body, dict(self.headers))
+                answer = there.getresponse()
+                status, kind = answer.status, answer.headers["content-type"] or ""
+                content = answer.read()
+        self.send_response(status)
+        for name, value in (("content-type", kind), ("content-length", str(len(content)))):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+
+def test_an_answer_that_a_proxy_finds_too_large_is_named_with_its_size(tmp_path: Path) -> None:
+    machines = Machines(tmp_path, "{class_path: FedAvg}", 2)
+    Narrow.port = machines.port
+    Narrow.trust = ssl.create_default_context(cafile=str(machines.certificates / "ca.pem"))
+    own = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    own.load_cert_chain(machines.certificates / "server.pem", machines.certificates / "server.key")
+    with ExitStack() as until_done:
+        proxy = until_done.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Narrow))
+        proxy.socket = own.wrap_socket(
+            proxy.socket, server_side=True, do_handshake_on_connect=False
+        )
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        until_done.callback(proxy.shutdown)
+        until_done.callback(machines.stop)
+        machines.node(0)
+        machines.way = proxy.server_address[1]
+        machines.node(1)
+        machines.server("run", "--round-timeout", 10, "--trainer.max_epochs", 1)
+        assert machines.ended("server") == 0, machines.said("server")
+        (said,) = (line for line in machines.said("node1").splitlines() if "was not sent" in line)
+    assert "warning: this node's answer with 4.8 kB of tensors was not sent" in said
+    assert "(status 413)" in said
+    whole = "client 1 failed: its node did not send its answer as a whole within 10 s"
+    assert whole in machines.said("server")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from pflight import Federation
-from pflight.callbacks import Ditto, FedAvg, FedFomo, ServerCallback
+from pflight.callbacks import IFCA, Ditto, FedAvg, FedFomo, FeSEM, ServerCallback
 from pflight.datamodules import FederatedDataModule
+from pflight.deploy.remote import Asked
 from pflight.errors import ConfigurationError
 from pflight.loaders import Split
 from tests.algorithm_tester import ALGORITHMS
@@ -89,7 +91,7 @@ def test_what_needs_clients_labels_is_refused(name: str, tmp_path: Path) -> None
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of Lightning, as it loads
 def test_any_module_on_any_data(tmp_path: Path) -> None:
     """A user's own module, judged by what it logs, on samples that are read one by one."""
-    here = Federation(Diabetes())
+    here = Federation(Diabetes(), engine="sequential")
     quiet_trainer(2, Ditto()).fit(here, datamodule=lazy())
     there = Deployed(Diabetes, lazy(), Ditto, tmp_path).server(2)
     left, right = here.server_states()[0], there.server_states()[0]
@@ -153,3 +155,31 @@ def test_traffic_is_what_messages_carry(name: str, tmp_path: Path) -> None:
     around = 3_000 * sum(len(entry.clients) for entry in history)
     for less, more in zip(counted, carried, strict=True):
         assert less < more <= less + around
+
+
+def test_a_client_of_ifca_gets_all_models_in_one_message(tmp_path: Path) -> None:
+    data = small_data()
+    deployed = Deployed(batchnorm_client, data, partial(IFCA, 3, group_rounds=1), tmp_path)
+    history = deployed.server(3).history
+    trained = sum(len(entry.clients) for entry in history[1:])
+    judged = len(history) * data.num_clients
+    assert len(deployed.post.carried["losses"]) == trained + judged
+
+
+@pytest.mark.parametrize(("callback", "models"), [(FedAvg, 1), (partial(FeSEM, 2), 2)])
+def test_a_model_for_many_clients_is_held_once(
+    callback: Callable[[], ServerCallback], models: int, tmp_path: Path
+) -> None:
+    """So that messages to many nodes take the memory of the server's models."""
+    deployed = Deployed(batchnorm_client, small_data(), callback, tmp_path)
+    send, held = deployed.post.send, list[int]()
+
+    def note(messages: Iterable[Asked]) -> None:
+        messages = [*messages]
+        if messages[0].work == "train":
+            held.append(len({id(asked.content["sent"]["bytes"].data) for asked in messages}))
+        send(messages)
+
+    deployed.post.send = note  # type: ignore[method-assign]
+    deployed.server(3)
+    assert held[-1] == models

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import subprocess
 import sys
 import threading
@@ -32,7 +33,8 @@ from flwr.superlink.grid import HttpGrid
 from pflight.deploy.certificates import make_certificates
 from pflight.deploy.client import Watch, wait_for
 from pflight.deploy.demo import demonstrate
-from pflight.deploy.flower import Authority, Heartbeat
+from pflight.deploy.flower import Heartbeat, Owner
+from pflight.deploy.link import SECRET
 from pflight.deploy.messages import numbers_of, packed
 from pflight.deploy.processes import Process, ProcessEndedError, free_port
 from pflight.deploy.remote import Asked
@@ -74,7 +76,7 @@ class Flower:
 
     def post(self, timeout: float) -> GridPost:
         """Return what carries messages to the nodes."""
-        post = GridPost(self, timeout, patience=1.0)  # type: ignore[arg-type]
+        post = GridPost(self, timeout, 1.0, control=None)  # type: ignore[arg-type]
         post.keys = {client: bytes([client]) for client in self.delays}
         return post
 
@@ -163,7 +165,8 @@ def test_who_has_answered_counts_whoever_else_is_slow(halves: tuple[int, ...]) -
     """Two are asked after the one that took all the time, and what they sent takes time itself."""
     flower = Flower({0: 0.1 if halves else 60.0, 1: 0.0, 2: 0.2}, halves, pull=0.1)
     begun = time.monotonic()
-    assert answers(flower.post(timeout=3.0), [0, 1, 2]) == [LATE, 1, 2]
+    late = "its node did not send its answer as a whole within 3 s" if halves else LATE
+    assert answers(flower.post(timeout=3.0), [0, 1, 2]) == [late, 1, 2]
     assert time.monotonic() - begun < 30
 
 
@@ -197,19 +200,20 @@ def test_a_key_that_was_taken_away_may_be_put_back() -> None:
 def test_two_servers_keep_apart_what_their_superlinks_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[tuple[Path, bytes]] = []
+    started: list[tuple[Path, bytes]] = []  # where each writes its log, and its secret
 
     class Started(Process):
         def __init__(self, command: list[str], folder: Path, name: str) -> None:
-            secret = Path(command[command.index("--superexec-auth-secret-file") + 1])
-            started.append((secret, secret.read_bytes()))
+            secret = Path(command[-1], SECRET)
+            started.append((folder, secret.read_bytes()))
             raise ProcessEndedError("it has ended")
 
     monkeypatch.setattr("pflight.deploy.superlink.Process", Started)
     for port in (9092, 9093):
         with pytest.raises(ProcessEndedError), superlink("127.0.0.1", port, tmp_path, None, 1.0):
             pass
-    assert all(secret.read_bytes() == content for secret, content in started)
+    assert all(len({*parts}) == 2 for parts in zip(*started, strict=True))
+    assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder, _ in started)
 
 
 class Connection:
@@ -243,8 +247,8 @@ def test_a_run_that_can_not_begin_leaves_nothing_open(
         made.append(Connection())
         return made[-1]
 
-    for kind in "control", "runtime":
-        monkeypatch.setattr(Authority, kind, connect)
+    for kind in "control", "runtime", "task":
+        monkeypatch.setattr(Owner, kind, connect)
     monkeypatch.setattr("pflight.deploy.superlink.check_server", lambda *_: True)
     monkeypatch.setattr("pflight.deploy.superlink.start_run", lambda *_: 7)
     monkeypatch.setattr(
@@ -278,7 +282,7 @@ def test_the_end_of_a_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     grid = HttpGrid("localhost:1", False, token="token")
     over = httpx.Response(401, request=httpx.Request("POST", "https://localhost:1"))
     monkeypatch.setattr(grid._runtime_client._client, "send", lambda *_, **__: over)
-    give_up_with(grid)
+    give_up_with(grid, SimpleNamespace(check=lambda: None))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="has ended the run, or it was stopped"):
         grid.get_nodes()
 

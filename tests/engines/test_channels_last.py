@@ -45,7 +45,7 @@ def images(clients: int = 3) -> TensorClients:
             for _ in range(clients)
         ]
 
-    return TensorClients(pairs(10), pairs(4), pairs(4), num_classes=3, batch_size=4)
+    return TensorClients(pairs(10), test=pairs(4), val=pairs(4), num_classes=3, batch_size=4)
 
 
 def client(

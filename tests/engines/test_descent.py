@@ -166,7 +166,7 @@ def test_a_client_may_know_its_epoch_and_step() -> None:
 
 def test_a_phases_learning_rate_ends_with_it_also_by_a_failure() -> None:
     groups = [{"lr": 0.1}, {"lr": 0.2}]
-    with suppress(OSError), paced(groups, Phase(0, 1, ["weight"], lr=5.0)):
+    with suppress(OSError), paced(groups, Phase(0, 1, ["weight"], lr=5.0), lambda _: None):
         assert [group["lr"] for group in groups] == [5.0, 5.0]
         raise OSError("disk")
     assert [group["lr"] for group in groups] == [0.1, 0.2]

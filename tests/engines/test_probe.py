@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -194,6 +195,67 @@ class Ends(Classifier):
         return None if batch_idx else self.loss(batch)
 
 
+class AsksForTheIndex(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * (2 if batch_idx == 3 else 1)
+
+
+def is_rare(x: Tensor) -> Tensor:
+    """Return which samples ``[n]`` are of a kind that few clients have."""
+    return x[:, 0] > 2.5
+
+
+class SkipsRareSamples(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if is_rare(batch[0]).any() else super().training_step(batch, batch_idx)
+
+
+class RaisesAtRareSamples(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if is_rare(batch[0]).any():
+            raise ValueError("a broken sensor")
+        return super().training_step(batch, batch_idx)
+
+
+class WeighsRareSamples(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        losses = F.cross_entropy(self(x), y, reduction="none")
+        return torch.where(is_rare(x), 5 * losses, losses).mean()
+
+
+class WeighsThemByItself(Classifier):
+    """Has losses of samples, too, but its step is another one."""
+
+    def sample_losses(self, batch: Any) -> Tensor:
+        return super().sample_losses(batch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * (1 + is_rare(batch[0]).sum())
+
+
+class ScalesItsLoss(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss + loss.square() / 2
+
+
+class HasNoLoss(L.LightningModule):
+    """Is no task: all that it has is a training step."""
+
+    def __init__(self, network: nn.Module, num_classes: int, optimizer: Any) -> None:
+        super().__init__()
+        self.network, self.num_classes, self.optimizer = network, num_classes, optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.network(batch[0]), batch[1])
+        self.log("train/loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters())
+
+
 class Mixes(Classifier):
     """Draws numbers in its training step alone."""
 
@@ -286,7 +348,14 @@ CLIENTS = {
     "by numpy": (ByNumPy, "it takes values out of a tensor"),
     "masks": (Masks, "it makes tensors whose shape depends on values"),
     "adds for few": (AddsForFew, "network.seldom.bias has a gradient depends on the size"),
-    "ends": (Ends, "its training_step gives another loss than its method loss()"),
+    "ends": (Ends, "its training_step returned no loss"),
+    "asks for the index": (AsksForTheIndex, "its training_step asks for batch_idx"),
+    "skips rare samples": (SkipsRareSamples, "it branches on values"),
+    "raises at rare samples": (RaisesAtRareSamples, "it branches on values"),
+    "weighs rare samples": (WeighsRareSamples, None),
+    "weighs them by itself": (WeighsThemByItself, None),
+    "scales its loss": (ScalesItsLoss, None),
+    "has no loss": (HasNoLoss, None),
     "mixes": (Mixes, "it draws random numbers while it trains"),
     "logs more": (LogsMore, "it logs 'train/size' while it trains, beside its loss"),
     "logs its loss": (LogsItsLoss, None),
@@ -300,9 +369,10 @@ CLIENTS = {
 
 
 def client_of(kind: type) -> Classifier:
-    if issubclass(kind, nn.Module) and not issubclass(kind, Classifier):
+    if issubclass(kind, nn.Module) and not issubclass(kind, L.LightningModule):
         return Classifier(kind(), CLASSES, sgd(0.1)).double()
-    client = (kind if issubclass(kind, Classifier) else Classifier)(network(), CLASSES, sgd(0.1))
+    made: Any = kind if issubclass(kind, L.LightningModule) else Classifier
+    client = made(network(), CLASSES, sgd(0.1))
     if issubclass(kind, Half):
         client.client_half = kind()
     return client.double()

@@ -76,7 +76,7 @@ class Hospitals(DatasetClients):
             rows = torch.tensor([[float(x) for x in row] for row in csv.reader(file)])
         parts = [rows[rows[:, 0] == one] for one in rows[:, 0].unique()]
         samples = [TensorDataset(part[:, 1:3], part[:, 3:]) for part in parts]
-        super().__init__(samples, samples, samples, batch_size=batch_size)
+        super().__init__(samples, val=samples, test=samples, batch_size=batch_size)
 
 
 class Sealed(TensorDataset):
@@ -95,4 +95,5 @@ class Secret(DatasetClients):
         x = torch.randn(3, 12, 2, generator=torch.Generator().manual_seed(0))
         parts = [(one, one[:, :1]) for one in x]
         samples = [TensorDataset(*part) for part in parts]
-        super().__init__(samples, samples, [Sealed(*part) for part in parts], batch_size=4)
+        sealed = [Sealed(*part) for part in parts]
+        super().__init__(samples, val=samples, test=sealed, batch_size=4)

@@ -13,6 +13,7 @@ from matplotlib.image import imread
 
 from pflight.experiments.outcome import Curve
 from pflight.experiments.results import Results
+from pflight.palette import FAINT
 
 from .made import comparison, outcome
 
@@ -80,7 +81,14 @@ def test_of_many_methods_the_best_and_the_baselines_are_drawn() -> None:
     order = [row.label for row in results.findings.rows]
     assert labels == [*order[:12], "M7", "Local", "FedAvg"]
     assert "the 12 best of 40 and the baselines are shown" in figure.axes[0].get_title()
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == labels
+    assert {text.get_text() for text in figure.axes[0].texts} == {*labels}
+    lines = figure.axes[0].get_lines()
+    grey = [line.get_label() for line in lines if line.get_color() == FAINT]
+    assert grey == order[4:12]
+    assert len(figure.axes[0].collections) == 2  # ranges of the best and the baseline
+    figure.canvas.draw()
+    heights = sorted(text.get_window_extent().y0 for text in figure.axes[0].texts)
+    assert all(two - one > 10 for one, two in pairwise(heights))
     boxes = results.figures.boxes()
     assert [tick.get_text() for tick in boxes.axes[0].get_yticklabels()] == order
     boxes.canvas.draw()

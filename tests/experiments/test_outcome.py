@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pflight.experiments.outcome import Curve, Failure, Moment, Outcome, ResultError, Tuned
+from pflight.experiments.outcome import Curve, Failure, Moment, Outcome, ResultError, Tuned, signed
 
 from .made import moment, outcome
 
@@ -72,7 +72,7 @@ def changed(**changes: Any) -> str:
         place[parts[-1]] = value
         if value is ...:
             del place[parts[-1]]
-    return json.dumps(fields)
+    return signed(json.dumps(fields))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,9 @@ def changed(**changes: Any) -> str:
     [
         ("", "Expecting value"),
         (changed()[:-40], "damaged"),
-        ("[1]", "run is [1], which is not an object"),
+        ("[1]", "it has no checksum"),
+        (json.dumps({"version": 1}), "it has no checksum"),
+        (changed().replace("0.75", "0.85"), "its checksum does not match"),
         (changed(metric=...), "run has no metric"),
         (changed(last__round=...), "run.last has no round"),
         (changed(seed="3"), "run.seed is '3', which is not an integer"),
@@ -106,6 +108,17 @@ def test_a_damaged_file_says_what_is_wrong(tmp_path: Path, text: str, said: str)
         Outcome.read(path)
     assert str(path) in str(error.value)
     assert said in str(error.value)
+
+
+def test_no_flipped_bit_goes_unnoticed(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    whole().write(path)
+    content = path.read_bytes()
+    for place in range(len(content)):
+        bit = 1 << place % 8
+        path.write_bytes(content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :])
+        with pytest.raises(ResultError, match="damaged"):
+            Outcome.read(path)
 
 
 def test_bytes_that_are_no_text_are_damaged(tmp_path: Path) -> None:

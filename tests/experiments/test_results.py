@@ -6,9 +6,12 @@ import csv
 import io
 import json
 import math
+import os
 import random
 import re
 import statistics
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -177,6 +180,26 @@ def test_clients_without_a_value_are_left_out_of_both_methods() -> None:
     assert column(table, "difference") == {"B": "-40.00"}
     assert column(table, "pairs") == {"B": "1"}
     assert "without a value of acc, at all seeds together: A 2." in notes(results)
+
+
+def test_rows_are_ranked_by_the_clients_that_all_have() -> None:
+    flattered = outcome("A", 0, {"acc": [None, 0.8, 0.8]})  # has no value of the hard client
+    better = outcome("B", 0, {"acc": [0.1, 0.9, 0.9]})
+    nothing = outcome("C", 0, {"acc": [None] * 3})
+    results = Results([flattered, better, nothing])
+    assert [row.method for row in results.findings.rows] == ["B", "A", "C"]
+    assert "ranked by the clients of which all rows have a value" in notes(results)
+    assert column(results.table(), "macro acc, %") == {"A": "80.0", "B": "63.3", "C": DASH}
+
+
+def test_few_pairs_have_no_interval_in_the_table() -> None:
+    runs = [outcome(method, 0, {"acc": [value]}) for method, value in (("A", 0.9), ("B", 0.5))]
+    results = Results(runs)
+    table = named(results, "Difference from A, the best")
+    assert column(table, "95 % interval") == {"B": DASH}
+    assert column(table, "p") == {"B": "1.0000"}
+    assert "fewer than 6 pairs" in notes(results)
+    assert all(results.findings.is_bold(row) for row in results.findings.finished)
 
 
 def test_a_row_without_values_is_last_and_not_the_best() -> None:
@@ -580,3 +603,47 @@ def test_save_writes_all_forms(tmp_path: Path) -> None:
     assert (folder / "table.md").read_text(encoding="utf-8") == results.to_markdown()
     assert (folder / "table.html").read_text(encoding="utf-8").count("data:image/png") == 3
     assert (folder / "boxes.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_tables_fit_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    long = "A method, some_option=4, another_option=a_value"
+    levels = {long: 0.8, "FedAvg": 0.7, "Local": 0.75}
+    runs = comparison(levels, seeds=5)
+    failed = Failure("k", "IFCA", {}, 0, "the network has no head " * 9, "log.txt")
+    results = Results(runs, [failed], baseline="FedAvg", target=0.6)
+    lines = str(results).splitlines()
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert "Results, continued" in text
+    numbers = {cell for row in results.table().rows for cell in row[1:]}
+    assert all(number in text for number in numbers)  # none is broken
+
+
+def test_a_terminal_without_unicode_and_with_control_characters() -> None:
+    code = (
+        "from pflight.streams import one_line, write_plainly\n"
+        "from pflight.experiments.results import Results\n"
+        "from tests.experiments.made import comparison\n"
+        "write_plainly()\n"
+        "print(Results(comparison({'FedAvg': 0.7, 'é\\x1b[31m': 0.8})))\n"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONIOENCODING": "ascii",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, check=True
+    )
+    said = done.stdout.decode("ascii")
+    assert "+/-" in said
+    assert "\x1b" not in said
+
+
+def test_formulas_are_quoted_in_csv() -> None:
+    runs = comparison({"=HYPERLINK(1)": 0.7, "+1": 0.8})
+    lines = [*csv.DictReader(io.StringIO(Results(runs).to_csv()))]
+    assert {line["method"] for line in lines} == {"'=HYPERLINK(1)", "'+1"}
+    assert any(float(line["value"]) < 0 for line in lines if line["value"])

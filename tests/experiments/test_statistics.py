@@ -118,10 +118,10 @@ def exact(columns: Sequence[Sequence[Fraction]]) -> Counter[Fraction]:
 @pytest.mark.parametrize(
     "tenths",
     [
-        [[1, 3], [-2, 4]],
+        [[1, 3, 2], [-2, 4, 3]],
         [[-3, 1, 2], [0, 0, 1]],
-        [[1], [2], [-3]],  # each once gives zero, but not in floating point
-        [[0, 0], [0, 0]],
+        [[1], [2], [-3], [1], [2], [-3]],  # each once gives zero, but not in floating point
+        [[0, 0, 0], [0, 0, 0]],
     ],
 )
 def test_the_draws_are_those_of_all_possible_ones(tenths: list[list[int]]) -> None:
@@ -131,7 +131,9 @@ def test_the_draws_are_those_of_all_possible_ones(tenths: list[list[int]]) -> No
     (found,) = differences([[np.array(column) / 10 for column in tenths]], draws=draws)
     below = sum(ways for value, ways in distribution.items() if value <= 0) / total
     above = sum(ways for value, ways in distribution.items() if value >= 0) / total
-    assert found.p == pytest.approx(min(1, 2 * min(below, above)), abs=4 / math.sqrt(draws))
+    apart = sum(value != 0 for column in tenths for value in column)
+    p = max(2 * min(below, above), binomtest(apart, apart).pvalue if apart else 1)
+    assert found.p == pytest.approx(min(1, p), abs=4 / math.sqrt(draws))
     for end, share in ((found.low, 0.025), (found.high, 0.975)):
         reached = sum(ways for value, ways in distribution.items() if value <= end + 1e-9) / total
         before = sum(ways for value, ways in distribution.items() if value < end - 1e-9) / total
@@ -164,7 +166,7 @@ def test_no_difference_is_no_evidence() -> None:
 
 
 def test_p_is_never_zero() -> None:
-    (found,) = differences([[np.ones(4), np.ones(3)]], draws=999)
+    (found,) = differences([[np.ones(14), np.ones(13)]], draws=999)
     assert found.p == 2 / 1000
 
 
@@ -198,3 +200,24 @@ def test_reaching_a_target() -> None:
     assert reaching(curve, "val/a", 0.75, "min") == (15, 3)
     assert reaching(curve, "val/a", 0.9, "max") == (math.inf, math.inf)
     assert reaching(curve, "val/b", 0.1, "max") == (math.inf, math.inf)
+
+
+@pytest.mark.parametrize("shape", [(1,), (5,), (2, 3), (1, 1, 1)])
+def test_few_pairs_have_no_interval_and_no_small_p(shape: tuple[int, ...]) -> None:
+    (found,) = differences([[np.full(size, 0.1) for size in shape]])
+    assert math.isnan(found.low)
+    assert math.isnan(found.high)
+    assert found.p == pytest.approx(binomtest(sum(shape), sum(shape)).pvalue)
+
+
+def test_pairs_without_a_difference_say_nothing() -> None:
+    (found,) = differences([[np.array([0.1] * 3 + [0.0] * 20)]])
+    assert found.p >= binomtest(3, 3).pvalue
+    assert not math.isnan(found.low)
+    (equal,) = differences([[np.zeros(8)]])
+    assert equal.p == 1
+
+
+def test_many_pairs_are_not_bounded() -> None:
+    (found,) = differences([[np.full(30, 0.1)]])
+    assert found.p == pytest.approx(2 / 10_001)
