@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -29,12 +30,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    """Undo what the command line, and Lightning after a Ctrl-C, do in a process of their own."""
+    """Undo what the command line, and Lightning after a Ctrl-C, do in a process of their own.
+
+    Lightning's launcher also leaves LOCAL_RANK in the environment: ranks that a later test starts
+    would wait for others.
+    """
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     names = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.pflight")
     loggers = [logging.getLogger(name) for name in names]
     levels, form = [logger.level for logger in loggers], warnings.formatwarning
-    yield
+    with mock.patch.dict(os.environ):
+        yield
     warnings.formatwarning = form
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
