@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, Metric, MetricCollection, R2Score
 
 from pflight.options import checked
+from pflight.pooling import value_of
 from pflight.task import Batch, OptimizerOf, Task, plain_sgd
 
 
@@ -62,14 +63,13 @@ class Regressor(Task):
         return errors.flatten(1).mean(1) if errors.dim() > 1 else errors
 
     def measure(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
-        """Return ``mae``, ``rmse`` and ``r2``, which is NaN for a single sample."""
-        outputs = outputs.view_as(targets)
+        """Return ``mae``, ``rmse`` and ``r2``.
+
+        ``r2`` is NaN for a single sample, and for targets that are equal.
+        """
         self.metrics.reset()
-        if len(targets) > 1:
-            return self.metrics(outputs, targets)
-        error = (outputs - targets).abs().mean()
-        squared = (outputs - targets).square().mean()
-        return {"mae": error, "rmse": squared.sqrt(), "r2": error * float("nan")}
+        self.metrics.update(outputs.view_as(targets), targets)
+        return {name: value_of(metric) for name, metric in self.metrics.items()}
 
     def check_targets(self, targets: Tensor) -> None:
         """Raise unless targets are floating-point numbers."""

@@ -14,6 +14,7 @@ from .clients import Clients
 from .distributed import owned
 from .errors import ConfigurationError
 from .metrics import ClientMetrics, ClientValues, Direction, F1Average, LoggedMetrics
+from .pooling import Seen
 from .server import server_work
 from .server_callback import ServerCallback
 from .state import entries
@@ -144,8 +145,8 @@ class Evaluator:
                 more = f" and {len(clients) - 1:,} others" if len(clients) > 1 else ""
                 rank_zero_warn(
                     f"round {self.clients.last_round}: {self.split}/{model}{name} of client "
-                    f"{clients[0]}{more} is NaN or infinite, and left out of that metric; this is "
-                    "said once"
+                    f"{clients[0]}{more} is undefined, NaN or infinite, and left out of that "
+                    "metric; this is said once"
                 )
 
     def per_client(self, model: WhichModel = "") -> dict[str, Tensor]:
@@ -195,8 +196,12 @@ class Evaluator:
         clients, counts = outputs.clients.unique_consecutive(return_counts=True)
         parts = [column.split(counts.tolist()) for column in outputs[1:]]
         for client, own, targets, losses in zip(clients.tolist(), *parts, strict=True):
+            objects = getattr(task, "metrics", None) or {}
+            if objects:
+                objects.reset()
             measured = {**task.measure(own, targets), "loss": losses.mean()}
-            values.add(client, self.split, measured, task.higher_is_better)
+            seen = {name: Seen.by(metric) for name, metric in objects.items()}
+            values.add(client, self.split, measured, task.higher_is_better, seen)
         return values
 
 

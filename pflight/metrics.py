@@ -13,6 +13,7 @@ from torchmetrics import Metric
 
 from .distributed import gather
 from .errors import ConfigurationError
+from .pooling import Pool, Seen
 
 F1Average = Literal["union", "true", "all", "binary"]
 Direction = Literal["max", "min"]
@@ -267,6 +268,7 @@ class ClientValues:
         self.clients: list[int] = []
         self.values: dict[str, dict[int, float]] = {}
         self.higher_is_better: dict[str, bool] = {}
+        self.pools: dict[str, Pool] = {}
 
     def add(
         self,
@@ -274,8 +276,16 @@ class ClientValues:
         split: str,
         logged: Mapping[str, Tensor],
         higher_is_better: Mapping[str, bool],
+        seen: Mapping[str, Seen],
     ) -> None:
         """Add what one client logged; ``val/dice`` and ``val_dice`` both become ``dice``.
+
+        Args:
+            client: The client.
+            split: Of its samples.
+            logged: The values, by the names under which they were logged.
+            higher_is_better: For some of them, whether higher is better.
+            seen: What the metric objects behind some of them have seen.
 
         Raises:
             ConfigurationError: If two values get the same short name, or one a reserved name.
@@ -298,6 +308,10 @@ class ClientValues:
             self.values.setdefault(short, {})[client] = float(value)
             if name in higher_is_better:
                 self.higher_is_better[short] = higher_is_better[name]
+            if name in seen and seen[name].state:
+                if short not in self.pools:
+                    self.pools[short] = Pool(seen[name].metric)
+                self.pools[short].add(client, seen[name])
 
     def without(self, clients: Collection[int]) -> ClientValues:
         """Return the values of all but some clients."""
@@ -308,6 +322,7 @@ class ClientValues:
             for name, values in self.values.items()
         }
         rest.higher_is_better = self.higher_is_better
+        rest.pools = {name: pool.without(clients) for name, pool in self.pools.items()}
         return rest
 
     def update(self, other: ClientValues) -> None:
@@ -316,6 +331,11 @@ class ClientValues:
         for name, values in other.values.items():
             self.values.setdefault(name, {}).update(values)
         self.higher_is_better |= other.higher_is_better
+        for name, pool in other.pools.items():
+            if name in self.pools:
+                self.pools[name].update(pool)
+            else:
+                self.pools[name] = pool.without(())
 
 
 class LoggedMetrics:
@@ -326,7 +346,8 @@ class LoggedMetrics:
     ``micro_X``, the mean weighted by the clients' samples; ``macro_X``, the plain mean; and, if it
     is known whether higher is better, ``worst_decile_X``, the mean of the worst tenth of the
     clients, rounded up. ``X`` itself is the same as ``micro_X``, unless it is the name of such a
-    mean.
+    mean. If it was logged as a torchmetrics object, ``pooled_X`` is its value over the samples of
+    all clients together. This differs from ``micro_X`` unless the metric is a mean over samples.
 
     Args:
         num_samples: Number of samples of each client of the split that is judged ``[N]``.
@@ -401,6 +422,8 @@ class LoggedMetrics:
             if (best := directions[name]) is not None:
                 worst = values.sort(descending=best == "min").values[: math.ceil(len(values) / 10)]
                 means[f"worst_decile_{name}"] = worst.mean()
+            if (pool := self._gathered().pools.get(name)) is not None:
+                means[f"pooled_{name}"] = pool.value(clients.tolist())
             micro[name] = means[f"micro_{name}"]
         for name in micro.keys() & means.keys():
             rank_zero_warn(

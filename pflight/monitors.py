@@ -106,7 +106,7 @@ def _means_of(module: L.LightningModule) -> list[str]:
     return [
         f"{mean}{name}"
         for name in module.higher_is_better
-        for mean in ("macro_", "micro_", "worst_decile_", "")
+        for mean in ("macro_", "micro_", "pooled_", "worst_decile_", "")
     ]
 
 

@@ -9,6 +9,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import MetricCollection
 
 from .metrics import ClientMetrics, F1Average
 from .options import check_range, checked
@@ -45,12 +46,15 @@ class Task(L.LightningModule):
         judged_by: The metric that chooses the best round, and whether its ``"max"`` or ``"min"`` is
             best; ``None`` for no choice.
         higher_is_better: For each metric of :meth:`measure`, whether higher values are better.
+        metrics: If a subclass has it, a torchmetrics collection that :meth:`measure` fills with the
+            samples of one client. The ``pooled`` values over clients come from its states.
         round_index: Of the round in which a client trains, or that was the last; 0 where the task
             trains by itself.
     """
 
     judged_by: tuple[str, Literal["min", "max"]] | None = None
     higher_is_better: Mapping[str, bool] = {}
+    metrics: MetricCollection
     round_index: int = 0
 
     def __init__(

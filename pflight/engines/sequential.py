@@ -258,9 +258,9 @@ class SequentialEngine:
             return values, []
 
         def judge(_: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
-            logged, directions = self.models.client.trainer.evaluate(split, visit.parts, batches)
+            logged = self.models.client.trainer.evaluate(split, visit.parts, batches)
             self.models.state()  # raises unless the tensors are as they were, for the next client
-            values.add(client, split, logged, directions)
+            values.add(client, split, *logged)
 
         return values, self._visit_each(clients, states, split, judge)
 

@@ -287,7 +287,7 @@ def _judged_by(
     if checkpoint is not None:
         monitor = str(checkpoint.monitor)
         _, _, name = monitor.rpartition("/")
-        for mean in ("micro_", "macro_", "worst_decile_"):
+        for mean in ("micro_", "macro_", "pooled_", "worst_decile_"):
             name = name.removeprefix(mean)
         return name, checkpoint.mode, monitor  # type: ignore[return-value]
     known = [(name, mode) for name, mode in directions.items() if mode is not None]

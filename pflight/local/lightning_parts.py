@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -20,6 +20,7 @@ from torchmetrics import Metric
 
 from pflight.errors import ConfigurationError
 from pflight.history import Logs, add_logs
+from pflight.pooling import Seen, is_undefined
 
 Step = Callable[[Callable[[], Any], Any], Any]
 """Takes the module's own training step and its batch; returns what stands for its output."""
@@ -75,6 +76,7 @@ class Results(_ResultCollection):
         logs: The sums.
         num_samples: Of the client.
         directions: For the values of metric objects, whether higher is better, where that is known.
+        seen: In an evaluation, what the metric objects have seen, by name.
     """
 
     def __init__(self, training: bool) -> None:
@@ -82,6 +84,7 @@ class Results(_ResultCollection):
         self.logs: Logs = {}
         self.num_samples = 1
         self.directions: dict[str, bool] = {}
+        self.seen: dict[str, Seen] = {}
 
     def forget(self) -> None:
         """Forget what was logged, and the metric objects of another copy."""
@@ -101,10 +104,18 @@ class Results(_ResultCollection):
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
         """Forget values as Lightning does, and note before what metric objects have seen."""
         for item in self.values() if self.training and metrics is not False else ():
-            if not item.is_tensor and item.value.update_called and fx in (None, item.meta.fx):
-                with suppress(ValueError):  # of too few samples, such as one for R²
-                    self._note(item.meta.name, item.value.compute(), self.num_samples)
+            known = not item.is_tensor and item.value.update_called
+            if known and fx in (None, item.meta.fx) and not is_undefined(item.value):
+                self._note(item.meta.name, item.value.compute(), self.num_samples)
         super().reset(metrics, fx)
+
+    def _get_cache(self, item: Any, on_step: bool) -> Tensor | None:  # type: ignore[override]
+        """Return an item's value as Lightning does, or NaN where a metric is undefined."""
+        if not (self.training or on_step or item.is_tensor) and item.meta.on_epoch:
+            self.seen[item.meta.name] = Seen.by(item.value)
+            if is_undefined(item.value):
+                return torch.tensor(torch.nan)
+        return super()._get_cache(item, on_step)
 
     def _note(self, name: str, value: Any, count: int) -> None:
         if isinstance(value, Tensor) and value.numel() == 1:

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from pflight.errors import ConfigurationError
 from pflight.head import step_extra
 from pflight.history import Logs
+from pflight.pooling import Seen
 
 from .lightning_parts import (
     Feed,
@@ -346,8 +347,8 @@ class ModuleTrainer:
 
     def evaluate(
         self, split: str, parts: Sequence[Sized], batches: Iterable[Any]
-    ) -> tuple[dict[str, Tensor], dict[str, bool]]:
-        """Run the copy's validation or test; return what it logged, and which way is up.
+    ) -> tuple[dict[str, Tensor], dict[str, bool], dict[str, Seen]]:
+        """Run the copy's validation or test; return what it logged.
 
         Args:
             split: ``"val"`` or ``"test"``.
@@ -355,8 +356,8 @@ class ModuleTrainer:
             batches: What the copy's step takes.
 
         Returns:
-            The values by the names under which they were logged; and for those that torchmetrics
-            knows, whether higher is better.
+            The values by the names under which they were logged; for those that torchmetrics
+            knows, whether higher is better; and what metric objects have seen.
         """
         trainer = self.trainer
         loop = trainer.test_loop if split == "test" else trainer.validate_loop
@@ -376,7 +377,7 @@ class ModuleTrainer:
         values = dict(trainer.callback_metrics)
         for name in [n for n in values if n.endswith("_epoch") and n[: -len("_epoch")] in values]:
             del values[name]
-        return values, results.directions
+        return values, results.directions, results.seen
 
     def predict(self, parts: Sequence[Sized], batches: Iterable[Any]) -> list[Any]:
         """Return what the copy's ``predict_step`` gives for each batch, on the CPU.
