@@ -244,7 +244,7 @@ def check_given(record: Mapping[str, Any], client: object, callback: object) -> 
     if client is None:
         raise ConfigurationError(
             "load_from_checkpoint needs client=, a client module with the network that was "
-            "trained: checkpoints hold weights, not modules"
+            "trained: checkpoints hold neither modules nor frozen weights"
         )
     kind = record.get("callback", "FedAvg")
     if callback is None and kind != "FedAvg":

@@ -57,11 +57,10 @@ class Federation(L.LightningModule):
         server_optimizer: Builds the server optimizer; by default the callback's own.
         server_scheduler: Builds a scheduler of the server's step size, stepped once a round; a
             ``ReduceLROnPlateau`` watches its ``monitor``, by default ``val/macro_acc``.
-        engine: How local training runs: ``"sequential"``, one client after the other;
-            ``"vectorized"``, many at once; or ``"auto"``, by a rule on network, batch and device.
+        engine: ``"sequential"``, one client after the other; ``"vectorized"``, many at once; or
+            ``"auto"``, by a rule on network, batch and device.
         clients_at_once: By default as many as fit into the CPU's caches or the GPU's memory.
-        on_client_error: ``"skip"`` leaves a client that raises an error or returns NaN out of its
-            round or evaluation, with a warning; ``"raise"`` stops the run.
+        on_client_error: ``"skip"`` leaves a failed client out, with a warning; ``"raise"`` stops.
         client_timeout: Seconds after which a client is interrupted, unless it is in a call into a
             library, and has failed. Clients train one by one, in the main thread of a POSIX system.
         client_memory: Where the states that clients keep between rounds are stored: in ``"ram"``,
@@ -70,8 +69,8 @@ class Federation(L.LightningModule):
         allow_other_data: Whether a run may be resumed with other data of as many clients.
         seed: Seed of all randomness of local training and of the server.
         f1_average: As in :class:`~pflight.metrics.ClientMetrics`.
-        client_lr_decay: What the step sizes of the clients' optimizers are multiplied by from round
-            to round, such as 0.99. Fine-tuning keeps the module's own.
+        client_lr_decay: Factor of the clients' step sizes each round, except in fine-tuning.
+        save_frozen: Whether checkpoints hold the frozen weights, and not only their digests.
 
     Attributes:
         clients: The clients, which train for the server callback.
@@ -112,6 +111,7 @@ class Federation(L.LightningModule):
         seed: int = 0,
         f1_average: F1Average = "union",
         client_lr_decay: float = 1.0,
+        save_frozen: bool = False,
     ) -> None:
         # Not by @checked: save_hyperparameters() reads the arguments in the calling frame.
         check_types(Federation.__init__, self, locals())
@@ -130,7 +130,7 @@ class Federation(L.LightningModule):
         self.evaluator: type[Evaluator] = Evaluator
         self._client = (set_up(client),)  # a tuple, since its parameters are not the server's
         self.layout = StateLayout.of(self.client)
-        self.server = ServerModels(self.layout, server_optimizer)
+        self.server = ServerModels(self.layout, server_optimizer, save_frozen)
         self.callback: ServerCallback | None = None
         how = local_epochs, local_steps, finetune_epochs
         self.clients = Clients(
@@ -370,7 +370,7 @@ class Federation(L.LightningModule):
         if state is not None:  # it may say how many models there are
             callback.load_state_dict(state)
         record, trained = checkpoint.get("pflight", {}), self.clients.data is not None
-        self.record.check(record, callback, trained and self.trainer.state.fn == "fit")
+        self.record.check(checkpoint, callback, trained and self.trainer.state.fn == "fit")
         by_rule = self.engine == "auto" and self.clients_at_once is self.client_timeout is None
         if trained and by_rule:
             self.record.keep_engine(record, self.trainer.strategy)
@@ -384,7 +384,7 @@ class Federation(L.LightningModule):
         self.clients.half, self.clients.participation = half, callback.participation or half
         if self.callback is None:
             self.layout = self.clients.prepare(callback.needs_head, self._trainer, head)
-            self.server = self.clients.server = ServerModels(self.layout, self.server_optimizer)
+            self.server = self.clients.server = self.server.of(self.layout)
 
     def _set_up(self, callback: ServerCallback) -> None:
         callback.join(self.clients, self.server, self.callback)

@@ -14,6 +14,7 @@ from .clients import Clients
 from .distributed import owned
 from .engines.choice import Choice
 from .errors import ConfigurationError
+from .frozen import check_frozen, digests_of
 from .head import marked
 from .history import Journal, Traffic, load_history
 from .options import described
@@ -41,6 +42,7 @@ class RunRecord:
         self.choice: Choice | None = None
         self._journal = Journal()
         self._data: dict[str, Any] | None = None
+        self._frozen: dict[str, str] | None = None
 
     def save(self, callback: ServerCallback) -> dict[str, Any]:
         """Return the record."""
@@ -50,23 +52,26 @@ class RunRecord:
             **self._must_agree(callback),
             "engine": self._engine(),
             "head": marked(clients.module),
+            "frozen": self._digests(),
             "history": self._journal.dump(clients.history),
             "memory": clients.memory.save(),
             "data": self._record_of_data(),
         }
 
-    def check(self, record: dict[str, Any], callback: ServerCallback, goes_on: bool) -> None:
-        """Raise unless a record belongs to this federation; warn if the callback's options differ.
+    def check(self, checkpoint: dict[str, Any], callback: ServerCallback, goes_on: bool) -> None:
+        """Raise unless a checkpoint belongs to this federation; warn of other options.
 
         Args:
-            record: The record; empty if the checkpoint is of another module.
+            checkpoint: The checkpoint.
             callback: The server callback of this run.
             goes_on: Whether the clients will train on, with the data of this run.
 
         Raises:
             ConfigurationError: Naming what differs.
         """
+        record = checkpoint.get("pflight", {})
         check_record(record, self._must_agree(callback))
+        check_frozen(record, self.clients.layout, checkpoint["state_dict"])
         if goes_on:
             self._check_same_data(record.get("data"))
         options = record.get("options", {})
@@ -107,6 +112,12 @@ class RunRecord:
         if self.choice is None:
             return None
         return {"name": self.choice.engine, "clients_at_once": self.choice.chunk}
+
+    def _digests(self) -> dict[str, str]:
+        """Return the digests of the frozen weights, which are computed once."""
+        if self._frozen is None:
+            self._frozen = digests_of(self.clients.layout)
+        return self._frozen
 
     def forget_data(self) -> None:
         """Forget the record of the data, which are about to change."""

@@ -86,11 +86,15 @@ def take_step(federation: Any, optimizer: Optimizer, round_index: int) -> None:
 class ServerModels(nn.ModuleList):
     """The models that the server keeps, each a :class:`~pflight.state.StateModule`.
 
+    All models share one copy of the frozen entries.
+
     Args:
         layout: The layout of the client's state; its template is where every model starts.
         build_optimizer: Builds the server optimizer, if the user has chosen one.
+        save_frozen: Whether ``state_dict()`` has the frozen entries, with the first model.
 
     Attributes:
+        frozen: The frozen entries by name.
         optimizer: The server optimizer, while a Trainer runs the federation.
         refused: Names of entries that were not finite in this round; no model takes them.
     """
@@ -99,17 +103,26 @@ class ServerModels(nn.ModuleList):
         self,
         layout: StateLayout,
         build_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+        save_frozen: bool = False,
     ) -> None:
         super().__init__()
         self.layout = layout
         self.build_optimizer = build_optimizer
+        self.save_frozen = save_frozen
+        self.frozen = {name: layout.template[name].clone() for name in layout.frozen}
         self.optimizer: Optimizer | None = None
         self.refused: list[str] = []
 
+    def of(self, layout: StateLayout) -> ServerModels:
+        """Return models of another layout, with the same options."""
+        return ServerModels(layout, self.build_optimizer, self.save_frozen)
+
     def add(self, count: int) -> None:
         """Add ``count`` models that start as the client module's weights."""
+        layout = self.layout
+        moving = {name: layout.template[name] for name in layout.moving}
         for _ in range(count):
-            self.append(StateModule(self.layout.template, parameters=self.layout.parameters))
+            self.append(StateModule(moving, parameters=layout.parameters))
 
     def copy(self, index: int) -> None:
         """Add a copy of a model during a round.
@@ -135,7 +148,9 @@ class ServerModels(nn.ModuleList):
         """Return the live tensors of one model by name."""
         model = self[index]
         assert isinstance(model, StateModule)
-        return model.tensors(names)
+        chosen = [*(self.layout.template if names is None else names)]
+        moving = model.tensors(name for name in chosen if name not in self.frozen)
+        return {n: moving[n] if n in moving else self.frozen[n] for n in chosen}
 
     def expand(self, index: int, names: Iterable[str], count: int) -> TensorDict:
         """Return entries of one model for ``count`` clients: a stack ``[count]`` of views."""
@@ -191,6 +206,26 @@ class ServerModels(nn.ModuleList):
         if self._may_take(tensors, state):
             for name, value in state.items():
                 tensors[name].copy_(value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ServerModels:
+        self.frozen = {name: fn(tensor) for name, tensor in self.frozen.items()}
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.save_frozen:
+            destination.update((f"{prefix}0.{name}", t) for name, t in self.frozen.items())
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Take frozen entries where there are some; once, every model was saved with them."""
+        for name, tensor in self.frozen.items():
+            saved = [state_dict.pop(f"{prefix}{i}.{name}", None) for i in range(len(self))]
+            if saved and saved[0] is not None:
+                self.frozen[name] = saved[0].to(tensor.device, copy=True)
+                self.layout.template[name].copy_(saved[0])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _may_take(self, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> bool:
         """Return whether values are finite, but where the model itself is not; note if not."""

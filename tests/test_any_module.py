@@ -1300,25 +1300,77 @@ def test_a_module_that_cannot_be_stacked_trains_alone_and_is_told_why(kind: type
     assert_same(alone.server_states()[0], stacked.server_states()[0])
 
 
+def with_frozen_part(seed: int) -> Stackable:
+    torch.manual_seed(seed)
+    made = Stackable().double()
+    made.first.requires_grad_(False)
+    return made
+
+
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_frozen_parts_are_those_of_the_checkpoint(engine: str, tmp_path: Path) -> None:
     """Also where the module that a run is resumed with was built with other random weights."""
 
-    def module(seed: int) -> Stackable:
-        torch.manual_seed(seed)
-        made = Stackable().double()
-        made.first.requires_grad_(False)
-        return made
-
     def fit(seed: int, rounds: int, **options: Any) -> Federation:
-        return run(module(seed), Dicts((9, 14, 5, 11)), FedAvg(), rounds, engine=engine, **options)
+        data = Dicts((9, 14, 5, 11))
+        return run(with_frozen_part(seed), data, FedAvg(), rounds, engine=engine, **options)
 
-    fit(1, 2).trainer.save_checkpoint(tmp_path / "half.ckpt")
-    whole, resumed = fit(1, 4), fit(2, 4, ckpt_path=tmp_path / "half.ckpt")
+    kept = tmp_path / "half.ckpt"
+    fit(1, 2, save_frozen=True).trainer.save_checkpoint(kept)
+    whole, resumed = fit(1, 4), fit(2, 4, ckpt_path=kept)
     for client in range(4):
         assert_same(whole.client_state(client), resumed.client_state(client))
-    assert torch.equal(resumed.client_state(0)["first.weight"], module(1).first.weight)
+    assert torch.equal(resumed.client_state(0)["first.weight"], with_frozen_part(1).first.weight)
     assert whole.history[-1].metrics == resumed.history[-1].metrics
+    resumed.trainer.save_checkpoint(tmp_path / "later.ckpt")  # of the frozen weights in use
+    fit(1, 5, ckpt_path=tmp_path / "later.ckpt")
+    with pytest.raises(ConfigurationError, match="other frozen weights: first.weight differs"):
+        fit(2, 5, ckpt_path=tmp_path / "later.ckpt")
+
+
+@pytest.mark.parametrize("save_frozen", [False, True])
+def test_frozen_parts_are_once_in_memory_and_at_most_once_in_a_checkpoint(
+    save_frozen: bool, tmp_path: Path
+) -> None:
+    module = with_frozen_part(1)
+    size = sum(p.nbytes for p in module.first.parameters())
+    federation = run(module, Dicts((9, 14, 5, 11)), FeSEM(3), 1, save_frozen=save_frozen)
+    models = [federation.server.tensors(k) for k in range(len(federation.server))]
+    assert len(models) > 2
+    assert len({model["first.weight"].data_ptr() for model in models}) == 1
+    federation.trainer.save_checkpoint(tmp_path / "some.ckpt")
+    saved = torch.load(tmp_path / "some.ckpt", weights_only=True)
+    held = [name for name in saved["state_dict"] if ".first." in name]
+    assert sum(saved["state_dict"][name].nbytes for name in held) == size * save_frozen
+    again = Federation.load_from_checkpoint(
+        tmp_path / "some.ckpt", client=with_frozen_part(1), callback=FeSEM(3)
+    )
+    for left, right in zip(again.server_states(), federation.server_states(), strict=True):
+        assert_same(left, right)
+    given = {"client": with_frozen_part(2), "callback": FeSEM(3)}
+    if save_frozen:
+        again = Federation.load_from_checkpoint(tmp_path / "some.ckpt", **given)
+        assert_same(again.server_states()[1], federation.server_states()[1])
+    else:
+        with pytest.raises(ConfigurationError, match="first.weight differs \\(and 1 more\\)"):
+            Federation.load_from_checkpoint(tmp_path / "some.ckpt", **given)
+
+
+def test_checkpoints_that_have_frozen_parts_with_each_model_load(tmp_path: Path) -> None:
+    """They did so before version 0.2."""
+    federation = run(with_frozen_part(1), Dicts((9, 14, 5, 11)), FeSEM(3), 1, save_frozen=True)
+    federation.trainer.save_checkpoint(tmp_path / "new.ckpt")
+    saved = torch.load(tmp_path / "new.ckpt", weights_only=True)
+    first = {n: t for n, t in saved["state_dict"].items() if n.startswith("server.0.first.")}
+    for k in range(1, len(federation.server)):
+        saved["state_dict"] |= {n.replace("server.0", f"server.{k}"): t for n, t in first.items()}
+    del saved["pflight"]["frozen"]
+    torch.save(saved, tmp_path / "old.ckpt")
+    again = Federation.load_from_checkpoint(
+        tmp_path / "old.ckpt", client=with_frozen_part(2), callback=FeSEM(3)
+    )
+    for left, right in zip(again.server_states(), federation.server_states(), strict=True):
+        assert_same(left, right)
 
 
 def test_divergences_need_logits() -> None:
