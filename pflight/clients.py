@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from tensordict import TensorDict
 from torch import Tensor
 
+from .buffers import BufferWatch
 from .checks import check_unchanged, settings_of
 from .client_work import MEMORY, PRIVATE, ClientWork, CurrentRound, LocalTraining
 from .cohort import CohortSampler
@@ -165,6 +166,7 @@ class Clients(ClientWork):
             mark(self.module, head if trainer is None else self._find_head(trainer.strategy))
         add_what_it_needs(self.half, self.module, self.seed)
         self.layout = layout_with(self.half, StateLayout.of(self.module))
+        self.buffers = BufferWatch(self.module, self.layout)
         return self.layout
 
     def _find_head(self, strategy: Strategy) -> Head | None:
@@ -431,6 +433,7 @@ class Clients(ClientWork):
         add_logs(current.logs, updates.logs)
         returned = half.sent_names if returns is None else returns
         updates = replace(updates, states=updates.states.select(*returned))
+        self.buffers.look(sent[torch.isin(clients, updates.clients)], updates.states, entry.index)
         entry.bytes_up += half.bytes_up(updates)
         return updates
 

@@ -26,9 +26,7 @@ def _digest(name: str, tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def check_frozen(
-    record: Mapping[str, Any], layout: StateLayout, in_file: Collection[str]
-) -> None:
+def check_frozen(record: Mapping[str, Any], layout: StateLayout, in_file: Collection[str]) -> None:
     """Raise unless a module has the frozen weights that a checkpoint was trained on.
 
     Args:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .buffers import unit_vectors
 from .checks import check_same_options
 from .clients import Clients
 from .data_module import FederatedDataModule
@@ -21,7 +22,7 @@ from .half import OWN, Half, HalfT, Participation, half_for, half_of
 from .head import EXTRA
 from .options import arguments, checked
 from .server import ServerModels
-from .state import state_bytes, unit_vectors
+from .state import state_bytes
 from .updates import ClientUpdates
 
 

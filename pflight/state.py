@@ -19,8 +19,6 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.spectral_norm import SpectralNorm
 from torchmetrics import Metric
 
 from .distributed import all_max, all_sum
@@ -323,30 +321,6 @@ def other_places(module: nn.Module) -> dict[str, str]:
     for name in (*aliases.values(), *aliases):
         names.setdefault(_place(module, name), name)
     return {name: aliases[name] for name in names.values() if name in aliases}
-
-
-def unit_vectors(module: nn.Module) -> list[str]:
-    """Return the names of the buffers in which spectral norm keeps vectors of length 1.
-
-    Example:
-        >>> unit_vectors(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 3)))
-        ['parametrizations.weight.0._u', 'parametrizations.weight.0._v']
-    """
-    found = [
-        f"{name}.{own}"
-        for name, part in module.named_modules()
-        for own in (
-            *(("_u", "_v") if isinstance(part, _SpectralNorm) else ()),
-            *(
-                f"{hook.name}{end}"
-                for hook in part._forward_pre_hooks.values()
-                if isinstance(hook, SpectralNorm)
-                for end in ("_u", "_v")
-            ),
-        )
-    ]
-    buffers = dict(module.named_buffers())
-    return [name for name in (one.removeprefix(".") for one in found) if name in buffers]
 
 
 def _place(module: nn.Module, name: str) -> tuple[int, str]:

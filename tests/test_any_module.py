@@ -1324,7 +1324,7 @@ def test_frozen_parts_are_those_of_the_checkpoint(engine: str, tmp_path: Path) -
     assert whole.history[-1].metrics == resumed.history[-1].metrics
     resumed.trainer.save_checkpoint(tmp_path / "later.ckpt")  # of the frozen weights in use
     fit(1, 5, ckpt_path=tmp_path / "later.ckpt")
-    with pytest.raises(ConfigurationError, match="other frozen weights: first.weight differs"):
+    with pytest.raises(ConfigurationError, match=r"other frozen weights: first\.weight differs"):
         fit(2, 5, ckpt_path=tmp_path / "later.ckpt")
 
 
@@ -1352,7 +1352,7 @@ def test_frozen_parts_are_once_in_memory_and_at_most_once_in_a_checkpoint(
         again = Federation.load_from_checkpoint(tmp_path / "some.ckpt", **given)
         assert_same(again.server_states()[1], federation.server_states()[1])
     else:
-        with pytest.raises(ConfigurationError, match="first.weight differs \\(and 1 more\\)"):
+        with pytest.raises(ConfigurationError, match=r"first\.weight differs \(and 1 more\)"):
             Federation.load_from_checkpoint(tmp_path / "some.ckpt", **given)
 
 
@@ -1371,6 +1371,29 @@ def test_checkpoints_that_have_frozen_parts_with_each_model_load(tmp_path: Path)
     )
     for left, right in zip(again.server_states(), federation.server_states(), strict=True):
         assert_same(left, right)
+
+
+class Quantized(Stackable):
+    """Moves codes, and keeps a mask that it never changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.zeros(4))
+        self.register_buffer("mask", torch.ones(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.codes += 0.1
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("buffers", ["shared", "local"])
+def test_buffers_that_clients_change_and_the_server_averages_are_named_once(buffers: str) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run(Quantized().double(), Dicts((9, 14, 5, 11)), FedAvg(buffers=buffers), 2)
+    messages = [str(warning.message) for warning in said if "codebook" in str(warning.message)]
+    begins = "round 0: clients change the buffer codes, which the server averages"
+    assert [message.startswith(begins) for message in messages] == [True] * (buffers == "shared")
 
 
 def test_divergences_need_logits() -> None:
