@@ -96,7 +96,8 @@ def test_any_module_on_any_data(tmp_path: Path) -> None:
     there = Deployed(Diabetes, lazy(), Ditto, tmp_path).server(2)
     left, right = here.server_states()[0], there.server_states()[0]
     torch.testing.assert_close(left, right, rtol=0, atol=0)
-    assert there.history[-1].metrics == pytest.approx(here.history[-1].metrics, abs=1e-6)
+    known = {n: v for n, v in here.history[-1].metrics.items() if "pooled" not in n}
+    assert there.history[-1].metrics == pytest.approx(known, abs=1e-6)  # states stay at the nodes
     assert "val/worst_decile_mae" in there.history[-1].metrics
 
 
