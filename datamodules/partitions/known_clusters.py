@@ -36,7 +36,7 @@ class KnownClusters(FederatedDataModule):
 
     The wrapped data, with their partition and seed, decide what each client holds. Cohorts,
     batches, newcomers and augmentation follow the options given here, not those of the wrapped
-    data.
+    data. A newcomer there without training samples is one here, too.
 
     Args:
         data: The data of the clients.
@@ -100,6 +100,13 @@ class KnownClusters(FederatedDataModule):
         """The cluster of each client, ``[num_clients]``; known after ``setup``."""
         random = generator(Purpose.PARTITION, self.seed, 3)
         return torch.randperm(self.num_clients, generator=random) % self.num_clusters
+
+    @cached_property
+    def new_clients(self) -> Tensor:
+        """Sorted ids of the newcomers: those drawn, and the wrapped ones that can't train."""
+        theirs = self.data.new_clients
+        untrained = theirs[self.num_samples("train")[theirs] == 0]
+        return torch.cat([super().new_clients, untrained]).unique()
 
     def prepare_data(self) -> None:
         """Fetch what the wrapped data need."""

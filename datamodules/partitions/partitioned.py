@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,9 @@ class PartitionedDataModule(FederatedDataModule):
             of its training samples.
         test_fraction: Share of each client's samples for testing.
         official_test: Whether the data set's own test samples stay test samples; each client gets
-            the same share of a class's test samples as of its training samples. Otherwise both are
-            pooled.
+            the same share of a class's test samples as of its training samples. A person who is a
+            client and has test samples alone is a newcomer, in addition to ``holdout_clients``.
+            Otherwise both are pooled.
         **kwargs: Further arguments of :class:`FederatedDataModule`.
 
     Raises:
@@ -144,6 +146,15 @@ class PartitionedDataModule(FederatedDataModule):
                 raise ConfigurationError(f"{name} gives client {client} a sample twice")
             checked.append(part)
         return checked
+
+    @cached_property
+    def new_clients(self) -> Tensor:
+        """Sorted ids of the newcomers: those drawn, and clients of official test samples alone."""
+        drawn = super().new_clients
+        if not self.official_test:
+            return drawn
+        tested_alone = (self.num_samples("train") == 0) & (self.num_samples("test") > 0)
+        return torch.cat([drawn, tested_alone.nonzero().flatten()]).unique()
 
     def samples(self, client: int, split: Split) -> tuple[Tensor, Tensor]:
         """See :meth:`FederatedDataModule.samples`."""

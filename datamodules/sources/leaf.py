@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -43,7 +44,9 @@ class LeafDataModule(PartitionedDataModule):
 
     LEAF's ``train/*.json`` with ``test/*.json`` are looked for in ``root`` and in ``root/data``,
     then its ``all_data/*.json``, then Hugging Face's ``*.parquet`` at any depth of ``root``. The
-    first use parses them into a cache, from which only the clients in use are read.
+    first use parses them into a cache, from which only the clients in use are read. People without
+    samples are left out, and a warning says how many. Where LEAF's split is kept and each person is
+    a client, those with test samples alone are newcomers.
 
     Args:
         root: Folder of the data set.
@@ -241,21 +244,28 @@ class LeafDataModule(PartitionedDataModule):
 
     def _read_json(self, files: _Files) -> Iterator[_Part]:
         features = self._features(files)
-        owners: dict[bool, dict[str, Path]] = {False: {}, True: {}}
+        everybody: set[str] = set()
+        sampled: set[str] = set()
         for test, paths in ((False, files.train), (True, files.test)):
+            owners: dict[str, Path] = {}
+            found: set[str] = set()
             for path in paths:
                 for name, x, y in people(path):
                     where = f"{path}: user {name!r}"
-                    if name in owners[test]:
-                        raise ConfigurationError(f"{where} is in {owners[test][name]} too")
-                    owners[test][name] = path
-                    yield name, features(x, where), _labels(y, self._num_labels, where), test
-        train, tested = owners[False], owners[True]
-        if files.test and (lone := sorted(train.keys() ^ tested.keys())):
-            name = lone[0]
-            other = "test" if name in train else "train"
-            path = (train | tested)[name]
-            raise ConfigurationError(f"{path}: user {name!r} is in no {other}/*.json")
+                    if name in owners:
+                        raise ConfigurationError(f"{where} is in {owners[name]} too")
+                    owners[name] = path
+                    if x:
+                        found.add(name)
+                        labels = _labels(y, self._num_labels, where)
+                        yield name, features(x, where), labels, test
+            if files.test and not found:
+                raise ConfigurationError(f"{paths[0].parent}/*.json: no user has samples")
+            everybody |= owners.keys()
+            sampled |= found
+        if empty := len(everybody - sampled):
+            message = f"{empty} of {len(everybody)} users have no samples and are left out"
+            warnings.warn(f"{self.root}: {message}", stacklevel=2)
 
     def _read_parquet(self, files: _Files) -> Iterator[_Part]:
         image, owner, label = self._columns
@@ -470,13 +480,17 @@ class _Images:
 
 def _pixels(rows: list[Any], where: str) -> NDArray[np.float32]:
     """Return images ``[n, 1, 28, 28]`` of rows of 784 numbers."""
-    for row in rows:
+    for position, row in enumerate(rows):
         if not isinstance(row, list) or len(row) != 784 or not {*map(type, row)} <= {int, float}:
-            raise ConfigurationError(f'{where}: each "x" must be 784 numbers')
+            has_null = isinstance(row, list) and None in row
+            null = f', but "x"[{position}][{row.index(None)}] is null' if has_null else ""
+            raise ConfigurationError(f'{where}: each "x" must be 784 numbers{null}')
     with np.errstate(over="ignore"):
         pixels = np.array(rows, dtype=np.float32)
-    if not np.isfinite(pixels).all():
-        raise ConfigurationError(f'{where}: an "x" has a number that is not finite')
+    if len(odd := np.argwhere(~np.isfinite(pixels))):
+        raise ConfigurationError(
+            f'{where}: "x"[{odd[0][0]}][{odd[0][1]}] is not finite as a float32 number'
+        )
     return pixels.reshape(-1, 1, 28, 28)
 
 
@@ -502,8 +516,9 @@ def _labels(values: list[Any], num_labels: int, where: str) -> Ints:
     allowed = set(range(num_labels))
     for value in values:
         if type(value) not in (int, float) or value not in allowed:
+            got = "null" if value is None else repr(value)
             raise ConfigurationError(
-                f"{where}: labels must be whole numbers of 0 to {num_labels - 1}, got {value!r}"
+                f"{where}: labels must be whole numbers of 0 to {num_labels - 1}, got {got}"
             )
     return np.array(values, dtype=np.int64)
 

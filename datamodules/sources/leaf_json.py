@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -11,10 +13,13 @@ from pflight.errors import ConfigurationError
 from .root import is_file
 
 _CHUNK = 8192  # bytes that are parsed at once
+_NO_NUMBER = re.compile(rb"[^-]?(-?(?:NaN|Infinity))", re.DOTALL)  # after the byte before it
 
 
 def people(path: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
     """Yield the name, ``x`` and ``y`` of one user of a JSON file after the other.
+
+    A user without samples has two empty lists.
 
     Raises:
         ConfigurationError: The file is damaged, or its parts don't fit one another.
@@ -49,11 +54,11 @@ def people(path: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
             raise ConfigurationError(
                 f'{where} has {len(x)} x and {len(y)} y, but {count} in "num_samples"'
             )
-        if not x:
-            raise ConfigurationError(f"{where} has no samples")
         yield name, x, y
-    if expected:
-        raise ConfigurationError(f'{path}: user {next(iter(expected))!r} has no "user_data"')
+    for name, count in expected.items():
+        if count:
+            raise ConfigurationError(f'{path}: user {name!r} has no "user_data"')
+        yield name, [], []
 
 
 def _parsed(path: Path, parse: Callable[..., Iterator[Any]], prefix: str) -> Iterator[Any]:
@@ -64,13 +69,75 @@ def _parsed(path: Path, parse: Callable[..., Iterator[Any]], prefix: str) -> Ite
         raise ConfigurationError(f"{path} is not there")
     try:
         with path.open("rb") as file:
-            yield from parse(_Shallow(file), prefix, use_float=True, buf_size=_CHUNK)
+            shallow = _Shallow(file)
+            yield from parse(shallow, prefix, use_float=True, buf_size=_CHUNK)
     except (OSError, ValueError, ijson.JSONError) as error:
+        found = _no_number(path, shallow.start) if isinstance(error, ijson.JSONError) else None
+        if found is not None:
+            raise ConfigurationError(f"{path}: {found}, but must be a finite number") from error
         raise ConfigurationError(f"{path} is damaged or cut off: {one_line(error)}") from error
+
+
+def _no_number(path: Path, start: int) -> str | None:
+    """Say which value is NaN or infinite: Python writes these, and the parser does not know them.
+
+    Args:
+        path: A file that can't be parsed.
+        start: Start of the chunk with the error.
+    """
+    import ijson
+
+    place: list[str | int] = []
+    with path.open("rb") as file:
+        try:
+            for event, value in ijson.basic_parse(_Slow(file, start), buf_size=_CHUNK):
+                _move(place, event, value)
+        except ijson.JSONError:
+            file.seek(max(0, file.tell() - 2))
+            if word := _NO_NUMBER.match(file.read(10)):
+                return f"{_described(place)} is {word[1].decode()}"
+    return None
+
+
+def _move(place: list[str | int], event: str, value: Any) -> None:
+    """Change the keys and positions that lead to the next value, after an event of the parser."""
+    if event == "map_key":
+        place[-1] = value
+    elif event.startswith("start"):
+        place.append(0 if event == "start_array" else "")
+    else:
+        if event.startswith("end"):
+            place.pop()
+        if place and isinstance(place[-1], int):
+            place[-1] += 1
+
+
+def _described(place: list[str | int]) -> str:
+    """Return the user and the position of a value, such as ``user 'f0001': "x"[1][5]``."""
+    user = ""
+    if place[:1] == ["user_data"] and len(place) > 2:
+        user, place = f"user {place[1]!r}: ", place[2:]
+    steps = [f"[{step}]" if isinstance(step, int) else f".{json.dumps(step)}" for step in place]
+    return user + ("".join(steps).lstrip(".") or "the file")
+
+
+class _Slow:
+    """A file that is read byte by byte after ``start``, so that an error has an exact place."""
+
+    def __init__(self, file: BinaryIO, start: int) -> None:
+        self._file = file
+        self._start = start
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes."""
+        return self._file.read(min(size, max(1, self._start - self._file.tell())))
 
 
 class _Shallow:
     """A JSON file that is read only while it is not nested deeply, which would fill the memory."""
+
+    start = 0
+    """Start of the last chunk."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -82,6 +149,7 @@ class _Shallow:
         Raises:
             ValueError: More brackets are open than any of LEAF's files has.
         """
+        self.start = self._file.tell()
         chunk = self._file.read(size)
         self._depth += sum(map(chunk.count, (b"[", b"{"))) - sum(map(chunk.count, (b"]", b"}")))
         if self._depth > 1000:

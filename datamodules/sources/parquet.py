@@ -98,6 +98,9 @@ def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[dict[str, list[
                     if None in values[name]:
                         row = first_row + values[name].index(None)
                         raise ConfigurationError(f"{path}: row {row} has no {name}")
+                    for row, value in enumerate(values[name], first_row):
+                        if isinstance(value, float) and math.isnan(value):
+                            raise ConfigurationError(f"{path}: {name} of row {row} is NaN")
                 first_row += len(batch)
                 yield values
     except ConfigurationError:

@@ -126,6 +126,12 @@ def test_a_missing_value_is_named_by_its_row(tmp_path, columns):
         list(read_parquet(path, ["label"]))
 
 
+def test_nan_is_called_nan(tmp_path):
+    path = write(tmp_path / "a.parquet", label=[1.0] * 2000 + [float("nan")])
+    with pytest.raises(ConfigurationError, match=r"a\.parquet: label of row 2000 is NaN"):
+        list(read_parquet(path, ["label"]))
+
+
 @given(keep=st.floats(0, 0.999))
 def test_a_truncated_file_is_named(tmp_path_factory, keep):
     path = write(tmp_path_factory.mktemp("cut") / "a.parquet", label=list(range(100)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from pflight.datamodules import (
     ClassesPerClient,
     Digits,
     Dirichlet,
+    KnownClusters,
     Partition,
     PartitionedDataModule,
     Samples,
@@ -111,3 +114,26 @@ def test_clients_of_chosen_samples_get_the_right_features() -> None:
         assert pairs
         assert all(x.long().item() // 7 % CLASSES == y for x, y in pairs)
         assert {int(y) for _, y in pairs} <= {1, 2}
+
+
+class OneTested(Numbered):
+    """The samples of the last of three makers are all test samples."""
+
+    def load(self) -> Samples:
+        samples = super().load()
+        assert samples.groups is not None
+        assert samples.test is not None
+        return replace(samples, test=samples.test | (samples.groups == 2))
+
+
+def test_a_client_of_official_test_samples_alone_is_a_newcomer() -> None:
+    data = OneTested(ByUser(), official_test=True)
+    data.setup()
+    assert data.new_clients.tolist() == [2]
+    assert data.train_clients.tolist() == [0, 1]
+    pooled = OneTested(ByUser())
+    pooled.setup()
+    assert len(pooled.new_clients) == 0
+    clusters = KnownClusters(data, num_clusters=2)
+    clusters.setup()
+    assert clusters.new_clients.tolist() == [2]
