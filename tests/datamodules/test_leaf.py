@@ -499,12 +499,14 @@ def agrees_with_json(root: Path, content: bytes) -> bool:
     return True
 
 
+@pytest.mark.filterwarnings("ignore:.*users have no samples")
 @given(content=ANY | near_misses())
 @settings(max_examples=150, deadline=None)
 def test_any_json_is_loaded_as_it_is_or_refused(tmp_path_factory, content):
     agrees_with_json(tmp_path_factory.mktemp("leaf"), json.dumps(content).encode())
 
 
+@pytest.mark.filterwarnings("ignore:.*users have no samples")
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_any_change_of_the_bytes_is_loaded_as_it_is_or_refused(tmp_path_factory, data):
@@ -514,6 +516,7 @@ def test_any_change_of_the_bytes_is_loaded_as_it_is_or_refused(tmp_path_factory,
     agrees_with_json(tmp_path_factory.mktemp("leaf"), changed)
 
 
+@pytest.mark.filterwarnings("ignore:.*users have no samples")
 @given(cut=st.integers(0, len(WHOLE) - 1))
 @settings(max_examples=40, deadline=None)
 def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path_factory, cut):
