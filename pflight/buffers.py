@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from tensordict import TensorDict
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .state import StateLayout
+from .updates import ClientUpdates
 
 
 def unit_vectors(module: nn.Module) -> list[str]:
@@ -55,10 +56,16 @@ class BufferWatch:
         own = {*layout.own, *layout.extra}
         self._names = {*layout.averaged, *masks} - known - own
 
-    def look(self, sent: TensorDict, returned: TensorDict, round_index: int) -> None:
-        """Compare what clients were sent and what they return, ``[C]`` each."""
-        names = sorted(self._names.intersection(sent.keys(), returned.keys()))
-        changed = [name for name in names if self._differ(sent, returned, name)]
+    def look(
+        self, clients: Tensor, sent: TensorDict, updates: ClientUpdates, round_index: int
+    ) -> None:
+        """Compare what the clients ``[C]`` were sent with what those that answered return."""
+        states = updates.states
+        names = sorted(self._names.intersection(sent.keys(), states.keys()))
+        if not names:
+            return
+        rows = torch.isin(clients, updates.clients)
+        changed = [name for name in names if self._differ(sent[name][rows], states[name])]
         if not changed:
             return
         self._names.clear()
@@ -70,6 +77,5 @@ class BufferWatch:
         )
 
     @staticmethod
-    def _differ(sent: TensorDict, returned: TensorDict, name: str) -> bool:
-        before, after = sent[name], returned[name]
+    def _differ(before: Tensor, after: Tensor) -> bool:
         return not torch.equal(before.nan_to_num(), after.nan_to_num())

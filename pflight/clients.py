@@ -433,7 +433,7 @@ class Clients(ClientWork):
         add_logs(current.logs, updates.logs)
         returned = half.sent_names if returns is None else returns
         updates = replace(updates, states=updates.states.select(*returned))
-        self.buffers.look(sent[torch.isin(clients, updates.clients)], updates.states, entry.index)
+        self.buffers.look(clients, sent, updates, entry.index)
         entry.bytes_up += half.bytes_up(updates)
         return updates
 
