@@ -25,7 +25,7 @@ def check_names(whose: str, names: Sequence[str], num_clients: int) -> Sequence[
     """
     what = f"{whose}: client_names"
     if isinstance(names, str) or not isinstance(names, Sequence):
-        raise ConfigurationError(f"{what} must be a list of names, got {_shortened(repr(names))}")
+        raise ConfigurationError(f"{what} must be a list of str, got {_shortened(repr(names))}")
     if not names:
         return ()
     if len(names) != num_clients:

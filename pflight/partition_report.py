@@ -122,7 +122,7 @@ def partition_figure(
         shown = places[:: 1 + len(places) // 31]
         axes.set_xticks(shown)
         if labels is not None:
-            axes.set_xticks(shown, [drawn(labels[i]) for i in shown], rotation=90)
+            axes.set_xticks(shown, [drawn(labels[int(i)]) for i in shown], rotation=90)
     else:
         axes.set_xticks([])
     axes.spines[["top", "right"]].set_visible(False)
