@@ -45,6 +45,7 @@ from .methods.reptile import Reptile
 from .methods.scaffold import SCAFFOLD
 from .methods.shared_part import FedRep, SharedPart
 from .methods.trimmed_kmeans import TrimmedKMeans
+from .monitors.client_table import ClientTable
 from .monitors.pictures.clusters import ClusterPlot
 from .monitors.pictures.convergence import ConvergencePlot, convergence_figure
 from .monitors.pictures.embedding import EmbeddingTrajectory
@@ -68,6 +69,7 @@ __all__ = [
     "MOON",
     "SCAFFOLD",
     "AggregationWeights",
+    "ClientTable",
     "ClusterExamples",
     "ClusterPlot",
     "ClusterSelection",

@@ -27,6 +27,7 @@ from torch.utils.data import (
 from torch.utils.data._utils import signal_handling
 
 from pflight.augmentation import Augmentation
+from pflight.client_names import check_names
 from pflight.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError, described, said_by
 from pflight.fingerprint import checksum_of
@@ -66,6 +67,7 @@ class DatasetClients(FederatedDataModule):
         val: Each client's validation samples, in the same order; ``None`` means none.
         test: Each client's test samples.
         num_classes: Number of classes, if samples have them and the client module needs it.
+        client_names: The clients' names, one for each, such as hospitals; by default none.
         batch_size: Samples in a local training batch; ``None`` means all of the client's.
         num_workers: Processes that read samples, as in a DataLoader.
         collate_fn: Makes a batch from a list of samples, as in a DataLoader.
@@ -73,8 +75,8 @@ class DatasetClients(FederatedDataModule):
         **kwargs: Further arguments of :class:`FederatedDataModule`.
 
     Raises:
-        ConfigurationError: If a list is empty or of another length, a dataset can't be counted, or
-            a ``Subset`` has samples that there are not.
+        ConfigurationError: If a list is empty or of another length, two clients have one name, a
+            dataset can't be counted, or a ``Subset`` has samples that there are not.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -91,6 +93,7 @@ class DatasetClients(FederatedDataModule):
         val: Datasets | None = None,
         test: Datasets | None = None,
         num_classes: int | None = None,
+        client_names: Sequence[str] = (),
         batch_size: int | None = 32,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -103,6 +106,8 @@ class DatasetClients(FederatedDataModule):
             raise ConfigurationError(
                 f"{type(self).__name__}: train is empty: a federation needs at least one client"
             )
+        names = check_names(type(self).__name__, client_names, self.num_clients)
+        self.client_names = names
         self.datasets: dict[Split, list[Dataset[Any]]] = {}
         self._sizes: dict[Split, Tensor] = {}
         for split, given in zip(SPLITS, (train, val, test), strict=True):
@@ -113,18 +118,21 @@ class DatasetClients(FederatedDataModule):
                     f"{type(self).__name__}: {split} has {len(datasets)} clients, but train has "
                     f"{self.num_clients}"
                 )
+            sizes = []
             for client, dataset in enumerate(datasets):
+                who = f"client {self.numbered(client)}, {split}"
                 if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
                     raise ConfigurationError(
-                        f"client {client}, {split}: {type(dataset).__name__} is not a map-style "
-                        "Dataset, which has __len__ and __getitem__"
+                        f"{who}: {type(dataset).__name__} is not a map-style Dataset, which has "
+                        "__len__ and __getitem__"
                     )
                 try:
                     _chosen(dataset)
                 except IndexError as error:
-                    raise ConfigurationError(f"client {client}, {split}: {error}") from error
+                    raise ConfigurationError(f"{who}: {error}") from error
+                sizes.append(_size(dataset, who))
             self.datasets[split] = datasets
-            self._sizes[split] = torch.tensor([_size(*one, split) for one in enumerate(datasets)])
+            self._sizes[split] = torch.tensor(sizes)
         check_range(self, "[0, inf)", num_workers=num_workers)
         self.num_workers = num_workers
         self.collate_fn = collate_fn
@@ -184,8 +192,8 @@ class DatasetClients(FederatedDataModule):
                 found = [*map(labels_of, self.batches(split, [Visit(client, None, 0, parts)]))]
             except Exception as error:  # of the user's Datasets
                 raise ConfigurationError(
-                    f"client {client} has {split} samples whose classes can't be read: "
-                    f"{described(error)}"
+                    f"client {self.numbered(client)} has {split} samples whose classes can't be "
+                    f"read: {described(error)}"
                 ) from error
             self._labels[client, split] = torch.cat(found) if found else torch.empty(0).long()
         return self._labels[client, split]
@@ -263,9 +271,9 @@ class DatasetClients(FederatedDataModule):
         return _Collated(chosen, self.collate_fn or default_collate)
 
 
-def _size(client: int, dataset: Dataset[Any], split: Split) -> int:
+def _size(dataset: Dataset[Any], who: str) -> int:
     """Return how many samples a client's dataset says that it has."""
-    who = f"client {client}, {split}: the length of {type(dataset).__name__}"
+    who = f"{who}: the length of {type(dataset).__name__}"
     try:
         size = len(dataset)  # type: ignore[arg-type]
     except Exception as error:

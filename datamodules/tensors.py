@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pflight.client_names import check_names
 from pflight.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError
 from pflight.loaders import SPLITS, Split
@@ -32,6 +33,7 @@ class TensorClients(FederatedDataModule):
         test: The same for testing.
         num_classes: Number of classes; labels are ``0 .. num_classes - 1``. ``None`` for other
             targets ``[n, ...]`` of one shape and type, which are kept as they are.
+        client_names: The clients' names, one for each, such as hospitals; by default none.
         cohort_size: Clients that train in a round; with neither this nor ``participation``, all.
         batch_size: Samples in a local training batch; ``None`` means all of the client's.
         seed: Seed of the cohorts, the newcomers and the order of the samples.
@@ -54,6 +56,7 @@ class TensorClients(FederatedDataModule):
         val: Pairs | None = None,
         test: Pairs | None = None,
         num_classes: int | None = None,
+        client_names: Sequence[str] = (),
         cohort_size: int | None = None,
         batch_size: int | None = 32,
         seed: int = 0,
@@ -71,6 +74,8 @@ class TensorClients(FederatedDataModule):
             raise ConfigurationError(
                 f"{type(self).__name__}: train is empty: a federation needs at least one client"
             )
+        names = check_names(type(self).__name__, client_names, self.num_clients)
+        self.client_names = names
         self._pairs: dict[Split, list[Pair]] = {}
         for split, pairs in zip(SPLITS, (train, val, test), strict=True):
             given = [] if pairs is None else list(pairs)
@@ -80,12 +85,12 @@ class TensorClients(FederatedDataModule):
                     f"{self.num_clients}"
                 )
             for client, pair in enumerate(given):
-                _check_form(pair, f"client {client}, {split}", num_classes)
+                _check_form(pair, f"client {self.numbered(client)}, {split}", num_classes)
             self._pairs[split] = given if num_classes is None else [*map(_with_int_labels, given)]
         x, y = self._check_shapes()
         nothing = x[:0], y[:0]
         for split, given in self._pairs.items():
-            _check_values(given, split, num_classes)
+            _check_values(given, split, num_classes, self.numbered)
             kept = [pair if pair[0].shape[0] else nothing for pair in given]
             self._pairs[split] = kept or [nothing] * self.num_clients
         self.setup()
@@ -105,13 +110,14 @@ class TensorClients(FederatedDataModule):
                 if pair[0].shape[0] == 0:
                     continue
                 if first is None:
-                    first, origin = pair, f"client {client}, {split}"
+                    first, origin = pair, f"client {self.numbered(client)}, {split}"
                 for name, own, usual in zip(compared, pair, first, strict=False):
                     if own.shape[1:] != usual.shape[1:] or own.dtype != usual.dtype:
+                        who = f"client {self.numbered(client)}, {split}"
                         raise ConfigurationError(
-                            f"client {client}, {split}: {name} are {own.dtype} of shape "
-                            f"{list(own.shape[1:])}, but those of {origin} are {usual.dtype} of "
-                            f"shape {list(usual.shape[1:])}"
+                            f"{who}: {name} are {own.dtype} of shape {list(own.shape[1:])}, but "
+                            f"those of {origin} are {usual.dtype} of shape "
+                            f"{list(usual.shape[1:])}"
                         )
         if first is None:
             raise ConfigurationError("train is empty: no client has a sample")
@@ -136,7 +142,9 @@ def _check_form(pair: Pair, name: str, num_classes: int | None) -> None:
         )
 
 
-def _check_values(pairs: Pairs, split: Split, num_classes: int | None) -> None:
+def _check_values(
+    pairs: Pairs, split: Split, num_classes: int | None, numbered: Callable[[int], str]
+) -> None:
     """Raise unless features are finite and labels in range; many clients at once, for speed."""
     for block in _blocks(pairs):
         columns = [
@@ -147,7 +155,7 @@ def _check_values(pairs: Pairs, split: Split, num_classes: int | None) -> None:
             continue
         for client, pair in block.items():
             if fault := _fault_of(*pair, num_classes):
-                raise ConfigurationError(f"client {client}, {split}: {fault}")
+                raise ConfigurationError(f"client {numbered(client)}, {split}: {fault}")
 
 
 def _blocks(pairs: Pairs) -> Iterator[dict[int, Pair]]:

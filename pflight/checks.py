@@ -26,6 +26,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch import Tensor
 
 from .checkpoint import AtomicCheckpointIO
+from .client_names import check_names
 from .data_module import FederatedDataModule
 from .errors import ConfigurationError
 from .memory import ClientMemory, MappedMemory
@@ -178,6 +179,7 @@ def check_data(data: object, client: L.LightningModule) -> FederatedDataModule:
             "a federation needs federated data: pass a pflight.datamodules.FederatedDataModule "
             f"as datamodule=, got {type(data).__name__}"
         )
+    check_names(type(data).__name__, data.client_names, data.num_clients)
     has, needs = getattr(data, "num_classes", None), getattr(client, "num_classes", None)
     if None not in (needs, has) and needs != has:
         raise ConfigurationError(

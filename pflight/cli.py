@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 
 # These imports also import their packages, whose classes are then known by their short names.
+from .callbacks.monitors.client_table import ClientTable
 from .callbacks.monitors.hparams import hparams_of_config
 from .callbacks.monitors.progress import FederationProgressBar
 from .callbacks.monitors.report import PredictionWriter, ResultTable
@@ -256,6 +257,8 @@ class FederationCLI(LightningCLI):
             defaults.append(FederationProgressBar())
         if not _any_of(callbacks, ResultTable):
             defaults.append(ResultTable())
+        if not _any_of(callbacks, ClientTable):
+            defaults.append(ClientTable())
         if self.subcommand == "predict" and not _any_of(callbacks, PredictionWriter):
             defaults.append(PredictionWriter())
         if given.enable_checkpointing is not False and not given.fast_dev_run:

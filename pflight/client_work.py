@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from .client_names import drawn
 from .data_module import FederatedDataModule
 from .engines.base import Engine, finite_rows
 from .engines.sequential import SequentialEngine
@@ -158,6 +159,14 @@ class ClientWork:
     def rounds(self) -> int:
         """How many rounds there have been."""
         return len(self.history)
+
+    def numbered(self, client: int) -> str:
+        """Return a client's number, for people, with its name if the data know it."""
+        return str(client) if self.data is None else self.data.numbered(client)
+
+    def label(self, client: int) -> str:
+        """Return the :meth:`numbered` client for a picture."""
+        return drawn(self.numbered(client))
 
     @property
     def head(self) -> Head:
@@ -378,7 +387,8 @@ class ClientWork:
 
     def failures_of(self, round_index: int, consequence: str, together: bool = True) -> Failures:
         """Return an empty set of clients that fail at something; see :class:`Failures`."""
-        return Failures(round_index, consequence, self.training.on_client_error, together)
+        how = self.training.on_client_error, together, self.numbered
+        return Failures(round_index, consequence, *how)
 
     @contextmanager
     def noting(self, failures: Failures) -> Iterator[None]:

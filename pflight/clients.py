@@ -491,8 +491,9 @@ class Clients(ClientWork):
         names = self.layout.parameters
         growth = largest_values(updates.states, names) / largest_values(starts, names).clamp(min=1)
         for row in (growth > _EXPLODED).nonzero().flatten().tolist():
+            client = self.numbered(int(updates.clients[row]))
             warnings.warn(
-                f"round {self.current.entry.index}: client {int(updates.clients[row])} exploded: "
+                f"round {self.current.entry.index}: client {client} exploded: "
                 f"its largest value has grown {float(growth[row]):.1e} times; it is taken as it is",
                 stacklevel=2,
             )

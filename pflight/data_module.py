@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from .augmentation import Augmentation
+from .client_names import numbered
 from .cohort import CohortLoader, CohortSampler, check_cohort_options
 from .errors import ConfigurationError, described
 from .fingerprint import checksum_of
@@ -74,6 +75,10 @@ class FederatedDataModule(L.LightningDataModule):
 
     clusters: Tensor | None = None
     """The true cluster of each client, ``[num_clients]``, where it is known after ``setup``."""
+
+    client_names: Sequence[str] = ()
+    """The clients' names, such as those of hospitals, one for each; empty if they have none. They
+    are shown in messages, pictures and the table of clients, and known after ``setup``."""
 
     fill = torch.tensor(0.0)
     """Pixel values outside an image ``[C, H, W]``, in a shape that expands to it."""
@@ -157,6 +162,10 @@ class FederatedDataModule(L.LightningDataModule):
                 f"unknown client {client}: the ids are 0 to {self.num_clients - 1}"
             )
 
+    def numbered(self, client: int) -> str:
+        """Return a client's number, for people, with its name if it has one: ``3 (Charité)``."""
+        return numbered(self.client_names, client)
+
     def num_samples(self, split: Split = "train") -> Tensor:
         """Return each client's number of samples, ``[num_clients]``."""
         return self._counts[split]
@@ -186,16 +195,16 @@ class FederatedDataModule(L.LightningDataModule):
         for client, y in enumerate(parts):
             if y.dim() != 1 or y.is_floating_point():
                 raise ConfigurationError(
-                    f"client {client} has no classes [n] as labels of its {split} samples, but "
-                    f"{y.dtype} of shape {list(y.shape)}"
+                    f"client {self.numbered(client)} has no classes [n] as labels of its {split} "
+                    f"samples, but {y.dtype} of shape {list(y.shape)}"
                 )
         owners = torch.arange(len(parts)).repeat_interleave(torch.tensor([*map(len, parts)]))
         labels = torch.cat(parts).to(owners)
         if (outside := (labels < 0) | (labels >= classes)).any():
             label, client = int(labels[outside][0]), int(owners[outside][0])
             raise ConfigurationError(
-                f"client {client} has the label {label} among its {split} samples, but num_classes "
-                f"is {classes}"
+                f"client {self.numbered(client)} has the label {label} among its {split} samples, "
+                f"but num_classes is {classes}"
             )
         cells = owners * classes + labels
         counts = cells.bincount(minlength=self.num_clients * classes)
@@ -236,7 +245,7 @@ class FederatedDataModule(L.LightningDataModule):
                     raise
                 except BaseException as error:  # samples() is the user's code
                     raise ConfigurationError(
-                        f"the {split} samples of client {client} can't be counted: "
+                        f"the {split} samples of client {self.numbered(client)} can't be counted: "
                         f"{described(error)}"
                     ) from error
             counts[split] = torch.tensor(sizes)
@@ -383,7 +392,8 @@ class FederatedDataModule(L.LightningDataModule):
 
     def partition_figure(self) -> Figure:
         """Draw each client's samples by class as stacked bars, all splits together."""
-        return partition_figure(self._all_class_counts(), self.new_clients)
+        labels = [*map(self.numbered, range(self.num_clients))] if self.client_names else None
+        return partition_figure(self._all_class_counts(), self.new_clients, labels)
 
     def _all_class_counts(self) -> Tensor:
         """Count the samples of all splits, ``[num_clients, num_classes]``."""

@@ -145,8 +145,8 @@ class Evaluator:
                 more = f" and {len(clients) - 1:,} others" if len(clients) > 1 else ""
                 rank_zero_warn(
                     f"round {self.clients.last_round}: {self.split}/{model}{name} of client "
-                    f"{clients[0]}{more} is undefined, NaN or infinite, and left out of that "
-                    "metric; this is said once"
+                    f"{self.clients.numbered(clients[0])}{more} is undefined, NaN or infinite, and "
+                    "left out of that metric; this is said once"
                 )
 
     def per_client(self, model: WhichModel = "") -> dict[str, Tensor]:
@@ -156,6 +156,11 @@ class Evaluator:
                 f"no model {model!r} was evaluated: model must be one of {list(self._metrics)}"
             )
         return {name: value.cpu() for name, value in self._metrics[model].per_client().items()}
+
+    @property
+    def models(self) -> tuple[WhichModel, ...]:
+        """The models that are judged."""
+        return tuple(self._metrics)
 
     @property
     def directions(self) -> Mapping[str, Direction | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 
 import torch
@@ -25,6 +25,7 @@ class Failures:
         on_client_error: ``"skip"`` or ``"raise"``.
         together: Whether all ranks will call :meth:`raise_together`; otherwise each stops by
             itself.
+        numbered: Returns a client's number for messages, with its name if it has one.
 
     Attributes:
         clients: Ids of the failed clients.
@@ -32,12 +33,18 @@ class Failures:
     """
 
     def __init__(
-        self, round_index: int, consequence: str, on_client_error: str, together: bool = True
+        self,
+        round_index: int,
+        consequence: str,
+        on_client_error: str,
+        together: bool = True,
+        numbered: Callable[[int], str] = str,
     ) -> None:
         self.round_index = round_index
         self.consequence = consequence
         self.stop = on_client_error == "raise" or torch.is_anomaly_enabled()
         self.together = together and is_distributed()
+        self.numbered = numbered
         self.clients: set[int] = set()
         self._errors: list[ClientError] = []
         self._first = ""
@@ -59,11 +66,9 @@ class Failures:
             if failure.client in self.clients:
                 continue
             self.clients.add(failure.client)
-            self._first = self._first or f"client {failure.client}: {failure.reason}"
-            failed = f"failed {doing}".rstrip()
-            message = (
-                f"round {self.round_index}: client {failure.client} {failed}: {failure.reason}"
-            )
+            client, failed = self.numbered(failure.client), f"failed {doing}".rstrip()
+            self._first = self._first or f"client {client}: {failure.reason}"
+            message = f"round {self.round_index}: client {client} {failed}: {failure.reason}"
             if not self.stop:
                 warnings.warn(f"{message}; {self.consequence}", stacklevel=2)
                 continue

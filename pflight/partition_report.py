@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .client_names import drawn, room_for
 from .loaders import Split
 from .palette import COLORS
 
@@ -52,7 +53,9 @@ def _spread(values: Tensor) -> tuple[str, str, str]:
     return str(int(values.min())), f"{median:g}", str(int(values.max()))
 
 
-def partition_figure(classes: Tensor, new_clients: Tensor) -> Figure:
+def partition_figure(
+    classes: Tensor, new_clients: Tensor, labels: Sequence[str] | None = None
+) -> Figure:
     """Draw each client's samples by class as stacked bars.
 
     More than 10 classes are drawn as 10 ranges of labels. Up to 60 clients are in the order of
@@ -62,6 +65,7 @@ def partition_figure(classes: Tensor, new_clients: Tensor) -> Figure:
     Args:
         classes: How many samples of each class each client has, ``[num_clients, num_classes]``.
         new_clients: Ids of the newcomers.
+        labels: How the clients are called; by default by their ids.
 
     Returns:
         A figure without a window, ready for a logger or ``savefig``.
@@ -86,7 +90,8 @@ def partition_figure(classes: Tensor, new_clients: Tensor) -> Figure:
     counts = counts[clients]
     pale = np.where(np.isin(clients, new_clients.numpy()), 0.35, 1.0)
 
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    below = room_for(labels) if named and labels else 0.0
+    figure = Figure(figsize=(9, 4 + below), layout="constrained")
     axes = figure.add_subplot()
     places = np.arange(len(clients))
     bottom = np.zeros(len(clients))
@@ -114,7 +119,10 @@ def partition_figure(classes: Tensor, new_clients: Tensor) -> Figure:
     axes.set_ylabel("samples")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     if named:
-        axes.set_xticks(places[:: 1 + len(places) // 31])
+        shown = places[:: 1 + len(places) // 31]
+        axes.set_xticks(shown)
+        if labels is not None:
+            axes.set_xticks(shown, [drawn(labels[int(i)]) for i in shown], rotation=90)
     else:
         axes.set_xticks([])
     axes.spines[["top", "right"]].set_visible(False)

@@ -135,7 +135,7 @@ class RunRecord:
             known = saved["fingerprint"].clone()
             known[renewed] = here["fingerprint"][renewed]
             saved = {**saved, "fingerprint": known}
-        differing = difference(saved, here) if saved and here else None
+        differing = difference(saved, here, self.clients.numbered) if saved and here else None
         if differing and not self.allow_other_data:
             raise ConfigurationError(
                 f"the checkpoint was made with other data: {differing}; give the data that the run "

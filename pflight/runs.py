@@ -26,6 +26,7 @@ CHECKPOINTS = "checkpoints"
 CONFIG = "config.yaml"
 PICTURES = "pictures"
 PREDICTIONS = "predictions.csv"
+CLIENTS = ("clients.csv", "clients.md")
 RESULTS = "results.json"
 FAILURE = "failure.json"
 LOG = "log.txt"
@@ -39,7 +40,7 @@ _MOVE = f"move it, or {_ANOTHER}"
 
 
 class RunFolder:
-    """The folder of one run: config, TensorBoard events, checkpoints, pictures, predictions.
+    """The folder of one run: config, TensorBoard events, checkpoints, pictures, tables.
 
     It also holds the clients' memory if that is kept on disk. Files of other names are neither read
     nor moved.
@@ -192,6 +193,8 @@ class RunFolder:
         if not os.path.isdir(self.path):  # pathlib raises if a name is too long
             return
         files, folders = [self.path / f".{work}{_LOCK}", *self.events()], []
+        if work == "test":
+            files += [self.path / name for name in CLIENTS]
         if work == "fit":
             replaced = [self.checkpoints / f"{name}.ckpt" for name in _NAMED]
             replaced.append(self.path / CONFIG)
@@ -353,6 +356,7 @@ class RunFolder:
             MEMORY,
             PICTURES,
             PREDICTIONS,
+            *CLIENTS,
             RESULTS,
             FAILURE,
             LOG,

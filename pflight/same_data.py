@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -37,12 +37,15 @@ def record_of(data: FederatedDataModule) -> dict[str, Any]:
     }
 
 
-def difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+def difference(
+    saved: Mapping[str, Any], here: Mapping[str, Any], numbered: Callable[[int], str] = str
+) -> str | None:
     """Return how the data of a checkpoint differ from those of this run; ``None`` if they don't.
 
     Args:
         saved: The :func:`record_of` the checkpoint's data.
         here: That of this run's data, with as many clients.
+        numbered: Returns a client's number for messages, with its name if it has one.
     """
     counts = [
         torch.stack([record["num_samples"][split].long() for split in _WORDS])
@@ -54,11 +57,12 @@ def difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
         before, now = (int(table[split, client]) for table in counts)
         more = f"; {len(others) - 1:,} other clients differ as well" if len(others) > 1 else ""
         word = list(_WORDS.values())[split]
-        return f"client {client} has {now} {word} samples, {before} in the checkpoint{more}"
+        whose = f"client {numbered(client)} has {now} {word} samples"
+        return f"{whose}, {before} in the checkpoint{more}"
     if len(others := (saved["fingerprint"] != here["fingerprint"]).nonzero().flatten()):
-        return f"the labels or the selection of samples differ for {_named(others)}"
+        return f"the labels or the selection of samples differ for {_named(others, numbered)}"
     if len(others := torch.from_numpy(np.setxor1d(saved["new_clients"], here["new_clients"]))):
-        return f"only here or only in the checkpoint {_named(others)} never train"
+        return f"only here or only in the checkpoint {_named(others, numbered)} never train"
     return None
 
 
@@ -70,8 +74,8 @@ def _small(numbers: Tensor) -> Tensor:
     return numbers.to("cpu", kind)
 
 
-def _named(clients: Tensor) -> str:
+def _named(clients: Tensor, numbered: Callable[[int], str]) -> str:
     """Name the first of some clients."""
-    names = ", ".join(map(str, clients[:_NAMED].tolist()))
+    names = ", ".join(map(numbered, clients[:_NAMED].tolist()))
     more = f" and {len(clients) - _NAMED:,} more" if len(clients) > _NAMED else ""
     return f"client{'s' if len(clients) > 1 else ''} {names}{more}"

@@ -50,6 +50,16 @@ def cell(value: Any) -> Any:
     return f"'{value}" if formula else value
 
 
+def markdown(text: str) -> str:
+    r"""Return a text as Markdown shows it in a cell of a table.
+
+    Example:
+        >>> print(markdown("A | B <i>"))
+        A \| B \<i>
+    """
+    return re.sub(r"([\\|*`<\[\]])", r"\\\1", " ".join(text.split()))
+
+
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error

@@ -57,6 +57,12 @@ class WrappedData(FederatedDataModule):
         return None if self.data.clusters is None else self.taken(self.data.clusters)
 
     @property
+    def client_names(self) -> Sequence[str]:  # type: ignore[override]
+        """The clients' names, where the wrapped data know them."""
+        names = self.data.client_names
+        return [names[self.origin(i)] for i in range(self.num_clients)] if len(names) else ()
+
+    @property
     def holds_tensors(self) -> bool:
         """Whether the wrapped data are tensors."""
         return self.data.holds_tensors

@@ -703,6 +703,20 @@ class TestEvaluation:
         monkeypatch.setattr(Federation, "predict_step", lambda *_: pytest.fail("too late"))
         assert error(capsys, "predict").endswith("run/predictions.csv: it is a folder")
 
+    def test_each_client_has_a_row_in_a_table(self, capsys):
+        pflight("test", "--ckpt_path=last")
+        assert "each client's metrics in run/clients.csv and clients.md" in capsys.readouterr().out
+        with Path("run/clients.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert [row["client"] for row in rows] == [*"012345"]
+        assert all(0 <= float(row["server/acc"]) <= 1 for row in rows)
+        assert Path("run/clients.md").read_text().count("\n") == 8
+        pflight("fit", rounds=1)
+        assert not Path("run/clients.csv").exists()
+        assert Path("run.1/clients.csv").exists()
+        Path("run/clients.md").mkdir()
+        assert "clients.md is a folder" in error(capsys, "test")
+
     def test_newcomers_have_a_row(self, capsys):
         pflight("fit", "--data.holdout_clients=0.34", rounds=1)
         pflight("test", "--data.holdout_clients=0.34", "--ckpt_path=last")

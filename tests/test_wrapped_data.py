@@ -18,7 +18,7 @@ from tests.runs import CLASSES, ENGINES, linear_client, run, samples, small_data
 
 COUNTS = 10, 4, 7, 1
 DERIVED = {
-    *("fill", "id_offset", "check_client", "setup", "summary", "partition_figure"),
+    *("fill", "id_offset", "check_client", "numbered", "setup", "summary", "partition_figure"),
     *("dataset", "client", "centralized"),
     *(f"{stage}_dataloader" for stage in ("train", "val", "test", "predict")),
 }

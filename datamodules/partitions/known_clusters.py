@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -89,6 +90,11 @@ class KnownClusters(FederatedDataModule):
     def num_classes(self) -> int:  # type: ignore[override]
         """Number of classes of the wrapped data."""
         return self.data.num_classes
+
+    @property
+    def client_names(self) -> Sequence[str]:  # type: ignore[override]
+        """Names of the clients of the wrapped data."""
+        return self.data.client_names
 
     @property
     def fill(self) -> Tensor:  # type: ignore[override]

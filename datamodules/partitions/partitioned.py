@@ -18,7 +18,7 @@ from pflight.options import check_range, checked
 from pflight.randomness import Purpose, numpy_generator
 
 from .dealing import Ints, stratified_splits
-from .partition import Partition
+from .partition import ByUser, Partition
 from .samples import Samples
 
 
@@ -95,7 +95,15 @@ class PartitionedDataModule(FederatedDataModule):
                 for split, parts in zip(SPLITS, self._deal(samples), strict=True)
             }
             self._samples, self.num_clients = samples, len(self._indices["train"])
+            if samples.names and isinstance(self.partition, ByUser):
+                self.client_names = self._names_of(samples)
         super().setup(stage)
+
+    def _names_of(self, samples: Samples) -> list[str]:
+        """Return the names of the clients' people, each of whom has a sample."""
+        assert samples.groups is not None
+        parts = zip(*self._indices.values(), strict=True)
+        return [samples.names[samples.groups[torch.cat(own)[0]]] for own in parts]
 
     def _deal(self, samples: Samples) -> tuple[list[Ints], list[Ints], list[Ints]]:
         """Return each client's positions for training, for validation and for testing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,8 @@ class Samples:
         groups: The person who made each sample ``[n]``, if the data say so.
         test: Which samples belong to the data set's own test set ``[n]``, if it has one.
         rows: The row of ``x`` of each sample ``[n]``; ``None`` means that sample ``i`` is ``x[i]``.
+        names: The names of the people, if the data know them; a sample's group is a position in
+            this list.
 
     Example:
         >>> samples = Samples(torch.zeros(4, 1, 28, 28), torch.tensor([0, 1, 2, 1]))
@@ -36,6 +39,7 @@ class Samples:
     groups: Ints | None = None
     test: Bools | None = None
     rows: Ints | None = None
+    names: Sequence[str] = ()
 
     def rows_of(self, indices: Tensor) -> Tensor:
         """Return the rows of ``x`` of the samples at some positions ``[m]``."""
@@ -50,4 +54,5 @@ class Samples:
             None if self.groups is None else self.groups[keep],
             None if self.test is None else self.test[keep],
             rows[keep],
+            self.names,
         )

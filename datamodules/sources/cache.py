@@ -11,7 +11,6 @@ import stat
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from math import ceil, prod
 from pathlib import Path
@@ -34,17 +33,6 @@ _FEATURES, _CHECKSUMS = "x.npy", "checksums.json"
 _COLUMNS = "y.npy", "groups.npy", "test.npy", "names.json"
 
 _Read = TypeVar("_Read")
-
-
-@dataclass(frozen=True)
-class CachedSamples(Samples):
-    """Samples whose features are read from a file, so that only those in use take memory.
-
-    Attributes:
-        names: The sorted names of the groups; a sample's group is a position in this list.
-    """
-
-    names: Sequence[str] = ()
 
 
 class SampleWriter:
@@ -212,8 +200,10 @@ def cached_samples(
     options: Mapping[str, Any],
     build: Callable[[SampleWriter], None],
     num_labels: int,
-) -> CachedSamples:
+) -> Samples:
     """Open the cache of some files; if there is none, build it first.
+
+    Features are read from a file, so that only those in use take memory; the names are sorted.
 
     A cache is identified by the paths of its sources, relative to ``folder``, by their sizes and
     modification times, and by the options. When the sources change, it is replaced; other options
@@ -278,7 +268,7 @@ class _Cache:
         self._num_labels = num_labels
         self.path = self._place()
 
-    def opened(self) -> CachedSamples:
+    def opened(self) -> Samples:
         """Open the cache as it is.
 
         Raises:
@@ -298,7 +288,7 @@ class _Cache:
                     f"labels {y.min()} to {y.max()}, expected 0 to {self._num_labels - 1}"
                 )
             test = test if test.any() else None
-            return CachedSamples(x, torch.from_numpy(y), groups, test, None, names)
+            return Samples(x, torch.from_numpy(y), groups, test, None, names)
         except Exception as error:  # numpy's reader raises many kinds of errors on damaged files.
             raise _DamagedError(_reason(error)) from error
 

@@ -21,12 +21,11 @@ from pflight.datamodules.partitions.partition import ByUser, Partition
 from pflight.datamodules.partitions.partitioned import PartitionedDataModule
 from pflight.datamodules.partitions.samples import Samples
 from pflight.errors import ConfigurationError
-from pflight.loaders import SPLITS
 from pflight.locks import held
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, numpy_generator
 
-from .cache import CachedSamples, SampleWriter, cached_samples
+from .cache import SampleWriter, cached_samples
 from .leaf_json import one_line, people
 from .parquet import decode_image, parquet_files, read_parquet
 from .root import absence, announce_download, check_root, is_file
@@ -106,21 +105,16 @@ class LeafDataModule(PartitionedDataModule):
         self.min_samples = min_samples
         self.dedupe_first = dedupe_first
         self._finds_test = official_test is None
-        self._names: Sequence[str] = ()
 
     @property
     def users(self) -> list[str]:
         """Names of the clients' people, in order of the clients' ids."""
-        groups = self._held().groups
-        if groups is None or not isinstance(self.partition, ByUser):
+        self._held()
+        if not self.client_names:
             raise ConfigurationError(
                 f"clients are users with partition ByUser() only, not with {self.partition}"
             )
-        first = [
-            torch.cat([self._indices[split][client] for split in SPLITS])[0]
-            for client in range(self.num_clients)
-        ]
-        return [self._names[group] for group in groups[torch.stack(first).numpy()]]
+        return [*self.client_names]
 
     def prepare_data(self) -> None:
         """Download the data set if it is not there and ``download`` allows it; build its cache."""
@@ -131,9 +125,7 @@ class LeafDataModule(PartitionedDataModule):
 
     def load(self) -> Samples:
         """See :meth:`PartitionedDataModule.load`; nothing but labels is read from the disk."""
-        cached = self._cached()
-        self._names = cached.names
-        samples = self._chosen(cached)
+        samples = self._chosen(self._cached())
         assert samples.groups is not None
         has_enough = np.bincount(samples.groups, minlength=1) >= self.min_samples
         if not has_enough.all():
@@ -202,7 +194,7 @@ class LeafDataModule(PartitionedDataModule):
             f"all_data/*.json, directly or in data/, nor *.parquet{absence(self.root)}"
         )
 
-    def _cached(self) -> CachedSamples:
+    def _cached(self) -> Samples:
         """Open the cache; build it if it is not there."""
         files = self._files()
         if files is None:

@@ -133,11 +133,15 @@ class Omniglot(PartitionedDataModule):
                 for position, member in members:
                     images[position] = self._read(archive, member)
         labels = [number[self._class_of(drawing)] for drawing in self._drawings]
-        drawers = np.array([int(number) for _, _, number in self._drawings])
         if self.drawer == "person":
             people = [f"{alphabet} {number}" for alphabet, _, number in self._drawings]
-            drawers = np.unique(people, return_inverse=True)[1]
-        return Samples(torch.from_numpy(images), torch.tensor(labels), drawers)
+            names, drawers = np.unique(people, return_inverse=True)
+        else:
+            numbers = [int(number) for _, _, number in self._drawings]
+            names, drawers = np.unique(numbers, return_inverse=True)
+            names = names.astype(str)
+        columns = torch.from_numpy(images), torch.tensor(labels), drawers
+        return Samples(*columns, names=names.tolist())
 
     def transform(self, x: Tensor) -> Tensor:
         """Scale bytes to [0, 1]."""

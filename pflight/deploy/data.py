@@ -26,6 +26,7 @@ class OwnData(WrappedData):
     """
 
     clusters = None
+    client_names = ()
 
     def __init__(self, data: FederatedDataModule, own: int, place: int, num_clients: int) -> None:
         data.check_client(own)

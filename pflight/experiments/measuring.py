@@ -17,6 +17,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from pflight.callbacks.monitors.client_table import ClientTable
 from pflight.callbacks.monitors.report import ResultTable
 from pflight.checkpoint import rounds_so_far
 from pflight.cli import FederationCLI
@@ -152,10 +153,11 @@ class ReadRun(FederationCLI):
         super().__init__(["test", config, here, "--trainer.logger=false", "--ckpt_path=last"])
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """Make the Trainer, without the table of a single test."""
+        """Make the Trainer, without the tables of a single test."""
         trainer = super().instantiate_trainer(**kwargs)
         callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks[:] = [one for one in callbacks if not isinstance(one, ResultTable)]
+        tables = ResultTable, ClientTable
+        callbacks[:] = [one for one in callbacks if not isinstance(one, tables)]
         return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:

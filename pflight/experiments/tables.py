@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from pflight.streams import one_line
+from pflight.streams import markdown, one_line
 
 DASH = "\N{EN DASH}"
 _GAP = 3  # columns of a terminal between two of a table
@@ -115,12 +115,12 @@ class Table:
 
     def to_markdown(self) -> str:
         """Return the table as Markdown, under a heading of the second level."""
-        lines = [[_markdown(column) for column in self.columns]]
+        lines = [[markdown(column) for column in self.columns]]
         lines.append(["---" if place < self.text else "---:" for place in range(len(lines[0]))])
         for row in self.rows:
-            lines.append([f"**{_markdown(c)}**" if _bold(c) else _markdown(c) for c in row])
+            lines.append([f"**{markdown(c)}**" if _bold(c) else markdown(c) for c in row])
         table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-        return f"## {_markdown(self.title)}\n\n{table}"
+        return f"## {markdown(self.title)}\n\n{table}"
 
     def to_latex(self) -> str:
         """Return the table as a float, for a document that uses the package ``booktabs``.
@@ -173,7 +173,7 @@ def html_page(title: str, body: str) -> str:
 
 def markdown_notes(notes: Sequence[str]) -> str:
     """Return sentences as a list in Markdown."""
-    return "\n".join(f"- {_markdown(note)}" for note in notes)
+    return "\n".join(f"- {markdown(note)}" for note in notes)
 
 
 def html_notes(notes: Sequence[str]) -> str:
@@ -217,11 +217,6 @@ def _marked(cell: str) -> str:
 
 def _bold(cell: str) -> bool:
     return isinstance(cell, Bold)
-
-
-def _markdown(text: str) -> str:
-    """Return a text as Markdown shows it."""
-    return re.sub(r"([\\|*`<\[\]])", r"\\\1", " ".join(text.split()))
 
 
 def _html_row(tag: str, cells: Sequence[str], text: int) -> str:

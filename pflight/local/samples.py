@@ -172,8 +172,9 @@ def usual_samples(
             failures.append(ClientFailure.of(client, error))
     if not found:
         first = failures[0]
+        whose = f"client {data.numbered(first.client)}"
         raise ConfigurationError(
-            f"the training samples of client {first.client} can't be used: {first.reason}"
+            f"the training samples of {whose} can't be used: {first.reason}"
         ) from first.error
     forms = [Form.of(samples)[:2] for samples in found]
     (form, _), *_ = Counter(forms).most_common(1)

@@ -192,7 +192,7 @@ class Setting:
         idle = clients[~self.has_batches(clients)].tolist()
         if not idle:
             return None
-        named = ", ".join(map(str, idle[:_NAMED])) + ", ..." * (len(idle) > _NAMED)
+        named = ", ".join(map(self.data.numbered, idle[:_NAMED])) + ", ..." * (len(idle) > _NAMED)
         return (
             f"{len(idle)} of {len(clients)} clients have a single sample, on which BatchNorm can't "
             f"train, and carry no weight: {named}"

@@ -720,6 +720,41 @@ class TestAggregationWeights:
             assert panel.get_title() == "second"
 
 
+class TestNames:
+    """Pictures that tell clients apart show their names beside their numbers."""
+
+    names = ("a$b$", "$\\frac$", "Charité", "d")
+
+    def test_weights(self, undrawn):
+        data, picture = small_data((5, 6, 7, 8), client_names=self.names), AggregationWeights()
+        figures = picture.figures(run(linear_client(), data, Mixing(), 1, picture))
+        for figure in figures.values():
+            figure.draw_without_rendering()
+        heatmap, evolution, bars = figures.values()
+        ticks = [t.get_text() for t in heatmap.axes[0].get_yticklabels()]
+        assert ticks[1:3] == ["1 (\\$\\frac\\$)", "2 (Charité)"]
+        assert "client 0 (a\\$b\\$), itself" in legend(evolution)
+        assert "client 2 (Charité)" in legend(bars)
+        assert bars.axes[0].get_ylabel() == "weight for client 0 (a\\$b\\$)"
+
+    def test_examples(self, undrawn):
+        picture, data = ClusterExamples(), image_data(client_names=self.names)
+        module = run(image_client(), data, FeSEM(1), 1, picture)
+        (figure,) = picture.figures(module).values()
+        figure.draw_without_rendering()
+        assert "2 (Charité)" in [t.get_text() for t in figure.axes[0].get_yticklabels()]
+
+    def test_embedding(self):
+        label = ["0 (a)", "1 (b)", "2 (c)"].__getitem__
+        figure = embedding_figure(torch.randn(2, 3, 4), range(2), torch.arange(3), label=label)
+        assert legend(figure) == ["0 (a)", "1 (b)", "2 (c)"]
+
+    def test_partition(self):
+        figure = image_data(client_names=self.names).partition_figure()
+        figure.draw_without_rendering()
+        assert figure.axes[0].get_xticklabels()[2].get_text() == "2 (Charité)"
+
+
 def test_the_palette_is_told_apart():
     assert len({*COLORS, FAINT}) == len(COLORS) + 1
     assert len({point_style(index) for index in range(KINDS)}) == KINDS

@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pflight.datamodules.sources.cache import CachedSamples, SampleWriter, cached_samples
+from pflight.datamodules.partitions.samples import Samples
+from pflight.datamodules.sources.cache import SampleWriter, cached_samples
 from pflight.errors import ConfigurationError
 
 X = np.arange(24, dtype=np.float32).reshape(6, 2, 2)
@@ -38,14 +39,14 @@ def refuse(_writer: SampleWriter) -> None:
     raise AssertionError("the cache is built again")
 
 
-def opened(folder: Path, build=refuse, **options) -> CachedSamples:
+def opened(folder: Path, build=refuse, **options) -> Samples:
     source = folder / "source.json"
     if not source.exists():
         source.touch()
     return cached_samples(folder / "cache", "data", [source], options, build, num_labels=12)
 
 
-def features(samples: CachedSamples) -> torch.Tensor:
+def features(samples: Samples) -> torch.Tensor:
     return samples.x[torch.arange(len(samples.y))]
 
 
@@ -53,7 +54,7 @@ def caches(folder: Path) -> list[Path]:
     return [path for path in (folder / "cache").iterdir() if path.is_dir()]
 
 
-def check(samples: CachedSamples) -> None:
+def check(samples: Samples) -> None:
     assert torch.equal(features(samples), torch.from_numpy(X))
     assert samples.y.tolist() == Y.tolist()
     assert [samples.names[group] for group in samples.groups] == ["zoe"] * 2 + ["adam"] * 3 + [
@@ -175,7 +176,7 @@ def test_a_moved_folder_keeps_its_cache(tmp_path):
 
 
 def test_two_data_sets_may_share_a_folder_of_caches(tmp_path, monkeypatch):
-    def opened(name: str, build) -> CachedSamples:
+    def opened(name: str, build) -> Samples:
         sources = [tmp_path / name / "train" / "a.json"]
         return cached_samples(tmp_path / "cache", "data", sources, {}, build, 10)
 
@@ -231,7 +232,7 @@ def write_large(writer: SampleWriter) -> None:
     writer.add(LARGE, np.arange(1000) % 10, "zoe")
 
 
-def check_large(samples: CachedSamples) -> None:
+def check_large(samples: Samples) -> None:
     for rows in torch.randperm(1000, generator=torch.manual_seed(0)).split(100):
         assert np.array_equal(samples.x[rows].numpy(), LARGE[rows])
 

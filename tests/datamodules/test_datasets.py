@@ -291,6 +291,7 @@ def test_omniglot_has_a_client_for_each_drawer(omniglot):
     data.setup()
     assert data.num_clients == 4
     assert data.num_samples().tolist() == [4] * 4
+    assert data.client_names == ["1", "2", "3", "4"]
     x, y = data.samples(1, "train")
     assert y.tolist() == [0, 1, 2, 3]
     assert x.shape == (4, 1, 7, 7)
@@ -305,6 +306,8 @@ def test_omniglots_drawers_may_be_people_of_one_alphabet(omniglot):
     data.setup()
     assert data.num_clients == 8
     assert data.class_counts().tolist() == 4 * [[1, 1, 0, 0]] + 4 * [[0, 0, 1, 1]]
+    assert data.client_names[0].endswith(" 01")
+    assert len(set(data.client_names)) == 8
     number = Omniglot(str(omniglot), val_fraction=0, test_fraction=0)
     number.setup()
     both = torch.cat([data.samples(0, "train")[0], data.samples(4, "train")[0]])

@@ -82,7 +82,7 @@ def opened(root: Path, **options) -> LeafFEMNIST:
 
 def test_leafs_split_is_kept_and_the_numbers_are_the_files(femnist):
     data = opened(femnist, val_fraction=0)
-    assert data.users == ["f0000", "f0001", "f0002"]
+    assert data.users == data.client_names == ["f0000", "f0001", "f0002"]
     assert data.num_clients == 3
     for client, user in enumerate(data.users):
         same(data, client, TRAIN[user], "train")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from dataclasses import replace
@@ -73,6 +74,14 @@ class TestRun:
         assert len(outcome.newcomers) == 1
         assert sorted(outcome.newcomers + outcome.clients) == [0, 1, 2, 3]
         assert_same_weights(Path(task.folder), tmp_path / "run")
+
+    def test_its_table_of_clients_is_of_the_round_that_is_compared(self, made):
+        _, task, outcome = made
+        with Path(task.folder, "clients.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        found = [float(rows[client]["acc"]) for client in outcome.clients]
+        assert found == outcome.chosen.per_client["acc"]
+        assert rows[outcome.newcomers[0]]["newcomer"] == "yes"
 
     def test_continues_and_is_tested_by_the_ordinary_commands(self, made, capfd):
         _, task, outcome = made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from pflight.client_names import room_for
 from pflight.cohort import sample_clients
 from pflight.distributed import gather, owned
 from pflight.errors import ConfigurationError
@@ -131,7 +132,8 @@ class EmbeddingTrajectory(Picture):
         for name, count in (names or {"embedding": last + 1}).items():
             if seen := [index for index in self._features if index < count]:
                 features = torch.stack([self._features[index] for index in seen])
-                figures[name] = embedding_figure(features, seen, self._clients, self.color, seed)
+                how = self.color, seed, federation.clients.label
+                figures[name] = embedding_figure(features, seen, self._clients, *how)
         return figures
 
     def state_dict(self) -> dict[str, Any]:
@@ -188,6 +190,7 @@ def embedding_figure(
     clients: Tensor,
     color: Color = "client",
     seed: int = 0,
+    label: Callable[[int], str] = str,
 ) -> Figure:
     """Draw the clients' average features in two dimensions by t-SNE.
 
@@ -197,6 +200,7 @@ def embedding_figure(
         clients: The clients' ids ``[C]``.
         color: ``client``, with later rounds darker, or ``round``.
         seed: Seed of t-SNE.
+        label: Returns how a client is called in the legend.
 
     Returns:
         A figure without a window, ready for a logger or ``savefig``. A thin line follows each
@@ -207,7 +211,9 @@ def embedding_figure(
 
     points = _tsne(features, seed)
     times = np.asarray(rounds)
-    figure = new_figure()
+    in_legend = color == "client" and len(clients) <= _MOST_IN_LEGEND
+    names = [*map(label, clients.tolist())] if in_legend else [""]
+    figure = new_figure(7.0 + room_for(names) * (1 + (len(clients) - 1) // 20))
     axes = figure.add_subplot()
     if color == "client":
         shades = np.linspace(1.0, _PALEST, len(times))[::-1]
@@ -217,11 +223,12 @@ def embedding_figure(
             x, y = points[:, c].T
             axes.plot(x, y, color=style, alpha=0.4, **_PATHS)
             axes.scatter(x, y, c=[(style, a) for a in shades], marker=marker, **_POINTS)
-            named.append(_key(str(client), style, marker))
-            if len(clients) > _MOST_IN_LEGEND:
+            if in_legend:
+                named.append(_key(names[c], style, marker))
+            else:
                 for place in points[np.isfinite(x), c][-1:]:
                     axes.annotate(str(client), place, **_ID)
-        if len(clients) <= _MOST_IN_LEGEND:
+        if in_legend:
             columns = 1 + (len(clients) - 1) // 20
             figure.legend(
                 handles=named,

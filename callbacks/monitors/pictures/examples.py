@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pflight.client_names import room_for
 from pflight.cohort import sample_clients
 from pflight.data_module import FederatedDataModule
 from pflight.federation import Federation
@@ -77,10 +78,11 @@ class ClusterExamples(RepeatedPicture):
         }
         if not blocks:
             return {}
+        label = federation.clients.label
         if assignments is None:
-            return {"examples": examples_figure(blocks)}
+            return {"examples": examples_figure(blocks, label=label)}
         counts = dict(zip(values.tolist(), sizes.tolist(), strict=True))
-        return {"examples": examples_figure(blocks, counts)}
+        return {"examples": examples_figure(blocks, counts, label)}
 
     def _block(self, federation: Federation, members: Tensor) -> dict[int, Tensor]:
         shown = sample_clients(members, self.per_cluster, federation.clients.seed)
@@ -99,7 +101,9 @@ def is_image(sample: Tensor) -> bool:
 
 
 def examples_figure(
-    blocks: Mapping[int, Mapping[int, Tensor]], sizes: Mapping[int, int] | None = None
+    blocks: Mapping[int, Mapping[int, Tensor]],
+    sizes: Mapping[int, int] | None = None,
+    label: Callable[[int], str] = str,
 ) -> Figure:
     """Show images by cluster and client.
 
@@ -110,6 +114,7 @@ def examples_figure(
         blocks: For each cluster, for each client, images ``[n, H, W]``, ``[n, 1, H, W]`` or
             ``[n, 3, H, W]``; at least one image in all.
         sizes: The number of clients in each cluster, for the titles; ``None`` for no titles.
+        label: Returns how a client is called.
 
     Returns:
         A figure without a window, ready for a logger or ``savefig``.
@@ -121,7 +126,8 @@ def examples_figure(
     columns = min(len(blocks), max(1, math.ceil(math.sqrt(len(blocks) * down / across))))
     lines = math.ceil(len(blocks) / columns)
     title = 0.0 if sizes is None else 0.27
-    width = columns * (across * _INCHES + 0.35) + 0.25
+    aside = 0.35 + room_for(label(client) for block in blocks.values() for client in block)
+    width = columns * (across * _INCHES + aside) + 0.25
     figure = new_figure(width, lines * (down * _INCHES + title + 0.08))
     grid = figure.subplots(lines, columns, squeeze=False).flatten()
     for axes in grid[len(blocks) :]:
@@ -131,7 +137,7 @@ def examples_figure(
         mosaic = _mosaic(tiles, down, across)
         height = len(mosaic) / down
         axes.imshow(mosaic, interpolation="nearest")
-        axes.set_yticks(height * (np.arange(len(block)) + 0.5) - 0.5, [str(c) for c in block])
+        axes.set_yticks(height * (np.arange(len(block)) + 0.5) - 0.5, [*map(label, block)])
         axes.set_xticks([])
         axes.tick_params(length=0, pad=2)
         axes.spines[:].set_visible(False)

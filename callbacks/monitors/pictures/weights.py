@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pflight.client_names import room_for
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.options import check_range, checked
@@ -120,12 +121,14 @@ class AggregationWeights(RepeatedPicture):
         """Return the heatmap, the weights over rounds and the bars."""
         past = torch.stack(list(self._past.values()))
         rounds, names = list(self._past), list(self._matrices)
+        label = federation.clients.label
+        whose = self.client, label
         return {
-            "weights/heatmap": heatmap_figure(self._matrices, self._shown.tolist()),
+            "weights/heatmap": heatmap_figure(self._matrices, self._shown.tolist(), label),
             f"weights/client-{self.client}-evolution": evolution_figure(
-                past, rounds, names, self.client
+                past, rounds, names, *whose
             ),
-            f"weights/client-{self.client}-layers": bars_figure(past[-1], names, self.client),
+            f"weights/client-{self.client}-layers": bars_figure(past[-1], names, *whose),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,13 +140,16 @@ class AggregationWeights(RepeatedPicture):
         self._past = unstacked(state_dict["past"])
 
 
-def heatmap_figure(matrices: Mapping[str, Tensor], clients: Sequence[int]) -> Figure:
+def heatmap_figure(
+    matrices: Mapping[str, Tensor], clients: Sequence[int], label: Callable[[int], str] = str
+) -> Figure:
     """Draw a matrix of weights for each layer.
 
     Args:
         matrices: For each layer, weights ``[C, C]``; row ``i`` is how much client ``i`` takes from
             each of the clients.
         clients: Their ids, ``C`` of them.
+        label: Returns how a client is called.
 
     Returns:
         A figure without a window, ready for a logger or ``savefig``. All panels have the same
@@ -151,17 +157,20 @@ def heatmap_figure(matrices: Mapping[str, Tensor], clients: Sequence[int]) -> Fi
     """
     from matplotlib.colors import PowerNorm
 
-    figure, panels, _ = _panels(len(matrices), 2.9, 2.8, aside=1.0)
     highest = max(_highest(matrix) for matrix in matrices.values())
     step = next(s for s in (1, 2, 5, 10, 20, 50, len(clients)) if len(clients) <= 8 * s)
     places = range(0, len(clients), step)
-    names = [str(clients[place]) for place in places]
+    names = [label(clients[place]) for place in places]
+    room = room_for(names)
+    figure, panels, _ = _panels(len(matrices), 2.9 + room, 2.8 + room, aside=1.0)
     for axes, (layer, matrix) in zip(panels, matrices.items(), strict=True):
         image = axes.imshow(matrix.numpy(), cmap="cividis", norm=PowerNorm(0.5, 0.0, highest))
         axes.set_title(layer, fontsize="medium")
         axes.set_xticks(places, names)
         axes.set_yticks(places, names)
         axes.tick_params(length=2, labelsize="small")
+        if room:
+            axes.tick_params(axis="x", rotation=90)
     figure.supxlabel("client whose layer is taken", fontsize="medium")
     figure.supylabel("client that takes it", fontsize="medium")
     figure.colorbar(image, ax=panels, label="weight", aspect=30, shrink=0.9)
@@ -169,7 +178,11 @@ def heatmap_figure(matrices: Mapping[str, Tensor], clients: Sequence[int]) -> Fi
 
 
 def evolution_figure(
-    weights: Tensor, rounds: Sequence[int], layers: Sequence[str], client: int
+    weights: Tensor,
+    rounds: Sequence[int],
+    layers: Sequence[str],
+    client: int,
+    label: Callable[[int], str] = str,
 ) -> Figure:
     """Draw one client's weights over rounds, a panel for each layer.
 
@@ -178,6 +191,7 @@ def evolution_figure(
         rounds: The rounds' numbers, ``R`` of them.
         layers: The layers' names, ``L`` of them.
         client: The client.
+        label: Returns how a client is called.
 
     Returns:
         A figure without a window, ready for a logger or ``savefig``. The client itself, in front,
@@ -188,7 +202,8 @@ def evolution_figure(
     from matplotlib.ticker import MaxNLocator
 
     named = _heaviest(weights[-1], client)
-    figure, panels, columns = _panels(len(layers), 2.6, 2.4, 2.2, share=True)
+    aside = 2.2 + room_for(map(label, named))
+    figure, panels, columns = _panels(len(layers), 2.6, 2.4, aside, share=True)
     values = weights.numpy()
     others = np.setdiff1d(np.arange(values.shape[2]), named)
     for position, axes in enumerate(panels):
@@ -203,7 +218,7 @@ def evolution_figure(
                 values[:, position, other],
                 linewidth=2.2 if other == client else 1.3,
                 zorder=3 if other == client else 2,
-                label=_name(other, client),
+                label=_name(other, client, label),
                 **line_style(place, len(rounds)),
             )
         axes.set_title(layers[position], fontsize="medium")
@@ -215,18 +230,21 @@ def evolution_figure(
     for axes in panels[-columns:]:  # also above an empty panel
         axes.tick_params(labelbottom=True)
     figure.supxlabel("round", fontsize="medium")
-    figure.supylabel(f"weight for client {client}", fontsize="medium")
+    figure.supylabel(f"weight for client {label(client)}", fontsize="medium")
     _legend(figure, panels[0], reverse=False)
     return figure
 
 
-def bars_figure(weights: Tensor, layers: Sequence[str], client: int) -> Figure:
+def bars_figure(
+    weights: Tensor, layers: Sequence[str], client: int, label: Callable[[int], str] = str
+) -> Figure:
     """Draw one client's weights of all clients' layers as stacked bars, one bar per layer.
 
     Args:
         weights: Weights ``[L, num_clients]``.
         layers: The layers' names, ``L`` of them.
         client: The client; its own weight is at the bottom.
+        label: Returns how a client is called.
 
     Returns:
         A figure without a window, ready for a logger or ``savefig``. All but the five clients with
@@ -234,20 +252,20 @@ def bars_figure(weights: Tensor, layers: Sequence[str], client: int) -> Figure:
     """
     named = _heaviest(weights, client)
     values = weights.numpy()
-    parts = {_name(other, client): values[:, other] for other in named}
+    parts = {_name(other, client, label): values[:, other] for other in named}
     if rest := values.shape[1] - len(named):
         parts[_others(rest)] = values.sum(axis=1) - sum(parts.values())
-    figure = new_figure()
+    figure = new_figure(7.0 + room_for(map(label, named)))
     axes = figure.add_subplot()
     bottom = np.zeros(len(layers))
     colors = [*COLORS[: len(named)], FAINT]
-    for color, hatch, (label, heights) in zip(colors, _HATCHES, parts.items(), strict=False):
+    for color, hatch, (name, heights) in zip(colors, _HATCHES, parts.items(), strict=False):
         axes.bar(
             layers,
             heights,
             bottom=bottom,
             width=0.7,
-            label=label,
+            label=name,
             color=color,
             hatch=hatch,
             edgecolor="white",
@@ -255,7 +273,7 @@ def bars_figure(weights: Tensor, layers: Sequence[str], client: int) -> Figure:
         )
         bottom += heights
     axes.set_xlabel("layer")
-    axes.set_ylabel(f"weight for client {client}")
+    axes.set_ylabel(f"weight for client {label(client)}")
     axes.set_xlim(-0.6, len(layers) - 0.4)
     axes.set_ylim(0.0, 1.02)
     if max(map(len, layers)) * len(layers) > 50:
@@ -293,8 +311,8 @@ def _highest(weights: Tensor) -> float:
     return float(weights[weights.isfinite()].max()) if weights.isfinite().any() else 1.0
 
 
-def _name(other: int, client: int) -> str:
-    return f"client {other}, itself" if other == client else f"client {other}"
+def _name(other: int, client: int, label: Callable[[int], str]) -> str:
+    return f"client {label(other)}{', itself' if other == client else ''}"
 
 
 def _others(count: int) -> str:
