@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -22,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 
 # These imports also import their packages, whose classes are then known by their short names.
+from .built import built
 from .callbacks.monitors.hparams import hparams_of_config
 from .callbacks.monitors.progress import FederationProgressBar
 from .callbacks.monitors.report import PredictionWriter, ResultTable
@@ -219,6 +221,9 @@ class FederationCLI(LightningCLI):
         Raises:
             ConfigurationError: If a class can't be made with its options.
         """
+        with warnings.catch_warnings():  # jsonargparse 4.53 has another way
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.parser.add_instantiator(built, object)
         try:
             super().instantiate_classes()
         except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:

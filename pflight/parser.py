@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .augmentation import Augmentation
+from .built import UNEXPECTED, cause_of
 from .config_files import groups_in
 from .datamodules.partitions.partition import Partition
 from .errors import ConfigurationError, UnknownOptionError
@@ -79,7 +80,6 @@ _UNKNOWN_CLASSES = (
 _ANNOTATED = re.compile(r"Expected '([^']+)' to be a function that returns <class '(\w+)'>\.?")
 _ANNOTATE = r"\1 must say that it returns \2: def \1(...) -> \2"
 _NO_VALUE = re.compile(r"(?<=argument )--\S+(?=: expected one argument)")
-_UNEXPECTED = re.compile(r".* got an unexpected keyword argument '(?P<name>\w+)'.*")
 
 
 class FederationParser(LightningArgumentParser):
@@ -223,7 +223,7 @@ class _Complaint(NamedTuple):
 
 
 def refusal(error: BaseException, config: Namespace) -> str | None:
-    """Return in one line why a class rejects its options; ``None`` for a bug in the class.
+    """Return in one line why the Trainer, or what makes a class, rejects its options.
 
     jsonargparse's own message is about all types that a value could have; its cause is the error of
     the first of them.
@@ -231,20 +231,21 @@ def refusal(error: BaseException, config: Namespace) -> str | None:
     Args:
         error: What was raised when the classes of a run were made.
         config: The configuration of the run.
+
+    Returns:
+        The line, or ``None`` if there is a clear message already, or for a bug.
     """
     root, name = error, None
-    while root.__cause__ is not None:
+    while not isinstance(root, MisconfigurationException) and root.__cause__ is not None:
         made = re.search(r"Given value: Namespace\(class_path='([^']+)'", str(root))
         root, name = root.__cause__, made[1] if made else name
     if isinstance(root, MisconfigurationException):
-        return None  # its message is clear by itself
-    if unexpected := _UNEXPECTED.fullmatch(str(root)):
+        return None
+    if unexpected := UNEXPECTED.fullmatch(str(root)):
         for option, spec in specs(config):
             if unexpected["name"] in (spec.get("dict_kwargs") or {}):
                 return no_option(f"{option}.dict_kwargs.{unexpected['name']}", ())
-    if name and not isinstance(root, ImportError | OSError | RuntimeError | ValueError):
-        return None
-    return f"{name or 'trainer'}: {' '.join(str(root).split())}"
+    return f"{name or 'trainer'}: {cause_of(root)}"
 
 
 def _with_whole_name(message: str, args: Sequence[str]) -> str:

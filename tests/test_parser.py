@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import yaml
+from lightning.pytorch.loggers import CSVLogger
 
 from pflight.cli import main
 from tests.pages import DIGITS
@@ -241,16 +244,106 @@ class Refuses(L.LightningDataModule):
         super().__init__()
         if size < 1:
             raise ValueError(f"size is {size},\nwhich is too small")
-        if size > 9:
-            raise KeyError("a bug")
 
 
-def test_own_classes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "own_data", sys.modules[__name__])
-    monkeypatch.setattr(Refuses, "__module__", "own_data")
-    said = refused(capsys, "--data=own_data.Refuses", "--data.init_args.size=0")
-    assert said == "own_data.Refuses: size is 0, which is too small"
-    said = refused(capsys, "--data=own_data.Refuses", "--data.sise=0")
+class OddError(Exception):
+    """An exception of somebody's own."""
+
+
+def fails(with_: str) -> None:
+    """Fail as classes do whose authors did not think of it."""
+    errors: dict[str, Callable[[], object]] = {
+        "key": lambda: {}["cards"],
+        "index": lambda: [][3],
+        "stop": lambda: next(iter(())),
+        "file": lambda: open("nowhere/cards.csv"),  # noqa: SIM115
+        "import": lambda: import_module("nowhere"),
+        "type": lambda: len(3),  # type: ignore[arg-type]
+        "attribute": lambda: None.cards,  # type: ignore[attr-defined]
+        "zero": lambda: 1 // 0,
+    }
+    if with_ == "assert":
+        raise AssertionError
+    if with_ == "value":
+        raise ValueError
+    if with_ == "own":
+        raise OddError("odd")
+    errors[with_]()
+
+
+class FailingData(L.LightningDataModule):
+    def __init__(self, with_: str) -> None:
+        super().__init__()
+        fails(with_)
+
+
+class FailingModule(L.LightningModule):
+    def __init__(self, with_: str) -> None:
+        super().__init__()
+        fails(with_)
+
+
+class FailingCallback(L.Callback):
+    def __init__(self, with_: str) -> None:
+        fails(with_)
+
+
+class FailingLogger(CSVLogger):
+    def __init__(self, with_: str) -> None:
+        fails(with_)
+
+
+@pytest.fixture
+def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This file as the module ``own_parts``."""
+    monkeypatch.setitem(sys.modules, "own_parts", sys.modules[__name__])
+    for kind in (Refuses, FailingData, FailingModule, FailingCallback, FailingLogger):
+        monkeypatch.setattr(kind, "__module__", "own_parts")
+
+
+@pytest.mark.usefixtures("own_parts")
+def test_own_classes(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "--data=own_parts.Refuses", "--data.init_args.size=0")
+    assert said == "own_parts.Refuses: size is 0, which is too small"
+    said = refused(capsys, "--data=own_parts.Refuses", "--data.sise=0")
     assert said == "there is no option data.sise: did you mean data.size?"
-    with pytest.raises(ValueError, match="Union"):
-        main(["fit", "--config", DIGITS, "--data=own_data.Refuses", "--data.size=10"])
+
+
+FAILURES = [
+    ("key", "KeyError: 'cards' (test_parser.py, line "),
+    ("index", "IndexError: list index out of range (test_parser.py, line "),
+    ("stop", "StopIteration (test_parser.py, line "),
+    ("assert", "AssertionError (test_parser.py, line "),
+    ("value", "ValueError (test_parser.py, line "),
+    ("type", "TypeError: object of type 'int' has no len() (test_parser.py, line "),
+    ("attribute", "AttributeError: 'NoneType' object has no attribute 'cards' (test_parser.py, "),
+    ("zero", "ZeroDivisionError: integer division or modulo by zero (test_parser.py, line "),
+    ("own", "OddError: odd (test_parser.py, line "),
+    ("file", "[Errno 2] No such file or directory: 'nowhere/cards.csv'"),
+    ("import", "No module named 'nowhere'"),
+]
+
+
+@pytest.mark.parametrize(("with_", "cause"), FAILURES)
+@pytest.mark.usefixtures("own_parts")
+def test_own_classes_that_fail(with_: str, cause: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "--data=own_parts.FailingData", f"--data.with_={with_}")
+    assert said.startswith(f"own_parts.FailingData: {cause}")
+
+
+@pytest.mark.parametrize(
+    ("option", "kind"),
+    [
+        ("model", "FailingModule"),
+        ("model.client", "FailingModule"),
+        ("trainer.callbacks", "FailingCallback"),
+        ("trainer.logger", "FailingLogger"),
+    ],
+)
+@pytest.mark.parametrize(("with_", "cause"), [FAILURES[0], FAILURES[2]])
+@pytest.mark.usefixtures("own_parts")
+def test_the_class_that_fails_is_named(
+    option: str, kind: str, with_: str, cause: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, f"--{option}=own_parts.{kind}", f"--{option}.with_={with_}")
+    assert said.startswith(f"own_parts.{kind}: {cause}")
