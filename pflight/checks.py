@@ -46,17 +46,22 @@ _OF_ONE_MODEL = (
 """Callbacks that copy, change or watch the one model that a Trainer trains."""
 
 
-def check_trainer(trainer: L.Trainer) -> None:
-    """Raise on Trainer options that have no meaning for a federation."""
+def check_trainer(trainer: L.Trainer, client: L.LightningModule) -> None:
+    """Raise on Trainer options that have no meaning for a federation of such clients."""
+    name = type(client).__name__
     if trainer.gradient_clip_val is not None:
+        remedy = (
+            f"give it to {name} (--model.client.gradient_clip_val)"
+            if hasattr(client, "gradient_clip_val")
+            else f"let {name} define configure_gradient_clipping(), which calls clip_gradients()"
+        )
         raise ConfigurationError(
-            "gradient_clip_val is an option of the client, not of the Trainer: set it in "
-            "Classifier(gradient_clip_val=...) (--model.client.init_args.gradient_clip_val)"
+            f"gradient_clip_val is an option of the client, not of the Trainer: {remedy}"
         )
     if trainer.accumulate_grad_batches != 1:
         raise ConfigurationError(
-            "accumulate_grad_batches has no meaning for rounds: set the data's batch_size, or "
-            "accumulate in a client with manual optimization"
+            "accumulate_grad_batches has no meaning for rounds: set the data's batch_size, or let "
+            f"{name} set automatic_optimization = False and step its optimizer in training_step()"
         )
     environment = getattr(trainer.strategy, "cluster_environment", None)
     alone = isinstance(environment, LightningEnvironment) and environment.main_address in _HERE
