@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .augmentation import Augmentation
 from .built import UNEXPECTED, cause_of
+from .by_class import split
 from .config_files import groups_in
 from .datamodules.partitions.partition import Partition
 from .errors import ConfigurationError, UnknownOptionError
@@ -128,10 +129,10 @@ class FederationParser(LightningArgumentParser):
             args = [re.sub("(^|=)None$", r"\1null", arg) for arg in args]
         return super().parse_args(args, *more, **options)
 
-    def parse_run(
-        self, args: Sequence[str], commands: Mapping[str, LightningArgumentParser]
-    ) -> Namespace:
+    def parse_run(self, args: Sequence[str], commands: Mapping[str, FederationParser]) -> Namespace:
         """Parse the arguments of a run.
+
+        Options of a callback by its class are set last, whatever their place on the line.
 
         Args:
             args: The arguments.
@@ -141,8 +142,30 @@ class FederationParser(LightningArgumentParser):
             UnknownOptionError: There is no option of that name.
             ConfigurationError: An argument is wrong.
         """
+        args, by_class = split(args)
+        shown = [arg for arg in args if by_class and arg.startswith("--print_config")]
+        config = self._parsed([arg for arg in args if arg not in shown], commands)
+        if by_class:
+            parser = commands[config.subcommand]
+
+            def parse(args: list[str], config: Namespace) -> Namespace:
+                return parser._parsed(args, {}, namespace=config, defaults=False)
+
+            for option in by_class:
+                option.put(config[config.subcommand], parse)
+            if shown:
+                self.parse_args([config.subcommand, *shown], namespace=config)
+        return config
+
+    def _parsed(
+        self,
+        args: Sequence[str],
+        commands: Mapping[str, FederationParser],
+        **options: Any,
+    ) -> Namespace:
+        """Parse arguments, and explain an error with the options that ``commands`` have."""
         try:
-            return self.parse_args(args)
+            return self.parse_args(args, **options)
         except ArgumentError as error:
             complaint = _complaint(_with_whole_name(str(error), args))
             reason = complaint.in_words()
@@ -152,13 +175,13 @@ class FederationParser(LightningArgumentParser):
             if others:
                 reason = f"there are no options {', '.join([option, *others])}"
             else:
-                known = [*complaint.siblings, *self._options(args, option, commands)]
-                known += OF_THE_PARSER
+                known = [*complaint.siblings, *OF_THE_PARSER]
+                known += self._options(args, option, commands) if commands else []
                 reason = too_early(option) if option in known else no_option(option, known)
             raise UnknownOptionError(reason, [option, *others]) from error
 
     def _options(
-        self, args: Sequence[str], option: str, commands: Mapping[str, LightningArgumentParser]
+        self, args: Sequence[str], option: str, commands: Mapping[str, FederationParser]
     ) -> list[str]:
         """Return the names of a run's options, after removing the unknown ones."""
         args = [arg for arg in args if not re.match(r"--(print_config|help|.*\.help)|-h$", arg)]
@@ -415,7 +438,7 @@ def _names(value: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _unknown(
-    first: str | None, args: Sequence[str], commands: Mapping[str, LightningArgumentParser]
+    first: str | None, args: Sequence[str], commands: Mapping[str, FederationParser]
 ) -> list[str]:
     """Return the first unknown option, and the unknown top-level names in config files."""
     groups = {name for parser in commands.values() for name in vars(parser.get_defaults())}

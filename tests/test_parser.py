@@ -231,6 +231,98 @@ def test_one_line_on_arguments(
     assert message in refused(capsys, *args)
 
 
+TWO = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/macro_acc"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
+    """Return the configuration of a fit of the quickstart."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", "--config", DIGITS, *args, "--print_config"])
+    shown = capsys.readouterr()
+    assert not exit_.value.code, shown.err
+    return yaml.safe_load(shown.out)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        [*TWO, "--trainer.callbacks.FeSEM.num_clusters=3"],
+        [*TWO, "--trainer.callbacks.FeSEM.num_clusters", "3"],
+        ["--trainer.callbacks.FeSEM.num_clusters=3", *TWO],
+        ["--config=later.yaml", "--trainer.callbacks.FeSEM.num_clusters=3"],
+        ["--trainer.callbacks.FeSEM.num_clusters=3", "--trainer.callbacks.EarlyStopping.mode=max"],
+        ["--trainer.callbacks.FeSEM.init_args.num_clusters=3"],
+    ],
+    ids=" ".join,
+)
+def test_options_by_class(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    stopping = {"class_path": "EarlyStopping", "init_args": {"monitor": "val/macro_acc"}}
+    fesem = {"class_path": "FeSEM", "init_args": {"num_clusters": 2}}
+    Path("later.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": [fesem, stopping]}}))
+    with_both = args if TWO[0] in args or "--config=later.yaml" in args else [*TWO, *args]
+    config = printed(capsys, *with_both)
+    fesem, stopping = config["trainer"]["callbacks"]
+    assert fesem["class_path"].endswith("FeSEM")
+    assert fesem["init_args"]["num_clusters"] == 3
+    assert stopping["init_args"]["monitor"] == "val/macro_acc"
+    if "--config=later.yaml" not in args:
+        by_place = ["--trainer.callbacks.num_clusters=3", *TWO]
+        by_place += ["--trainer.callbacks.mode=max"] if "mode" in args[-1] else []
+        assert config == printed(capsys, *by_place)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["--trainer.callbacks.FeSM.num_clusters=3"],
+            "FeSM.num_clusters: trainer.callbacks has no FeSM: did you mean FeSEM?",
+        ),
+        (
+            ["--trainer.callbacks.Ditto.lam=3"],
+            "trainer.callbacks.Ditto.lam: trainer.callbacks has no Ditto, but FeSEM, EarlyStopping",
+        ),
+        (
+            ["--trainer.callbacks.FeSEM.num_cluster=3"],
+            "there is no option trainer.callbacks.FeSEM.num_cluster: did you mean "
+            "trainer.callbacks.FeSEM.num_clusters?",
+        ),
+        (
+            ["--trainer.callbacks.FeSEM.num_clusters=many"],
+            "trainer.callbacks.FeSEM.num_clusters: expected a whole number or 'auto', got many",
+        ),
+        (["--trainer.callbacks.FeSEM.num_clusters"], "callbacks+: expected one argument"),
+        (
+            ["--trainer.callbacks+=FeSEM", "--trainer.callbacks.FeSEM.num_clusters=3"],
+            "trainer.callbacks has 2 objects of class FeSEM: give each its options in a file",
+        ),
+        (["--trainer.logger.CSVLogger.save_dir=x"], "trainer.logger has no CSVLogger, but nothing"),
+    ],
+)
+def test_options_by_class_that_are_wrong(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, *TWO, *args)
+
+
+def test_options_of_a_logger_by_class(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"--trainer.logger.{kind}Logger.save_dir={kind}" for kind in ("CSV", "TensorBoard")]
+    alone = ["--trainer.logger=CSVLogger", "--trainer.logger.CSVLogger.save_dir=here"]
+    assert printed(capsys, *alone)["trainer"]["logger"]["init_args"]["save_dir"] == "here"
+    file = {
+        "trainer": {
+            "logger": [
+                {"class_path": f"{kind}Logger", "init_args": {"save_dir": "x"}}
+                for kind in ("CSV", "TensorBoard")
+            ]
+        }
+    }
+    Path("loggers.yaml").write_text(yaml.safe_dump(file))
+    logged = printed(capsys, "--config=loggers.yaml", *names)["trainer"]["logger"]
+    assert [one["init_args"]["save_dir"] for one in logged] == ["CSV", "TensorBoard"]
+
+
 def test_what_is_not_alike_is_not_proposed(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "--data.root=x") == "there is no option data.root"
     said = refused(capsys, "--data.augmentation=Foo")

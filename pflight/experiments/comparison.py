@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pflight.by_class import without_class
 from pflight.errors import ConfigurationError
 from pflight.files import PARTIAL, full_disk
 from pflight.runs import CONFIG, FAILURE
@@ -140,7 +141,8 @@ class Comparison:
         space = self.plan.space | {
             o: t for o, t in row.method.space.items() if o not in self.plan.space
         }
-        options, given = dict(flat(row.config)), {**row.settings, **row.fixed}
+        options = dict(flat(row.config))
+        given = {*map(without_class, [*row.settings, *row.fixed])}
         # A module of one's own need not have the options that shipped methods name.
         space = {o: told for o, told in space.items() if o in options and o not in given}
         if self.tuning is None or not space:
