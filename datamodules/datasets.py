@@ -30,9 +30,10 @@ from pflight.augmentation import Augmentation
 from pflight.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError, described, said_by
 from pflight.fingerprint import checksum_of
-from pflight.loaders import SPLITS, Split, Visit, as_gathered, labels_of
+from pflight.loaders import SPLITS, Split, Visit, as_gathered, labels_of, warn_of_loader_options
 from pflight.options import check_range, checked, whole
 from pflight.randomness import Purpose, derive_seed, seed_everything
+from pflight.spelling import OWN_BATCHES
 
 _ASIDE = np.random.MT19937(0)
 _CPU = torch.device("cpu")
@@ -114,6 +115,11 @@ class DatasetClients(FederatedDataModule):
                     f"{self.num_clients}"
                 )
             for client, dataset in enumerate(datasets):
+                if isinstance(dataset, DataLoader):
+                    raise ConfigurationError(
+                        f"client {client}, {split}: give the dataset of this DataLoader. "
+                        f"{OWN_BATCHES}; sampler and drop_last have no place"
+                    )
                 if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
                     raise ConfigurationError(
                         f"client {client}, {split}: {type(dataset).__name__} is not a map-style "
@@ -123,6 +129,7 @@ class DatasetClients(FederatedDataModule):
                     _chosen(dataset)
                 except IndexError as error:
                     raise ConfigurationError(f"client {client}, {split}: {error}") from error
+            warn_of_loader_options(datasets[0], f"client 0, {split}: {type(datasets[0]).__name__}")
             self.datasets[split] = datasets
             self._sizes[split] = torch.tensor([_size(*one, split) for one in enumerate(datasets)])
         check_range(self, "[0, inf)", num_workers=num_workers)

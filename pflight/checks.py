@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,12 +24,15 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from .checkpoint import AtomicCheckpointIO
 from .data_module import FederatedDataModule
 from .errors import ConfigurationError
+from .loaders import warn_of_loader_options
 from .memory import ClientMemory, MappedMemory
 from .options import described, differing, whole
+from .spelling import OWN_BATCHES
 
 _PROCESSES_PER_CORE = 4
 _HERE = ("127.0.0.1", "localhost")  # which no other machine can reach
@@ -183,6 +186,15 @@ def check_data(data: object, client: L.LightningModule) -> FederatedDataModule:
             "a federation needs federated data: pass a pflight.datamodules.FederatedDataModule "
             f"as datamodule=, got {type(data).__name__}"
         )
+    name = type(data).__name__
+    if type(data).train_dataloader is not FederatedDataModule.train_dataloader:
+        loader: Any = data.train_dataloader()
+        if isinstance(loader, DataLoader) and not isinstance(loader.dataset, Tensor | Sequence):
+            raise ConfigurationError(
+                f"{name}.train_dataloader() returns a DataLoader of samples, where a federation "
+                f"takes ids of clients: leave it out. {OWN_BATCHES}"
+            )
+    warn_of_loader_options(data, name)
     has, needs = getattr(data, "num_classes", None), getattr(client, "num_classes", None)
     if None not in (needs, has) and needs != has:
         raise ConfigurationError(
