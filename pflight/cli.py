@@ -31,6 +31,7 @@ from .callbacks.monitors.tensorboard import TensorBoardReport
 from .checkpoint import read_checkpoint
 from .checks import check_processes, check_strategy
 from .config_files import MODE, with_shipped_configs
+from .defaults import without_defaults
 from .errors import ClientError, ConfigurationError
 from .federation import Federation
 from .files import full_disk, full_disk_left_to_the_main_thread
@@ -149,7 +150,7 @@ class FederationCLI(LightningCLI):
         given = args if isinstance(args, list) else sys.argv[1:]
         commands = {name: self._parser(name) for name in self.subcommands()}
         try:
-            self.config = parser.parse_run(with_shipped_configs(given), commands)
+            self.config = parser.parse_run(without_defaults(with_shipped_configs(given)), commands)
         except UnicodeDecodeError as error:  # in the file of an option, such as --trainer
             raise ConfigurationError(f"a file among the options is not text: {error}") from error
         drop_untold_defaults(self.config)

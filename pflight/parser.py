@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +10,6 @@ from copy import deepcopy
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -29,6 +27,7 @@ from .built import UNEXPECTED, cause_of
 from .by_class import split
 from .config_files import groups_in
 from .datamodules.partitions.partition import Partition
+from .defaults import default_of, named
 from .errors import ConfigurationError, UnknownOptionError
 from .spelling import OF_THE_PARSER, closest, no_class, no_option, too_early
 
@@ -382,32 +381,12 @@ def drop_untold_defaults(config: Namespace) -> None:
     class fills its defaults in.
     """
     for _, spec in specs(config):
-        made_by, options = _named(spec.class_path), spec.get("init_args")
+        made_by, options = named(spec.class_path), spec.get("init_args")
         for name, value in [*vars(options).items()] if options and made_by else []:
-            default = _default(made_by, name)
-            only_a_name = isinstance(value, str) and callable(default) and _named(value) is default
+            default = default_of(made_by, name)
+            only_a_name = isinstance(value, str) and callable(default) and named(value) is default
             if only_a_name or (value is default and not _readable(value)):
                 del options[name]
-
-
-def _named(path: str) -> Any:
-    try:
-        return resolve_name(path)
-    except (ImportError, AttributeError, ValueError):
-        return None
-
-
-def _default(made_by: Any, name: str) -> Any:
-    """Return the default of an option, which may be that of a base class."""
-    kinds = made_by.__mro__ if isinstance(made_by, type) else []
-    for function in [kind.__init__ for kind in kinds] or [made_by]:  # type: ignore[misc]
-        try:
-            found = inspect.signature(function).parameters.get(name)
-        except (TypeError, ValueError):
-            continue
-        if found is not None:
-            return found.default
-    return inspect.Parameter.empty
 
 
 def _readable(value: Any) -> bool:
@@ -419,7 +398,7 @@ def _readable(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_readable, value.values()))
     name = getattr(value, "__qualname__", None)
-    return name is not None and _named(f"{value.__module__}:{name}") is value
+    return name is not None and named(f"{value.__module__}:{name}") is value
 
 
 def _names(value: Any, prefix: str = "") -> Iterator[str]:
