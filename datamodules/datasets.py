@@ -31,9 +31,10 @@ from pflight.client_names import check_names
 from pflight.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError, described, said_by
 from pflight.fingerprint import checksum_of
-from pflight.loaders import SPLITS, Split, Visit, as_gathered, labels_of
+from pflight.loaders import SPLITS, Split, Visit, as_gathered, labels_of, warn_of_loader_options
 from pflight.options import check_range, checked, whole
 from pflight.randomness import Purpose, derive_seed, seed_everything
+from pflight.spelling import OWN_BATCHES
 
 _ASIDE = np.random.MT19937(0)
 _CPU = torch.device("cpu")
@@ -121,6 +122,11 @@ class DatasetClients(FederatedDataModule):
             sizes = []
             for client, dataset in enumerate(datasets):
                 who = f"client {self.numbered(client)}, {split}"
+                if isinstance(dataset, DataLoader):
+                    raise ConfigurationError(
+                        f"{who}: give the dataset of this DataLoader. "
+                        f"{OWN_BATCHES}; sampler and drop_last have no place"
+                    )
                 if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
                     raise ConfigurationError(
                         f"{who}: {type(dataset).__name__} is not a map-style Dataset, which has "
@@ -131,6 +137,8 @@ class DatasetClients(FederatedDataModule):
                 except IndexError as error:
                     raise ConfigurationError(f"{who}: {error}") from error
                 sizes.append(_size(dataset, who))
+            who = f"client {self.numbered(0)}, {split}"
+            warn_of_loader_options(datasets[0], f"{who}: {type(datasets[0]).__name__}")
             self.datasets[split] = datasets
             self._sizes[split] = torch.tensor(sizes)
         check_range(self, "[0, inf)", num_workers=num_workers)

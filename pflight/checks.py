@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,13 +24,16 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from .checkpoint import AtomicCheckpointIO
 from .client_names import check_names
 from .data_module import FederatedDataModule
 from .errors import ConfigurationError
+from .loaders import warn_of_loader_options
 from .memory import ClientMemory, MappedMemory
 from .options import described, differing, whole
+from .spelling import OWN_BATCHES
 
 _PROCESSES_PER_CORE = 4
 _HERE = ("127.0.0.1", "localhost")  # which no other machine can reach
@@ -47,17 +50,22 @@ _OF_ONE_MODEL = (
 """Callbacks that copy, change or watch the one model that a Trainer trains."""
 
 
-def check_trainer(trainer: L.Trainer) -> None:
-    """Raise on Trainer options that have no meaning for a federation."""
+def check_trainer(trainer: L.Trainer, client: L.LightningModule) -> None:
+    """Raise on Trainer options that have no meaning for a federation of such clients."""
+    name = type(client).__name__
     if trainer.gradient_clip_val is not None:
+        remedy = (
+            f"give it to {name} (--model.client.gradient_clip_val)"
+            if hasattr(client, "gradient_clip_val")
+            else f"let {name} define configure_gradient_clipping(), which calls clip_gradients()"
+        )
         raise ConfigurationError(
-            "gradient_clip_val is an option of the client, not of the Trainer: set it in "
-            "Classifier(gradient_clip_val=...) (--model.client.init_args.gradient_clip_val)"
+            f"gradient_clip_val is an option of the client, not of the Trainer: {remedy}"
         )
     if trainer.accumulate_grad_batches != 1:
         raise ConfigurationError(
-            "accumulate_grad_batches has no meaning for rounds: set the data's batch_size, or "
-            "accumulate in a client with manual optimization"
+            "accumulate_grad_batches has no meaning for rounds: set the data's batch_size, or let "
+            f"{name} set automatic_optimization = False and step its optimizer in training_step()"
         )
     environment = getattr(trainer.strategy, "cluster_environment", None)
     alone = isinstance(environment, LightningEnvironment) and environment.main_address in _HERE
@@ -179,7 +187,16 @@ def check_data(data: object, client: L.LightningModule) -> FederatedDataModule:
             "a federation needs federated data: pass a pflight.datamodules.FederatedDataModule "
             f"as datamodule=, got {type(data).__name__}"
         )
-    check_names(type(data).__name__, data.client_names, data.num_clients)
+    name = type(data).__name__
+    check_names(name, data.client_names, data.num_clients)
+    if type(data).train_dataloader is not FederatedDataModule.train_dataloader:
+        loader: Any = data.train_dataloader()
+        if isinstance(loader, DataLoader) and not isinstance(loader.dataset, Tensor | Sequence):
+            raise ConfigurationError(
+                f"{name}.train_dataloader() returns a DataLoader of samples, where a federation "
+                f"takes ids of clients: leave it out. {OWN_BATCHES}"
+            )
+    warn_of_loader_options(data, name)
     has, needs = getattr(data, "num_classes", None), getattr(client, "num_classes", None)
     if None not in (needs, has) and needs != has:
         raise ConfigurationError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -22,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.optim import Optimizer
 
 # These imports also import their packages, whose classes are then known by their short names.
+from .built import built
 from .callbacks.monitors.client_table import ClientTable
 from .callbacks.monitors.hparams import hparams_of_config
 from .callbacks.monitors.progress import FederationProgressBar
@@ -30,6 +32,7 @@ from .callbacks.monitors.tensorboard import TensorBoardReport
 from .checkpoint import read_checkpoint
 from .checks import check_processes, check_strategy
 from .config_files import MODE, with_shipped_configs
+from .defaults import without_defaults
 from .errors import ClientError, ConfigurationError
 from .federation import Federation
 from .files import full_disk, full_disk_left_to_the_main_thread
@@ -148,7 +151,7 @@ class FederationCLI(LightningCLI):
         given = args if isinstance(args, list) else sys.argv[1:]
         commands = {name: self._parser(name) for name in self.subcommands()}
         try:
-            self.config = parser.parse_run(with_shipped_configs(given), commands)
+            self.config = parser.parse_run(without_defaults(with_shipped_configs(given)), commands)
         except UnicodeDecodeError as error:  # in the file of an option, such as --trainer
             raise ConfigurationError(f"a file among the options is not text: {error}") from error
         drop_untold_defaults(self.config)
@@ -220,6 +223,9 @@ class FederationCLI(LightningCLI):
         Raises:
             ConfigurationError: If a class can't be made with its options.
         """
+        with warnings.catch_warnings():  # jsonargparse 4.53 has another way
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.parser.add_instantiator(built, object)
         try:
             super().instantiate_classes()
         except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:

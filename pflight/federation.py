@@ -247,7 +247,7 @@ class Federation(L.LightningModule):
 
     def configure_callbacks(self) -> list[L.Callback]:
         """Check the Trainer's options and add FedAvg where there is no server callback."""
-        check_trainer(self.trainer)
+        check_trainer(self.trainer, self.client)
         server = [] if server_callback_of(self.trainer) else [self.callback or FedAvg()]
         return [*server, WaitingSchedule(self.clients)]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .randomness import Purpose, shuffled
+from .spelling import OF_LOADERS, OWN_BATCHES
 
 Batch = tuple[Tensor, Tensor]
 Split = Literal["train", "val", "test", "held_out"]
@@ -181,6 +182,13 @@ def batch_loader(
     """Return a DataLoader of gathered batches; ``batch_size=None`` means one batch of all."""
     size = max(1, len(dataset)) if batch_size is None else batch_size
     return DataLoader(dataset, batch_size=size, sampler=sampler, collate_fn=as_gathered)
+
+
+def warn_of_loader_options(owner: object, whose: str) -> None:
+    """Warn of attributes, as of a DataLoader, that change no client's batches."""
+    for name in OF_LOADERS:
+        if getattr(owner, name, None) not in (None, False):
+            warnings.warn(f"{whose}.{name} has no effect: {OWN_BATCHES}", stacklevel=2)
 
 
 def empty_loader() -> list[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +10,6 @@ from copy import deepcopy
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -25,8 +23,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .augmentation import Augmentation
+from .built import UNEXPECTED, cause_of
+from .by_class import split
 from .config_files import groups_in
 from .datamodules.partitions.partition import Partition
+from .defaults import default_of, named
 from .errors import ConfigurationError, UnknownOptionError
 from .spelling import OF_THE_PARSER, closest, no_class, no_option, too_early
 
@@ -79,7 +80,6 @@ _UNKNOWN_CLASSES = (
 _ANNOTATED = re.compile(r"Expected '([^']+)' to be a function that returns <class '(\w+)'>\.?")
 _ANNOTATE = r"\1 must say that it returns \2: def \1(...) -> \2"
 _NO_VALUE = re.compile(r"(?<=argument )--\S+(?=: expected one argument)")
-_UNEXPECTED = re.compile(r".* got an unexpected keyword argument '(?P<name>\w+)'.*")
 
 
 class FederationParser(LightningArgumentParser):
@@ -128,10 +128,10 @@ class FederationParser(LightningArgumentParser):
             args = [re.sub("(^|=)None$", r"\1null", arg) for arg in args]
         return super().parse_args(args, *more, **options)
 
-    def parse_run(
-        self, args: Sequence[str], commands: Mapping[str, LightningArgumentParser]
-    ) -> Namespace:
+    def parse_run(self, args: Sequence[str], commands: Mapping[str, FederationParser]) -> Namespace:
         """Parse the arguments of a run.
+
+        Options of a callback by its class are set last, whatever their place on the line.
 
         Args:
             args: The arguments.
@@ -141,8 +141,30 @@ class FederationParser(LightningArgumentParser):
             UnknownOptionError: There is no option of that name.
             ConfigurationError: An argument is wrong.
         """
+        args, by_class = split(args)
+        shown = [arg for arg in args if by_class and arg.startswith("--print_config")]
+        config = self._parsed([arg for arg in args if arg not in shown], commands)
+        if by_class:
+            parser = commands[config.subcommand]
+
+            def parse(args: list[str], config: Namespace) -> Namespace:
+                return parser._parsed(args, {}, namespace=config, defaults=False)
+
+            for option in by_class:
+                option.put(config[config.subcommand], parse)
+            if shown:
+                self.parse_args([config.subcommand, *shown], namespace=config)
+        return config
+
+    def _parsed(
+        self,
+        args: Sequence[str],
+        commands: Mapping[str, FederationParser],
+        **options: Any,
+    ) -> Namespace:
+        """Parse arguments, and explain an error with the options that ``commands`` have."""
         try:
-            return self.parse_args(args)
+            return self.parse_args(args, **options)
         except ArgumentError as error:
             complaint = _complaint(_with_whole_name(str(error), args))
             reason = complaint.in_words()
@@ -152,13 +174,13 @@ class FederationParser(LightningArgumentParser):
             if others:
                 reason = f"there are no options {', '.join([option, *others])}"
             else:
-                known = [*complaint.siblings, *self._options(args, option, commands)]
-                known += OF_THE_PARSER
+                known = [*complaint.siblings, *OF_THE_PARSER]
+                known += self._options(args, option, commands) if commands else []
                 reason = too_early(option) if option in known else no_option(option, known)
             raise UnknownOptionError(reason, [option, *others]) from error
 
     def _options(
-        self, args: Sequence[str], option: str, commands: Mapping[str, LightningArgumentParser]
+        self, args: Sequence[str], option: str, commands: Mapping[str, FederationParser]
     ) -> list[str]:
         """Return the names of a run's options, after removing the unknown ones."""
         args = [arg for arg in args if not re.match(r"--(print_config|help|.*\.help)|-h$", arg)]
@@ -223,7 +245,7 @@ class _Complaint(NamedTuple):
 
 
 def refusal(error: BaseException, config: Namespace) -> str | None:
-    """Return in one line why a class rejects its options; ``None`` for a bug in the class.
+    """Return in one line why the Trainer, or what makes a class, rejects its options.
 
     jsonargparse's own message is about all types that a value could have; its cause is the error of
     the first of them.
@@ -231,20 +253,21 @@ def refusal(error: BaseException, config: Namespace) -> str | None:
     Args:
         error: What was raised when the classes of a run were made.
         config: The configuration of the run.
+
+    Returns:
+        The line, or ``None`` if there is a clear message already, or for a bug.
     """
     root, name = error, None
-    while root.__cause__ is not None:
+    while not isinstance(root, MisconfigurationException) and root.__cause__ is not None:
         made = re.search(r"Given value: Namespace\(class_path='([^']+)'", str(root))
         root, name = root.__cause__, made[1] if made else name
     if isinstance(root, MisconfigurationException):
-        return None  # its message is clear by itself
-    if unexpected := _UNEXPECTED.fullmatch(str(root)):
+        return None
+    if unexpected := UNEXPECTED.fullmatch(str(root)):
         for option, spec in specs(config):
             if unexpected["name"] in (spec.get("dict_kwargs") or {}):
                 return no_option(f"{option}.dict_kwargs.{unexpected['name']}", ())
-    if name and not isinstance(root, ImportError | OSError | RuntimeError | ValueError):
-        return None
-    return f"{name or 'trainer'}: {' '.join(str(root).split())}"
+    return f"{name or 'trainer'}: {cause_of(root)}"
 
 
 def _with_whole_name(message: str, args: Sequence[str]) -> str:
@@ -358,32 +381,12 @@ def drop_untold_defaults(config: Namespace) -> None:
     class fills its defaults in.
     """
     for _, spec in specs(config):
-        made_by, options = _named(spec.class_path), spec.get("init_args")
+        made_by, options = named(spec.class_path), spec.get("init_args")
         for name, value in [*vars(options).items()] if options and made_by else []:
-            default = _default(made_by, name)
-            only_a_name = isinstance(value, str) and callable(default) and _named(value) is default
+            default = default_of(made_by, name)
+            only_a_name = isinstance(value, str) and callable(default) and named(value) is default
             if only_a_name or (value is default and not _readable(value)):
                 del options[name]
-
-
-def _named(path: str) -> Any:
-    try:
-        return resolve_name(path)
-    except (ImportError, AttributeError, ValueError):
-        return None
-
-
-def _default(made_by: Any, name: str) -> Any:
-    """Return the default of an option, which may be that of a base class."""
-    kinds = made_by.__mro__ if isinstance(made_by, type) else []
-    for function in [kind.__init__ for kind in kinds] or [made_by]:  # type: ignore[misc]
-        try:
-            found = inspect.signature(function).parameters.get(name)
-        except (TypeError, ValueError):
-            continue
-        if found is not None:
-            return found.default
-    return inspect.Parameter.empty
 
 
 def _readable(value: Any) -> bool:
@@ -395,7 +398,7 @@ def _readable(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_readable, value.values()))
     name = getattr(value, "__qualname__", None)
-    return name is not None and _named(f"{value.__module__}:{name}") is value
+    return name is not None and named(f"{value.__module__}:{name}") is value
 
 
 def _names(value: Any, prefix: str = "") -> Iterator[str]:
@@ -414,7 +417,7 @@ def _names(value: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _unknown(
-    first: str | None, args: Sequence[str], commands: Mapping[str, LightningArgumentParser]
+    first: str | None, args: Sequence[str], commands: Mapping[str, FederationParser]
 ) -> list[str]:
     """Return the first unknown option, and the unknown top-level names in config files."""
     groups = {name for parser in commands.values() for name in vars(parser.get_defaults())}

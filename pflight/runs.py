@@ -32,7 +32,7 @@ FAILURE = "failure.json"
 LOG = "log.txt"
 _EVENTS = "events.out.tfevents.*"
 _HPARAMS = "hparams.yaml"
-_HEADER = "# Written by pflight: all options of the run in this folder.\n"
+HEADER = "# Written by pflight: all options of the run in this folder.\n"
 _LOCK = ".lock"  # the suffix
 _NAMED = ("last", "best")
 _ANOTHER = "give another --trainer.default_root_dir"
@@ -244,11 +244,11 @@ class RunFolder:
             return False
         if not text.strip():
             return None
-        return text.startswith(_HEADER.encode())
+        return text.startswith(HEADER.encode())
 
     def save_config(self, text: str) -> None:
         """Write the config, unless it is unchanged; a kill leaves the old file or the new one."""
-        text = _HEADER + text
+        text = HEADER + text
         config = self.path / CONFIG
         if not config.is_file() or config.read_text(encoding="utf-8", errors="replace") != text:
             _replace(config, text)

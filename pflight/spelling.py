@@ -8,6 +8,9 @@ from itertools import takewhile
 
 OF_THE_PARSER = ("config", "print_config", "help")
 """Options of all runs that no configuration has."""
+OF_LOADERS = ("sampler", "batch_sampler", "drop_last")
+"""Options of PyTorch's DataLoader that clients' batches have not."""
+OWN_BATCHES = "pflight makes the batches: each has batch_size samples, and the last one the rest"
 _MISSED = 2  # letters that a misspelt name may lack, or have too many
 
 
@@ -32,6 +35,8 @@ def no_option(option: str, known: Iterable[str]) -> str:
         >>> no_option("model.lr", ["model.local_epochs", "model.client.optimizer.lr"])
         'there is no option model.lr: did you mean model.client.optimizer.lr?'
     """
+    if option.startswith("data.") and option.rpartition(".")[2] in OF_LOADERS:
+        return f"there is no option {option}: {OWN_BATCHES}"
     return f"there is no option {option}{question(_meant(option, known))}"
 
 

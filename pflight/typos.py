@@ -37,6 +37,7 @@ _GIVEN_LATER = {
 }
 _PARTS = {"model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders"}
 _OF_CLASSES = ("data", "data.partition", "model", "model.client", "trainer.callbacks")
+_BY_CLASS = ("trainer.callbacks", "trainer.logger")  # whose options may follow a class
 _CLASS_PATH = re.compile(r"([A-Za-z_]\w*)(\.[A-Za-z_]\w*)+")
 _DEEPEST = 100  # level of a configuration, beyond which libyaml may crash
 
@@ -117,6 +118,8 @@ class Options:
             return False
         prefix = ""
         for part in parts:
+            if prefix in _BY_CLASS and part[:1].isupper():
+                return False  # the parser looks for the one callback of this class
             named = [*self._classes[prefix], *filter(None, [_DEFAULTS.get(prefix)])]
             known = self._known(prefix, named)
             if known is None:

@@ -345,6 +345,16 @@ def test_a_hook_that_no_client_calls_is_named() -> None:
         run(Closing(), hospitals(), FedAvg())
 
 
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+def test_loaders_of_a_module_are_named() -> None:
+    class Loading(Regression):
+        def train_dataloader(self) -> Any:
+            raise AssertionError("it is never asked")
+
+    with pytest.warns(UserWarning, match=r"Loading.train_dataloader is ignored: the data module"):
+        run(Loading(), hospitals(), FedAvg())
+
+
 class Drifting(Regression):
     """Follows its own weights with a frozen layer, which its loss looks at."""
 

@@ -22,6 +22,7 @@ from pflight.cli import main
 from pflight.errors import ConfigurationError
 from pflight.local.time_limit import ClientTimeout, time_limit
 from pflight.memory_files import RowFile, _read_table
+from pflight.models import Classifier
 from pflight.run_callbacks import RunCheckpoint
 from tests.pages import DIGITS
 
@@ -392,3 +393,32 @@ class TestRanks:
         assert done.returncode == 2
         assert done.stderr.count("pflight: error: ") == 1
         assert "rank 1" not in done.stderr
+
+
+class OwnClient(Classifier):
+    """Has another default than the class that it replaces."""
+
+    def __init__(self, *args: Any, gradient_clip_val: float | None = 3.0, **options: Any) -> None:
+        super().__init__(*args, gradient_clip_val=gradient_clip_val, **options)
+
+
+def test_a_class_in_place_of_one_in_config_yaml_has_its_own_defaults(trained, monkeypatch, capfd):
+    """The file has all options, also those that nobody gave."""
+    monkeypatch.setitem(sys.modules, "own_client", sys.modules[__name__])
+    monkeypatch.setattr(OwnClient, "__module__", "own_client")
+
+    def client(*args: str) -> Any:
+        capfd.readouterr()
+        with pytest.raises(SystemExit):
+            main(["fit", "--config=run/config.yaml", *args, "--print_config"])
+        return yaml.safe_load(capfd.readouterr().out)
+
+    same, other = client(), client("--model.client=own_client.OwnClient")
+    assert same["model"]["init_args"]["client"]["init_args"]["gradient_clip_val"] is None
+    options = other["model"]["init_args"]["client"]["init_args"]
+    assert options["gradient_clip_val"] == 3.0
+    assert options["network"]["init_args"]["hidden"] == [4]
+    assert other["data"] == same["data"]
+    assert other["trainer"] == same["trainer"]
+    assert {**same, "model": other["model"]} == other
+    assert client("--model.client.gradient_clip_val=null") == same

@@ -4,6 +4,7 @@ import copy
 import csv
 import io
 import pickle
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 
 from pflight import Federation
@@ -134,16 +136,51 @@ class TestLimits:
         assert validated == [False, True, False, True]
 
 
+class OwnClient(L.LightningModule):
+    """Trains by hooks of its own, if at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Linear(FEATURES, CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class ClippingClient(OwnClient):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, 1e-6, "norm")
+
+
 @pytest.mark.parametrize(
-    ("option", "value", "names"),
+    ("client", "option", "value", "names"),
     [
-        ("gradient_clip_val", 1.0, r"Classifier\(gradient_clip_val"),
-        ("accumulate_grad_batches", 2, "batch_size"),
+        (linear_client, "gradient_clip_val", 1.0, r"give it to Classifier \(--model\.client\.gr"),
+        (OwnClient, "gradient_clip_val", 1.0, r"let OwnClient define configure_gradient_clipping"),
+        (linear_client, "accumulate_grad_batches", 2, "set the data's batch_size, or let Classif"),
+        (OwnClient, "accumulate_grad_batches", 2, r"let OwnClient set automatic_optimization = F"),
     ],
 )
-def test_what_belongs_to_the_client_is_refused(option: str, value: Any, names: str) -> None:
+def test_what_belongs_to_the_client_is_refused(
+    client: Callable[[], L.LightningModule], option: str, value: Any, names: str
+) -> None:
     with pytest.raises(ConfigurationError, match=names):
-        run(linear_client(), small_data(), trainer={option: value})
+        run(client(), small_data(), trainer={option: value})
+
+
+def test_an_own_module_can_clip_its_gradients() -> None:
+    start = Federation(ClippingClient()).client.network.weight.detach().clone()
+    changes = []
+    for kind in (OwnClient, ClippingClient):
+        client = kind()
+        client.load_state_dict({"network.weight": start, "network.bias": torch.zeros(CLASSES)})
+        state = run(client, small_data(cohort_size=1)).server_states()[0]
+        changes.append((state["network.weight"] - start).norm())
+    assert changes[0] > 1e-3
+    assert changes[1] < 1e-4
 
 
 def test_detect_anomaly_stops_at_a_nan() -> None:

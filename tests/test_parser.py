@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import yaml
+from lightning.pytorch.loggers import CSVLogger
 
 from pflight.cli import main
 from tests.pages import DIGITS
@@ -228,6 +231,98 @@ def test_one_line_on_arguments(
     assert message in refused(capsys, *args)
 
 
+TWO = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/macro_acc"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
+    """Return the configuration of a fit of the quickstart."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", "--config", DIGITS, *args, "--print_config"])
+    shown = capsys.readouterr()
+    assert not exit_.value.code, shown.err
+    return yaml.safe_load(shown.out)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        [*TWO, "--trainer.callbacks.FeSEM.num_clusters=3"],
+        [*TWO, "--trainer.callbacks.FeSEM.num_clusters", "3"],
+        ["--trainer.callbacks.FeSEM.num_clusters=3", *TWO],
+        ["--config=later.yaml", "--trainer.callbacks.FeSEM.num_clusters=3"],
+        ["--trainer.callbacks.FeSEM.num_clusters=3", "--trainer.callbacks.EarlyStopping.mode=max"],
+        ["--trainer.callbacks.FeSEM.init_args.num_clusters=3"],
+    ],
+    ids=" ".join,
+)
+def test_options_by_class(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    stopping = {"class_path": "EarlyStopping", "init_args": {"monitor": "val/macro_acc"}}
+    fesem = {"class_path": "FeSEM", "init_args": {"num_clusters": 2}}
+    Path("later.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": [fesem, stopping]}}))
+    with_both = args if TWO[0] in args or "--config=later.yaml" in args else [*TWO, *args]
+    config = printed(capsys, *with_both)
+    fesem, stopping = config["trainer"]["callbacks"]
+    assert fesem["class_path"].endswith("FeSEM")
+    assert fesem["init_args"]["num_clusters"] == 3
+    assert stopping["init_args"]["monitor"] == "val/macro_acc"
+    if "--config=later.yaml" not in args:
+        by_place = ["--trainer.callbacks.num_clusters=3", *TWO]
+        by_place += ["--trainer.callbacks.mode=max"] if "mode" in args[-1] else []
+        assert config == printed(capsys, *by_place)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["--trainer.callbacks.FeSM.num_clusters=3"],
+            "FeSM.num_clusters: trainer.callbacks has no FeSM: did you mean FeSEM?",
+        ),
+        (
+            ["--trainer.callbacks.Ditto.lam=3"],
+            "trainer.callbacks.Ditto.lam: trainer.callbacks has no Ditto, but FeSEM, EarlyStopping",
+        ),
+        (
+            ["--trainer.callbacks.FeSEM.num_cluster=3"],
+            "there is no option trainer.callbacks.FeSEM.num_cluster: did you mean "
+            "trainer.callbacks.FeSEM.num_clusters?",
+        ),
+        (
+            ["--trainer.callbacks.FeSEM.num_clusters=many"],
+            "trainer.callbacks.FeSEM.num_clusters: expected a whole number or 'auto', got many",
+        ),
+        (["--trainer.callbacks.FeSEM.num_clusters"], "callbacks+: expected one argument"),
+        (
+            ["--trainer.callbacks+=FeSEM", "--trainer.callbacks.FeSEM.num_clusters=3"],
+            "trainer.callbacks has 2 objects of class FeSEM: give each its options in a file",
+        ),
+        (["--trainer.logger.CSVLogger.save_dir=x"], "trainer.logger has no CSVLogger, but nothing"),
+    ],
+)
+def test_options_by_class_that_are_wrong(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, *TWO, *args)
+
+
+def test_options_of_a_logger_by_class(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"--trainer.logger.{kind}Logger.save_dir={kind}" for kind in ("CSV", "TensorBoard")]
+    alone = ["--trainer.logger=CSVLogger", "--trainer.logger.CSVLogger.save_dir=here"]
+    assert printed(capsys, *alone)["trainer"]["logger"]["init_args"]["save_dir"] == "here"
+    file = {
+        "trainer": {
+            "logger": [
+                {"class_path": f"{kind}Logger", "init_args": {"save_dir": "x"}}
+                for kind in ("CSV", "TensorBoard")
+            ]
+        }
+    }
+    Path("loggers.yaml").write_text(yaml.safe_dump(file))
+    logged = printed(capsys, "--config=loggers.yaml", *names)["trainer"]["logger"]
+    assert [one["init_args"]["save_dir"] for one in logged] == ["CSV", "TensorBoard"]
+
+
 def test_what_is_not_alike_is_not_proposed(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "--data.root=x") == "there is no option data.root"
     said = refused(capsys, "--data.augmentation=Foo")
@@ -241,16 +336,106 @@ class Refuses(L.LightningDataModule):
         super().__init__()
         if size < 1:
             raise ValueError(f"size is {size},\nwhich is too small")
-        if size > 9:
-            raise KeyError("a bug")
 
 
-def test_own_classes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "own_data", sys.modules[__name__])
-    monkeypatch.setattr(Refuses, "__module__", "own_data")
-    said = refused(capsys, "--data=own_data.Refuses", "--data.init_args.size=0")
-    assert said == "own_data.Refuses: size is 0, which is too small"
-    said = refused(capsys, "--data=own_data.Refuses", "--data.sise=0")
+class OddError(Exception):
+    """An exception of somebody's own."""
+
+
+def fails(with_: str) -> None:
+    """Fail as classes do whose authors did not think of it."""
+    errors: dict[str, Callable[[], object]] = {
+        "key": lambda: {}["cards"],
+        "index": lambda: [][3],
+        "stop": lambda: next(iter(())),
+        "file": lambda: open("nowhere/cards.csv"),  # noqa: SIM115
+        "import": lambda: import_module("nowhere"),
+        "type": lambda: len(3),  # type: ignore[arg-type]
+        "attribute": lambda: None.cards,  # type: ignore[attr-defined]
+        "zero": lambda: 1 // 0,
+    }
+    if with_ == "assert":
+        raise AssertionError
+    if with_ == "value":
+        raise ValueError
+    if with_ == "own":
+        raise OddError("odd")
+    errors[with_]()
+
+
+class FailingData(L.LightningDataModule):
+    def __init__(self, with_: str) -> None:
+        super().__init__()
+        fails(with_)
+
+
+class FailingModule(L.LightningModule):
+    def __init__(self, with_: str) -> None:
+        super().__init__()
+        fails(with_)
+
+
+class FailingCallback(L.Callback):
+    def __init__(self, with_: str) -> None:
+        fails(with_)
+
+
+class FailingLogger(CSVLogger):
+    def __init__(self, with_: str) -> None:
+        fails(with_)
+
+
+@pytest.fixture
+def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This file as the module ``own_parts``."""
+    monkeypatch.setitem(sys.modules, "own_parts", sys.modules[__name__])
+    for kind in (Refuses, FailingData, FailingModule, FailingCallback, FailingLogger):
+        monkeypatch.setattr(kind, "__module__", "own_parts")
+
+
+@pytest.mark.usefixtures("own_parts")
+def test_own_classes(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "--data=own_parts.Refuses", "--data.init_args.size=0")
+    assert said == "own_parts.Refuses: size is 0, which is too small"
+    said = refused(capsys, "--data=own_parts.Refuses", "--data.sise=0")
     assert said == "there is no option data.sise: did you mean data.size?"
-    with pytest.raises(ValueError, match="Union"):
-        main(["fit", "--config", DIGITS, "--data=own_data.Refuses", "--data.size=10"])
+
+
+FAILURES = [
+    ("key", "KeyError: 'cards' (test_parser.py, line "),
+    ("index", "IndexError: list index out of range (test_parser.py, line "),
+    ("stop", "StopIteration (test_parser.py, line "),
+    ("assert", "AssertionError (test_parser.py, line "),
+    ("value", "ValueError (test_parser.py, line "),
+    ("type", "TypeError: object of type 'int' has no len() (test_parser.py, line "),
+    ("attribute", "AttributeError: 'NoneType' object has no attribute 'cards' (test_parser.py, "),
+    ("zero", "ZeroDivisionError: integer division or modulo by zero (test_parser.py, line "),
+    ("own", "OddError: odd (test_parser.py, line "),
+    ("file", "[Errno 2] No such file or directory: 'nowhere/cards.csv'"),
+    ("import", "No module named 'nowhere'"),
+]
+
+
+@pytest.mark.parametrize(("with_", "cause"), FAILURES)
+@pytest.mark.usefixtures("own_parts")
+def test_own_classes_that_fail(with_: str, cause: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "--data=own_parts.FailingData", f"--data.with_={with_}")
+    assert said.startswith(f"own_parts.FailingData: {cause}")
+
+
+@pytest.mark.parametrize(
+    ("option", "kind"),
+    [
+        ("model", "FailingModule"),
+        ("model.client", "FailingModule"),
+        ("trainer.callbacks", "FailingCallback"),
+        ("trainer.logger", "FailingLogger"),
+    ],
+)
+@pytest.mark.parametrize(("with_", "cause"), [FAILURES[0], FAILURES[2]])
+@pytest.mark.usefixtures("own_parts")
+def test_the_class_that_fails_is_named(
+    option: str, kind: str, with_: str, cause: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, f"--{option}=own_parts.{kind}", f"--{option}.with_={with_}")
+    assert said.startswith(f"own_parts.{kind}: {cause}")

@@ -104,6 +104,8 @@ RIGHT = [
     ["--data.class_path=own_parts.OwnDigits", "--data.init_args.size=3"],
     ["--config=own.yaml", "--data.size=4"],
     ["--trainer.callbacks+=own_parts.OwnCallback", "--trainer.callbacks.mine=3"],
+    ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.EarlyStopping.monitor=val/loss"],
+    ["--trainer.callbacks.FeSEM.num_clusters=3", "--trainer.callbacks+=own_parts.OwnCallback"],
     ["--trainer.callbacks+", "EarlyStopping", "--trainer.callbacks.monitor=val/loss"],
     ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=x"],
     ["--trainer.logger=TensorBoardLogger", "--trainer.logger.save_dir=x"],

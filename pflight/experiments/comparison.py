@@ -8,13 +8,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pflight.by_class import without_class
 from pflight.errors import ConfigurationError
 from pflight.files import PARTIAL, full_disk
 from pflight.runs import CONFIG, FAILURE
+from pflight.shipped import configs
+from pflight.spelling import no_option
 
 from .measuring import Task, ended_in
 from .outcome import VERSION, Failure, Outcome, Record, Tuned, Waiting
-from .plan import Method, Plan, Row, Run, flat
+from .plan import Method, Plan, Row, Run, declared, flat
 from .results import Results
 from .tuning import FIRST_SEED, Study, Tuning
 
@@ -127,9 +130,7 @@ class Comparison:
         self.jobs = jobs
         self._check_folder()
         rows = plan.rows(methods, settings)
-        absent = {*plan.space}.difference(*(dict(flat(row.config)) for row in rows))
-        if absent:
-            raise ConfigurationError(f"search_space: no run has {', '.join(sorted(absent))}")
+        self._check_names(rows)
         self.rows: list[Row | Choice] = [self._with_choice(row) for row in rows]
         self._check_own_space()
         self._ended: dict[Path, Outcome | Failure] = {}
@@ -140,12 +141,28 @@ class Comparison:
         space = self.plan.space | {
             o: t for o, t in row.method.space.items() if o not in self.plan.space
         }
-        options, given = dict(flat(row.config)), {**row.settings, **row.fixed}
+        options = dict(flat(row.config))
+        given = {*map(without_class, [*row.settings, *row.fixed])}
         # A module of one's own need not have the options that shipped methods name.
         space = {o: told for o, told in space.items() if o in options and o not in given}
         if self.tuning is None or not space:
             return row
         return Choice(row, space, Study(self.tuning, space, options, row.method.name))
+
+    def _check_names(self, rows: Sequence[Row]) -> None:
+        """Raise for options in search spaces that no run has, if they may be misspelt.
+
+        A module of one's own need not have the options that shipped methods name.
+        """
+        known = dict.fromkeys(option for row in rows for option, _ in flat(row.config))
+        shipped = {path.resolve() for path in configs().values()}
+        of_methods = dict.fromkeys(row.method.config for row in rows)
+        own = [path for path in of_methods if path.resolve() not in shipped]
+        for path in [*map(Path, self.plan.configs), *own]:
+            for option in sorted({*declared([path])}.difference(known)):
+                said = no_option(option, known)
+                if path not in own or said.endswith("?"):
+                    raise ConfigurationError(f"{path}: search_space: {said}")
 
     def _check_own_space(self) -> None:
         """Raise for values in the search space of the data's configuration that no option has."""

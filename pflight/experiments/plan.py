@@ -151,7 +151,7 @@ class Plan:
                 )
         if config.get("data") is None:
             raise ConfigurationError("the configuration of a comparison has no data")
-        self.space = _declared(self.configs)
+        self.space = declared(self.configs)
         self._rows: dict[tuple[str, ...], Row] = {}
         self.data = _plain(config)["data"]
 
@@ -242,17 +242,17 @@ def _method(name: str) -> Method:
         raise ConfigurationError(catalogue.no_method(name))
     path = Path(found)
     title, colon, _ = summary(path).partition(":")
-    return Method(path.stem, title if colon else path.stem, path, _declared([path]))
+    return Method(path.stem, title if colon else path.stem, path, declared([path]))
 
 
-def _declared(configs: Iterable[str | Path]) -> dict[str, Any]:
+def declared(configs: Iterable[str | Path]) -> dict[str, Any]:
     """Return the search space that configurations declare, the last one for each option."""
     space: dict[str, Any] = {}
     for path in configs:
-        declared = yaml.safe_load(Path(path).read_text("utf-8-sig")).get("search_space")
-        if declared is not None and not isinstance(declared, Mapping):
+        found = yaml.safe_load(Path(path).read_text("utf-8-sig")).get("search_space")
+        if found is not None and not isinstance(found, Mapping):
             raise ConfigurationError(f"{path}: search_space must have a range for each option")
-        space |= declared or {}
+        space |= found or {}
     return space
 
 

@@ -25,6 +25,10 @@ _IGNORED_HOOKS = {
     "configure_callbacks": "the federation's Trainer has the callbacks",
     "on_save_checkpoint": "the federation's Trainer writes the checkpoints",
     "on_load_checkpoint": "the federation's Trainer reads the checkpoints",
+    "train_dataloader": "the data module gives the batches",
+    "val_dataloader": "the data module gives the batches",
+    "test_dataloader": "the data module gives the batches",
+    "predict_dataloader": "the data module gives the batches",
     "teardown": "the module is set up once, and its copies come and go",
 }
 """Hooks that no client calls, each with the reason."""

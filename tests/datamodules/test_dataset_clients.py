@@ -18,7 +18,15 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, random_split
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+    random_split,
+)
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
@@ -28,7 +36,10 @@ from pflight.datamodules import CropAndFlip, DatasetClients, TensorClients
 from pflight.errors import ConfigurationError
 from pflight.loaders import Visit
 from pflight.models import Classifier
-from tests.runs import assert_same, quiet_trainer, run
+from pflight.spelling import OWN_BATCHES, no_option
+from pflight.typos import complaint
+from tests.pages import DIGITS
+from tests.runs import CLASSES, FEATURES, assert_same, linear_client, quiet_trainer, run
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This process .* is multi-threaded:DeprecationWarning"
@@ -444,3 +455,61 @@ class TestTables:
             states.append(federation.server_states())
             assert federation.clients.attached_engine.chunk > 1 or engine == "sequential"
         torch.testing.assert_close(*states)
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+class TestOptionsOfALoader:
+    """They are named, and are of no effect: pflight makes the batches."""
+
+    def test_on_the_line(self):
+        said = no_option("data.drop_last", ["data.dropout", "data.batch_size"])
+        assert said == f"there is no option data.drop_last: {OWN_BATCHES}"
+        assert complaint("fit", [f"--config={DIGITS}", "--data.drop_last=true"]) == said
+        sampler = complaint("fit", [f"--config={DIGITS}", "--data.sampler=x"])
+        assert sampler == f"there is no option data.sampler: {OWN_BATCHES}"
+
+    def test_of_a_given_loader(self):
+        loader = DataLoader(tables()[0], batch_size=2, drop_last=True)
+        said = "client 0, train: give the dataset of this DataLoader.*drop_last"
+        with pytest.raises(ConfigurationError, match=said):
+            DatasetClients([loader])
+
+    def test_of_a_dataset(self):
+        class Drawn(TensorDataset):
+            sampler = SubsetRandomSampler([0, 1])
+
+        with pytest.warns(UserWarning, match=r"client 0, train: Drawn\.sampler has no effect: pfl"):
+            DatasetClients([Drawn(*one.tensors) for one in tables()])
+
+    def test_of_the_data(self):
+        class Dropping(DatasetClients):
+            def __init__(self, *args: Any, drop_last: bool, **options: Any) -> None:
+                super().__init__(*args, **options)
+                self.drop_last = drop_last
+
+        with pytest.warns(UserWarning, match=r"^Dropping\.drop_last has no effect: pflight makes"):
+            run(linear_client(), Dropping(tables(), drop_last=True), FedAvg())
+        run(linear_client(), Dropping(tables(), drop_last=False), FedAvg())
+
+    def test_of_an_own_loader(self):
+        class Loading(DatasetClients):
+            def train_dataloader(self) -> Any:
+                return DataLoader(self.datasets["train"][0], batch_size=2, drop_last=True)
+
+        said = r"Loading\.train_dataloader\(\) returns a DataLoader of samples.*: leave it out"
+        with pytest.raises(ConfigurationError, match=said):
+            run(linear_client(), Loading(tables()), FedAvg())
+
+    def test_a_loader_of_ids_is_one_of_cohorts(self):
+        class Pairs(DatasetClients):
+            def train_dataloader(self) -> Any:
+                return DataLoader(torch.arange(2), batch_size=2)
+
+        assert run(linear_client(), Pairs(tables()), FedAvg()).history[0].clients == [0, 1]
+
+
+def tables() -> list[TensorDataset]:
+    """Return the samples of three clients of :func:`linear_client`."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 6, FEATURES, generator=random)
+    return [TensorDataset(one, torch.arange(6) % CLASSES) for one in x]

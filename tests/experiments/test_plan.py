@@ -37,6 +37,16 @@ class TestSettings:
         ]
         assert [dict(flat(row.config)).get(MU) for row in rows] == [None, 0.1, 1]
 
+    def test_may_be_of_a_callback_by_its_class(self, plan):
+        of_fedprox = "trainer.callbacks.FedProx.mu"
+        rows = plan.rows(methods_of(["fedavg", "fedprox"]), {of_fedprox: [0.1, 1]})
+        assert [(row.method.name, dict(row.settings)) for row in rows] == [
+            ("fedavg", {}),
+            ("fedprox", {of_fedprox: 0.1}),
+            ("fedprox", {of_fedprox: 1}),
+        ]
+        assert [dict(flat(row.config)).get(MU) for row in rows] == [None, 0.1, 1]
+
     def test_are_multiplied(self, plan):
         settings = {MU: [0.1, 1], "model.local_epochs": [1, 2]}
         rows = plan.rows(methods_of(["fedprox", "fedavg"]), settings)

@@ -252,6 +252,27 @@ class TestTrials:
         assert [*choice.space] == ["model.client.lr", "trainer.callbacks.weighting"]
         assert comparison(tmp_path, ["fedavg"], text=OF_SECRETS).left_out == []
 
+    def test_of_misspelt_options_are_not_begun(self, tmp_path):
+        text = DATA + "search_space: {model.local_epoch: [1, 2]}\n"
+        said = "there is no option model.local_epoch: did you mean model.local_epochs"
+        with pytest.raises(ConfigurationError, match=rf"data\.yaml: search_space: {said}\?"):
+            comparison(tmp_path, ["local"], text=text)
+        own = Path(method_config(tmp_path, "mine", "{class_path: FedProx, init_args: {mu: 0.1}}"))
+        method = own.read_text()
+        own.write_text(method + "search_space: {trainer.callbacks.mus: [1, 2]}\n")
+        said = "no option trainer.callbacks.mus: did you mean trainer.callbacks.mu"
+        with pytest.raises(ConfigurationError, match=rf"mine\.yaml: search_space: .*{said}\?"):
+            comparison(tmp_path, [str(own)], tuning=Tuning(2))
+        own.write_text(method + "search_space: {model.xyzzy: [1, 2]}\n")  # of another module
+        assert comparison(tmp_path, [str(own)], tuning=Tuning(2)).left_out == ["model.xyzzy"]
+
+    def test_of_an_option_that_is_set_by_its_class_are_not_made(self, tmp_path):
+        mu = "trainer.callbacks.FedProx.mu"
+        found = comparison(tmp_path, ["fedprox"], {mu: [0.3]}, tuning=Tuning(2))
+        for task in found.due():
+            assert "trainer.callbacks.mu" not in task.settings
+            assert f"--{mu}=0.3" in task.arguments
+
     def test_of_options_that_are_set_are_not_made(self, tmp_path):
         found = comparison(tmp_path, ["fedavg"], {LR: [0.3]}, tuning=Tuning(2))
         for task in found.due():
