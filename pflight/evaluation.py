@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from tensordict import TensorDict
 from torch import Tensor
+from torchmetrics import Metric, MetricCollection
 
 from .clients import Clients
 from .distributed import owned
@@ -201,8 +202,8 @@ class Evaluator:
         clients, counts = outputs.clients.unique_consecutive(return_counts=True)
         parts = [column.split(counts.tolist()) for column in outputs[1:]]
         for client, own, targets, losses in zip(clients.tolist(), *parts, strict=True):
-            objects = getattr(task, "metrics", None) or {}
-            if objects:
+            objects: MetricCollection | dict[str, Metric] = getattr(task, "metrics", {})
+            if isinstance(objects, MetricCollection):
                 objects.reset()
             measured = {**task.measure(own, targets), "loss": losses.mean()}
             seen = {name: Seen.by(metric) for name, metric in objects.items()}

@@ -22,7 +22,7 @@ def _digest(name: str, tensor: Tensor) -> str:
     form = f"{name} {tensor.dtype} {[*tensor.shape]}".encode()
     numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     digest = hashlib.blake2b(form, digest_size=16)
-    digest.update(numbers.numpy())
+    digest.update(numbers.numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -151,7 +151,8 @@ class Pool:
         if not states:
             return torch.tensor(torch.nan)
         merged = copy.deepcopy(self._metric)
-        for name, merge in merged._reductions.items():
+        reductions: dict[str, Any] = merged._reductions
+        for name, merge in reductions.items():
             parts = [state[name] for state in states]
             whole: Any
             if isinstance(parts[0], list):
