@@ -41,6 +41,8 @@ def unit_vectors(module: nn.Module) -> list[str]:
 class BufferWatch:
     """Warns once of buffers that clients change and that are no statistics of a norm.
 
+    Single numbers, such as a counter, are left out.
+
     Args:
         module: The client module.
         layout: Its state layout.
@@ -54,7 +56,8 @@ class BufferWatch:
                 known |= {f"{start}{own}" for own, _ in part.named_buffers(recurse=False)}
         masks = [name for name in layout.counters if layout.template[name].dtype is torch.bool]
         own = {*layout.own, *layout.extra}
-        self._names = {*layout.averaged, *masks} - known - own
+        vectors = {name for name, tensor in layout.template.items() if tensor.numel() > 1}
+        self._names = vectors.intersection([*layout.averaged, *masks]) - known - own
 
     def look(
         self, clients: Tensor, sent: TensorDict, updates: ClientUpdates, round_index: int

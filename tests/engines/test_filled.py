@@ -189,6 +189,7 @@ def test_a_large_client_is_not_filled_up_to(monkeypatch: pytest.MonkeyPatch) -> 
     assert [size for size, _ in calls] == [9]  # the large one is alone, in a call of one row
 
 
+@pytest.mark.filterwarnings("ignore:round 0. clients change the buffer mean")
 @pytest.mark.parametrize("make", [batchnorm_client, linear_client])
 def test_modules_whose_buffers_see_samples_are_grouped(
     make: Callable[..., Classifier], monkeypatch: pytest.MonkeyPatch

@@ -716,8 +716,8 @@ def test_a_metric_that_is_no_number_is_said_once(
         )
         assert own == other
     told = said("round 0: val/", recwarn)
-    rest = f" of client {BAD} is NaN or infinite, and left out of that metric; this is said once"
-    assert told == [f"loss{rest}"]
+    rest = "is undefined, NaN or infinite, and left out of that metric; this is said once"
+    assert told == [f"loss of client {BAD} {rest}"]
     assert not said("round 1: val/", recwarn)
 
 
