@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from .errors import ConfigurationError
 
@@ -81,12 +84,16 @@ def named_head(module: nn.Module) -> str | None:
 
 def has_plain_head(module: nn.Module) -> bool:
     """Return whether it needs no forward pass to tell which module is the head."""
-    layers = [part for part in module.modules() if isinstance(part, nn.Linear)]
-    return len(layers) < 2 or named_head(module) is not None
+    parts = [*module.modules()]
+    layers = [part for part in parts if isinstance(part, nn.Linear)]
+    tied = any(isinstance(part, nn.Embedding) for part in parts)  # perhaps, by F.linear
+    return (len(layers) < 2 and not tied) or named_head(module) is not None
 
 
 def trace(module: nn.Module, run: Callable[[], Any]) -> Head | None:
     """Return the head as a forward pass shows it: the one that is named, or the last linear layer.
+
+    It is an embedding if the weight of this is used as the last linear layer.
 
     Args:
         module: The module.
@@ -105,17 +112,56 @@ def trace(module: nn.Module, run: Callable[[], Any]) -> Head | None:
         for name, part in module.named_modules()
         if (isinstance(part, nn.Linear) if named is None else name == named)
     ]
+    last = _LastWeight()
     try:
-        run()
+        with last:
+            run()
     finally:
         for hook in hooks:
             hook.remove()
+    owners = {
+        part.weight.data_ptr(): (name, part)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.Linear)  # the last one counts, where they are tied
+    }
+    name, part = owners.get(last.weight or 0, ("", None))
+    if named is None and isinstance(part, nn.Embedding):
+        return Head(name, part.embedding_dim, part.num_embeddings)
     return found[-1] if found else None
 
 
+class _LastWeight(TorchFunctionMode):
+    """Notes where the weight of the last product lies, also if it is transposed."""
+
+    weight: int | None = None
+    _PRODUCTS = (F.linear, torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in self._PRODUCTS and len(args) > 1 and isinstance(args[1], Tensor):
+            self.weight = args[1].data_ptr()
+        return func(*args, **(kwargs or {}))
+
+
 def mark(module: nn.Module, head: Sequence[Any] | None) -> None:
-    """Note in a federation's copy of a client module which its head is."""
-    vars(module)[_FOUND] = None if head is None else Head(*head)
+    """Note in a federation's copy of a client module which its head is.
+
+    Raises:
+        ConfigurationError: If it is an embedding, and so also the first layer of the body.
+    """
+    found = None if head is None else Head(*head)
+    if found is not None and isinstance(module.get_submodule(found.name), nn.Embedding):
+        raise ConfigurationError(
+            f"the head of {type(module).__name__} can't be told from its body: the output layer "
+            f"has the weight of {found.name}; name another module, as in head = 'classifier', or "
+            "give the layers by their names"
+        )
+    vars(module)[_FOUND] = found
 
 
 def marked(module: nn.Module) -> list[Any] | None:

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight import Federation
-from pflight.callbacks import FedAvg, FedBABU, FedRep, SharedPart
+from pflight.callbacks import MOON, FedAvg, FedBABU, FedRep, KNNPer, SharedPart
 from pflight.datamodules import DatasetClients, TensorClients
 from pflight.errors import ConfigurationError
 from pflight.half import Half, LocalClient, LocalWork
@@ -366,7 +366,8 @@ def texts() -> TensorClients:
 @pytest.mark.parametrize("ties", [True, False])
 @pytest.mark.parametrize("method", [FedRep, FedBABU])
 def test_a_norm_at_the_end_is_no_head(method: Callable[[], FedAvg], ties: bool) -> None:
-    with pytest.raises(ConfigurationError, match="norm, a LayerNorm, which is no head") as error:
+    said = "norm, a LayerNorm, which is no head|the output layer has the weight of words"
+    with pytest.raises(ConfigurationError, match=said) as error:
         run(Language(ties), texts(), method(), local_epochs=2)
     assert ("out.weight is words.weight" in str(error.value)) == ties
 
@@ -375,6 +376,27 @@ def test_a_norm_at_the_end_is_no_head(method: Callable[[], FedAvg], ties: bool) 
 def test_a_head_that_is_tied_to_the_body_is_not_split_off(part: str) -> None:
     with pytest.raises(ConfigurationError, match=r"head out .* from its body: out.weight is words"):
         run(Language(True), texts(), SharedPart(**{part: Layers(head=True)}))
+
+
+class Tied(Language):
+    """Has no output layer: it multiplies by the weight of the embedding."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__(ties=False)
+        self.by = by
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h, weight = self.norm(self.inner(self.words(batch[0]))), self.words.weight
+        out = F.linear(h, weight) if self.by == "linear" else h @ weight.T
+        return F.cross_entropy(out, batch[1])
+
+
+@pytest.mark.parametrize("by", ["linear", "matmul"])
+def test_an_output_layer_that_is_the_embedding_is_not_split_off(by: str) -> None:
+    for method in (SharedPart(Layers(head=True)), MOON(), KNNPer()):
+        with pytest.raises(ConfigurationError, match=r"Tied can't .*: .* has the weight of words"):
+            run(Tied(by), texts(), method)
+    run(Tied(by), texts(), SharedPart(Layers("inner")))
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
