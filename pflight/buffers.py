@@ -54,10 +54,9 @@ class BufferWatch:
             if isinstance(part, _NormBase):
                 start = f"{name}." if name else ""
                 known |= {f"{start}{own}" for own, _ in part.named_buffers(recurse=False)}
-        masks = [name for name in layout.counters if layout.template[name].dtype is torch.bool]
         own = {*layout.own, *layout.extra}
         vectors = {name for name, tensor in layout.template.items() if tensor.numel() > 1}
-        self._names = vectors.intersection([*layout.averaged, *masks]) - known - own
+        self._names = vectors.intersection([*layout.averaged, *layout.counters]) - known - own
 
     def look(
         self, clients: Tensor, sent: TensorDict, updates: ClientUpdates, round_index: int
@@ -74,8 +73,8 @@ class BufferWatch:
         self._names.clear()
         rank_zero_warn(
             f"round {round_index}: clients change the buffer {changed[0]}"
-            f"{f' and {len(changed) - 1} more' if len(changed) > 1 else ''}, which the server "
-            "averages as it does BatchNorm's statistics; if a mean makes no sense, as for a "
+            f"{f' and {len(changed) - 1} more' if len(changed) > 1 else ''}, and the server takes "
+            "their mean, or the maximum of whole numbers; if that makes no sense, as for a "
             "codebook or a mask, give the server callback buffers='local'"
         )
 

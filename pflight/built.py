@@ -32,7 +32,7 @@ def built(kind: type, /, *args: Any, **options: Any) -> Any:
         return kind(*args, **options)
     except MisconfigurationException:
         raise  # its message is clear by itself
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         unknown = UNEXPECTED.fullmatch(said_by(error))  # if it was given, in dict_kwargs
         if issubclass(kind, Optimizer | LRScheduler) or (unknown and unknown["name"] in options):
             raise

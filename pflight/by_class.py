@@ -52,7 +52,9 @@ class OptionByClass(NamedTuple):
                 "options in a file"
             )
         if not count:
-            meant = question(closest(self.kind, kinds)) or f", but {', '.join(kinds) or 'nothing'}"
+            meant = question(closest(self.kind, kinds)) or (
+                f", but {', '.join(kinds)}" if kinds else ""
+            )
             raise UnknownOptionError(f"{name}: {self.whose} has no {self.kind}{meant}", [name])
         if self.value is None:
             return

@@ -102,7 +102,8 @@ class Evaluator:
         """Return all metrics by tag over the clients of all ranks; newcomers are under ``new/``.
 
         Args:
-            required: Whether somebody must have been judged.
+            required: Whether somebody must have been judged, as always where names of metrics are
+                not known otherwise.
 
         Raises:
             ClientError: On all ranks, if a client of any rank failed and ``on_client_error`` is
@@ -110,10 +111,9 @@ class Evaluator:
             ConfigurationError: If no client's module logged anything.
         """
         self.failures.raise_together()
-        if required:
-            judged = self._metrics[""].per_client()["num_samples"]
-            self.failures.sound = int((judged > 0).sum())
-            self.failures.end(f"judged on its {self.split} samples")
+        own = self._metrics[""]
+        if required or (isinstance(own, LoggedMetrics) and own.has_nothing):
+            self.end()
         for model, logged in self._metrics.items():
             if isinstance(logged, LoggedMetrics):
                 self._check_logged(model, logged)
@@ -128,6 +128,16 @@ class Evaluator:
             for model, metrics in self._metrics.items()
             for name, value in metrics.compute(clients).items()
         }
+
+    def end(self) -> None:
+        """Raise if clients failed, and none could be judged; every rank has to call it.
+
+        Raises:
+            ClientError: On all ranks, with the first failure.
+        """
+        judged = self._metrics[""].per_client()["num_samples"]
+        self.failures.sound = int((judged > 0).sum())
+        self.failures.end(f"judged on its {self.split} samples")
 
     def _check_logged(self, model: WhichModel, metrics: LoggedMetrics) -> None:
         """Raise if nothing was logged, and say once which clients a metric leaves out."""

@@ -305,9 +305,9 @@ class Federation(L.LightningModule):
         step_schedule(self.lr_schedulers())
 
     def on_fit_end(self) -> None:
-        """Copy the client memory of all ranks to every rank; raise if no client was trained."""
+        """Copy the memory of all ranks to every rank; raise if nobody was trained or judged."""
         self.clients.memory.load_state_dict(self.clients.memory.state_of_all_ranks())
-        check_trained(self.history)
+        check_trained(self.history, self.evaluators.get("val"))
 
     def on_validation_epoch_start(self) -> None:
         """Start an evaluation of all clients on their validation samples."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -59,8 +60,19 @@ class Round:
         self.metrics["clients/failed"] = len(self.failed)
 
 
-def check_trained(rounds: Sequence[Round]) -> None:
-    """Raise if clients took part in rounds, and none could be trained in any of them.
+class Judge(Protocol):
+    """An evaluation of all clients."""
+
+    def end(self) -> None:
+        """Raise if clients failed, and none could be judged."""
+
+
+def check_trained(rounds: Sequence[Round], judge: Judge | None = None) -> None:
+    """Raise if clients took part in rounds, and none could be trained, or judged, in any of them.
+
+    Args:
+        rounds: The rounds.
+        judge: The last evaluation on validation samples, if there was one.
 
     Raises:
         ClientError: If so.
@@ -70,6 +82,9 @@ def check_trained(rounds: Sequence[Round]) -> None:
         asked, failed = asked + len(entry.clients), failed + len(entry.failed)
     if asked and asked == failed:
         raise ClientError(f"all {asked:,} trainings of clients failed, as the warnings say")
+    values = (v for entry in rounds for n, v in entry.metrics.items() if n.startswith("val/"))
+    if judge is not None and not any(map(math.isfinite, values)):
+        judge.end()
 
 
 def add_logs(into: Logs, logs: Logs) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from .distributed import gather
-from .errors import ConfigurationError
+from .errors import ConfigurationError, described
 from .pooling import Pool, Seen
 
 F1Average = Literal["union", "true", "all", "binary"]
@@ -386,6 +386,11 @@ class LoggedMetrics:
         gathered = self._gathered()
         return bool(gathered.clients) and not gathered.values
 
+    @property
+    def has_nothing(self) -> bool:
+        """Whether no value is known, be it that nobody was judged."""
+        return not self._gathered().values
+
     def not_finite(self) -> dict[str, list[int]]:
         """Return the clients whose values are not numbers to take a mean of, by name."""
         odd = {
@@ -423,7 +428,7 @@ class LoggedMetrics:
                 worst = values.sort(descending=best == "min").values[: math.ceil(len(values) / 10)]
                 means[f"worst_decile_{name}"] = worst.mean()
             if (pool := self._gathered().pools.get(name)) is not None:
-                means[f"pooled_{name}"] = pool.value(clients.tolist())
+                means |= self._pooled(name, pool, clients)
             micro[name] = means[f"micro_{name}"]
         for name in micro.keys() & means.keys():
             rank_zero_warn(
@@ -431,6 +436,17 @@ class LoggedMetrics:
                 f"client logs under this name, which is {self.split}/micro_{name}"
             )
         return {**means, **{name: mean for name, mean in micro.items() if name not in means}}
+
+    def _pooled(self, name: str, pool: Pool, clients: Tensor) -> dict[str, Tensor]:
+        """Return the metric of all samples of the clients ``[C]``, unless it can't be merged."""
+        try:
+            return {f"pooled_{name}": pool.value(clients.tolist())}
+        except Exception as error:
+            rank_zero_warn(
+                f"there is no {self.split}/pooled_{name}: merging the clients' metrics raises "
+                f"{described(error)}"
+            )
+            return {}
 
     def _gathered(self) -> ClientValues:
         """Return the values of all ranks; all ranks have to call it."""

@@ -8,22 +8,44 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torchmetrics import ExplainedVariance, KendallRankCorrCoef, Metric, R2Score, SpearmanCorrCoef
+from torchmetrics import (
+    ExplainedVariance,
+    KendallRankCorrCoef,
+    Metric,
+    R2Score,
+    RelativeSquaredError,
+    SpearmanCorrCoef,
+)
 from torchmetrics.classification import (
     BinaryAveragePrecision,
+    BinaryCohenKappa,
+    BinaryFBetaScore,
+    BinaryJaccardIndex,
     BinaryMatthewsCorrCoef,
+    BinaryPrecision,
     BinaryPrecisionRecallCurve,
     BinaryRecall,
     BinarySpecificity,
     MulticlassAveragePrecision,
+    MulticlassCohenKappa,
     MulticlassMatthewsCorrCoef,
     MulticlassPrecisionRecallCurve,
+    MulticlassSpecificity,
     MultilabelAveragePrecision,
     MultilabelPrecisionRecallCurve,
+    MultilabelSpecificity,
 )
 from torchmetrics.utilities import dim_zero_cat
 
-_OF_POSITIVES = BinaryAveragePrecision, MulticlassAveragePrecision, MultilabelAveragePrecision
+_NEED_POSITIVES = BinaryAveragePrecision, MulticlassAveragePrecision, MultilabelAveragePrecision
+_OF_POSITIVES = BinaryRecall, BinaryPrecision, BinaryFBetaScore
+_OF_NEGATIVES = BinarySpecificity, MulticlassSpecificity, MultilabelSpecificity
+_OF_TWO_CLASSES = (
+    BinaryMatthewsCorrCoef,
+    MulticlassMatthewsCorrCoef,
+    BinaryCohenKappa,
+    MulticlassCohenKappa,
+)
 _CURVES = (
     BinaryPrecisionRecallCurve,
     MulticlassPrecisionRecallCurve,
@@ -33,40 +55,75 @@ _CURVES = (
 
 def value_of(metric: Metric) -> Tensor:
     """Return what a metric computes of the samples that it has seen, or NaN if it is undefined."""
-    return torch.tensor(torch.nan) if is_undefined(metric) else metric.compute()
+    value = own_value(metric)
+    return metric.compute() if value is None else value
+
+
+def own_value(metric: Metric) -> Tensor | None:
+    """Return a value that takes the place of ``compute()``, or ``None``.
+
+    It is NaN for an undefined metric. torchmetrics takes targets of a small spread for equal, and
+    R² is 0 then; the R² of these is that of larger numbers.
+    """
+    if is_undefined(metric):
+        return torch.tensor(torch.nan)
+    if type(metric) is R2Score:
+        state: dict[str, Any] = metric.metric_state
+        least = _spread(state).min()
+        if torch.isclose(least, torch.zeros_like(least), atol=1e-4):
+            larger = copy.deepcopy(metric)
+            for name, power in (("sum_squared_error", 1), ("sum_error", 0.5), ("residual", 1)):
+                setattr(larger, name, state[name] / least**power)
+            larger._computed = None
+            return larger.compute()
+    return None
 
 
 def is_undefined(metric: Metric) -> bool:
     """Return whether no predictions could give a metric a value on the samples that it has seen.
 
     torchmetrics returns 0 or 1 there, or raises. Examples are AUROC of samples of one class, R² of
-    one sample or of equal targets, and recall without positives. A macro average over classes is
-    undefined if one class is. Other metrics and those of users are taken as defined.
+    one sample or of equal targets, and recall or F1 without positives. A macro average over classes
+    is undefined if one class is, and a metric that is made of others if one of them is. Other
+    metrics and those of users are taken as defined.
     """
+    inner = [part for part in metric.modules() if isinstance(part, Metric) and part is not metric]
+    if any(part.update_called and is_undefined(part) for part in inner):
+        return True
     state: dict[str, Any] = metric.metric_state
     match metric:
-        case R2Score():
-            mean = state["sum_error"] / state["total"]
-            spread = state["sum_squared_error"] - state["sum_error"] * mean
-            # What R2Score itself takes for zero.
-            zero = torch.isclose(spread, torch.zeros_like(spread), atol=1e-4)
-            return bool(state["total"] < 2) or bool(zero.any())
+        case R2Score() | RelativeSquaredError():
+            counted, squares = state["total"], state["sum_squared_error"]
+            return bool(counted < 2) or _are_equal(_spread(state), squares, counted)
         case ExplainedVariance():
-            squares = state["sum_squared_target"] / state["num_obs"]
-            spread = squares - (state["sum_target"] / state["num_obs"]).square()
-            return bool((spread <= 1e-6 * squares).any())
+            counted = state["num_obs"]
+            squares = state["sum_squared_target"] / counted
+            spread = squares - (state["sum_target"] / counted).square()
+            return _are_equal(spread, squares, counted)
         case SpearmanCorrCoef() | KendallRankCorrCoef():
             targets = dim_zero_cat(state["target"])
             return bool((targets == targets[:1]).all(dim=0).any())
-        case BinaryMatthewsCorrCoef() | MulticlassMatthewsCorrCoef():
+        case _ if isinstance(metric, _OF_TWO_CLASSES):
             return int((state["confmat"].sum(dim=1) > 0).sum()) < 2
-        case BinaryRecall() if isinstance(state["tp"], Tensor):
-            return not (state["tp"] + state["fn"]).all()
-        case BinarySpecificity() if isinstance(state["tn"], Tensor):
+        case BinaryJaccardIndex():
+            return not state["confmat"][1].sum()
+        case _ if isinstance(metric, _OF_NEGATIVES) and isinstance(state["tn"], Tensor):
             return not (state["tn"] + state["fp"]).all()
+        case _ if isinstance(metric, _OF_POSITIVES) and isinstance(state["tp"], Tensor):
+            return not (state["tp"] + state["fn"]).all()
         case _ if isinstance(metric, _CURVES):
             return _has_no_curve(metric, state)
     return False
+
+
+def _spread(state: dict[str, Any]) -> Tensor:
+    """Return the sum of squared differences of targets to their mean."""
+    return state["sum_squared_error"] - state["sum_error"] * (state["sum_error"] / state["total"])
+
+
+def _are_equal(spread: Tensor, squares: Tensor, count: Tensor | int) -> bool:
+    """Return whether a spread of targets is no more than the rounding of their squares' sum."""
+    return bool((spread <= torch.finfo(spread.dtype).eps * count * squares).any())
 
 
 def _has_no_curve(metric: Metric, state: dict[str, Any]) -> bool:
@@ -75,7 +132,7 @@ def _has_no_curve(metric: Metric, state: dict[str, Any]) -> bool:
         return False
     positive, negative = _sides(metric, state)
     missing = positive == 0
-    if not isinstance(metric, _OF_POSITIVES):
+    if not isinstance(metric, _NEED_POSITIVES):
         missing |= negative == 0
     if average == "weighted":  # by the positive samples of each class
         return not positive.any() or bool(missing[positive > 0].any())

@@ -41,7 +41,7 @@ def check_ranks(clients: Clients, callback: ServerCallback, options: Mapping[str
     values = (f"{rank.get(differing[0])} on rank {i}" for i, rank in enumerate(ranks))
     hint = ": call seed_everything() before the client module is made"
     raise ConfigurationError(
-        f"the ranks have different {', '.join(differing)} ({', '.join(values)}), and all have to "
+        f"the ranks differ in {', '.join(differing)} ({', '.join(values)}), and all have to "
         f"train one federation{hint if _WEIGHTS in differing else ''}"
     )
 

@@ -1402,7 +1402,7 @@ def test_buffers_that_clients_change_and_the_server_averages_are_named_once(buff
         warnings.simplefilter("always")
         run(Quantized().double(), Dicts((9, 14, 5, 11)), FedAvg(buffers=buffers), 2)
     messages = [str(warning.message) for warning in said if "codebook" in str(warning.message)]
-    begins = "round 0: clients change the buffer codes, which the server averages"
+    begins = "round 0: clients change the buffer codes, and the server takes their mean"
     assert [message.startswith(begins) for message in messages] == [True] * (buffers == "shared")
 
 

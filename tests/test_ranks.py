@@ -96,7 +96,7 @@ def test_a_failure_that_stops_the_run_stops_all_ranks(rank: int, two: list[dict[
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_ranks_that_differ_say_so_before_they_train(what: str, two: list[dict[str, Any]]) -> None:
     for rank in two:
-        assert f"the ranks have different {DIFFERENT[what]}" in rank["different"][what]
+        assert f"the ranks differ in {DIFFERENT[what]}" in rank["different"][what]
 
 
 def test_ranks_that_don_t_differ_train(two: list[dict[str, Any]]) -> None:

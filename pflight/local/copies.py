@@ -53,11 +53,15 @@ class Frozen:
         if not self._values:
             return []
         now = state_tensors(module)
-        changed = [n for n, value in self._values.items() if not torch.equal(now[n], value)]
+        changed = [n for n, value in self._values.items() if not _same(now[n], value)]
         with torch.no_grad():
             for name in changed:
                 self._held[name].copy_(self._values[name])
         return changed
+
+
+def _same(now: Tensor, before: Tensor) -> bool:
+    return torch.equal(now, before) or torch.allclose(now, before, 0, 0, equal_nan=True)
 
 
 class Copies:

@@ -20,7 +20,7 @@ from torchmetrics import Metric
 
 from pflight.errors import ConfigurationError
 from pflight.history import Logs, add_logs
-from pflight.pooling import Seen, is_undefined
+from pflight.pooling import Seen, is_undefined, own_value, value_of
 
 Step = Callable[[Callable[[], Any], Any], Any]
 """Takes the module's own training step and its batch; returns what stands for its output."""
@@ -106,15 +106,15 @@ class Results(_ResultCollection):
         for item in self.values() if self.training and metrics is not False else ():
             known = not item.is_tensor and item.value.update_called
             if known and fx in (None, item.meta.fx) and not is_undefined(item.value):
-                self._note(item.meta.name, item.value.compute(), self.num_samples)
+                self._note(item.meta.name, value_of(item.value), self.num_samples)
         super().reset(metrics, fx)
 
     def _get_cache(self, item: Any, on_step: bool) -> Tensor | None:  # type: ignore[override]
-        """Return an item's value as Lightning does, or NaN where a metric is undefined."""
+        """Return an item's value as Lightning does, but for metrics with a value of their own."""
         if not (self.training or on_step or item.is_tensor) and item.meta.on_epoch:
             self.seen[item.meta.name] = Seen.by(item.value)
-            if is_undefined(item.value):
-                return torch.tensor(torch.nan)
+            if (value := own_value(item.value)) is not None:
+                return value
         return super()._get_cache(item, on_step)
 
     def _note(self, name: str, value: Any, count: int) -> None:
