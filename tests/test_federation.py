@@ -148,12 +148,11 @@ class TestFailingClients:
 
     @pytest.mark.filterwarnings("ignore")
     def test_if_all_fail_it_is_an_error_at_the_end(self) -> None:
-        class Broken(Classifier):
-            broken = True
-
+        class Untrained(Classifier):
             def training_step(self, batch: Any, batch_idx: int) -> Any:
                 raise ValueError("my bug")
 
+        class Broken(Untrained):
             def validation_step(self, batch: Any, batch_idx: int) -> Any:
                 raise ValueError("my bug")
 
@@ -163,6 +162,8 @@ class TestFailingClients:
                 raise ValueError("my bug")
 
         with pytest.raises(ClientError, match="all 12 trainings of clients failed"):
+            run(linear_client(Untrained), small_data(), FedAvg(), rounds=2)
+        with pytest.raises(ClientError, match="judged on its val samples: all 6 failed"):
             run(linear_client(Broken), small_data(), FedAvg(), rounds=2)
         trainer = quiet_trainer(0, FedAvg())
         federation = Federation(linear_client(Broken))
