@@ -8,7 +8,8 @@ import sys
 from io import TextIOWrapper
 from typing import Any
 
-_CONTROLS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0e-\x1b\x7f-\x9f]")
+_DIRECTIONS = r"\u200e\u200f\u202a-\u202e\u2066-\u2069"  # which turn the text that follows
+_CONTROLS = re.compile(rf"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0e-\x1b\x7f-\x9f{_DIRECTIONS}]")
 _PLAIN = {
     "±": "+/-",
     "\N{EN DASH}": "-",
@@ -33,8 +34,8 @@ def one_line(text: str) -> str:
     r"""Return a text as one line without the control sequences of terminals.
 
     Example:
-        >>> one_line("a \x1b[31mred\x1b[0m\nfile")
-        'a red file'
+        >>> one_line("a \x1b[31mred\x1b[0m\nfile \u202e7")
+        'a red file 7'
     """
     return " ".join(_CONTROLS.sub("", text).split())
 
