@@ -9,17 +9,8 @@ from typing import Any
 
 import lightning as L
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import callbacks
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelPruning,
-    SpikeDetection,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
@@ -38,14 +29,14 @@ from .spelling import OWN_BATCHES
 _PROCESSES_PER_CORE = 4
 _HERE = ("127.0.0.1", "localhost")  # which no other machine can reach
 _OF_ONE_MODEL = (
-    BaseFinetuning,
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelPruning,
-    SpikeDetection,
-    StochasticWeightAveraging,
-    WeightAveraging,
+    callbacks.BaseFinetuning,
+    callbacks.BatchSizeFinder,
+    callbacks.GradientAccumulationScheduler,
+    callbacks.LearningRateFinder,
+    callbacks.ModelPruning,
+    callbacks.SpikeDetection,
+    callbacks.StochasticWeightAveraging,
+    callbacks.WeightAveraging,
 )
 """Callbacks that copy, change or watch the one model that a Trainer trains."""
 

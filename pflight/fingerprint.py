@@ -1,4 +1,4 @@
-"""Checksums that identify clients' data."""
+"""Checksums that identify clients' data, and the bytes behind digests of tensors."""
 
 from __future__ import annotations
 
@@ -22,6 +22,17 @@ def checksum_of(numbers: Tensor, start: int = 0) -> int:
     if numbers.dtype is not torch.long:
         numbers = numbers.double() if numbers.is_floating_point() else numbers.long()
     return zlib.crc32(numbers.cpu().numpy().tobytes(), start)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the numbers of a tensor as bytes, without a copy if they lie together on the CPU.
+
+    Example:
+        >>> bytes_of(torch.tensor([97, 98], dtype=torch.uint8)).tobytes()
+        b'ab'
+    """
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def joined(*fingerprints: Tensor) -> Tensor:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from .errors import ConfigurationError
+from .fingerprint import bytes_of
 from .state import StateLayout
 
 
@@ -20,27 +19,21 @@ def digests_of(layout: StateLayout) -> dict[str, str]:
 
 def _digest(name: str, tensor: Tensor) -> str:
     form = f"{name} {tensor.dtype} {[*tensor.shape]}".encode()
-    numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     digest = hashlib.blake2b(form, digest_size=16)
-    digest.update(numbers.numpy().tobytes())
+    digest.update(bytes_of(tensor))
     return digest.hexdigest()
 
 
-def check_frozen(record: Mapping[str, Any], layout: StateLayout, in_file: Collection[str]) -> None:
+def check_frozen(saved: Mapping[str, str], here: Mapping[str, str]) -> None:
     """Raise unless a module has the frozen weights that a checkpoint was trained on.
 
     Args:
-        record: The checkpoint's record of its federation.
-        layout: Of the module.
-        in_file: Names in the checkpoint's ``state_dict``, which may hold the frozen weights.
+        saved: The digests in the checkpoint.
+        here: Those of the module.
 
     Raises:
         ConfigurationError: Naming an entry that differs.
     """
-    saved = record.get("frozen", {})
-    if not saved or all(f"server.0.{name}" in in_file for name in saved):
-        return
-    here = digests_of(layout)
     if others := [name for name in saved if saved[name] != here.get(name)]:
         more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
         raise ConfigurationError(

@@ -71,7 +71,9 @@ class RunRecord:
         """
         record = checkpoint.get("pflight", {})
         check_record(record, self._must_agree(callback))
-        check_frozen(record, self.clients.layout, checkpoint["state_dict"])
+        frozen = record.get("frozen", {})
+        if any(f"server.0.{name}" not in checkpoint["state_dict"] for name in frozen):
+            check_frozen(frozen, self._digests())
         if goes_on:
             self._check_same_data(record.get("data"))
         options = record.get("options", {})

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from pflight.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
 from pflight.federation import Federation
+from pflight.fingerprint import bytes_of
 from pflight.options import as_list, described
 from pflight.server_callback import ServerCallback
 from pflight.version import __version__
@@ -52,7 +51,7 @@ def agreement_on(
     }
     digests = {name: _digest(str(part).encode()) for name, part in parts.items()}
     template = federation.layout.template
-    start = b"".join(_bytes(template[name]) for name in sorted(template))
+    start = b"".join(bytes_of(template[name]) for name in sorted(template))
     return {"pflight": __version__, **digests, "initial model": _digest(start)}
 
 
@@ -111,8 +110,3 @@ def text_of_model(config: Any) -> dict[str, str]:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().flatten()
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

@@ -111,10 +111,10 @@ class Results(_ResultCollection):
 
     def _get_cache(self, item: Any, on_step: bool) -> Tensor | None:  # type: ignore[override]
         """Return an item's value as Lightning does, but for metrics with a value of their own."""
-        if not (self.training or on_step or item.is_tensor) and item.meta.on_epoch:
+        of_an_epoch = not (self.training or on_step or item.is_tensor) and item.meta.on_epoch
+        if of_an_epoch and item._computed is None:  # which is asked for several times
             self.seen[item.meta.name] = Seen.by(item.value)
-            if (value := own_value(item.value)) is not None:
-                return value
+            item._computed = own_value(item.value)
         return super()._get_cache(item, on_step)
 
     def _note(self, name: str, value: Any, count: int) -> None:
