@@ -408,8 +408,14 @@ class Clients(ClientWork):
             return
         if whole is not None and size > whole:
             yield from mine.split(size - size % whole)
-        else:
-            yield from mine.tensor_split(-(-len(mine) // size))
+            return
+        parts = -(-len(mine) // size)
+        if whole is not None or at_once is not None:  # its caller steps in this order
+            yield from mine.tensor_split(parts)
+            return
+        order = self.attached_data.num_samples("train")[mine.cpu()].argsort(stable=True)
+        for part in mine[order.to(mine.device)].tensor_split(parts):
+            yield part.sort().values  # clients of like sizes, since they end together
 
     def _ask(
         self,

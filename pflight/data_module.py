@@ -292,12 +292,11 @@ class FederatedDataModule(L.LightningDataModule):
 
     def orders(self, clients: Sequence[int], round: int, epoch: int = 0) -> Sequence[Tensor]:
         """Return the :meth:`order` of several clients, faster than one by one."""
-        counts = set(self.num_samples("train")[list(clients)].tolist())
-        if len(counts) > 1 or type(self).order is not FederatedDataModule.order:
+        if type(self).order is not FederatedDataModule.order:
             return [self.order(client, round, epoch) for client in clients]
-        keys = Purpose.ORDER, self.seed, round, epoch
+        counts = self.num_samples("train")[list(clients)].tolist()
         streams = [client + self.id_offset for client in clients]
-        return shuffled(counts.pop(), *keys, streams=streams).unbind()
+        return shuffled(counts, Purpose.ORDER, self.seed, round, epoch, streams=streams)
 
     def noise(self, count: int, client: int, round: int, epoch: int = 0) -> Tensor:
         """Return the random numbers for augmenting a client's samples, ``[count, num_draws]``.

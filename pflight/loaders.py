@@ -79,7 +79,7 @@ def labels_of(batch: Any) -> Tensor:
 
 def sample_order(count: int, seed: int, round: int, client: int = 0, epoch: int = 0) -> Tensor:
     """Return a permutation of ``count`` samples as a pure function of the arguments."""
-    return shuffled(count, Purpose.ORDER, seed, round, epoch, streams=[client])[0]
+    return shuffled([count], Purpose.ORDER, seed, round, epoch, streams=[client])[0]
 
 
 class IndexedSamples(Dataset[Batch]):

@@ -57,26 +57,37 @@ def numpy_generator(purpose: Purpose, *keys: int) -> np.random.Generator:
     return np.random.default_rng([int(purpose), *keys])
 
 
-def shuffled(count: int, purpose: Purpose, *keys: int, streams: Sequence[int]) -> Tensor:
-    """Return a permutation of ``count`` items for each stream, ``[streams, count]``.
+def shuffled(
+    counts: Sequence[int], purpose: Purpose, *keys: int, streams: Sequence[int]
+) -> list[Tensor]:
+    """Return a permutation ``[count]`` for each stream.
 
-    The row of a stream depends only on its number, the purpose and the keys. Items are sorted by 64
-    random bits, a counter of stream and item mixed as in SplitMix64 (Steele et al., 2014), so that
-    a few operations permute all streams.
+    It depends only on the stream's number and count, the purpose and the keys. Items are sorted by
+    64 random bits, a counter of stream and item mixed as in SplitMix64 (Steele et al., 2014).
+
+    Args:
+        counts: The number of items of each stream.
+        purpose: What the permutations are for.
+        keys: Further keys.
+        streams: The streams' numbers.
 
     Example:
-        >>> one, two = shuffled(100, Purpose.ORDER, 0, streams=[5, 6])
-        >>> torch.equal(two, shuffled(100, Purpose.ORDER, 0, streams=[6])[0])
+        >>> one, two = shuffled([100, 80], Purpose.ORDER, 0, streams=[5, 6])
+        >>> torch.equal(two, shuffled([80], Purpose.ORDER, 0, streams=[6])[0])
         True
     """
-    counter = np.array(streams, dtype=np.uint64)[:, None] << np.uint64(32)
-    bits = (counter | np.arange(count, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+    sizes = np.array(counts)
+    ends = sizes.cumsum()
+    items = np.arange(sizes.sum()) - np.repeat(ends - sizes, sizes)
+    counter = np.repeat(np.array(streams, dtype=np.uint64) << np.uint64(32), sizes)
+    bits = (counter | items.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
     bits += np.uint64(derive_seed(purpose, *keys))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         bits ^= bits >> np.uint64(shift)
         bits *= np.uint64(factor)
     bits ^= bits >> np.uint64(31)
-    return torch.from_numpy(bits.argsort(axis=1, kind="stable"))
+    parts = np.split(bits, ends[:-1])
+    return [torch.from_numpy(part.argsort(kind="stable")) for part in parts]
 
 
 def seed_everything(seed: int, device: torch.device) -> None:

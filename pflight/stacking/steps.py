@@ -31,6 +31,11 @@ class Plan(NamedTuple):
         index = step % len(self.sizes)
         return sum(self.sizes[:index]), self.sizes[index]
 
+    def begins(self, step: int) -> int | None:
+        """Return the epoch that begins with a step, if one does."""
+        epoch, rest = divmod(step, len(self.sizes))
+        return None if rest else epoch
+
     def samples(self, step: int) -> int:
         """Return how many samples are needed from a step that begins an epoch to its end."""
         return sum(self.sizes[: self.steps - step])
@@ -89,8 +94,8 @@ class Batches:
         plans: The rows' plans, longest training first.
         reserve: Gets the number of samples for which a row needs room; returns where the tensors
             of the samples are gathered, each ``[rows, samples, ...]``.
-        load: Gets rows, an epoch and a number of samples; yields for each row the tensors of all of
-            the client's samples, and which of them come first ``[number]``.
+        load: Gets rows, an epoch and each row's number of samples; yields for each row the tensors
+            of all of the client's samples, and which of them come first ``[number]``.
         filled: Whether batches may be filled up where their sizes differ. Else only those of equal
             size are taken at once.
     """
@@ -99,7 +104,7 @@ class Batches:
         self,
         plans: Sequence[Plan],
         reserve: Callable[[int], list[Tensor]],
-        load: Callable[[range, int, int], Iterable[tuple[list[Tensor], Tensor]]],
+        load: Callable[[range, int, list[int]], Iterable[tuple[list[Tensor], Tensor]]],
         filled: bool,
     ) -> None:
         self.runs = runs_of(plans)
@@ -114,9 +119,9 @@ class Batches:
     def groups(self, step: int) -> list[Group]:
         """Return the batches of a step, without the rows that have come to their end."""
         places = _places(self.runs, step)
-        for place in places:
-            if step % len(place.run.plan.sizes) == 0:
-                self._start_epoch(place.run, step)
+        for epoch, begun in groupby(places, key=lambda place: place.run.plan.begins(step)):
+            if epoch is not None:
+                self._start_epoch([place.run for place in begun], epoch, step)
         return [self._group(part) for part in _grouped(places, self.filled)]
 
     def _room(self, run: Run) -> int:
@@ -124,11 +129,13 @@ class Batches:
         plan = run.plan
         return plan.last_begin + self._largest if self.filled else plan.most_samples
 
-    def _start_epoch(self, run: Run, step: int) -> None:
-        epoch, count = step // len(run.plan.sizes), run.plan.samples(step)
-        room = self._room(run)
-        rows = range(run.first, run.last)
-        for row, (leaves, order) in zip(rows, self.load(rows, epoch, count), strict=True):
+    def _start_epoch(self, runs: Sequence[Run], epoch: int, step: int) -> None:
+        """Load the samples of an epoch of neighbouring runs."""
+        rows = range(runs[0].first, runs[-1].last)
+        counts = [run.plan.samples(step) for run in runs for _ in range(run.first, run.last)]
+        rooms = [self._room(run) for run in runs for _ in range(run.first, run.last)]
+        loaded = self.load(rows, epoch, counts)
+        for row, room, count, (leaves, order) in zip(rows, rooms, counts, loaded, strict=True):
             for part, held in zip(leaves, self.held, strict=True):
                 if part.shape[1:] != held.shape[2:] or part.dtype != held.dtype:
                     raise ValueError(

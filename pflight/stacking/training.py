@@ -200,21 +200,24 @@ class StackedTraining:
         cached: dict[int, list[Tensor]] = {}
         held: list[Tensor] = []
 
-        def load(rows: range, epoch: int, count: int) -> Iterator[tuple[list[Tensor], Tensor]]:
+        def load(
+            rows: range, epoch: int, needed: list[int]
+        ) -> Iterator[tuple[list[Tensor], Tensor]]:
             clients = chunk.clients[rows.start : rows.stop]
             when = work.round_index, first + epoch
-            orders: Sequence[Tensor] = [torch.arange(counts[rows.start])] * len(rows)
             if work.shuffled:
                 orders = data.orders(clients, *when)
-            for row, client, order in zip(rows, clients, orders, strict=True):
+            else:
+                orders = [torch.arange(counts[row]) for row in rows]
+            for row, client, order, count in zip(rows, clients, orders, needed, strict=True):
                 leaves = cached[row] if row in cached else setting.samples(client, "train")
                 if several:
                     cached[row] = leaves
                 check_order(counts[row], order)
                 yield setting.augmented(leaves, client, *when), order[:count].to(setting.device)
             if isinstance(task := setting.client, Task) and setting.has_loss_of_its_kind:
-                labels = held[1][rows.start : rows.stop, :count]
-                task.check_targets(labels.flatten(0, 1))
+                labels = [held[1][row, :count] for row, count in zip(rows, needed, strict=True)]
+                task.check_targets(torch.cat(labels))
 
         def reserve(count: int) -> list[Tensor]:
             shape = len(chunk.clients), count
