@@ -49,8 +49,8 @@ from pflight.callbacks import (
     SharedPart,
 )
 from pflight.datamodules import ClassesPerClient, Digits
-from pflight.layers import Layers
 from pflight.models import MLP, Classifier
+from pflight.states.layers import Layers
 
 LR, EPOCHS, HEAD_EPOCHS, MU = 0.1, 4, 3, 0.5
 STARTING = 11  # epochs in which PFLlib's FedALA learns weights first, if the loss hardly changes

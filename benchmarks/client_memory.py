@@ -23,10 +23,10 @@ import torch
 from options import at_least
 from tensordict import TensorDict
 
-from pflight.checkpoint import AtomicCheckpointIO, read_checkpoint
-from pflight.memory import ClientMemory, MappedMemory
 from pflight.models import MLP
-from pflight.state import StateLayout, expand_state
+from pflight.runs.checkpoint import AtomicCheckpointIO, read_checkpoint
+from pflight.runs.memory import ClientMemory, MappedMemory
+from pflight.states.state import StateLayout, expand_state
 
 CHUNK = 26  # clients, 16 MiB
 KINDS = {"ram": ClientMemory, "disk": MappedMemory}

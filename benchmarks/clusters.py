@@ -17,8 +17,8 @@ from jsonargparse import ArgumentParser
 from numpy.typing import NDArray
 from run_table import print_table
 
-from pflight.checkpoint import read_checkpoint
 from pflight.datamodules import FederatedDataModule
+from pflight.runs.checkpoint import read_checkpoint
 
 DRAWS = 2000
 

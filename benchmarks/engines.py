@@ -25,7 +25,7 @@ from torch import nn
 from pflight import keep_freed_memory
 from pflight.datamodules import TensorClients
 from pflight.engines import Engine, Setting, build_engine
-from pflight.half import Half, half_of, layout_with
+from pflight.method import Half, half_of, layout_with
 from pflight.models import (
     FEMNISTCNN,
     MLP,
@@ -36,7 +36,7 @@ from pflight.models import (
     PFedHNCNN,
     ResNet18,
 )
-from pflight.state import StateLayout, expand_state
+from pflight.states.state import StateLayout, expand_state
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from run_table import print_table
 from torch import Tensor
 
 from pflight.callbacks import PFedLA
-from pflight.cli import FederationCLI
+from pflight.command.cli import FederationCLI
 
 
 def own_weights(folder: Path) -> dict[str, Tensor]:

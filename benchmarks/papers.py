@@ -39,7 +39,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from numpy.typing import NDArray
 from quiet import quiet
 
-from pflight.cli import FederationCLI
+from pflight.command.cli import FederationCLI
 from pflight.errors import ConfigurationError
 from pflight.experiments.statistics import differences
 

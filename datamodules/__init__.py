@@ -1,8 +1,8 @@
 """Federated data: data sets, and partitions of their samples among clients."""
 
-from pflight.augmentation import Augmentation
-from pflight.data_module import Centralized, ClientData, FederatedDataModule
-from pflight.loaders import IndexedSamples, Split, Visit
+from pflight.data.augmentation import Augmentation
+from pflight.data.data_module import Centralized, ClientData, FederatedDataModule
+from pflight.data.loaders import IndexedSamples, Split, Visit
 
 from .crop_and_flip import CropAndFlip
 from .datasets import DatasetClients

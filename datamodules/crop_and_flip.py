@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pflight.augmentation import Augmentation
+from pflight.data.augmentation import Augmentation
 from pflight.options import check_range, checked
 
 

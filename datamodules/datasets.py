@@ -26,15 +26,22 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils import signal_handling
 
-from pflight.augmentation import Augmentation
-from pflight.client_names import check_names
-from pflight.data_module import FederatedDataModule
+from pflight.data.augmentation import Augmentation
+from pflight.data.client_names import check_names
+from pflight.data.data_module import FederatedDataModule
+from pflight.data.fingerprint import checksum_of
+from pflight.data.loaders import (
+    SPLITS,
+    Split,
+    Visit,
+    as_gathered,
+    labels_of,
+    warn_of_loader_options,
+)
 from pflight.errors import ConfigurationError, described, said_by
-from pflight.fingerprint import checksum_of
-from pflight.loaders import SPLITS, Split, Visit, as_gathered, labels_of, warn_of_loader_options
+from pflight.messages import OWN_BATCHES
 from pflight.options import check_range, checked, whole
 from pflight.randomness import Purpose, derive_seed, seed_everything
-from pflight.spelling import OWN_BATCHES
 
 _ASIDE = np.random.MT19937(0)
 _CPU = torch.device("cpu")

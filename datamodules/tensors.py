@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pflight.client_names import check_names
-from pflight.data_module import FederatedDataModule
+from pflight.data.client_names import check_names
+from pflight.data.data_module import FederatedDataModule
+from pflight.data.loaders import SPLITS, Split
 from pflight.errors import ConfigurationError
-from pflight.loaders import SPLITS, Split
 from pflight.options import checked
 
 Pair = tuple[Tensor, Tensor]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from pflight.errors import ConfigurationError
-from pflight.metrics import ClientMetrics, F1Average
+from pflight.metrics.collection import ClientMetrics, F1Average
 from pflight.options import check_range, checked
 from pflight.task import Batch, OptimizerOf, Task, plain_sgd
 
@@ -39,7 +39,8 @@ class Classifier(Task):
     """A network that classifies, trained on cross-entropy.
 
     In a federation, clients are judged by accuracy, F1 and loss (see
-    :class:`~pflight.metrics.ClientMetrics`). It also trains by itself under a plain Trainer.
+    :class:`~pflight.metrics.collection.ClientMetrics`). It also trains by itself under a plain
+    Trainer.
 
     Args:
         network: Maps a batch of inputs ``[batch, ...]`` to logits ``[batch, num_classes]``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pflight.half import half_for
+from pflight.method import half_for
 from pflight.options import checked
 
 from .classifier import Classifier

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, Metric, MetricCollection, R2Score
 
+from pflight.metrics.pooling import value_of
 from pflight.options import checked
-from pflight.pooling import value_of
 from pflight.task import Batch, OptimizerOf, Task, plain_sgd
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pflight.version import __version__
+from .command.version import __version__
 
 if TYPE_CHECKING:
     from . import callbacks, datamodules, engines, models
-    from .allocator import keep_freed_memory
     from .errors import ClientError, ConfigurationError
     from .federation import Federation
-    from .layers import Layers
+    from .runs.allocator import keep_freed_memory
+    from .states.layers import Layers
 
 __all__ = [
     "ClientError",
@@ -31,8 +31,8 @@ _HOMES = {
     "ClientError": "pflight.errors",
     "ConfigurationError": "pflight.errors",
     "Federation": "pflight.federation",
-    "Layers": "pflight.layers",
-    "keep_freed_memory": "pflight.allocator",
+    "Layers": "pflight.states.layers",
+    "keep_freed_memory": "pflight.runs.allocator",
 }
 
 

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from .allocator import keep_freed_memory
-from .commands import COMMANDS, RUNS, parser
-from .completion import complete
-from .streams import write_plainly
-from .typos import complaint
+from .command.commands import COMMANDS, RUNS, parser
+from .command.completion import complete
+from .command.typos import complaint
+from .messages import write_plainly
+from .runs.allocator import keep_freed_memory
 
 _SLOW = ("compare", "report")  # commands, besides runs, that import PyTorch
 _ONLY_SHOWN = ("-h", "--help", "--print_config")  # options with which nothing is run
@@ -71,7 +71,7 @@ def _run(args: Sequence[str]) -> None:
     """
     keep_freed_memory()
     gc.disable()
-    from .cli import main as run
+    from .command.cli import main as run
 
     gc.freeze()
     gc.enable()

@@ -12,22 +12,22 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from .client_names import drawn
-from .data_module import FederatedDataModule
+from .data.client_names import drawn
+from .data.data_module import FederatedDataModule
+from .data.loaders import Split
+from .engines.alone.engine import SequentialEngine
 from .engines.base import Engine, finite_rows
-from .engines.sequential import SequentialEngine
+from .engines.setting import Setting
 from .errors import ConfigurationError
-from .failures import Failures
-from .half import Half, Measure, Participation
-from .head import Head, head_of
 from .history import Logs, Round
-from .loaders import Split
-from .local.setting import Setting
-from .memory import ClientMemory
+from .method import Half, Measure, Participation
 from .randomness import Purpose, generator
-from .server import ServerModels
-from .state import StateLayout, entries
-from .updates import ClientFailure, ClientUpdates, Kept
+from .runs.failures import Failures
+from .runs.memory import ClientMemory
+from .states.head import Head, head_of
+from .states.server_models import ServerModels
+from .states.state import StateLayout, entries
+from .states.updates import ClientFailure, ClientUpdates, Kept
 
 PRIVATE = "private"
 """The memory slot of entries that never travel."""
@@ -98,7 +98,7 @@ class CurrentRound:
 class ClientWork:
     """All clients of a federation by themselves, of which each rank simulates those that it owns.
 
-    What they have as a :class:`~pflight.half.LocalWork`, from an engine and a memory.
+    What they have as a :class:`~pflight.method.LocalWork`, from an engine and a memory.
 
     Args:
         module: The client module.

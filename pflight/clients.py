@@ -16,26 +16,26 @@ from lightning.pytorch.utilities import rank_zero_only
 from tensordict import TensorDict
 from torch import Tensor
 
-from .buffers import BufferWatch
-from .checks import check_unchanged, settings_of
 from .client_work import MEMORY, PRIVATE, ClientWork, CurrentRound, LocalTraining
-from .cohort import CohortSampler
-from .data_module import FederatedDataModule
-from .distributed import owned
+from .data.cohort import CohortSampler
+from .data.data_module import FederatedDataModule
+from .data.loaders import Split
+from .engines.alone.engine import SequentialEngine
 from .engines.choice import Choice, EngineName, build_engine
-from .engines.sequential import SequentialEngine
+from .engines.setting import Setting
 from .errors import ConfigurationError
-from .failures import Failures
-from .half import Half, LocalClient, add_what_it_needs, layout_with
-from .head import Head, has_plain_head, mark, trace
 from .history import Round, Traffic, add_logs
-from .host import check_fits, readable
-from .loaders import Split
-from .local.setting import Setting
-from .memory import ClientMemory, MappedMemory
-from .server import ServerModels
-from .state import StateLayout, expand_state, largest_values, moved
-from .updates import ClientFailure, ClientUpdates
+from .method import Half, LocalClient, add_what_it_needs, layout_with
+from .runs.checks import check_unchanged, settings_of
+from .runs.distributed import owned
+from .runs.failures import Failures
+from .runs.host import check_fits, readable
+from .runs.memory import ClientMemory, MappedMemory
+from .states.buffers import BufferWatch
+from .states.head import Head, has_plain_head, mark, trace
+from .states.server_models import ServerModels
+from .states.state import StateLayout, expand_state, largest_values, moved
+from .states.updates import ClientFailure, ClientUpdates
 
 _log = logging.getLogger("lightning.pytorch.pflight")
 _CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
@@ -49,7 +49,7 @@ class Clients(ClientWork):
 
     It asks them to train, for gradients or losses, and gets what they send, chunk by chunk;
     traffic, failures and logs are counted on the way. What they do by themselves, as a
-    :class:`~pflight.half.LocalWork`, and what they keep is for their half alone.
+    :class:`~pflight.method.LocalWork`, and what they keep is for their half alone.
 
     Args:
         module: As all that follow, as in :class:`~pflight.client_work.ClientWork`.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from .streams import one_line
+from .messages import one_line
 
 
 class ConfigurationError(MisconfigurationException, ValueError):

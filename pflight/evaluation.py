@@ -12,15 +12,15 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from .clients import Clients
-from .distributed import owned
 from .errors import ConfigurationError
-from .metrics import ClientMetrics, ClientValues, Direction, F1Average, LoggedMetrics
-from .pooling import Seen
-from .server import server_work
+from .metrics.collection import ClientMetrics, ClientValues, Direction, F1Average, LoggedMetrics
+from .metrics.pooling import Seen
+from .runs.distributed import owned
 from .server_callback import ServerCallback
-from .state import entries
+from .states.server_models import server_work
+from .states.state import entries
+from .states.updates import Evaluation, Predictions
 from .task import Task
-from .updates import Evaluation, Predictions
 
 WhichModel = str
 """Which model of a client is judged, as a prefix of tags: ``""``, the client's own model;
@@ -35,7 +35,7 @@ class Evaluator:
         clients: The clients.
         callback: The server half, which gives each client's model.
         split: ``"val"`` or ``"test"``; also the prefix of the tags.
-        f1_average: As in :class:`~pflight.metrics.ClientMetrics`.
+        f1_average: As in :class:`~pflight.metrics.collection.ClientMetrics`.
     """
 
     def __init__(

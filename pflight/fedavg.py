@@ -10,8 +10,8 @@ from tensordict import TensorDict
 from .optim import Yogi
 from .options import checked
 from .server_callback import ServerCallback
-from .state import WeightedMean
-from .updates import ClientUpdates
+from .states.state import WeightedMean
+from .states.updates import ClientUpdates
 
 _STEPPED = {torch.optim.Adam: "FedAdam", torch.optim.Adagrad: "FedAdagrad", Yogi: "FedYogi"}
 

@@ -12,30 +12,30 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from .checkpoint import read_checkpoint
-from .checks import check_data, check_given, check_trainer, open_memory
 from .client_work import LocalTraining
 from .clients import Clients
-from .distributed import owned
+from .engines.alone.copies import set_up
 from .engines.choice import EngineName
 from .errors import ConfigurationError
 from .evaluation import Evaluator, WhichModel, model_of, predict
 from .fedavg import FedAvg
-from .half import Half, half_of
 from .history import Round, check_trained
-from .local.copies import set_up
-from .memory import ClientMemory, MappedMemory
-from .metrics import F1Average
-from .monitors import check_monitor, check_monitors
+from .method import Half, half_of
+from .metrics.collection import F1Average
+from .metrics.watched import check_monitor, check_monitors
 from .options import check_range, check_types
-from .record import RunRecord
-from .round_log import log_histograms, log_hyperparameters, log_values, silence_hints
-from .same_ranks import check_ranks
-from .server import ServerModels, server_work, take_step
+from .runs.checkpoint import read_checkpoint
+from .runs.checks import check_data, check_given, check_trainer, open_memory
+from .runs.distributed import owned
+from .runs.memory import ClientMemory, MappedMemory
+from .runs.record import RunRecord
+from .runs.round_log import log_histograms, log_hyperparameters, log_values, silence_hints
+from .runs.same_ranks import check_ranks
 from .server_callback import ServerCallback, attached, chosen_half, server_callback_of
-from .server_schedule import WaitingSchedule, build_optimizer, monitored, step_schedule
-from .state import StateLayout, with_state
-from .updates import Evaluation, Predictions
+from .states.server_models import ServerModels, server_work, take_step
+from .states.server_schedule import WaitingSchedule, build_optimizer, monitored, step_schedule
+from .states.state import StateLayout, with_state
+from .states.updates import Evaluation, Predictions
 
 
 class Federation(L.LightningModule):
@@ -68,7 +68,7 @@ class Federation(L.LightningModule):
             ``trainer.default_root_dir``, which the run's checkpoints then need.
         allow_other_data: Whether a run may be resumed with other data of as many clients.
         seed: Seed of all randomness of local training and of the server.
-        f1_average: As in :class:`~pflight.metrics.ClientMetrics`.
+        f1_average: As in :class:`~pflight.metrics.collection.ClientMetrics`.
         client_lr_decay: Factor of the clients' step sizes each round, except in fine-tuning.
         save_frozen: Whether checkpoints hold the frozen weights, and not only their digests.
 

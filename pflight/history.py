@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .distributed import gather
 from .errors import ClientError
+from .runs.distributed import gather
 
 Logs = dict[str, tuple[Any, int]]
 """Values that clients logged: from name to (sum over samples, number of samples)."""

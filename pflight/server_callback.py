@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .buffers import unit_vectors
-from .checks import check_same_options
 from .clients import Clients
-from .data_module import FederatedDataModule
+from .data.data_module import FederatedDataModule
 from .errors import ConfigurationError
-from .half import OWN, Half, HalfT, Participation, half_for, half_of
-from .head import EXTRA
+from .method import OWN, Half, HalfT, Participation, half_for, half_of
 from .options import arguments, checked
-from .server import ServerModels
-from .state import state_bytes
-from .updates import ClientUpdates
+from .runs.checks import check_same_options
+from .states.buffers import unit_vectors
+from .states.head import EXTRA
+from .states.server_models import ServerModels
+from .states.state import state_bytes
+from .states.updates import ClientUpdates
 
 
 @checked
@@ -41,7 +41,7 @@ class ServerCallback(L.Callback):
 
     State that a resumed run needs goes into ``state_dict`` and ``load_state_dict``, which Lightning
     calls. With several ranks, partial sums have to be added up over ranks before they are used, as
-    :class:`pflight.state.WeightedMean` does.
+    :class:`pflight.states.state.WeightedMean` does.
 
     Args:
         buffers: How buffers such as BatchNorm's statistics are treated: ``"shared"`` averages them

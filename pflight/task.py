@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MetricCollection
 
-from .metrics import ClientMetrics, F1Average
+from .metrics.collection import ClientMetrics, F1Average
 from .options import check_range, checked
 
 Batch = tuple[Tensor, Tensor]

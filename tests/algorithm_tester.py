@@ -61,9 +61,9 @@ from pflight.callbacks import (
     TrimmedKMeans,
 )
 from pflight.datamodules import TensorClients
-from pflight.layers import Layers
 from pflight.models import Classifier, ElasticClient, ProximalClient
 from pflight.models.halves import Controlled
+from pflight.states.layers import Layers
 from tests import own_methods
 from tests.remote_clients import ask_remote_clients
 from tests.runs import (

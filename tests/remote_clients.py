@@ -13,12 +13,12 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.clients import STORED, Clients
+from pflight.data.loaders import Split
+from pflight.engines.setting import Setting
 from pflight.history import merge_logs
-from pflight.loaders import Split
-from pflight.local.setting import Setting
-from pflight.memory import ClientMemory
-from pflight.server import ServerModels
-from pflight.updates import ClientUpdates
+from pflight.runs.memory import ClientMemory
+from pflight.states.server_models import ServerModels
+from pflight.states.updates import ClientUpdates
 
 HERE: list[int] = []
 """The client on whose machine something is going on, if on any."""

@@ -17,14 +17,14 @@ from torch.optim import SGD
 
 from pflight import Federation
 from pflight.callbacks import ServerCallback
+from pflight.data.loaders import Split
 from pflight.datamodules import FederatedDataModule, TensorClients
+from pflight.engines.alone.client import SCALARS, AloneClient
+from pflight.engines.alone.copies import Copies
 from pflight.errors import ClientError
-from pflight.half import Half, LocalClient
-from pflight.loaders import Split
-from pflight.local.client import SCALARS, AloneClient
-from pflight.local.copies import Copies
+from pflight.method import Half, LocalClient
 from pflight.models import Classifier
-from pflight.state import StateLayout
+from pflight.states.state import StateLayout
 from tests import reference
 
 FEATURES, CLASSES = 4, 3

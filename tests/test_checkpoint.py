@@ -15,10 +15,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pflight import Federation
 from pflight.callbacks import FedAvg, FedSGD, FeSEM, Local
-from pflight.checkpoint import AtomicCheckpointIO, read_checkpoint
 from pflight.engines import VectorizedEngine, choice
 from pflight.errors import ConfigurationError
 from pflight.models import ProximalClient
+from pflight.runs.checkpoint import AtomicCheckpointIO, read_checkpoint
 from tests import training_script
 from tests.runs import (
     assert_same,

@@ -26,12 +26,12 @@ import yaml
 from pflight import Federation
 from pflight.__main__ import main as command
 from pflight.callbacks import FeSEM
-from pflight.checkpoint import AtomicCheckpointIO
-from pflight.cli import FederationCLI, main
+from pflight.command.cli import FederationCLI, main
 from pflight.errors import ConfigurationError
 from pflight.history import load_history
 from pflight.models import MLP, ProximalClient
-from pflight.runs import RunFolder
+from pflight.runs.checkpoint import AtomicCheckpointIO
+from pflight.runs.folder import RunFolder
 from tests.event_files import read_events
 from tests.pages import DIGITS
 
@@ -403,7 +403,7 @@ class TestTwoInOneFolder:
         Path("run").mkdir()
         killed = (
             "import errno, fcntl, os, pathlib\n"
-            "from pflight.locks import hold\n"
+            "from pflight.runs.locks import hold\n"
             f"def flock(*_): raise OSError({number}, 'none')\n"
             "fcntl.flock = flock\n"
             "lock = hold(pathlib.Path('run/.fit.lock'))\n"
@@ -1046,7 +1046,9 @@ class TestBadInput:
 
     def test_garbage_is_collected_once_all_is_imported(self, monkeypatch):
         collects: list[bool] = []
-        monkeypatch.setattr("pflight.cli.main", lambda args: collects.append(gc.isenabled()))
+        monkeypatch.setattr(
+            "pflight.command.cli.main", lambda args: collects.append(gc.isenabled())
+        )
         handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
         try:
             command(["fit"])

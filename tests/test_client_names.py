@@ -12,7 +12,8 @@ from torch.utils.data import TensorDataset
 
 from pflight import ClientError, Federation
 from pflight.callbacks import FedAvg, Local
-from pflight.client_names import numbered
+from pflight.data.client_names import numbered
+from pflight.data.loaders import Split
 from pflight.datamodules import (
     IID,
     ByUser,
@@ -26,7 +27,6 @@ from pflight.datamodules import (
 )
 from pflight.deploy.data import OwnData
 from pflight.errors import ConfigurationError
-from pflight.loaders import Split
 from tests.runs import (
     CLASSES,
     batchnorm_client,

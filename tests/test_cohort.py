@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pflight.cohort import CohortLoader, CohortSampler
+from pflight.data.cohort import CohortLoader, CohortSampler
 from pflight.errors import ConfigurationError
 
 

@@ -16,10 +16,10 @@ import yaml
 
 import pflight
 from pflight.__main__ import main
-from pflight.commands import CommandParser
-from pflight.completion import offer_values
+from pflight.command.commands import CommandParser
+from pflight.command.completion import offer_values
+from pflight.command.version import __version__
 from pflight.datamodules import FederatedDataModule, Partition
-from pflight.version import __version__
 
 SECTIONS = ["methods", "data", "partitions", "networks", "configs"]
 QUICKSTART = "configs/quickstart.yaml"
@@ -144,7 +144,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_a_run_gets_the_whole_line(args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[list[str]] = []
-    monkeypatch.setattr("pflight.cli.main", given.append)
+    monkeypatch.setattr("pflight.command.cli.main", given.append)
     main([*args, "--data=own.Data"])
     assert given == [[*args, "--data=own.Data"]]
 

@@ -12,8 +12,8 @@ from types import CodeType
 import pytest
 import yaml
 
-from pflight.cli import main
-from pflight.commands import RUNS, parser
+from pflight.command.cli import main
+from pflight.command.commands import RUNS, parser
 from tests.pages import ROOT, blocks, files
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -26,7 +26,7 @@ from pflight.callbacks import L2GD, FedAvg, FedSGD, FeSEM, Local, ServerCallback
 from pflight.datamodules import TensorClients
 from pflight.errors import ClientError, ConfigurationError
 from pflight.models import Classifier
-from pflight.updates import ClientFailure, ClientUpdates
+from pflight.states.updates import ClientFailure, ClientUpdates
 from tests.runs import (
     FEATURES,
     assert_same,

@@ -14,12 +14,12 @@ import torch
 from pflight import Federation, compare_command
 from pflight.callbacks import Local
 from pflight.callbacks.monitors.pictures.picture import new_figure
-from pflight.checkpoint import AtomicCheckpointIO
-from pflight.cli import main
-from pflight.commands import parser as front_door
+from pflight.command.cli import main
+from pflight.command.commands import parser as front_door
 from pflight.experiments.jobs import Jobs
 from pflight.experiments.worker import make
-from pflight.files import causes, full_disk
+from pflight.runs.checkpoint import AtomicCheckpointIO
+from pflight.runs.files import causes, full_disk
 from tests.event_files import read_events
 from tests.experiments.small import comparison, data_config, finish
 from tests.pages import DIGITS

@@ -18,10 +18,10 @@ from pflight import Federation
 from pflight.callbacks import MOON, FedAvg, FedBABU, FedRep, KNNPer, SharedPart
 from pflight.datamodules import DatasetClients, TensorClients
 from pflight.errors import ConfigurationError
-from pflight.half import Half, LocalClient, LocalWork
-from pflight.head import EXTRA, Head, head_of, trace
-from pflight.layers import Layers
+from pflight.method import Half, LocalClient, LocalWork
 from pflight.models import Classifier
+from pflight.states.head import EXTRA, Head, head_of, trace
+from pflight.states.layers import Layers
 from tests.runs import (
     CLASSES,
     ENGINES,

@@ -17,13 +17,13 @@ import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from pflight import cli, process
-from pflight.checkpoint import AtomicCheckpointIO
-from pflight.cli import main
+from pflight.command.cli import main
+from pflight.engines.time_limit import ClientTimeout, time_limit
 from pflight.errors import ConfigurationError
-from pflight.local.time_limit import ClientTimeout, time_limit
-from pflight.memory_files import RowFile, _read_table
 from pflight.models import Classifier
-from pflight.run_callbacks import RunCheckpoint
+from pflight.runs.callbacks import RunCheckpoint
+from pflight.runs.checkpoint import AtomicCheckpointIO
+from pflight.runs.memory_files import RowFile, _read_table
 from tests.pages import DIGITS
 
 OPTIONS = [

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from pflight.errors import ConfigurationError
-from pflight.layers import Layers
 from pflight.models import Classifier, FedBNCNN, ResNet18
+from pflight.states.layers import Layers
 from tests.runs import CLASSES, FEATURES, batchnorm_client
 
 BATCHNORM = nn.modules.batchnorm._BatchNorm

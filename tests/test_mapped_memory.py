@@ -27,12 +27,12 @@ from torch import Tensor
 
 from pflight import Federation
 from pflight.callbacks import Local, Reptile
-from pflight.checkpoint import AtomicCheckpointIO, read_checkpoint
 from pflight.errors import ConfigurationError
-from pflight.memory import MappedMemory
-from pflight.memory_files import Row, is_needed
 from pflight.models import ElasticClient
-from pflight.runs import RunFolder
+from pflight.runs.checkpoint import AtomicCheckpointIO, read_checkpoint
+from pflight.runs.folder import RunFolder
+from pflight.runs.memory import MappedMemory
+from pflight.runs.memory_files import Row, is_needed
 from tests import training_script
 from tests.runs import assert_same, dropout_client, quiet_trainer, run, small_data
 

@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.memory import ClientMemory, MappedMemory
+from pflight.runs.memory import ClientMemory, MappedMemory
 
 Make = Callable[[], ClientMemory]
 

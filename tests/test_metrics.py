@@ -21,7 +21,7 @@ from torchmetrics.functional.classification import (
 )
 
 from pflight.errors import ConfigurationError
-from pflight.metrics import ClientMetrics
+from pflight.metrics.collection import ClientMetrics
 
 NAN = float("nan")
 

@@ -30,10 +30,10 @@ from pflight.datamodules import (
     TensorClients,
 )
 from pflight.errors import ConfigurationError
-from pflight.layers import Layers
 from pflight.models import Classifier
 from pflight.optim import Yogi
 from pflight.options import check_optimizer, check_range, checked
+from pflight.states.layers import Layers
 from tests.runs import linear_client, run, small_data
 
 NONSENSE = [math.nan, math.inf, -math.inf, -1, 10**30, 10**400, None, "abc", [], {}, True, object()]

@@ -60,7 +60,9 @@ def trained(algorithm: Algorithm, engine: str, folder: Path, **options: Any) -> 
 def test_devices_agree(
     name: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pflight.stacking.client._OFTEN", 10**9)  # wrapped tensors can't be traced
+    monkeypatch.setattr(
+        "pflight.engines.stacked.client._OFTEN", 10**9
+    )  # wrapped tensors can't be traced
     expected = trained(ALGORITHMS[name], engine, tmp_path)
     with other_device(monkeypatch):
         elsewhere = {"strategy": strategy(), "accelerator": "auto"}

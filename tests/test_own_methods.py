@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pflight.callbacks import FedAvg, FedProx, FedRep
-from pflight.cli import main
+from pflight.command.cli import main
 from pflight.errors import ConfigurationError
-from pflight.layers import Layers
+from pflight.states.layers import Layers
 from tests.algorithm_tester import assert_finite
 from tests.callbacks.test_shared_part import product_client, product_world
 from tests.own_methods import Halfway, MyFedBABU, MyFedDyn, Scaled

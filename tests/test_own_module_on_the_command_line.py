@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pflight.cli import main
+from pflight.command.cli import main
 
 HOSPITALS = """
 import lightning as L

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from pflight import datamodules
-from pflight.cli import FederationCLI
+from pflight.command.cli import FederationCLI
 from pflight.datamodules import PartitionedDataModule, Samples
 from pflight.federation import Federation
 

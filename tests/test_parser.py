@@ -13,7 +13,7 @@ import pytest
 import yaml
 from lightning.pytorch.loggers import CSVLogger
 
-from pflight.cli import main
+from pflight.command.cli import main
 from tests.pages import DIGITS
 
 HUGE = 10**30

@@ -46,8 +46,8 @@ from torchmetrics.classification import (
 from pflight.callbacks import FedAvg
 from pflight.datamodules import DatasetClients, TensorClients
 from pflight.errors import ClientError
+from pflight.metrics.pooling import Pool, Seen, is_undefined, value_of
 from pflight.models import Classifier, Regressor
-from pflight.pooling import Pool, Seen, is_undefined, value_of
 from tests.runs import run
 
 SCORES = torch.tensor([0.2, 0.8, 0.6, 0.4])

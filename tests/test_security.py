@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from pflight.checkpoint import read_checkpoint
-from pflight.cli import main
+from pflight.command.cli import main
 from pflight.errors import ConfigurationError
+from pflight.runs.checkpoint import read_checkpoint
 from tests.pages import DIGITS
 
 

@@ -21,11 +21,11 @@ import torch
 
 from pflight import Federation
 from pflight.callbacks import FedAvg
-from pflight.checkpoint import AtomicCheckpointIO
-from pflight.cli import main
 from pflight.clients import Clients
+from pflight.command.cli import main
 from pflight.models import MLP
-from pflight.signals import SaveWhenStopped, StopBetweenRounds
+from pflight.runs.checkpoint import AtomicCheckpointIO
+from pflight.runs.signals import SaveWhenStopped, StopBetweenRounds
 from tests.event_files import read_events
 from tests.pages import DIGITS
 from tests.runs import linear_client, quiet_trainer, small_data

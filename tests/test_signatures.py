@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch.cli import LightningArgumentParser
 
 from pflight import Federation
-from pflight.signatures import Source, exported, find
+from pflight.command.signatures import Source, exported, find
 
 PACKAGES = ("pflight.callbacks", "pflight.datamodules", "pflight.models")
 OTHERS = ("torch.optim", "lightning.pytorch.callbacks", "lightning.pytorch.loggers")
@@ -28,7 +28,9 @@ def imported(source: Source) -> type:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_all_options_of_own_classes_are_known(package: str) -> None:
-    sources = [one for one in exported(package) if one.path != "pflight.loaders.Visit"]  # a tuple
+    sources = [
+        one for one in exported(package) if one.path != "pflight.data.loaders.Visit"
+    ]  # a tuple
     assert {one.name for one in sources} <= set(import_module(package).__all__)
     assert len(sources) > 10
     for source in sources:

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.models import ResNet18
-from pflight.state import (
+from pflight.states.state import (
     StateLayout,
     StateModule,
     WeightedMean,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from pflight.cli import main
-from pflight.shipped import configs
-from pflight.typos import Options, complaint
+from pflight.command.cli import main
+from pflight.command.shipped import configs
+from pflight.command.typos import Options, complaint
 from tests.pages import DIGITS
 
 QUICKSTART = f"--config={DIGITS}"

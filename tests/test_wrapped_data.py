@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from pflight.callbacks import FedAvg, FedFomo
-from pflight.cohort import CohortSampler
+from pflight.data.cohort import CohortSampler
+from pflight.data.loaders import Split
 from pflight.datamodules import FederatedDataModule, HeldOut
-from pflight.loaders import Split
 from tests.runs import CLASSES, ENGINES, linear_client, run, samples, small_data
 
 COUNTS = 10, 4, 7, 1

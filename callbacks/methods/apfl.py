@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from pflight.half import OWN
+from pflight.method import OWN
 from pflight.models.halves.apfl import Mixed
 from pflight.models.halves.personal import Personal
 from pflight.options import checked

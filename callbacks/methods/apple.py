@@ -11,11 +11,11 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.func import grad_and_value
 
-from pflight.half import OWN, Half, LocalClient, LocalWork
-from pflight.host import check_fits
+from pflight.method import OWN, Half, LocalClient, LocalWork
 from pflight.models.halves.apfl import inner_product
 from pflight.options import check_range, checked
-from pflight.state import state_bytes
+from pflight.runs.host import check_fits
+from pflight.states.state import state_bytes
 
 from .gradients import check_gradients
 from .stored import StoredModels

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflight.distributed import gather
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed
-from pflight.state import expand_state, stack_states
-from pflight.updates import ClientUpdates
+from pflight.runs.distributed import gather
+from pflight.states.state import expand_state, stack_states
+from pflight.states.updates import ClientUpdates
 
 from .clustering import Linkage, bipartition
 from .multi_center import MultiCenter

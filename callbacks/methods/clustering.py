@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.distributed import all_sum, gather, is_distributed
-from pflight.state import StateLayout, rows
-from pflight.updates import ClientUpdates
+from pflight.runs.distributed import all_sum, gather, is_distributed
+from pflight.states.state import StateLayout, rows
+from pflight.states.updates import ClientUpdates
 
 Linkage = Literal["single", "complete", "average", "spectral"]
 

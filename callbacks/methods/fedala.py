@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from pflight.fedavg import FedAvg
-from pflight.half import half_for
+from pflight.method import half_for
 from pflight.models.halves.fedala import AdaptiveMixture
 from pflight.options import checked
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.half import OWN, Half, LocalClient, LocalWork, half_for
+from pflight.method import OWN, Half, LocalClient, LocalWork, half_for
 from pflight.models.halves.proximal import squared_distance
 from pflight.options import check_range, checked
-from pflight.state import entries, rows
+from pflight.states.state import entries, rows
 
 from .hypernetworks import weighted_sums
 from .stored import StoredModels

@@ -11,15 +11,15 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.func import grad
 
+from pflight.engines.alone.client import task_loss
+from pflight.engines.alone.copies import ready
 from pflight.fedavg import FedAvg
-from pflight.half import Half, LocalClient, LocalWork
-from pflight.head import EXTRA, Head, watched
-from pflight.layers import body_names
-from pflight.local.client import task_loss
-from pflight.local.copies import ready
+from pflight.method import Half, LocalClient, LocalWork
 from pflight.options import check_range, checked
-from pflight.state import entries
-from pflight.updates import ClientUpdates
+from pflight.states.head import EXTRA, Head, watched
+from pflight.states.layers import body_names
+from pflight.states.state import entries
+from pflight.states.updates import ClientUpdates
 
 from .prototypes import own_prototypes
 

@@ -7,10 +7,10 @@ from typing import Any, Literal
 from lightning import LightningModule
 
 from pflight.fedavg import FedAvg
-from pflight.half import Phase
-from pflight.layers import Layers
+from pflight.method import Phase
 from pflight.models.halves.fedrep import HeadFirst
 from pflight.options import checked
+from pflight.states.layers import Layers
 
 
 @checked

@@ -9,11 +9,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.distributed import share_owned
-from pflight.half import Half
+from pflight.method import Half
 from pflight.options import check_range, checked
-from pflight.state import StateModule, rows
-from pflight.updates import ClientUpdates
+from pflight.runs.distributed import share_owned
+from pflight.states.state import StateModule, rows
+from pflight.states.updates import ClientUpdates
 
 from .stored import StoredModels
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
-from pflight.half import Half, LocalClient, LocalWork, Phase
-from pflight.head import EXTRA, Head
-from pflight.layers import body_names
+from pflight.method import Half, LocalClient, LocalWork, Phase
 from pflight.options import check_range, checked
+from pflight.states.head import EXTRA, Head
+from pflight.states.layers import body_names
 
 _CONTEXT = f"{EXTRA}.context"
 _SCALES = 10.0, 15.0, 20.0, 50.0  # of the kernels

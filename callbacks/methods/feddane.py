@@ -10,11 +10,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.fedavg import FedAvg
-from pflight.half import OWN
+from pflight.method import OWN
 from pflight.models.halves.corrected import Dane
 from pflight.options import checked
 from pflight.randomness import Purpose, derive_seed
-from pflight.state import WeightedMean, entries
+from pflight.states.state import WeightedMean, entries
 
 from .gradients import check_gradients
 

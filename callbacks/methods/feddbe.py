@@ -11,10 +11,10 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
-from pflight.half import Half, LocalClient, LocalWork
-from pflight.head import EXTRA, Head
+from pflight.method import Half, LocalClient, LocalWork
 from pflight.options import check_range, checked
-from pflight.state import WeightedMean
+from pflight.states.head import EXTRA, Head
+from pflight.states.state import WeightedMean
 
 _MEAN, _KNOWN = f"{EXTRA}.mean", f"{EXTRA}.known"
 

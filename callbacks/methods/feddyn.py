@@ -9,12 +9,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.half import LocalClient
+from pflight.method import LocalClient
 from pflight.models.halves.corrected import Corrected
 from pflight.models.halves.proximal import squared_distance
 from pflight.options import check_range, checked
-from pflight.state import StateModule, WeightedMean, entries, expand_state
-from pflight.updates import ClientUpdates
+from pflight.states.state import StateModule, WeightedMean, entries, expand_state
+from pflight.states.updates import ClientUpdates
 
 from .personal import PersonalFedAvg
 

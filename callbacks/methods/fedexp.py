@@ -8,11 +8,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.distributed import all_sum
 from pflight.fedavg import FedAvg
 from pflight.options import check_range, checked
-from pflight.state import StateModule, expand_state, squared_distance
-from pflight.updates import ClientUpdates
+from pflight.runs.distributed import all_sum
+from pflight.states.state import StateModule, expand_state, squared_distance
+from pflight.states.updates import ClientUpdates
 
 
 @checked

@@ -10,17 +10,17 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.datamodules.partitions.held_out import HeldOut
-from pflight.distributed import share_owned
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator
-from pflight.state import entries, rows, state_bytes
+from pflight.runs.distributed import share_owned
+from pflight.states.state import entries, rows, state_bytes
 
 from .gradients import check_losses
 from .hypernetworks import weighted_sums
 from .stored import StoredModels
 
 if TYPE_CHECKING:
-    from pflight.data_module import FederatedDataModule
+    from pflight.data.data_module import FederatedDataModule
 
 
 @checked

@@ -12,12 +12,12 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.errors import ConfigurationError
-from pflight.half import LocalWork
-from pflight.head import Head
+from pflight.method import LocalWork
 from pflight.options import check_range, checked
 from pflight.server_callback import ServerCallback
-from pflight.state import call_with
-from pflight.updates import ClientUpdates
+from pflight.states.head import Head
+from pflight.states.state import call_with
+from pflight.states.updates import ClientUpdates
 
 from .clustering import gather_states
 from .prototypes import COUNTS, MEANS, Prototypes, Prototypical, prototype_bytes

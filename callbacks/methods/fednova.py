@@ -11,12 +11,12 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.fedavg import FedAvg
-from pflight.half import OWN, Half, LocalClient, half_for
+from pflight.method import OWN, Half, LocalClient, half_for
 from pflight.models.halves.proximal import Proximal
 from pflight.models.halves.sgd import sgd_of
 from pflight.options import checked
-from pflight.state import WeightedMean
-from pflight.updates import ClientUpdates
+from pflight.states.state import WeightedMean
+from pflight.states.updates import ClientUpdates
 
 _ROUNDING = 1e-2  # of a path, in half precision
 _PATH, _STEPS = f"{OWN}path", f"{OWN}steps"

@@ -13,16 +13,16 @@ from scipy.optimize import nnls
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from pflight.distributed import owned
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
-from pflight.half import LocalClient, LocalWork, Phase
-from pflight.head import EXTRA, Head
-from pflight.layers import Layers
+from pflight.method import LocalClient, LocalWork, Phase
 from pflight.models.halves.fedrep import HeadFirst
 from pflight.options import check_range, checked
-from pflight.state import WeightedMean
-from pflight.updates import ClientUpdates
+from pflight.runs.distributed import owned
+from pflight.states.head import EXTRA, Head
+from pflight.states.layers import Layers
+from pflight.states.state import WeightedMean
+from pflight.states.updates import ClientUpdates
 
 from .clustering import gather_states
 from .prototypes import COUNTS, MEANS, ClassMeans, Prototypes, Prototypical, class_sums

@@ -10,10 +10,10 @@ from lightning import LightningModule
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from pflight.half import LocalWork
-from pflight.head import EXTRA, Head
+from pflight.method import LocalWork
 from pflight.options import checked
-from pflight.updates import ClientUpdates
+from pflight.states.head import EXTRA, Head
+from pflight.states.updates import ClientUpdates
 
 from .local import Local
 from .prototypes import COUNTS, MEANS, ClassMeans, Prototypes, Prototypical, prototype_bytes

@@ -11,9 +11,9 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
-from pflight.half import Half, LocalClient, LocalWork, Phase
-from pflight.head import EXTRA, Head
+from pflight.method import Half, LocalClient, LocalWork, Phase
 from pflight.options import check_range, checked
+from pflight.states.head import EXTRA, Head
 
 _ABSENT = -1e4  # takes the place of ln 0, and leaves nothing of a class in the softmax
 _SHARES = f"{EXTRA}.shares"

@@ -13,16 +13,16 @@ from lightning.pytorch.utilities import rank_zero_warn
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.cohort import sample_clients
-from pflight.data_module import FederatedDataModule
+from pflight.data.cohort import sample_clients
+from pflight.data.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.models.halves.proximal import Proximal
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed
 from pflight.server_callback import ServerCallback
-from pflight.state import squared_distance
-from pflight.updates import ClientUpdates
+from pflight.states.state import squared_distance
+from pflight.states.updates import ClientUpdates
 
 from .clustering import cluster_updates
 from .matching import BBPMAP

@@ -11,9 +11,9 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
-from pflight.half import Half, LocalClient, LocalWork
-from pflight.head import EXTRA, Head
+from pflight.method import Half, LocalClient, LocalWork
 from pflight.options import check_range, checked
+from pflight.states.head import EXTRA, Head
 
 _EMBEDDING = f"{EXTRA}.embedding"
 _GENERAL, _PERSONAL, _SHARES = (f"{EXTRA}.{name}" for name in ("general", "personal", "shares"))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from lightning import LightningModule
 from tensordict import TensorDict
 
+from pflight.engines.stacked.steps import clip
 from pflight.errors import ConfigurationError
-from pflight.stacking.steps import clip
-from pflight.state import entries
+from pflight.states.state import entries
 from pflight.task import Task
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.utils import parameters_to_vector
 
-from pflight.state import rows
+from pflight.states.state import rows
 
 BLOCK = 16
 """Clients in one matrix product."""

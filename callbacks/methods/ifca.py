@@ -11,11 +11,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
-from pflight.layers import Layers
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator
-from pflight.state import WeightedMean
-from pflight.updates import ClientUpdates
+from pflight.states.layers import Layers
+from pflight.states.state import WeightedMean
+from pflight.states.updates import ClientUpdates
 
 from .gradients import check_losses
 from .multi_center import MultiCenter

@@ -11,9 +11,9 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
-from pflight.half import Half, LocalClient, LocalWork
-from pflight.head import EXTRA, Head
+from pflight.method import Half, LocalClient, LocalWork
 from pflight.options import check_range, checked
+from pflight.states.head import EXTRA, Head
 
 _STORE, _LABELS, _SHARE = (f"{EXTRA}.{name}" for name in ("store", "labels", "share"))
 _SHARES = 10  # steps of lam from 0 to 1

@@ -8,13 +8,13 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.distributed import all_sum, owned
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
 from pflight.models.halves.l2gd import SHARE, StepsToMean
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator
-from pflight.updates import ClientUpdates
+from pflight.runs.distributed import all_sum, owned
+from pflight.states.updates import ClientUpdates
 
 
 @checked

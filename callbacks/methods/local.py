@@ -6,7 +6,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.server_callback import ServerCallback
-from pflight.updates import ClientUpdates
+from pflight.states.updates import ClientUpdates
 
 
 class Local(ServerCallback):

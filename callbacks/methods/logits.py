@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pflight.half import Half, LocalClient
+from pflight.method import Half, LocalClient
 
 
 class AdjustedLogits(Half):

@@ -28,10 +28,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.distributed import gather
 from pflight.errors import ConfigurationError
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator
+from pflight.runs.distributed import gather
 
 from .chains import Chain
 
@@ -347,7 +347,8 @@ def matched_mean(
 class MatchedMean:
     """Collects stacks of states in groups, and averages each group with :func:`matched_mean`.
 
-    It is used in place of :class:`pflight.state.WeightedMean`, but keeps all states until the end.
+    It is used in place of :class:`~pflight.states.state.WeightedMean`, but keeps all states until
+    the end.
 
     Args:
         chain: The layers of the networks.

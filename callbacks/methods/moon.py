@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflight.fedavg import FedAvg
-from pflight.half import Half, LocalClient
+from pflight.method import Half, LocalClient
 from pflight.options import check_range, checked
 
 _SMALLEST = 1e-8  # product of norms

@@ -10,13 +10,13 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.distributed import all_max
 from pflight.errors import ConfigurationError
 from pflight.models.classifier import as_classifier
 from pflight.options import checked
+from pflight.runs.distributed import all_max
 from pflight.server_callback import ServerCallback
-from pflight.state import WeightedMean, entries, expand_state, stack_states
-from pflight.updates import ClientUpdates
+from pflight.states.state import WeightedMean, entries, expand_state, stack_states
+from pflight.states.updates import ClientUpdates
 
 from .chains import Chain, matched_chain
 from .clustering import parameter_vectors

@@ -17,18 +17,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.cohort import sample_clients
-from pflight.data_module import FederatedDataModule
-from pflight.distributed import all_sum, gather
+from pflight.data.cohort import sample_clients
+from pflight.data.data_module import FederatedDataModule
+from pflight.data.loaders import SPLITS, Split
+from pflight.data.wrapped import WrappedData
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
-from pflight.loaders import SPLITS, Split
 from pflight.models.classifier import as_classifier
 from pflight.options import whole
 from pflight.randomness import Purpose, generator, isolated
-from pflight.state import stack_states
-from pflight.updates import ClientUpdates
-from pflight.wrapped_data import WrappedData
+from pflight.runs.distributed import all_sum, gather
+from pflight.states.state import stack_states
+from pflight.states.updates import ClientUpdates
 
 from .multi_center import MultiCenter
 

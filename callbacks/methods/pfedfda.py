@@ -14,11 +14,11 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
-from pflight.half import Half, LocalClient, LocalWork, Phase
-from pflight.head import EXTRA, Head
-from pflight.layers import body_names
+from pflight.method import Half, LocalClient, LocalWork, Phase
 from pflight.options import check_range, checked
-from pflight.updates import ClientUpdates
+from pflight.states.head import EXTRA, Head
+from pflight.states.layers import body_names
+from pflight.states.updates import ClientUpdates
 
 from .gaussians import Gaussians, Judged
 

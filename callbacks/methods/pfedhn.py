@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from pflight.distributed import gather, owned
 from pflight.errors import ConfigurationError
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
+from pflight.runs.distributed import gather, owned
 from pflight.server_callback import ServerCallback
-from pflight.state import stack_states
-from pflight.updates import ClientUpdates
+from pflight.states.state import stack_states
+from pflight.states.updates import ClientUpdates
 
 
 @checked

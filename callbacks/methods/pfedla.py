@@ -12,12 +12,12 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pflight.distributed import all_sum
 from pflight.errors import ConfigurationError
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
-from pflight.state import rows
-from pflight.updates import ClientUpdates
+from pflight.runs.distributed import all_sum
+from pflight.states.state import rows
+from pflight.states.updates import ClientUpdates
 
 from .hypernetworks import BLOCK, HyperNetwork, HyperNetworks, weighted_sums
 from .stored import StoredModels

@@ -9,11 +9,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from pflight.distributed import all_sum
-from pflight.half import Half, LocalClient, LocalWork
-from pflight.head import EXTRA
+from pflight.method import Half, LocalClient, LocalWork
 from pflight.options import check_range, checked
-from pflight.updates import ClientUpdates
+from pflight.runs.distributed import all_sum
+from pflight.states.head import EXTRA
+from pflight.states.updates import ClientUpdates
 
 MEANS, COUNTS = f"{EXTRA}.means", f"{EXTRA}.counts"
 _ID = 8  # bytes of a class's number

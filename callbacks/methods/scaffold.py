@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pflight.fedavg import FedAvg
-from pflight.half import OWN
+from pflight.method import OWN
 from pflight.models.halves.corrected import Controlled
 from pflight.options import check_range, checked
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
-from pflight.layers import Layers
 from pflight.models.halves.fedrep import HeadFirst
 from pflight.options import checked
+from pflight.states.layers import Layers
 
 
 @checked
@@ -185,8 +185,8 @@ class FedRep(SharedPart):
     Args:
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`ServerCallback`, for the body.
-        head: The layers of the head; by default the one of :func:`~pflight.head.head_of`, or those
-            of the client module's own half.
+        head: The layers of the head; by default the one of :func:`~pflight.states.head.head_of`,
+            or those of the client module's own half.
         head_epochs: Local epochs in which the head is trained; by default 1.
 
     Raises:

@@ -8,10 +8,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.distributed import all_max, share_owned
+from pflight.runs.distributed import all_max, share_owned
 from pflight.server_callback import ServerCallback
-from pflight.state import StateModule, entries, expand_state
-from pflight.updates import ClientUpdates
+from pflight.states.state import StateModule, entries, expand_state
+from pflight.states.updates import ClientUpdates
 
 
 class StoredModels(ServerCallback):

@@ -11,8 +11,8 @@ from torch import Tensor
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed
 from pflight.server_callback import ServerCallback
-from pflight.state import entries, expand_state
-from pflight.updates import ClientUpdates
+from pflight.states.state import entries, expand_state
+from pflight.states.updates import ClientUpdates
 
 from .clustering import TrimmedMean, gather_states, nearest, trimmed_kmeans
 from .multi_center import MultiCenter

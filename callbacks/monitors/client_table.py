@@ -14,9 +14,9 @@ import lightning as L
 from rich.console import Console
 
 from pflight.federation import Federation
-from pflight.files import replacing
-from pflight.runs import CLIENTS
-from pflight.streams import cell, markdown, one_line
+from pflight.messages import cell, markdown, one_line
+from pflight.runs.files import replacing
+from pflight.runs.folder import CLIENTS
 
 _Row = Sequence[int | float | str]
 

@@ -18,9 +18,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from pflight.distributed import owned
 from pflight.federation import Federation
 from pflight.options import checked
+from pflight.runs.distributed import owned
 
 from .quality import columns
 

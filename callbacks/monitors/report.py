@@ -16,16 +16,16 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from pflight.distributed import gather_to_first
 from pflight.errors import ClientError, ConfigurationError
 from pflight.federation import Federation
-from pflight.files import replacing
-from pflight.host import readable
 from pflight.models.classifier import Classifier
 from pflight.options import checked
-from pflight.runs import PREDICTIONS
+from pflight.runs.distributed import gather_to_first
+from pflight.runs.files import replacing
+from pflight.runs.folder import PREDICTIONS
+from pflight.runs.host import readable
+from pflight.states.updates import Evaluation, Predictions
 from pflight.task import Task
-from pflight.updates import Evaluation, Predictions
 
 from .quality import columns, judged_by
 

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from pflight.data_module import FederatedDataModule
+from pflight.data.data_module import FederatedDataModule
 from pflight.federation import Federation
 from pflight.history import Round
 from pflight.options import checked

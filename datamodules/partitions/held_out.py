@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pflight.cohort import CohortSampler
-from pflight.data_module import FederatedDataModule
-from pflight.loaders import Split
+from pflight.data.cohort import CohortSampler
+from pflight.data.data_module import FederatedDataModule
+from pflight.data.loaders import Split
+from pflight.data.wrapped import WrappedData
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator
-from pflight.wrapped_data import WrappedData
 
 
 @checked

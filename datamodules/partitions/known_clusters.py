@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from pflight.data_module import FederatedDataModule
+from pflight.data.data_module import FederatedDataModule
+from pflight.data.fingerprint import checksum_of, joined
+from pflight.data.loaders import Split
 from pflight.errors import ConfigurationError
-from pflight.fingerprint import checksum_of, joined
-from pflight.loaders import Split
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflight.data_module import FederatedDataModule
+from pflight.data.data_module import FederatedDataModule
+from pflight.data.fingerprint import checksum_of
+from pflight.data.loaders import SPLITS, IndexedSamples, Split
 from pflight.errors import ConfigurationError
-from pflight.fingerprint import checksum_of
-from pflight.loaders import SPLITS, IndexedSamples, Split
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, numpy_generator
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflight.loaders import Rows
+from pflight.data.loaders import Rows
 
 from .dealing import Bools, Ints
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from pflight.datamodules.partitions.dealing import Ints
 from pflight.datamodules.partitions.samples import Samples
 from pflight.errors import ConfigurationError
-from pflight.locks import held
+from pflight.runs.locks import held
 
 _FORMAT = 2
 _BLOCK = 1 << 18  # approximate bytes of features per checksum

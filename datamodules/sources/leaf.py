@@ -21,9 +21,9 @@ from pflight.datamodules.partitions.partition import ByUser, Partition
 from pflight.datamodules.partitions.partitioned import PartitionedDataModule
 from pflight.datamodules.partitions.samples import Samples
 from pflight.errors import ConfigurationError
-from pflight.locks import held
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, numpy_generator
+from pflight.runs.locks import held
 
 from .cache import SampleWriter, cached_samples
 from .leaf_json import one_line, people

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.func import grad_and_value
 
-from pflight.half import OWN, Half, LocalClient
+from pflight.method import OWN, Half, LocalClient
 from pflight.options import check_range, checked
 
 

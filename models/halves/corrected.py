@@ -10,9 +10,9 @@ from lightning import LightningModule
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.half import OWN, Half, LocalClient, LocalWork, half_for
+from pflight.method import OWN, Half, LocalClient, LocalWork, half_for
 from pflight.options import checked
-from pflight.state import StateLayout, entries
+from pflight.states.state import StateLayout, entries
 
 from .proximal import Proximal
 from .sgd import sgd_of

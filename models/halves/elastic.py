@@ -9,7 +9,7 @@ from lightning import LightningModule
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
-from pflight.half import Half, LocalClient
+from pflight.method import Half, LocalClient
 from pflight.options import check_range, checked
 
 from .proximal import squared_distance

@@ -11,12 +11,12 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pflight.engines.alone.client import task_loss
+from pflight.engines.alone.copies import ready
 from pflight.errors import ConfigurationError
-from pflight.half import OWN, LocalWork, Participation
-from pflight.local.client import task_loss
-from pflight.local.copies import ready
+from pflight.method import OWN, LocalWork, Participation
 from pflight.options import check_range, checked
-from pflight.state import StateLayout, StateModule, call_with, entries, state_tensors
+from pflight.states.state import StateLayout, StateModule, call_with, entries, state_tensors
 
 _SLOT = "fedala"  # of what clients keep
 

@@ -6,11 +6,11 @@ from lightning import LightningModule
 from torch import nn
 
 from pflight.errors import ConfigurationError
-from pflight.half import Half, Phase
-from pflight.head import named_head
-from pflight.layers import Layers
+from pflight.method import Half, Phase
 from pflight.options import check_range, checked
-from pflight.state import StateLayout, other_places
+from pflight.states.head import named_head
+from pflight.states.layers import Layers
+from pflight.states.state import StateLayout, other_places
 
 _NO_HEADS = (
     nn.modules.batchnorm._NormBase,
@@ -33,8 +33,8 @@ class HeadFirst(Half):
     uses its running statistics and leaves them as they are.
 
     Args:
-        head: The layers of the head; by default the head of :func:`~pflight.head.head_of` or, if
-            none is named and the last layer is not linear, that.
+        head: The layers of the head; by default the head of :func:`~pflight.states.head.head_of`
+            or, if none is named and the last layer is not linear, that.
         head_epochs: Local epochs in which the head is trained.
 
     Raises:

@@ -6,8 +6,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.half import OWN, LocalWork, Participation
-from pflight.state import entries
+from pflight.method import OWN, LocalWork, Participation
+from pflight.states.state import entries
 
 SHARE = f"{OWN}share"
 """The entry in which the server says how far to go to the mean that it sends ``[C]``."""

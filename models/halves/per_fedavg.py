@@ -12,7 +12,7 @@ from torch.func import grad
 from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pflight.half import Half, LocalClient, LocalWork
+from pflight.method import Half, LocalClient, LocalWork
 from pflight.options import check_range, checked
 
 

@@ -6,9 +6,9 @@ from lightning import LightningModule
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.half import PERSONAL, Half, LocalWork
+from pflight.method import PERSONAL, Half, LocalWork
 from pflight.options import checked
-from pflight.state import StateLayout
+from pflight.states.state import StateLayout
 
 
 @checked

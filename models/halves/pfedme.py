@@ -10,9 +10,9 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.func import grad_and_value
 
-from pflight.half import OWN, Half, LocalClient, LocalWork
+from pflight.method import OWN, Half, LocalClient, LocalWork
 from pflight.options import check_range, checked
-from pflight.state import StateLayout
+from pflight.states.state import StateLayout
 
 _THETA = f"{OWN}theta."
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pflight.half import Half, LocalClient
+from pflight.method import Half, LocalClient
 from pflight.options import check_range, checked
 
 

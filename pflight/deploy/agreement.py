@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from pflight.data_module import FederatedDataModule
+from pflight.command.version import __version__
+from pflight.data.data_module import FederatedDataModule
+from pflight.data.fingerprint import bytes_of
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
 from pflight.federation import Federation
-from pflight.fingerprint import bytes_of
 from pflight.options import as_list, described
 from pflight.server_callback import ServerCallback
-from pflight.version import __version__
 
 from .messages import quoted, shown
 

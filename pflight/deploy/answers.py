@@ -12,10 +12,10 @@ from flwr.app import MetricRecord, RecordDict
 from lightning import LightningModule
 from torch import Tensor, nn
 
-from pflight.head import EXTRA, Head, named_head
+from pflight.data.loaders import SPLITS, Split
 from pflight.history import Logs
-from pflight.loaders import SPLITS, Split
-from pflight.metrics import ClientValues
+from pflight.metrics.collection import ClientValues
+from pflight.states.head import EXTRA, Head, named_head
 
 from .messages import (
     LARGEST_WHOLE,

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from pflight.errors import ConfigurationError
-from pflight.files import replacing
+from pflight.runs.files import replacing
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], days: int = 365) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 
 import lightning as L
 
-from pflight.cli import FederationCLI
+from pflight.command.cli import FederationCLI
+from pflight.command.process import quieten
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
-from pflight.locks import hold, holder, release
-from pflight.process import quieten
+from pflight.runs.locks import hold, holder, release
 
 from .agreement import server_callback, text_of_model
 from .certificates import (

@@ -6,9 +6,9 @@ import argparse
 from importlib.util import find_spec
 from pkgutil import resolve_name
 
-from pflight.allocator import keep_freed_memory
+from pflight.command.process import configuration_error, fail
 from pflight.errors import ConfigurationError
-from pflight.process import configuration_error, fail
+from pflight.runs.allocator import keep_freed_memory
 
 
 def deploy(options: argparse.Namespace) -> None:

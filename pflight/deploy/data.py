@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pflight.data_module import FederatedDataModule
+from pflight.data.data_module import FederatedDataModule
+from pflight.data.loaders import SPLITS, Split
+from pflight.data.wrapped import WrappedData
 from pflight.errors import ConfigurationError
-from pflight.loaders import SPLITS, Split
-from pflight.wrapped_data import WrappedData
 
 
 class OwnData(WrappedData):

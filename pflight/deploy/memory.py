@@ -10,11 +10,11 @@ from zipfile import BadZipFile
 
 import torch
 
-from pflight.checkpoint import is_whole
 from pflight.errors import ConfigurationError
-from pflight.files import replacing
-from pflight.memory import ClientMemory
-from pflight.memory_files import Slots, sync
+from pflight.runs.checkpoint import is_whole
+from pflight.runs.files import replacing
+from pflight.runs.memory import ClientMemory
+from pflight.runs.memory_files import Slots, sync
 
 from .messages import MessageError
 

@@ -19,22 +19,22 @@ from torch import Tensor
 
 from pflight.client_work import CurrentRound
 from pflight.clients import Clients
-from pflight.data_module import FederatedDataModule
-from pflight.engines.sequential import SequentialEngine
+from pflight.data.data_module import FederatedDataModule
+from pflight.data.fingerprint import checksum_of
+from pflight.data.loaders import SPLITS
+from pflight.engines.alone.engine import SequentialEngine
+from pflight.engines.setting import Setting
 from pflight.errors import ConfigurationError, described
 from pflight.evaluation import Evaluator, WhichModel
 from pflight.federation import Federation
-from pflight.fingerprint import checksum_of
-from pflight.half import OWN, Half, Participation
-from pflight.head import marked
 from pflight.history import Round
-from pflight.loaders import SPLITS
-from pflight.local.setting import Setting
-from pflight.metrics import ClientMetrics, ClientValues, LoggedMetrics
-from pflight.server import ServerModels, server_work
+from pflight.method import OWN, Half, Participation
+from pflight.metrics.collection import ClientMetrics, ClientValues, LoggedMetrics
 from pflight.server_callback import ServerCallback
-from pflight.state import StateLayout, expand_state
-from pflight.updates import ClientFailure, ClientUpdates
+from pflight.states.head import marked
+from pflight.states.server_models import ServerModels, server_work
+from pflight.states.state import StateLayout, expand_state
+from pflight.states.updates import ClientFailure, ClientUpdates
 
 from .agreement import agreement_on, check_agreement, digest_of
 from .certificates import write_private

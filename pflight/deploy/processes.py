@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from pflight.errors import ConfigurationError
-from pflight.streams import one_line
+from pflight.messages import one_line
 
 _LOOK = 0.2  # seconds from one look at a process to the next
 _START = 120.0  # seconds in which a process starts

@@ -16,22 +16,22 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.clients import Clients
+from pflight.data.loaders import Split
+from pflight.engines.alone.engine import SequentialEngine
 from pflight.engines.choice import Choice, EngineName
-from pflight.engines.sequential import SequentialEngine
+from pflight.engines.setting import Setting
 from pflight.errors import ConfigurationError
 from pflight.evaluation import Evaluator, WhichModel
 from pflight.federation import Federation
-from pflight.half import OWN
-from pflight.head import EXTRA, Head
 from pflight.history import Logs, merge_logs
-from pflight.loaders import Split
-from pflight.local.setting import Setting
-from pflight.metrics import ClientMetrics, ClientScores, LoggedMetrics
-from pflight.record import RunRecord
+from pflight.method import OWN
+from pflight.metrics.collection import ClientMetrics, ClientScores, LoggedMetrics
+from pflight.runs.record import RunRecord
 from pflight.server_callback import ServerCallback
-from pflight.state import entries
+from pflight.states.head import EXTRA, Head
+from pflight.states.state import entries
+from pflight.states.updates import ClientFailure, ClientUpdates
 from pflight.task import Task
-from pflight.updates import ClientFailure, ClientUpdates
 
 from .agreement import digest_of
 from .answers import (

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, cast, get_args
 
 from flwr.app import RecordDict
 
-from pflight.loaders import SPLITS, Split
+from pflight.data.loaders import SPLITS, Split
 
 from .memory import NEVER
 from .messages import MessageError, check_parts, count_of, nth, number_of, words_of

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import lightning as L
 
+from pflight.data.loaders import SPLITS
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.history import Round
-from pflight.loaders import SPLITS
 
 from .data import NodeData
 from .keys import keys_in

@@ -13,15 +13,15 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from pflight.checkpoint import memory_of, read_checkpoint
-from pflight.cli import FederationCLI
-from pflight.cli import main as command_line
+from pflight.command.cli import FederationCLI
+from pflight.command.cli import main as command_line
+from pflight.data.wrapped import OPTIONS
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
-from pflight.host import readable
+from pflight.runs.checkpoint import memory_of, read_checkpoint
+from pflight.runs.host import readable
+from pflight.runs.signals import StopBetweenRounds
 from pflight.server_callback import ServerCallback
-from pflight.signals import StopBetweenRounds
-from pflight.wrapped_data import OPTIONS
 
 from .agreement import agreement_on, server_callback, text_of_model
 from .bounds import Bounds

@@ -15,7 +15,7 @@ import httpx
 from flwr.app import Message, RecordDict
 
 from pflight.errors import ConfigurationError, described
-from pflight.locks import hold, release
+from pflight.runs.locks import hold, release
 
 from .certificates import check_server, write_private
 from .flower import (

@@ -14,7 +14,7 @@ import httpx
 from flwr.app import Context, Message, RecordDict
 
 from pflight.errors import ConfigurationError
-from pflight.host import readable
+from pflight.runs.host import readable
 
 from .certificates import check_server
 from .flower import (

@@ -1,12 +1,12 @@
 """How a cohort's local training runs."""
 
-from pflight.local.setting import Setting
-from pflight.updates import ClientFailure, ClientUpdates, Evaluation, Kept
+from pflight.engines.alone.engine import SequentialEngine
+from pflight.engines.stacked.engine import VectorizedEngine
+from pflight.states.updates import ClientFailure, ClientUpdates, Evaluation, Kept
 
 from .base import Engine
 from .choice import Choice, EngineName, build_engine
-from .sequential import SequentialEngine
-from .vectorized import VectorizedEngine
+from .setting import Setting
 
 __all__ = [
     "Choice",

@@ -10,13 +10,14 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.half import Measure
-from pflight.loaders import Split
-from pflight.local.setting import Setting
-from pflight.metrics import ClientValues
+from pflight.data.loaders import Split
+from pflight.method import Measure
+from pflight.metrics.collection import ClientValues
 from pflight.randomness import Purpose
-from pflight.state import entries, rows
-from pflight.updates import ClientFailure, ClientUpdates, Evaluation, Kept, Predictions
+from pflight.states.state import entries, rows
+from pflight.states.updates import ClientFailure, ClientUpdates, Evaluation, Kept, Predictions
+
+from .setting import Setting
 
 _LARGEST = 1e19  # of an entry's sum, whose square still fits into 32 bits
 ONE_THREAD = 20e6  # operations of a batch's forward pass from which on threads pay

@@ -15,15 +15,15 @@ from lightning import LightningModule
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from torch import Tensor
 
+from pflight.engines.alone.client import task_loss
+from pflight.engines.alone.engine import SequentialEngine
+from pflight.engines.stacked.engine import VectorizedEngine
+from pflight.engines.stacked.probe import has_sample_losses
 from pflight.errors import ConfigurationError
-from pflight.local.client import task_loss
-from pflight.local.operations import Operations, count_operations
-from pflight.local.setting import Setting
-from pflight.stacking.probe import has_sample_losses
 
 from .base import Engine
-from .sequential import SequentialEngine
-from .vectorized import VectorizedEngine
+from .operations import Operations, count_operations
+from .setting import Setting
 
 EngineName = Literal["auto", "sequential", "vectorized"]
 

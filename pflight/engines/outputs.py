@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from pflight.loaders import Split
-from pflight.local.setting import Setting
+from pflight.data.loaders import Split
+from pflight.states.updates import STOPS, ClientFailure, Evaluation
 from pflight.task import Task
-from pflight.updates import STOPS, ClientFailure, Evaluation
 
 from .base import ONE_THREAD, threads
+from .setting import Setting
 
 Samples = dict[int, list[Tensor]]
 """Clients' inputs and targets, by row."""

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from pflight.command.process import fail, quieten
 from pflight.errors import ConfigurationError
-from pflight.files import full_disk
-from pflight.process import fail, quieten
+from pflight.runs.files import full_disk
 
 from .comparing import compare, report
 from .outcome import ResultError

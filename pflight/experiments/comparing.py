@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
+from pflight.command.shipped import find_config
 from pflight.errors import ConfigurationError
-from pflight.runs import CONFIG
-from pflight.shipped import find_config
+from pflight.runs.folder import CONFIG
 
 from .comparison import FILE, Comparison, Described, Ended, results_of, runs_of
 from .jobs import Jobs

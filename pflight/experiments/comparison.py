@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pflight.by_class import without_class
+from pflight.command.by_class import without_class
+from pflight.command.shipped import configs
 from pflight.errors import ConfigurationError
-from pflight.files import PARTIAL, full_disk
-from pflight.runs import CONFIG, FAILURE
-from pflight.shipped import configs
-from pflight.spelling import no_option
+from pflight.messages import no_option
+from pflight.runs.files import PARTIAL, full_disk
+from pflight.runs.folder import CONFIG, FAILURE
 
 from .measuring import Task, ended_in
 from .outcome import VERSION, Failure, Outcome, Record, Tuned, Waiting

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from pflight.palette import FAINT, line_style
+from pflight.data.palette import FAINT, line_style
 
 from .findings import LOCAL, Findings
 from .outcome import Curve

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from pflight.streams import cell
+from pflight.messages import cell
 
 from .costs import bytes_of, bytes_of_participation, median, seconds_of
 from .findings import Findings

@@ -19,18 +19,18 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from pflight.callbacks.monitors.client_table import ClientTable
 from pflight.callbacks.monitors.report import ResultTable
-from pflight.checkpoint import rounds_so_far
-from pflight.cli import FederationCLI
+from pflight.command.cli import FederationCLI
+from pflight.data.loaders import Split
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
-from pflight.head import EXTRA
 from pflight.history import Round, check_trained
-from pflight.loaders import Split
-from pflight.metrics import Direction
-from pflight.runs import CONFIG, FAILURE, LOG, RESULTS
-from pflight.same_data import record_of
-from pflight.signals import StopBetweenRounds
-from pflight.state import StateLayout
+from pflight.metrics.collection import Direction
+from pflight.runs.checkpoint import rounds_so_far
+from pflight.runs.folder import CONFIG, FAILURE, LOG, RESULTS
+from pflight.runs.same_data import record_of
+from pflight.runs.signals import StopBetweenRounds
+from pflight.states.head import EXTRA
+from pflight.states.state import StateLayout
 
 from .outcome import Curve, Failure, Moment, Outcome, ResultError, Tuned
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, ge
 
 import xxhash
 
-from pflight.files import replacing
+from pflight.runs.files import replacing
 
 VERSION = 1
 Mode = Literal["max", "min"]
@@ -45,7 +45,7 @@ class Record:
     remedy: ClassVar[str] = "without it, the run is made again"
 
     def write(self, path: Path, shared: bool = False) -> None:
-        """Write the file whole or not at all, as :func:`~pflight.files.replacing` does."""
+        """Write the file whole or not at all, as :func:`~pflight.runs.files.replacing` does."""
         text = json.dumps(_finite(asdict(self)), allow_nan=False)  # type: ignore[call-overload]
         with replacing(path, shared) as partial, partial.open("w", encoding="utf-8") as file:
             file.write(signed(text))

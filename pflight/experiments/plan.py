@@ -18,15 +18,15 @@ import yaml  # type: ignore[import-untyped]
 from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType
 
-from pflight import catalogue
-from pflight.cli import FederationCLI
-from pflight.config_files import config_file, load
+from pflight.command import catalogue
+from pflight.command.cli import FederationCLI
+from pflight.command.config_files import config_file, load
+from pflight.command.parser import specs
+from pflight.command.shipped import find_config, summary
+from pflight.command.version import __version__
 from pflight.errors import ConfigurationError, UnknownOptionError
 from pflight.options import described
-from pflight.parser import specs
 from pflight.server_callback import ServerCallback
-from pflight.shipped import find_config, summary
-from pflight.version import __version__
 
 from .outcome import Tuned
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pflight.checkpoint import read_checkpoint
-from pflight.config_files import check_config_file, load
+from pflight.command.config_files import check_config_file, load
 from pflight.errors import ConfigurationError, described
-from pflight.runs import CONFIG, RESULTS, RunFolder
+from pflight.runs.checkpoint import read_checkpoint
+from pflight.runs.folder import CONFIG, RESULTS, RunFolder
 
 from .comparison import FILE, Described, DescribedRow, Ended
 from .measuring import ReadRun, Task, measured

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pflight.files import replacing
+from pflight.runs.files import replacing
 
 from .costs import bytes_of, bytes_of_participation, median, seconds_of
 from .figures import Figures

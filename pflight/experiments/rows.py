@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pflight.streams import one_line
+from pflight.messages import one_line
 
 from .outcome import Failure, Mode, Moment, Outcome, ResultError, Run, Tuned, Waiting
 from .statistics import Floats, floats, macro, micro, worst_decile

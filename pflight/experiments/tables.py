@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from pflight.streams import markdown, one_line
+from pflight.messages import markdown, one_line
 
 DASH = "\N{EN DASH}"
 _GAP = 3  # columns of a terminal between two of a table

@@ -20,11 +20,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from pflight.command.process import configuration_error, quieten
 from pflight.errors import TakenError, described
-from pflight.files import full_disk, full_disk_left_to_the_main_thread
-from pflight.process import configuration_error, quieten
-from pflight.runs import FAILURE, LOG, RESULTS, RunFolder
-from pflight.signals import StopBetweenRounds
+from pflight.runs.files import full_disk, full_disk_left_to_the_main_thread
+from pflight.runs.folder import FAILURE, LOG, RESULTS, RunFolder
+from pflight.runs.signals import StopBetweenRounds
 
 from .measuring import Clock, MeasuredRun, Task, ended_in, measured, note_failure
 from .outcome import Outcome

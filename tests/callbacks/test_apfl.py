@@ -13,9 +13,9 @@ from torch import Tensor
 from pflight import Federation
 from pflight.callbacks import APFL, FedAvg, Local
 from pflight.errors import ConfigurationError
-from pflight.half import PERSONAL, LocalWork
+from pflight.method import PERSONAL, LocalWork
 from pflight.models.halves import Personal
-from pflight.state import entries
+from pflight.states.state import entries
 from tests import reference
 from tests.runs import (
     CLASSES,

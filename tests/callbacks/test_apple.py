@@ -14,7 +14,7 @@ from pflight import Federation
 from pflight.callbacks import APPLE, FedSGD, Local
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.half import OWN
+from pflight.method import OWN
 from pflight.models import Classifier
 from tests.runs import (
     ENGINES,

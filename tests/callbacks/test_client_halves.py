@@ -8,7 +8,7 @@ import pytest
 
 from pflight.callbacks import APFL, Ditto, FedAvg, FedEC, FedProx, FeSEM, Reptile, ServerCallback
 from pflight.errors import ConfigurationError
-from pflight.half import Half
+from pflight.method import Half
 from pflight.models import Classifier, ElasticClient, ProximalClient
 from pflight.models.halves import Elastic, Mixed, Personal, Proximal
 from tests.runs import assert_same, batchnorm_client, linear_client, run, small_data

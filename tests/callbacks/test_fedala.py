@@ -15,11 +15,11 @@ from pflight import Federation
 from pflight.callbacks import FedALA, FedAvg
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.half import LocalClient, LocalWork
+from pflight.method import LocalClient, LocalWork
 from pflight.models import Classifier, ProximalClient
 from pflight.models.halves import AdaptiveMixture
 from pflight.models.halves.fedala import Mixing
-from pflight.updates import ClientUpdates
+from pflight.states.updates import ClientUpdates
 from tests import reference
 from tests.runs import (
     CLASSES,

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pflight.callbacks import FedAS
-from pflight.head import EXTRA
-from pflight.updates import ClientUpdates
+from pflight.states.head import EXTRA
+from pflight.states.updates import ClientUpdates
 from tests import networks_reference as reference
 from tests.runs import ENGINES, assert_same, quiet_trainer, run
 from tests.worlds import assert_rows, body, client_t, world_t

@@ -12,8 +12,8 @@ from torch import nn
 from pflight.callbacks import FedAvg, FedBABU, FedRep
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.layers import Layers
 from pflight.models import Classifier
+from pflight.states.layers import Layers
 from tests import own_methods
 from tests.callbacks.test_shared_part import product_client, product_world
 from tests.runs import (

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from pflight.callbacks import FedCP
 from pflight.callbacks.methods.fedcp import Policed
 from pflight.errors import ConfigurationError
-from pflight.half import add_what_it_needs
-from pflight.head import EXTRA
+from pflight.method import add_what_it_needs
 from pflight.models import Classifier
+from pflight.states.head import EXTRA
 from tests import networks_reference as reference
 from tests.runs import ENGINES, one_client, run, sgd
 from tests.worlds import assert_rows, close

@@ -15,7 +15,7 @@ from pflight.callbacks import FedDANE, FedProx, FedSGD
 from pflight.datamodules import TensorClients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
-from pflight.half import OWN, LocalClient
+from pflight.method import OWN, LocalClient
 from pflight.models import Classifier, ProximalClient
 from pflight.models.halves import Dane
 from tests import reference

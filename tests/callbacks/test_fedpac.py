@@ -17,7 +17,7 @@ from pflight.callbacks import FedPAC, FedRep
 from pflight.callbacks.methods import fedpac
 from pflight.callbacks.methods.fedpac import combinations
 from pflight.errors import ConfigurationError
-from pflight.head import EXTRA
+from pflight.states.head import EXTRA
 from tests import networks_reference as reference
 from tests.runs import ENGINES, quiet_trainer, run, sgd
 from tests.worlds import assert_rows, body, client_t, head, world_t

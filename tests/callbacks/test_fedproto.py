@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from pflight.callbacks import FedProto, Local
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.head import EXTRA
 from pflight.models import Regressor
+from pflight.states.head import EXTRA
 from tests import networks_reference as reference
 from tests.runs import (
     CLASSES,

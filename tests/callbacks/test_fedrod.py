@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pflight.callbacks import FedAvg, FedRoD
-from pflight.head import EXTRA
+from pflight.states.head import EXTRA
 from tests import networks_reference as reference
 from tests.runs import ENGINES, assert_same, quiet_trainer, run
 from tests.worlds import assert_rows, body, client_t, close, world_t

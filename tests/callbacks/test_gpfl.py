@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from pflight.callbacks import GPFL
 from pflight.callbacks.methods.gpfl import Valved
 from pflight.errors import ConfigurationError
-from pflight.half import add_what_it_needs
-from pflight.head import EXTRA, step_extra
+from pflight.method import add_what_it_needs
 from pflight.models import Classifier
+from pflight.states.head import EXTRA, step_extra
 from tests import networks_reference as reference
 from tests.runs import ENGINES, one_client, quiet_trainer, run, sgd
 from tests.worlds import assert_rows, close

@@ -11,8 +11,8 @@ from pflight import Federation
 from pflight.callbacks import IFCA, FedAvg
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.layers import Layers
 from pflight.models import ProximalClient
+from pflight.states.layers import Layers
 from tests import reference
 from tests.runs import (
     CLASSES,

@@ -11,7 +11,7 @@ from torch import Tensor
 from pflight.callbacks import FedAvg, KNNPer
 from pflight.callbacks.methods.knn_per import Neighbours, mixture
 from pflight.datamodules import TensorClients
-from pflight.head import EXTRA
+from pflight.states.head import EXTRA
 from tests import networks_reference as reference
 from tests.runs import CLASSES, ENGINES, assert_same, quiet_trainer, run, samples
 from tests.worlds import assert_rows

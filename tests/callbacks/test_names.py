@@ -27,9 +27,9 @@ from pflight.callbacks import (
     TrimmedKMeans,
 )
 from pflight.errors import ConfigurationError
-from pflight.layers import Layers
 from pflight.models import Classifier, ElasticClient, ProximalClient
 from pflight.optim import Yogi
+from pflight.states.layers import Layers
 from tests.runs import linear_client, run, small_data
 
 

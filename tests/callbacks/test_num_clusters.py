@@ -14,7 +14,7 @@ from pflight.callbacks.methods.num_clusters import (
     ClusterSelection,
     SampledClients,
 )
-from pflight.cohort import sample_clients
+from pflight.data.cohort import sample_clients
 from pflight.datamodules import ClusteredSynthetic
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError

@@ -23,8 +23,8 @@ from pflight.callbacks import (
 )
 from pflight.callbacks.methods.matching import BBPMAP
 from pflight.errors import ConfigurationError
-from pflight.layers import Layers
 from pflight.models import Classifier, ProximalClient
+from pflight.states.layers import Layers
 from tests.runs import assert_same, linear_client, quiet_trainer, run, shared, small_data
 
 

@@ -16,8 +16,8 @@ from pflight.callbacks import PFedFDA
 from pflight.callbacks.methods.gaussians import Gaussians, Judged
 from pflight.callbacks.methods.pfedfda import Discriminating, halves
 from pflight.datamodules import TensorClients
-from pflight.head import EXTRA
 from pflight.randomness import Purpose, generator
+from pflight.states.head import EXTRA
 from tests import networks_reference as reference
 from tests.runs import CLASSES, ENGINES, assert_same, quiet_trainer, run, samples
 from tests.worlds import assert_rows, close

@@ -16,8 +16,8 @@ from pflight.callbacks import Local
 from pflight.callbacks.methods.pfedhn import PFedHN, fully_connected
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.half import LocalClient
-from pflight.updates import ClientUpdates
+from pflight.method import LocalClient
+from pflight.states.updates import ClientUpdates
 from tests.runs import (
     CLASSES,
     FEATURES,

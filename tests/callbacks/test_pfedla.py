@@ -14,7 +14,7 @@ from pflight.callbacks import FedAvg, Local, PFedLA
 from pflight.datamodules import FederatedDataModule, TensorClients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
-from pflight.half import Half, LocalClient
+from pflight.method import Half, LocalClient
 from pflight.models import Classifier, PFedHNCNN
 from tests.runs import (
     CLASSES,

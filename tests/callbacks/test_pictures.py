@@ -39,11 +39,11 @@ from pflight.callbacks.monitors.pictures import (
 from pflight.callbacks.monitors.pictures.clusters import fold
 from pflight.callbacks.monitors.pictures.embedding import mean_features
 from pflight.callbacks.monitors.pictures.picture import RepeatedPicture
+from pflight.data.palette import COLORS, FAINT, KINDS, MARKERS, point_style
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.history import Round
 from pflight.models import Classifier
-from pflight.palette import COLORS, FAINT, KINDS, MARKERS, point_style
 from tests.event_files import read_events
 from tests.runs import (
     CLASSES,

@@ -14,7 +14,7 @@ from pflight import Federation
 from pflight.callbacks import SCAFFOLD, FedAvg, FedSGD
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.half import OWN, LocalClient
+from pflight.method import OWN, LocalClient
 from pflight.models import Classifier
 from pflight.models.halves import Controlled
 from tests import reference

@@ -15,9 +15,9 @@ from pflight import Federation
 from pflight.callbacks import FedAvg, Local, ServerCallback, SharedPart
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.half import Half, LocalClient
-from pflight.layers import Layers
+from pflight.method import Half, LocalClient
 from pflight.models import Classifier
+from pflight.states.layers import Layers
 from tests import reference
 from tests.runs import (
     CLASSES,

@@ -25,7 +25,7 @@ from pflight.callbacks import (
     Reptile,
     ServerCallback,
 )
-from pflight.half import Half, LocalClient
+from pflight.method import Half, LocalClient
 from tests.runs import (
     ENGINES,
     assert_same,

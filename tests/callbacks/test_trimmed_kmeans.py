@@ -10,7 +10,7 @@ from pflight.callbacks.methods.clustering import TrimmedMean, trimmed_kmeans
 from pflight.datamodules import TensorClients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
-from pflight.half import Half, LocalClient
+from pflight.method import Half, LocalClient
 from pflight.models import Classifier
 from tests import reference
 from tests.runs import (

@@ -32,12 +32,12 @@ from torchvision.transforms import v2
 
 from pflight import ClientError, Federation
 from pflight.callbacks import FedAvg
+from pflight.command.typos import complaint
+from pflight.data.loaders import Visit
 from pflight.datamodules import CropAndFlip, DatasetClients, TensorClients
 from pflight.errors import ConfigurationError
-from pflight.loaders import Visit
+from pflight.messages import OWN_BATCHES, no_option
 from pflight.models import Classifier
-from pflight.spelling import OWN_BATCHES, no_option
-from pflight.typos import complaint
 from tests.pages import DIGITS
 from tests.runs import CLASSES, FEATURES, assert_same, linear_client, quiet_trainer, run
 

@@ -12,10 +12,10 @@ from jsonargparse import ArgumentParser
 from torch import Tensor
 
 from pflight.callbacks import FedAvg
+from pflight.data.loaders import SPLITS
 from pflight.datamodules import IID, Centralized, Digits, FederatedDataModule, TensorClients
 from pflight.datamodules.partitions.known_clusters import KnownClusters
 from pflight.errors import ConfigurationError
-from pflight.loaders import SPLITS
 from tests.runs import CLASSES, linear_client, run, small_data
 
 

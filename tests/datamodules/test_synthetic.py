@@ -9,10 +9,10 @@ from sklearn.linear_model import LogisticRegression as Fitted
 from sklearn.metrics import adjusted_rand_score
 
 from pflight.callbacks import FeSEM
-from pflight.data_module import FederatedDataModule
+from pflight.data.data_module import FederatedDataModule
+from pflight.data.loaders import SPLITS
 from pflight.datamodules.sources.synthetic import ClusteredSynthetic, Synthetic
 from pflight.errors import ConfigurationError
-from pflight.loaders import SPLITS
 from pflight.models import LogisticRegression, ProximalClient
 from tests.runs import run, sgd
 

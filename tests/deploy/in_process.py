@@ -15,6 +15,7 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 
 from pflight import Federation
 from pflight.callbacks import ServerCallback
+from pflight.data.wrapped import OPTIONS
 from pflight.datamodules import FederatedDataModule
 from pflight.deploy.agreement import agreement_on
 from pflight.deploy.bounds import Bounds
@@ -24,7 +25,6 @@ from pflight.deploy.messages import bytes_of, tensor_bytes_of
 from pflight.deploy.node import Node
 from pflight.deploy.remote import Asked, ask_nodes
 from pflight.deploy.roster import Roster
-from pflight.wrapped_data import OPTIONS
 from tests.runs import quiet_trainer
 
 

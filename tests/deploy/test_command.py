@@ -20,6 +20,7 @@ from torch import Tensor
 from pflight import Federation
 from pflight.__main__ import main
 from pflight.callbacks import FedAvg
+from pflight.data.loaders import Split
 from pflight.datamodules import FederatedDataModule
 from pflight.deploy.certificates import (
     check_server,
@@ -33,7 +34,6 @@ from pflight.deploy.node import Node
 from pflight.deploy.processes import Process, ProcessEndedError, free_port
 from pflight.deploy.supernode import supernode
 from pflight.errors import ConfigurationError
-from pflight.loaders import Split
 from tests.runs import linear_client
 
 QUICKSTART = "configs/quickstart.yaml"

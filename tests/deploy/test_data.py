@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from pflight.data.loaders import SPLITS
 from pflight.datamodules import CropAndFlip, DatasetClients, TensorClients, Visit
 from pflight.deploy.data import OwnData
 from pflight.errors import ConfigurationError
-from pflight.loaders import SPLITS
 from tests.runs import small_data
 
 COUNTS = 5, 12, 7

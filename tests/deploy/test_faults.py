@@ -34,7 +34,7 @@ from pflight.deploy.messages import entries_of, packed
 from pflight.deploy.node import COUNTS, STATE
 from pflight.deploy.remote import Asked
 from pflight.errors import ConfigurationError
-from pflight.layers import Layers
+from pflight.states.layers import Layers
 from pflight.task import plain_sgd
 from tests.deploy.in_process import Deployed
 from tests.runs import assert_same, batchnorm_client, small_data

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from pflight import Federation
 from pflight.callbacks import IFCA, Ditto, FedAvg, FedFomo, FeSEM, ServerCallback
+from pflight.data.loaders import Split
 from pflight.datamodules import FederatedDataModule
 from pflight.deploy.remote import Asked
 from pflight.errors import ConfigurationError
-from pflight.loaders import Split
 from tests.algorithm_tester import ALGORITHMS
 from tests.deploy.in_process import Deployed
 from tests.runs import (

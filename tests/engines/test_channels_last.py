@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pflight import Federation
 from pflight.callbacks import FedAvg, Reptile
 from pflight.datamodules import TensorClients
-from pflight.half import Half
+from pflight.method import Half
 from pflight.models import Classifier, ElasticClient
 from tests.runs import quiet_trainer, run, sgd
 

@@ -13,9 +13,9 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
 from pflight.callbacks import FedAvg
-from pflight.half import Phase
-from pflight.local.descent import Descent
-from pflight.local.phases import paced
+from pflight.engines.alone.descent import Descent
+from pflight.engines.phases import paced
+from pflight.method import Phase
 from pflight.models import Classifier
 from tests.runs import linear_client, run, sgd, small_data
 

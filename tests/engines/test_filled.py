@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pflight.callbacks import FedAvg, FedSGD, Reptile, ServerCallback
+from pflight.engines.stacked.client import StackedClient
 from pflight.models import Batch, Classifier, ElasticClient, ProximalClient
-from pflight.stacking.client import StackedClient
 from tests.engines.test_vectorized import both, double_data
 from tests.runs import CLASSES, FEATURES, batchnorm_client, linear_client, network_client, run
 

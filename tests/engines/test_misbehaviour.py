@@ -25,10 +25,10 @@ from pflight import Federation
 from pflight.callbacks import IFCA, FedAvg, FedSGD, Local, PerFedAvg, ServerCallback
 from pflight.datamodules import FederatedDataModule
 from pflight.errors import ClientError, ConfigurationError
-from pflight.half import Half, LocalClient
+from pflight.method import Half, LocalClient
 from pflight.models import Classifier
 from pflight.models.halves import Adapted
-from pflight.state import StateLayout
+from pflight.states.state import StateLayout
 from tests.runs import (
     CLASSES,
     ENGINES,

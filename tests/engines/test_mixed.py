@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pflight.stacking.autocast import StackedAutocast
+from pflight.engines.stacked.autocast import StackedAutocast
 
 ATTENTION = nn.MultiheadAttention(4, 2, batch_first=True)
 

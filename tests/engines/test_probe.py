@@ -29,12 +29,12 @@ from pflight.callbacks import (
     PFedMe,
 )
 from pflight.datamodules import TensorClients
+from pflight.engines.stacked.audit import Audit, Witness
+from pflight.engines.stacked.training import StackedTraining
 from pflight.errors import ClientError, ConfigurationError
-from pflight.half import Half, LocalClient, Phase
+from pflight.method import Half, LocalClient, Phase
 from pflight.models import Classifier
 from pflight.models.halves import Dane
-from pflight.stacking.audit import Audit, Witness
-from pflight.stacking.training import StackedTraining
 from tests.runs import (
     CLASSES,
     ENGINES,
@@ -530,7 +530,7 @@ HALVES = {
 @pytest.mark.parametrize("name", HALVES)
 def test_halves_pass_every_audit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also at every step of every chunk, and in single precision."""
-    monkeypatch.setattr("pflight.stacking.audit._ODD", 1e-3)
+    monkeypatch.setattr("pflight.engines.stacked.audit._ODD", 1e-3)
     in_step = StackedTraining._gradients
 
     def audited(self: StackedTraining, *args: Any, **options: Any) -> Any:

@@ -15,9 +15,9 @@ from torch.utils.data import Sampler
 from torchmetrics import SumMetric
 
 from pflight.callbacks import FedAvg, Local
-from pflight.data_module import ClientData
+from pflight.data.data_module import ClientData
+from pflight.data.loaders import batch_loader
 from pflight.datamodules import TensorClients
-from pflight.loaders import batch_loader
 from pflight.models import Classifier
 from tests.runs import (
     CLASSES,

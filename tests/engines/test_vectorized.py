@@ -26,12 +26,12 @@ from pflight import Federation
 from pflight.callbacks import FedAvg, FedRep, FedSGD, FeSEM, Local, Reptile, ServerCallback
 from pflight.datamodules import TensorClients
 from pflight.engines import VectorizedEngine
+from pflight.engines.stacked.steps import StackedOptimizer
 from pflight.errors import ClientError, ConfigurationError
-from pflight.half import OWN, Half, LocalClient
+from pflight.method import OWN, Half, LocalClient
 from pflight.models import Classifier, ElasticClient, ProximalClient
-from pflight.stacking.steps import StackedOptimizer
-from pflight.state import StateLayout
-from pflight.updates import ClientUpdates
+from pflight.states.state import StateLayout
+from pflight.states.updates import ClientUpdates
 from tests.runs import (
     CLASSES,
     ENGINES,
@@ -587,7 +587,7 @@ def test_the_same_run_twice_and_resumed(
     make: Callable[..., Classifier], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also over the call at which operations are recorded."""
-    monkeypatch.setattr("pflight.stacking.client._OFTEN", 4)
+    monkeypatch.setattr("pflight.engines.stacked.client._OFTEN", 4)
     client = make(ElasticClient)
     fit = partial(run, client, small_data(cohort_size=4), engine="vectorized")
     whole = fit(callback=Reptile(), rounds=8)
@@ -604,7 +604,7 @@ def test_the_same_run_twice_and_resumed(
 def test_what_is_called_often_is_recorded(
     counts: list[int], make: Callable[..., Classifier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pflight.stacking.client._OFTEN", 4)
+    monkeypatch.setattr("pflight.engines.stacked.client._OFTEN", 4)
     data = double_data(counts=counts, cohort_size=None)
     engine = both(make().double(), data=data, chunk=6, local_epochs=4).clients.attached_engine
     assert isinstance(engine, VectorizedEngine)

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pflight.command.process import quieten
 from pflight.experiments.comparison import Comparison
 from pflight.experiments.measuring import Task
 from pflight.experiments.plan import Plan, methods_of, of_data
 from pflight.experiments.tuning import Tuning
 from pflight.experiments.worker import make
-from pflight.process import quieten
 
 DATA = """
 data:

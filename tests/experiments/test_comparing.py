@@ -21,7 +21,7 @@ from pflight.experiments.outcome import Outcome, ResultError
 from pflight.experiments.plan import values_of
 from pflight.experiments.tuning import Tuning
 from pflight.experiments.worker import make
-from pflight.runs import FAILURE, RESULTS, RunFolder
+from pflight.runs.folder import FAILURE, RESULTS, RunFolder
 from tests.event_files import read_events
 
 from .small import DATA, comparison, data_config, finish, method_config

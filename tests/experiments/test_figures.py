@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from pflight.data.palette import FAINT
 from pflight.experiments.outcome import Curve
 from pflight.experiments.results import Results
-from pflight.palette import FAINT
 
 from .made import comparison, outcome
 

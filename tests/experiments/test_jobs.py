@@ -24,7 +24,7 @@ from pflight.experiments.comparison import Described
 from pflight.experiments.jobs import Jobs
 from pflight.experiments.measuring import Task
 from pflight.experiments.results import Results
-from pflight.runs import FAILURE, LOG, RESULTS
+from pflight.runs.folder import FAILURE, LOG, RESULTS
 
 from .small import DATA, comparison, data_config, finish, method_config
 

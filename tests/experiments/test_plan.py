@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pflight.config_files import config_file
+from pflight.command.config_files import config_file
 from pflight.errors import ConfigurationError, UnknownOptionError
 from pflight.experiments.plan import Plan, flat, methods_of, of_data, values_of
 

@@ -15,7 +15,7 @@ from pflight.errors import ConfigurationError
 from pflight.experiments import measuring
 from pflight.experiments.comparing import report
 from pflight.experiments.outcome import Outcome, ResultError
-from pflight.runs import RESULTS
+from pflight.runs.folder import RESULTS
 from tests.event_files import read_events
 
 from .small import DATA, comparison, data_config, finish

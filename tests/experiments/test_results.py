@@ -623,7 +623,7 @@ def test_tables_fit_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_terminal_without_unicode_and_with_control_characters() -> None:
     code = (
-        "from pflight.streams import one_line, write_plainly\n"
+        "from pflight.messages import one_line, write_plainly\n"
         "from pflight.experiments.results import Results\n"
         "from tests.experiments.made import comparison\n"
         "write_plainly()\n"

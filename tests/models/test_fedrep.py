@@ -13,8 +13,8 @@ from torch import nn
 from pflight import Federation
 from pflight.callbacks import FedAvg, FedRep, SharedPart
 from pflight.errors import ConfigurationError
-from pflight.layers import Layers
 from pflight.models import Classifier
+from pflight.states.layers import Layers
 from tests import reference
 from tests.callbacks.test_shared_part import (
     ENGINES,

@@ -17,7 +17,7 @@ from torch import nn
 from torch.func import functional_call, stack_module_state
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pflight.cli import main
+from pflight.command.cli import main
 from pflight.errors import ConfigurationError
 from pflight.models import (
     FEMNISTCNN,
@@ -31,7 +31,7 @@ from pflight.models import (
     PFedHNCNN,
     ResNet18,
 )
-from pflight.state import StateLayout
+from pflight.states.state import StateLayout
 from tests.pages import DIGITS
 
 

@@ -23,7 +23,7 @@ from pflight.callbacks import (
 )
 from pflight.clients import Clients
 from pflight.datamodules import TensorClients
-from pflight.half import OWN, PERSONAL
+from pflight.method import OWN, PERSONAL
 from pflight.models.halves.l2gd import SHARE
 from tests.runs import ENGINES, A, B, quadratic_client, run, world_q
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from pflight import Federation
 from pflight.callbacks import APFL, Ditto, PerFedAvg, PFedMe, ServerCallback
-from pflight.half import OWN, PERSONAL, Half, layout_with
-from pflight.local.copies import ready
-from pflight.local.models import LocalModels
-from pflight.local.setting import Setting
+from pflight.engines.alone.copies import ready
+from pflight.engines.alone.models import LocalModels
+from pflight.engines.setting import Setting
+from pflight.engines.stacked.client import ANCHOR, StackedClient
+from pflight.method import OWN, PERSONAL, Half, layout_with
 from pflight.models import Classifier
 from pflight.models.halves import Personal
-from pflight.stacking.client import ANCHOR, StackedClient
-from pflight.state import StateLayout
+from pflight.states.state import StateLayout
 from tests.runs import (
     CLASSES,
     FEATURES,

@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pflight.cohort import sample_clients
-from pflight.distributed import gather
+from pflight.data.cohort import sample_clients
+from pflight.data.palette import COLORS, FAINT, point_style
 from pflight.federation import Federation
 from pflight.options import check_range, checked
-from pflight.palette import COLORS, FAINT, point_style
 from pflight.randomness import Purpose, generator
-from pflight.state import rows
-from pflight.updates import ClientUpdates
+from pflight.runs.distributed import gather
+from pflight.states.state import rows
+from pflight.states.updates import ClientUpdates
 
 from .picture import RepeatedPicture, new_figure
 

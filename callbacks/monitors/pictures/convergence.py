@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pflight.data.palette import line_style
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.history import Round
 from pflight.options import checked
-from pflight.palette import line_style
 
 from .picture import Picture, new_figure
 

@@ -12,16 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pflight.client_names import room_for
-from pflight.cohort import sample_clients
-from pflight.distributed import gather, owned
+from pflight.data.client_names import room_for
+from pflight.data.cohort import sample_clients
+from pflight.data.loaders import Split
+from pflight.data.palette import point_style
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
-from pflight.loaders import Split
 from pflight.models.classifier import as_classifier
 from pflight.options import check_range, checked
-from pflight.palette import point_style
 from pflight.randomness import Purpose, derive_seed
+from pflight.runs.distributed import gather, owned
 
 from .picture import Picture, new_figure, stacked, unstacked
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflight.client_names import room_for
-from pflight.cohort import sample_clients
-from pflight.data_module import FederatedDataModule
+from pflight.data.client_names import room_for
+from pflight.data.cohort import sample_clients
+from pflight.data.data_module import FederatedDataModule
 from pflight.federation import Federation
 from pflight.options import check_range, checked
 

@@ -13,9 +13,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from pflight.federation import Federation
-from pflight.files import replacing
 from pflight.options import check_range, checked
-from pflight.runs import PICTURES
+from pflight.runs.files import replacing
+from pflight.runs.folder import PICTURES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflight.client_names import room_for
+from pflight.data.client_names import room_for
+from pflight.data.palette import COLORS, FAINT, line_style
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.options import check_range, checked
-from pflight.palette import COLORS, FAINT, line_style
 
 from .picture import RepeatedPicture, new_figure, stacked, unstacked
 

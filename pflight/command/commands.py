@@ -1,0 +1,101 @@
+"""The commands of ``pflight``, and the parser of those that are not runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol
+
+from pflight.messages import closest, no_option, question
+
+from . import compare_command, deploy_command, list_command, report_command
+from .typos import complaint
+from .version import __version__
+
+RUNS = {
+    "fit": "train clients, or continue to",
+    "validate": "evaluate clients on validation samples",
+    "test": "evaluate clients on test samples",
+    "predict": "write each client's predictions",
+}
+"""The commands that run a federation, whose options :mod:`pflight.command.cli` reads."""
+
+
+class Command(Protocol):
+    """A module that defines a command; it imports little, as all of them are imported at once."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the command's arguments."""
+
+    def run(self, options: argparse.Namespace) -> None:
+        """Run the command."""
+
+
+COMMANDS: dict[str, tuple[Command, str]] = {
+    "compare": (compare_command, "train many methods at many seeds, and print one table"),
+    "report": (report_command, "print the table of runs that exist, or of a comparison"),
+    "deploy": (deploy_command, "run a federation whose clients are on other machines"),
+    "list": (list_command, "show methods, data sets, partitions, networks and configurations"),
+}
+"""The other commands: what defines them, and what they do."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, with the name that may have been meant.
+
+    Args:
+        *args: As for any parser, which are all keywords but the first.
+        takes_a_run: Whether options of ``pflight fit`` may stand among its own; they are left as
+            they are in ``options.run_options``.
+        **options: As for any parser.
+    """
+
+    def __init__(self, *args: Any, takes_a_run: bool = False, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
+        self.takes_a_run = takes_a_run
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse all arguments: none may be unknown."""
+        options, rest = super().parse_known_args(args, namespace)
+        known = [option.lstrip("-") for option in self._option_string_actions]
+        if self.takes_a_run:
+            if message := complaint("fit", rest, known):
+                self.error(message)
+            options.run_options, rest = rest, []
+        if rest:
+            name = rest[0].partition("=")[0].lstrip("-")
+            strange = f"unrecognized arguments: {' '.join(rest)}"
+            self.error(no_option(name, known) if rest[0].startswith("-") else strange)
+        return options, rest
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [*map(str, action.choices)]
+            meant = question(closest(str(value), known)) or f": choose {', '.join(known)}"
+            raise argparse.ArgumentError(None, f"there is no {action.metavar} {value}{meant}")
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line, and exit with status 2."""
+        self.exit(2, f"pflight: error: {' '.join(message.split())}\n")
+
+
+def parser() -> tuple[CommandParser, dict[str, CommandParser]]:
+    """Return the parser of the line, and those of its commands, which for runs know no option."""
+    front = CommandParser(
+        "pflight",
+        description="Personalised federated learning with PyTorch Lightning",
+        epilog="`pflight fit --help` and so on describe the options of each.",
+    )
+    front.add_argument("--version", action="version", version=f"pflight {__version__}")
+    group = front.add_subparsers(dest="command", metavar="command", title="commands")
+    commands = {}
+    for name, summary in RUNS.items():
+        commands[name] = group.add_parser(name, help=summary, add_help=False)
+    for name, (command, summary) in COMMANDS.items():
+        commands[name] = group.add_parser(
+            name, help=summary, description=f"{summary.capitalize()}."
+        )
+        command.add_arguments(commands[name])
+    return front, commands

@@ -1,0 +1,59 @@
+"""The configurations that ship with pflight."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from contextlib import suppress
+from importlib.resources import files
+from pathlib import Path, PurePosixPath
+
+from pflight.messages import closest, question
+
+_FORMER = {"fedcluster": "cfl", "hypocluster": "ifca", "robust": "trimmed_kmeans"}
+
+
+@functools.cache
+def configs() -> dict[str, Path]:
+    """Return the files by the paths that ``--config`` takes: ``configs/quickstart.yaml``, say."""
+    folder = Path(str(files("pflight.configs")))
+    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.yaml")}
+    return {f"configs/{name}": found[name] for name in sorted(found, key=_folders_last)}
+
+
+def summary(config: Path) -> str:
+    """Return the first sentence of the comment that a configuration begins with."""
+    lines = re.match(r"(?:#.*\n)*", config.read_text("utf-8"))
+    text = " ".join(line.strip("# ") for line in lines[0].splitlines()) if lines else ""
+    return re.split(r"(?<=[.?!]) ", text)[0]
+
+
+def find_config(path: str) -> str | None:
+    """Return the file that ``--config`` means: one of this path, or else one that is shipped."""
+    if os.path.exists(path):
+        return path
+    name = path.removeprefix("configs/")
+    for former, current in _FORMER.items():
+        name = name.replace(f"algorithm/{former}.yaml", f"algorithm/{current}.yaml")
+    with suppress(OSError):  # a name that is too long
+        shipped = files("pflight.configs").joinpath(name)
+        if shipped.is_file():
+            return str(shipped)
+    return None
+
+
+def no_config(path: str) -> str:
+    """Return a message that there is no such file, with one beside it or shipped that is alike."""
+    beside: list[str] = []
+    with suppress(OSError):
+        beside = [str(one) for one in Path(path).parent.glob("*.y*ml")]
+    by_name = {PurePosixPath(known).stem: known for known in configs()}
+    meant = closest(path, [*beside, *configs()])
+    meant = meant or [by_name[stem] for stem in closest(PurePosixPath(path).stem, by_name)]
+    end = question(meant) or ", and pflight ships none like it"
+    return f"there is no config file {path!r}{end}"
+
+
+def _folders_last(name: str) -> tuple[int, str]:
+    return name.count("/"), name

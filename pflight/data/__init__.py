@@ -1,0 +1,1 @@
+"""The clients' data: data modules, loaders and cohorts."""

@@ -1,0 +1,416 @@
+"""One client after the other, by its own module's steps and hooks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from pflight.data.loaders import Split, Visit
+from pflight.engines.base import ONE_THREAD, are_one, finite_rows, threads, what_is_odd
+from pflight.engines.check import check_client
+from pflight.engines.outputs import Samples, evaluate_task
+from pflight.engines.setting import Setting
+from pflight.engines.time_limit import time_limit
+from pflight.history import Logs, merge_logs
+from pflight.method import Half, Measure
+from pflight.metrics.collection import ClientValues
+from pflight.randomness import Purpose, derive_seed, seed_everything, seed_own
+from pflight.states.state import entries
+from pflight.states.updates import (
+    STOPS,
+    ClientFailure,
+    ClientUpdates,
+    Evaluation,
+    Kept,
+    Predictions,
+)
+
+from .models import LocalModels
+from .training import ClientTraining
+from .visits import evaluation_visits, gradient_visits, training_visits, visits_to
+
+
+class SequentialEngine:
+    """Trains and evaluates clients one by one, whatever LightningModule they are.
+
+    Each participation begins with a pristine copy of the module and trains by its own
+    ``training_step`` and hooks, with what the client half adds to its loss from outside. A half
+    with a personal model has a second copy of its own, which sees the same batches. A task that
+    has no hooks of its own and is stepped by SGD trains without what Lightning does around a step.
+    Networks too small to gain from several threads train on one. See
+    :class:`~pflight.engines.base.Engine` for what it is asked for.
+
+    Args:
+        setting: The client module, its half, and its data.
+    """
+
+    chunk = 1
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.device = setting.device
+        self.models = LocalModels(setting)
+        self.operations = math.inf  # of a sample's forward pass
+        self._changes_input = False
+        self._threads = torch.get_num_threads()
+        self._training = ClientTraining(self.models)
+
+    def check_input(self) -> None:
+        """See :class:`~pflight.engines.base.Engine`."""
+        self.operations, self._changes_input = check_client(self.setting, self.models.module)
+        if self._is_small():
+            self._threads = 1
+        self.models.try_channels_last()
+
+    def _is_small(self) -> bool:
+        """Whether a step takes too little arithmetic to gain from several threads."""
+        data, module = self.setting.data, self.setting.client
+        size = min(data.batch_size or math.inf, int(data.num_samples("train").max()))
+        if math.isfinite(self.operations):
+            return self.operations * size < ONE_THREAD
+        parts = list(module.modules())
+        if any(isinstance(part, nn.modules.conv._ConvNd | nn.RNNBase) for part in parts):
+            return False
+        weights = sum(parameter.numel() for parameter in module.parameters())
+        return 2 * weights * size < ONE_THREAD
+
+    # Training
+
+    def train(
+        self,
+        clients: Tensor,
+        starts: TensorDict,
+        *,
+        round_index: int,
+        epochs: int = 1,
+        steps: int | None = None,
+        purpose: Purpose = Purpose.TRAIN,
+        kept: Kept | None = None,
+        on_client_end: Callable[[int], None] | None = None,
+    ) -> ClientUpdates:
+        """See :class:`~pflight.engines.base.Engine`."""
+        self.setting.round_index = round_index
+
+        def train_one(client: int) -> tuple[dict[str, Tensor], Logs]:
+            count = int(self.setting.data.num_samples("train")[client])
+            logs, taken = self._training.train(count, visits[client], epochs, steps)
+            if purpose is Purpose.TRAIN:
+                self.models.client.num_steps.fill_(taken)
+                with torch.no_grad():
+                    self.models.client.after_training()
+            if on_client_end is not None:
+                on_client_end(client)
+            return self.models.state(), logs
+
+        def plan(client: int) -> list[Visit]:
+            return training_visits(self.setting, client, round_index, epochs, steps)
+
+        visits = visits_to(clients, self.setting, "train", plan)
+        return self._for_each_client(clients, starts, round_index, purpose, train_one, kept)
+
+    def gradients(
+        self, clients: Tensor, states: TensorDict, *, round_index: int, batches: int | None = None
+    ) -> ClientUpdates:
+        """See :class:`~pflight.engines.base.Engine`."""
+        self.setting.round_index = round_index
+
+        def gradient(client: int) -> tuple[dict[str, Tensor], Logs]:
+            count = int(self.setting.data.num_samples("train")[client])
+            gradients, logs = self._training.gradient(count, visits[client])
+            return {**self.models.state(), **gradients}, logs
+
+        def plan(client: int) -> list[Visit]:
+            return gradient_visits(self.setting, client, round_index, batches)
+
+        visits = visits_to(clients, self.setting, "train", plan)
+        return self._for_each_client(clients, states, round_index, Purpose.TRAIN, gradient)
+
+    def _for_each_client(
+        self,
+        clients: Tensor,
+        starts: TensorDict,
+        round_index: int,
+        purpose: Purpose,
+        work: Callable[[int], tuple[dict[str, Tensor], Logs]],
+        kept: Kept | None = None,
+    ) -> ClientUpdates:
+        layout = self.setting.layout
+        columns = {name: starts[name] for name in layout.names}
+        results = _like({name: columns[name] for name in layout.moving})
+        memories = dict(entries(kept.states)) if kept is not None else {}
+        remembered = _like(memories)
+        done: dict[int, Logs] = {}  # by row, of those that came to an end
+        failures: list[ClientFailure] = []
+        with threads(self._threads):
+            for row, client in enumerate(clients.tolist()):
+                seed = derive_seed(purpose, self.setting.seed, round_index, client)
+                seed_everything(seed, self.device)
+                with self.attempt(client, failures):
+                    start = {name: column[row] for name, column in columns.items()}
+                    memory = None
+                    if kept is not None and kept.seen[row]:
+                        memory = {name: value[row] for name, value in memories.items()}
+                    self.models.load(start, purpose is Purpose.TRAIN, memory, client)
+                    for model in self.models.clients if self.models.draws else ():
+                        seed_own(model.module, seed)
+                    with torch.enable_grad():
+                        tensors, logs = work(client)
+                    own = self.models.client.remember() if kept is not None else {}
+                    with torch.no_grad():
+                        into = [result[row] for result in results.values()]
+                        torch._foreach_copy_(into, [tensors[name] for name in results])
+                        for name, value in remembered.items():
+                            _copy_whole(name, own[name], value[row])
+                    self.models.mend_frozen()
+                    done[row] = logs
+        late = {failure.client for failure in failures}  # one may have caught its time-out
+        done = {row: logs for row, logs in done.items() if int(clients[row]) not in late}
+        trained = TensorDict(results, batch_size=[len(clients)])
+        keep = TensorDict(remembered, batch_size=[len(clients)])
+        finite = finite_rows(trained)
+        if remembered and type(self.setting.half).remember is not Half.remember:
+            finite = list(map(all, zip(finite, finite_rows(keep), strict=True)))
+        for row in [row for row in done if not finite[row]]:
+            parts = [trained[row : row + 1], *([keep[row : row + 1]] if remembered else [])]
+            odd = next(filter(None, map(what_is_odd, parts)))
+            failures.append(ClientFailure(int(clients[row]), odd))
+            del done[row]
+        ended = torch.tensor(list(done), dtype=torch.long, device=self.device)
+        if len(ended) < len(clients):
+            trained, keep = trained[ended], keep[ended]
+        # What is frozen is as it was sent: one tensor for all clients.
+        frozen = {name: columns[name][: len(ended)] for name in layout.frozen}
+        states = {name: frozen[name] if name in frozen else trained[name] for name in columns}
+        answered = clients[ended.to(clients.device)]
+        return ClientUpdates(
+            answered,
+            TensorDict(states, batch_size=[len(ended)]),
+            self.setting.data.num_samples("train")[answered.cpu()],
+            failures,
+            merge_logs(done.values()),
+            keep if memories else None,
+        )
+
+    @contextmanager
+    def attempt(self, client: int, failures: list[ClientFailure]) -> Iterator[None]:
+        """Note the failure of a client that raises or takes too long; the next gets a new copy."""
+        try:
+            with time_limit(self.setting.client_timeout):
+                yield
+        except STOPS:
+            raise
+        except BaseException as error:
+            failures.append(ClientFailure.of(client, error))
+            self.models.renew()
+
+    # Evaluation
+
+    def evaluate(
+        self, clients: Tensor, states: TensorDict, split: Split
+    ) -> tuple[Evaluation | ClientValues, list[ClientFailure]]:
+        """See :class:`~pflight.engines.base.Engine`."""
+        if self.setting.task is None:
+            return self._evaluate_by_steps(clients, states, split)
+        return evaluate_task(
+            self.setting,
+            clients,
+            split,
+            attempt=self.attempt,
+            at_once=lambda samples: self.outputs_of_one(states, samples),
+            alone=lambda row, x: self.outputs(_row(states, row), x),
+            operations=self.operations,
+        )
+
+    def outputs(self, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Return what a client's model gives for its inputs, in evaluation mode."""
+        module = self.models.evaluated(state)
+        with self.setting.forward_context():
+            size = self.setting.data.eval_batch_size
+            parts = [x] if size is None else x.split(size)
+            given = (part.clone() if self._changes_input else part for part in parts)
+            return torch.cat([module(part) for part in given])
+
+    def outputs_of_one(self, states: TensorDict, samples: Samples) -> dict[int, Tensor] | None:
+        """Return the outputs of clients that have one and the same model, by row, or ``None``."""
+        if not are_one(states[name] for name in self.setting.layout.names):
+            return None
+        task = self.setting.task
+        assert task is not None
+        counts = [len(y) for _, y in samples.values()]
+        try:
+            x, y = (torch.cat(leaves) for leaves in zip(*samples.values(), strict=True))
+            outputs = self.outputs(_row(states, 0), x)
+            task.check_outputs(outputs, y)
+        except STOPS:
+            raise
+        except BaseException:  # whose it is will be seen one by one
+            self.models.renew()
+            return None
+        return dict(zip(samples, outputs.split(counts), strict=True))
+
+    def _evaluate_by_steps(
+        self, clients: Tensor, states: TensorDict, split: Split
+    ) -> tuple[ClientValues, list[ClientFailure]]:
+        module = self.setting.client
+        values, step = ClientValues(), "test_step" if split == "test" else "validation_step"
+        if not is_overridden(step, module):  # as Lightning does
+            return values, []
+
+        def judge(_: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
+            logged = self.models.client.trainer.evaluate(split, visit.parts, batches)
+            self.models.state()  # raises unless the tensors are as they were, for the next client
+            values.add(client, split, *logged)
+
+        return values, self._visit_each(clients, states, split, judge)
+
+    def predict(
+        self, clients: Tensor, states: TensorDict, split: Split
+    ) -> tuple[Evaluation | Predictions, list[ClientFailure]]:
+        """See :class:`~pflight.engines.base.Engine`."""
+        if self.setting.predicts_outputs:
+            outputs, failures = self.evaluate(clients, states, split)
+            assert isinstance(outputs, Evaluation)
+            return outputs, failures
+        predictions: Predictions = []
+
+        def predict(_: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
+            given = self.models.client.trainer.predict(visit.parts, batches)
+            predictions.append((client, given))
+
+        return predictions, self._visit_each(clients, states, split, predict)
+
+    @torch.no_grad()
+    def losses(
+        self, clients: Tensor, states: TensorDict, split: Split
+    ) -> tuple[Tensor, list[ClientFailure]]:
+        """See :class:`~pflight.engines.base.Engine`."""
+        means = torch.full((len(clients),), torch.nan, dtype=torch.double, device=self.device)
+
+        def measure(row: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
+            model = self.models.client
+            model.module.eval()
+            model.num_samples.fill_(int(self.setting.data.num_samples("train")[client]))
+            total = torch.zeros((), dtype=torch.double, device=self.device)
+            for part, batch in zip(visit.parts, batches, strict=True):
+                loss = model.trainer.loss(batch, len(part), model.task_loss)
+                total = total + loss.double() * len(part)
+            means[row] = total / sum(map(len, visit.parts))
+
+        with threads(self._threads):
+            failures = self._visit_each(clients, states, split, measure)
+        return means, failures
+
+    @torch.no_grad()
+    def sums(
+        self,
+        clients: Tensor,
+        states: TensorDict,
+        measure: Measure,
+        like: Mapping[str, Tensor],
+        batch_size: int | None = None,
+    ) -> tuple[TensorDict, list[ClientFailure]]:
+        """See :class:`~pflight.engines.base.Engine`."""
+        totals = TensorDict(
+            {name: zero.new_zeros(len(clients), *zero.shape) for name, zero in like.items()},
+            batch_size=[len(clients)],
+        ).to(self.device)
+
+        def add(row: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
+            own = totals[row].clone()
+            for found in self._measured(client, visit, batches, measure):
+                for name, value in found.items():
+                    own[name] += value
+            if like and not all(finite_rows(own.unsqueeze(0))):
+                raise RuntimeError("what it finds out of its samples is NaN or infinite")
+            totals[row] = own
+
+        with threads(self._threads):
+            failures = self._visit_each(clients, states, "train", add, batch_size)
+        return totals, failures
+
+    @torch.no_grad()
+    def rows(
+        self, clients: Tensor, states: TensorDict, measure: Measure, split: Split
+    ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
+        """See :class:`~pflight.engines.base.Engine`."""
+        rows: list[dict[str, Tensor]] = [{} for _ in clients]
+
+        def note(row: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
+            parts = list(self._measured(client, visit, batches, measure))
+            rows[row] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+        with threads(self._threads):
+            failures = self._visit_each(clients, states, split, note)
+        return rows, failures
+
+    def _measured(
+        self, client: int, visit: Visit, batches: Iterator[Any], measure: Measure
+    ) -> Iterator[Mapping[str, Tensor]]:
+        """Yield what is measured of the batches of the client at hand."""
+        model = self.models.client
+        model.module.eval()
+        model.num_samples.fill_(int(self.setting.data.num_samples("train")[client]))
+        for part, batch in zip(visit.parts, batches, strict=True):
+            yield model.trainer.loss(batch, len(part), partial(measure, model))
+
+    def _visit_each(
+        self,
+        clients: Tensor,
+        states: TensorDict,
+        split: Split,
+        work: Callable[[int, int, Visit, Iterator[Any]], None],
+        batch_size: int | None = None,
+    ) -> list[ClientFailure]:
+        """Do something with each client's model and samples, of which some have none.
+
+        Args:
+            clients: Ids ``[C]``.
+            states: Their models ``[C]``.
+            split: Of their samples.
+            work: Gets the client's row, its id, what is visited, and the batches.
+            batch_size: Of these, in place of that of an evaluation.
+        """
+        failures: list[ClientFailure] = []
+
+        def plan(client: int) -> list[Visit]:
+            return evaluation_visits(self.setting, client, split, batch_size)
+
+        visits = visits_to(clients, self.setting, split, plan)
+        counts = self.setting.data.num_samples(split)
+        for row, client in enumerate(clients.tolist()):
+            if not counts[client]:
+                continue
+            with self.attempt(client, failures):
+                self.models.load(_row(states, row), anchored=False, client=client)
+                for visit, batches in visits[client]:
+                    work(row, client, visit, batches)
+        return failures
+
+
+def _row(states: TensorDict, row: int) -> dict[str, Tensor]:
+    return {name: value[row] for name, value in entries(states)}
+
+
+def _like(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return empty tensors in which rows lie one after the other."""
+    return {
+        name: torch.empty_like(column, memory_format=torch.contiguous_format)
+        for name, column in columns.items()
+    }
+
+
+def _copy_whole(name: str, value: Tensor, into: Tensor) -> None:
+    """Copy a tensor into one of its shape."""
+    if value.shape != into.shape:
+        raise RuntimeError(
+            f"its {name} is of shape {list(value.shape)}, where {list(into.shape)} is wanted"
+        )
+    into.copy_(value)

@@ -1,0 +1,210 @@
+"""The models of one client after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+
+from pflight.engines.setting import Setting
+from pflight.method import OWN, PERSONAL
+from pflight.randomness import generators_of, isolated
+from pflight.runs.allocator import give_freed_memory_back
+from pflight.states.state import StateModule
+from pflight.states.updates import STOPS
+from pflight.task import Task, trains_as_a_task
+
+from .client import SCALARS, AloneClient
+from .copies import Copies
+from .trainer import STEP_HOOKS
+
+HOOKS = (
+    *("on_fit_start", "on_train_start", "on_train_epoch_start"),
+    *STEP_HOOKS,
+    *("on_train_epoch_end", "on_train_end", "on_fit_end"),
+)
+"""What a module may do of its own around its training steps."""
+_LARGE_KERNEL = 2**20  # weights of a convolution that takes 1.2 times as long channels-last
+
+
+class LocalModels:
+    """A client's copy of the module and, where its half has one, the personal copy beside it.
+
+    Args:
+        setting: The client module, its half, and its data.
+
+    Attributes:
+        client: The client at hand.
+        clients: Its models: the personal one first, since it may look at the other before a step.
+        hooks: What the module does of its own around its training steps.
+        plain: Whether it trains as a ready-made task does, and nothing else.
+        draws: Whether it has random generators of its own.
+    """
+
+    client: AloneClient
+    clients: list[AloneClient]
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.half = setting.half
+        self._channels_last = False
+        self._drifted: set[str] = set()
+        self._copies: Any = None
+        self.clients = []
+        self._personal_copies: Copies | None = None
+        module = setting.client
+        self.draws = bool(generators_of(module))
+        self.hooks = [hook for hook in HOOKS if is_overridden(hook, module)]
+        self.plain = (
+            trains_as_a_task(module)
+            and setting.form is not None
+            and not self.hooks
+            and module.automatic_optimization
+            and getattr(module, "gradient_clip_val", None) is None
+            and type(module).configure_gradient_clipping is Task.configure_gradient_clipping
+            and type(module).configure_optimizers is Task.configure_optimizers
+        )
+        self.renew()
+
+    def renew(self) -> None:
+        """Forget all that a client may have done to its copies."""
+        setting = self.setting
+        for copies in filter(None, (self._copies, self._personal_copies)):
+            copies.close()
+        for client in self.clients:
+            vars(client).clear()  # what it was sent and remembers
+        if self.clients:
+            give_freed_memory_back()
+        device = setting.device
+        arguments = setting.client, setting.layout, setting.precision, device, self._channels_last
+        self._copies = Copies(*arguments)
+        self._personal_copies = None if self.half.personal is None else Copies(*arguments)
+        own = [name for name in setting.layout.own if name.startswith(OWN)]
+        held = StateModule({name.removeprefix(OWN): setting.layout.template[name] for name in own})
+        setting.precision.convert_module(held).to(device)
+        self._own = held.tensors()
+        dtype = setting.dtype if setting.dtype.is_floating_point else torch.float32
+        self._scalars = {name: torch.zeros((), dtype=dtype, device=device) for name in SCALARS}
+
+    @property
+    def module(self) -> LightningModule:
+        """The copy at hand of the client module."""
+        return self._copies.module
+
+    def load(
+        self,
+        start: Mapping[str, Tensor],
+        anchored: bool,
+        memory: Mapping[str, Tensor] | None = None,
+        client: int | None = None,
+    ) -> None:
+        """Make the copies the next client.
+
+        Args:
+            start: The client's state.
+            anchored: Whether it knows what it was sent, its start.
+            memory: What it remembers.
+            client: Its id, where it is told its own class counts.
+        """
+        self._load(self._copies, start, "")
+        for name, tensor in self._own.items():
+            tensor.copy_(start[f"{OWN}{name}"])
+        for name in ("seen", "num_steps"):
+            self._scalars[name].zero_()
+        self._scalars["mean_samples"].fill_(self.setting.mean_samples)
+        received = self._laid_out({n: start[n] for n in self._copies.live}) if anchored else None
+        known = self._own, self._scalars, received
+        self.client = AloneClient(self._copies, self.half, *known)
+        self.clients = [self.client]
+        if client is not None and self.half.needs_classes:
+            self.client.class_counts = self.setting.class_counts[client]
+        if memory is not None:
+            self.client.memory = self._laid_out(memory)
+            self.client.seen.fill_(1)
+        if self._personal_copies is None:
+            return
+        self._load(self._personal_copies, start, PERSONAL)
+        if anchored:
+            assert self.half.personal is not None
+            personal = AloneClient(self._personal_copies, self.half.personal, *known, self.client)
+            self.clients = [personal, self.client]
+
+    def _load(self, copies: Copies, start: Mapping[str, Tensor], prefix: str) -> None:
+        copies.load(start, prefix, reuse=self.plain)
+        if self.setting.tells_round:
+            copies.tell(self.setting.round_index)
+
+    def _laid_out(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return tensors of the module in the memory format of its copies."""
+        if not self._channels_last:
+            return tensors
+        return {
+            name: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
+            for name, t in tensors.items()
+        }
+
+    def evaluated(self, state: Mapping[str, Tensor]) -> LightningModule:
+        """Return the copy of the module with a client's tensors, in evaluation mode."""
+        self._load(self._copies, state, "")
+        return self.module.eval()
+
+    def mend_frozen(self) -> None:
+        """Name what was frozen and has changed, once, and put it back."""
+        for copies in filter(None, (self._copies, self._personal_copies)):
+            for name in copies.frozen.mend(copies.module):
+                if name not in self._drifted:
+                    self._drifted.add(name)
+                    rank_zero_warn(f"training changed the frozen {name!r}; it is reset each time")
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the state of the client at hand."""
+        held = {**self._copies.tensors(), **{f"{OWN}{n}": t for n, t in self._own.items()}}
+        if self._personal_copies is not None:
+            held |= {f"{PERSONAL}{n}": t for n, t in self._personal_copies.tensors().items()}
+        return held
+
+    def try_channels_last(self) -> None:
+        """Keep the channels of a pixel side by side if that is faster, and the module allows it."""
+        kernels = [
+            part.weight.numel()
+            for part in self.setting.client.modules()
+            if isinstance(part, nn.Conv2d)
+        ]
+        on_cpu = self.setting.device.type == "cpu"
+        if on_cpu and self.plain and 0 < max(kernels, default=0) < _LARGE_KERNEL:
+            self._channels_last = True
+            self.renew()
+            with isolated(self.setting.device):
+                self._channels_last = self._runs()
+            self.renew()
+
+    def _runs(self) -> bool:
+        """Try a step and an evaluation; a ``view`` in the client may need the usual layout."""
+        setting = self.setting
+        assert setting.form is not None
+        start = {name: t.to(setting.device) for name, t in setting.layout.template.items()}
+        memory = None
+        if self.half.keeps_memory:
+            memory = {name: start[name] for name in self.half.remembered(setting.layout)}
+        try:
+            self.load(start, anchored=True, memory=memory, client=0)
+            batch = setting.form.batch([leaf.clone() for leaf in setting.example])
+            with setting.forward_context(), torch.enable_grad():
+                for client in self.clients:
+                    client.half.loss(client, batch).backward()
+            with torch.no_grad():
+                self.client.after_training()
+                self.client.remember()
+            self.client.module.eval()
+            with setting.forward_context(), torch.no_grad():
+                self.client.module(setting.example[0])
+        except STOPS:
+            raise
+        except BaseException:
+            return False
+        return True

@@ -1,0 +1,210 @@
+"""The local training of one client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pflight.data.loaders import Visit
+from pflight.engines.phases import paced, phase_of, resting
+from pflight.history import Logs, add_logs
+from pflight.method import Half, Phase
+from pflight.states.head import step_extra
+
+from .client import AloneClient
+from .descent import Descent, steps_only
+from .models import LocalModels
+
+_NO_LOSS = "its training_step returned no loss for any batch"
+
+Batches = Iterator[tuple[Visit, Iterator[Any]]]
+"""The visits to a client, each with its batches."""
+
+
+class ClientTraining:
+    """Trains the client at hand by its own steps and hooks, with what its half makes of its loss.
+
+    Lightning's loops take the steps. A ready-made task that has no hooks of its own and is stepped
+    by SGD trains without what Lightning does around a step.
+
+    Args:
+        models: The client's models.
+    """
+
+    def __init__(self, models: LocalModels) -> None:
+        self.models = models
+        self.setting = models.setting
+        self._phases: dict[tuple[int, bool], list[Phase] | None] = {}
+
+    def train(
+        self, count: int, visits: Batches, epochs: int, steps: int | None
+    ) -> tuple[Logs, int]:
+        """Train; return what the client logged, and its number of steps.
+
+        Args:
+            count: The client's training samples.
+            visits: Its local epochs.
+            epochs: How many these are, unless steps are given.
+            steps: Batches in all.
+
+        Raises:
+            RuntimeError: If the module gives no loss, or one that has nothing to do with its
+                weights.
+        """
+        setting, models = self.setting, self.models
+        sizes = setting.batch_sizes(count)
+        limits = None if steps is not None else epochs, len(sizes), steps
+        models.client.num_samples.fill_(count)
+        optimizers = [self._optimizer_of_half(client) for client in models.clients]
+        if models.plain and (descents := self._descents(optimizers)):
+            return self._descend(visits, descents, epochs, limits)
+        for client, optimizer in zip(models.clients, optimizers, strict=True):
+            client.num_skipped = 0
+            client.trainer.attach(client.module)
+            client.trainer.count(count)
+            client.trainer.start(
+                *limits,
+                client.step,
+                optimizer,
+                setting.half.extra_options,
+                may_be_muted=type(client.half).loss is not Half.loss,
+                constant=setting.lr_decay != 1,
+            )
+            self._pace(client.trainer.groups)
+        for visit, batches in visits:
+            if self._stopped():
+                break
+            phase = phase_of(self._phases_of(epochs), visit.epoch)
+            if phase is not None and not phase.names:
+                continue
+            with ExitStack() as stack:
+                for client in models.clients:
+                    stack.enter_context(resting(client.module, setting.layout, phase))
+                    stack.enter_context(paced(client.trainer.groups, phase, self._pace))
+                    stack.enter_context(client.trainer.epoch())
+                for index, (part, batch) in enumerate(zip(visit.parts, batches, strict=False)):
+                    if self._stopped():
+                        break
+                    last = index + 1 == len(sizes)
+                    goes_on = [
+                        client.trainer.step(batch, len(part), last) for client in models.clients
+                    ]
+                    if not all(goes_on):
+                        break
+        for client in models.clients:
+            client.trainer.end()
+        steps = models.client.trainer.global_step
+        if models.client.module.automatic_optimization and steps:
+            self._check_gradients()
+        return self._logs(), steps - models.client.num_skipped
+
+    def gradient(self, count: int, visits: Batches) -> tuple[dict[str, Tensor], Logs]:
+        """Return the gradients of its parameters over the samples of some visits, and the loss."""
+        logs: Logs = {}
+        client = self.models.client
+        client.num_samples.fill_(count)
+        for weight in client.weights.values():
+            weight.grad = None
+        for visit, batches in visits:
+            taken = sum(map(len, visit.parts))
+            for part, batch in zip(visit.parts, batches, strict=True):
+                if (loss := client.loss(batch, len(part))) is None:
+                    continue
+                (loss * (len(part) / taken)).backward()
+                add_logs(logs, {"train/loss": (loss.detach() * len(part), len(part))})
+            if taken and not logs:
+                raise RuntimeError(_NO_LOSS)
+        zero = torch.zeros((), device=self.setting.device)
+        gradients = {
+            name: (zero if weight.grad is None else weight.grad.to_dense()).expand_as(weight)
+            for name, weight in client.weights.items()
+        }
+        return gradients, logs
+
+    def _descents(self, optimizers: list[Optimizer | None]) -> list[Descent] | None:
+        """Return what takes the clients' steps, if no more than SGD is needed."""
+        found = []
+        for client, chosen in zip(self.models.clients, optimizers, strict=True):
+            optimizer: Any = client.module.configure_optimizers() if chosen is None else chosen
+            if chosen is None and isinstance(optimizer, Optimizer):
+                step_extra(client.module, optimizer, self.setting.half.extra_options)
+            own = {id(parameter) for parameter in client.module.parameters()}
+            if not Descent.suits([optimizer]) or not steps_only(optimizer, own):
+                return None
+            found.append(Descent(optimizer))
+        return found
+
+    def _descend(
+        self,
+        visits: Batches,
+        descents: list[Descent],
+        epochs: int,
+        limits: tuple[int | None, int, int | None],
+    ) -> tuple[Logs, int]:
+        """Train a client that has no hooks of its own."""
+        losses: Logs = {}
+        taken, clients = 0, self.models.clients
+        for descent in descents:
+            self._pace(descent.options)
+        with ExitStack() as watching:
+            tells = [watching.enter_context(client.trainer.watching(*limits)) for client in clients]
+            models = list(zip(clients, descents, tells, strict=True))
+            for visit, batches in visits:
+                phase = phase_of(self._phases_of(epochs), visit.epoch)
+                if phase is not None and not phase.names:
+                    continue
+                with ExitStack() as stack:
+                    for client in clients if phase is not None else ():
+                        stack.enter_context(resting(client.module, self.setting.layout, phase))
+                    for descent in descents:
+                        stack.enter_context(paced(descent.options, phase, self._pace))
+                    for size, batch in zip(map(len, visit.parts), batches, strict=True):
+                        found = []
+                        for client, descent, tell in models:
+                            tell(visit.epoch, taken, size)
+                            with self.setting.forward_context():
+                                loss = client.half.loss(client, batch)
+                            descent.step(loss)
+                            found.append(loss.detach())
+                        add_logs(losses, {"train/loss": (found[0] * size, size)})
+                        taken += 1
+        return {**self._logs(), **losses}, taken
+
+    def _pace(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Lower learning rates as the round has it."""
+        self.setting.pace(groups, self.models.client.anchor is not None)
+
+    def _stopped(self) -> bool:
+        return any(client.trainer.should_stop for client in self.models.clients)
+
+    def _optimizer_of_half(self, client: AloneClient) -> Optimizer | None:
+        parameters = [p for p in client.module.parameters() if p.requires_grad]
+        return self.setting.half.optimizer(parameters, client.anchor is not None)
+
+    def _phases_of(self, epochs: int) -> list[Phase] | None:
+        key = epochs, self.models.client.anchor is not None
+        if key not in self._phases:
+            self._phases[key] = self.setting.half.phases(self.setting.client, *key)
+        return self._phases[key]
+
+    def _logs(self) -> Logs:
+        """Return what a client logged, of two models the personal one."""
+        merged: Logs = {}
+        for client in reversed(self.models.clients):
+            merged.update(client.trainer.logs)
+        return merged
+
+    def _check_gradients(self) -> None:
+        client = self.models.client
+        if not client.has_loss:
+            raise RuntimeError(_NO_LOSS)
+        if not client.skipped and all(w.grad is None for w in client.weights.values()):
+            raise RuntimeError(
+                "its loss depends on none of its weights: it replaced them, or a function that it "
+                "keeps still holds the module that was given, where every client trains a copy"
+            )

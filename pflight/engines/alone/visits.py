@@ -1,0 +1,143 @@
+"""What a client trains on and is judged by: its visits, and the batches of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pflight.data.loaders import Split, Visit
+from pflight.engines.samples import check_order
+from pflight.engines.setting import Setting
+from pflight.task import Task
+
+GRADIENT_BATCH = 512  # samples in one pass where their number does not matter
+
+Plan = Callable[[int], list[Visit]]
+"""Returns the visits to a client, by its id."""
+
+
+def training_visits(
+    setting: Setting, client: int, round_index: int, epochs: int, steps: int | None
+) -> list[Visit]:
+    """Return the local epochs of a client: so many or, if they are given, as many as steps take."""
+    data, visits = setting.data, []
+    count = int(data.num_samples("train")[client])
+    sizes = setting.batch_sizes(count)
+    left = steps if steps is not None else epochs * len(sizes)
+    for epoch in range(-(-left // len(sizes)) if sizes else 0):
+        used = sizes[: min(left, len(sizes))]
+        order = data.order(client, round_index, epoch)
+        check_order(count, order)
+        visits.append(Visit(client, round_index, epoch, order[: sum(used)].split(used)))
+        left -= len(sizes)
+    return visits
+
+
+def gradient_visits(
+    setting: Setting, client: int, round_index: int, batches: int | None
+) -> list[Visit]:
+    """Return a visit to a client, with some of its batches or all samples as they lie."""
+    sizes = setting.batch_sizes(int(setting.data.num_samples("train")[client]))[:batches]
+    order = torch.arange(sum(sizes))
+    if batches is not None:
+        order = setting.data.order(client, round_index, 0)[: sum(sizes)]
+    # A module that mixes the samples of a batch has to see them all at once.
+    size = max(sum(sizes), 1) if setting.mixes_samples else GRADIENT_BATCH
+    return [Visit(client, round_index, 0, order.split(size) if sizes else ())]
+
+
+def evaluation_visits(
+    setting: Setting, client: int, split: Split, batch_size: int | None = None
+) -> list[Visit]:
+    """Return a visit to a client that has samples in a split, in batches as for evaluation."""
+    count = int(setting.data.num_samples(split)[client])
+    size = batch_size or setting.data.eval_batch_size or max(count, 1)
+    parts = torch.arange(count).split(size)
+    return [Visit(client, None, 0, parts)] if count else []
+
+
+class Visits(Protocol):
+    """The batches of some clients; each client is asked for once, in the order of the clients."""
+
+    def __getitem__(self, client: int) -> Iterator[tuple[Visit, Iterator[Any]]]:
+        """Yield the visits to a client, each with its batches."""
+
+
+def visits_to(clients: Tensor, setting: Setting, split: Split, plan: Plan) -> Visits:
+    """Return the batches of the clients ``[C]``."""
+    if setting.form is not None:
+        return TensorVisits(setting, split, plan)
+    return StreamedVisits(setting, split, [v for client in clients.tolist() for v in plan(client)])
+
+
+class TensorVisits:
+    """Batches that are cut out of a client's samples, tensors in memory."""
+
+    def __init__(self, setting: Setting, split: Split, plan: Plan) -> None:
+        self._setting = setting
+        self._split = split
+        self._plan = plan
+
+    def __getitem__(self, client: int) -> Iterator[tuple[Visit, Iterator[Any]]]:
+        """See :class:`Visits`."""
+        visits, setting = self._plan(client), self._setting
+        leaves = self._samples(client) if visits else []
+        for visit in visits:
+            seen = leaves
+            if visit.round is not None:
+                seen = setting.augmented(leaves, client, visit.round, visit.epoch)
+            yield visit, self._cut(seen, visit)
+
+    def _samples(self, client: int) -> list[Tensor]:
+        """Return a client's samples, whose targets are such as the loss takes."""
+        leaves, task = self._setting.samples(client, self._split), self._setting.client
+        if isinstance(task, Task) and self._setting.has_loss_of_its_kind:
+            task.check_targets(leaves[1])
+        return leaves
+
+    def _cut(self, leaves: list[Tensor], visit: Visit) -> Iterator[Any]:
+        form = self._setting.form
+        assert form is not None
+        if not visit.parts:
+            return
+        order, sizes = torch.cat(list(visit.parts)), list(map(len, visit.parts))
+        order = order.to(self._setting.device)
+        for part in zip(*(leaf[order].split(sizes) for leaf in leaves), strict=True):
+            yield form.batch(list(part))
+
+
+class StreamedVisits:
+    """Batches that the data module's loader collates, and reads ahead."""
+
+    def __init__(self, setting: Setting, split: Split, visits: list[Visit]) -> None:
+        self._data = setting.data
+        self._split = split
+        self._visits = visits
+        self._of: dict[int, list[int]] = {}
+        for place, visit in enumerate(visits):
+            self._of.setdefault(visit.client, []).append(place)
+        self._iterator: Iterator[Any] | None = None
+        self._next = 0, 0  # visit and part that the iterator yields next
+
+    def __getitem__(self, client: int) -> Iterator[tuple[Visit, Iterator[Any]]]:
+        """See :class:`Visits`."""
+        for place in self._of.get(client, ()):
+            yield self._visits[place], self._batches(place)
+
+    def _batches(self, place: int) -> Iterator[Any]:
+        for part in range(len(self._visits[place].parts)):
+            if self._iterator is None or (place, part) != self._next:
+                # The client before has failed, or has skipped the rest of its epoch.
+                assert part == 0
+                self._iterator = iter(self._data.batches(self._split, self._visits[place:]))
+            try:
+                batch = next(self._iterator)
+            except BaseException:
+                self._iterator = None
+                raise
+            last = part + 1 == len(self._visits[place].parts)
+            self._next = (place + 1, 0) if last else (place, part + 1)
+            yield batch

@@ -1,0 +1,204 @@
+"""What a client's Trainer hands to Lightning in place of its own parts."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from torch import Tensor
+from torchmetrics import Metric
+
+from pflight.errors import ConfigurationError
+from pflight.history import Logs, add_logs
+from pflight.metrics.pooling import Seen, is_undefined, own_value, value_of
+
+Step = Callable[[Callable[[], Any], Any], Any]
+"""Takes the module's own training step and its batch; returns what stands for its output."""
+
+
+_OF_AN_EPOCH = {"on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end"}
+
+
+class LocalStrategy(SingleDeviceStrategy):
+    """Lets a client half have its say in every training step, outside of the user's module."""
+
+    def __init__(self, precision: Precision, device: torch.device) -> None:
+        accelerator = CUDAAccelerator() if device.type == "cuda" else CPUAccelerator()
+        super().__init__(device, accelerator=accelerator, precision_plugin=precision)
+        self.step: Step | None = None
+        self.batch_size = 0
+
+    def own_step(self, batch: Any, *args: Any) -> Any:
+        """Run the module's training step."""
+        self._note_batch_size()
+        return super().training_step(batch, *args)
+
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        """Run the module's training step, and what the half makes of it."""
+        if self.step is None:
+            return self.own_step(batch, *args)
+        return self.step(lambda: self.own_step(batch, *args), batch)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's validation step."""
+        self._note_batch_size()
+        return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's test step."""
+        self._note_batch_size()
+        return super().test_step(*args, **kwargs)
+
+    def _note_batch_size(self) -> None:
+        assert self.lightning_module is not None
+        results = self.lightning_module.trainer._results
+        if results is not None:  # no guess at the size of a batch of a form of its own
+            results.batch_size = self.batch_size
+
+
+class Results(_ResultCollection):
+    """What a module logs; also sample-weighted sums of all that it logs while it trains.
+
+    A value that is logged in a step weighs as much as the step's batch, one of an epoch as all of
+    the client's samples. A metric object counts by what it computes at the end of an epoch.
+
+    Attributes:
+        logs: The sums.
+        num_samples: Of the client.
+        directions: For the values of metric objects, whether higher is better, where that is known.
+        seen: In an evaluation, what the metric objects have seen, by name.
+    """
+
+    def __init__(self, training: bool) -> None:
+        super().__init__(training)
+        self.logs: Logs = {}
+        self.num_samples = 1
+        self.directions: dict[str, bool] = {}
+        self.seen: dict[str, Seen] = {}
+
+    def forget(self) -> None:
+        """Forget what was logged, and the metric objects of another copy."""
+        self.clear()
+        self.logs = {}
+
+    def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Take a value as Lightning does, and note it."""
+        super().log(fx, name, value, *args, **kwargs)
+        if isinstance(value, Metric):
+            if value.higher_is_better is not None:
+                self.directions[name] = value.higher_is_better
+        elif self.training and isinstance(value, Tensor):
+            count = kwargs.get("batch_size") or self.batch_size or 1
+            self._note(name, value, self.num_samples if fx in _OF_AN_EPOCH else count)
+
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        """Forget values as Lightning does, and note before what metric objects have seen."""
+        for item in self.values() if self.training and metrics is not False else ():
+            known = not item.is_tensor and item.value.update_called
+            if known and fx in (None, item.meta.fx) and not is_undefined(item.value):
+                self._note(item.meta.name, value_of(item.value), self.num_samples)
+        super().reset(metrics, fx)
+
+    def _get_cache(self, item: Any, on_step: bool) -> Tensor | None:  # type: ignore[override]
+        """Return an item's value as Lightning does, but for metrics with a value of their own."""
+        of_an_epoch = not (self.training or on_step or item.is_tensor) and item.meta.on_epoch
+        if of_an_epoch and item._computed is None:  # which is asked for several times
+            self.seen[item.meta.name] = Seen.by(item.value)
+            item._computed = own_value(item.value)
+        return super()._get_cache(item, on_step)
+
+    def _note(self, name: str, value: Any, count: int) -> None:
+        if isinstance(value, Tensor) and value.numel() == 1:
+            add_logs(self.logs, {name: (value.detach() * count, count)})
+
+
+class Feed(_DataFetcher):
+    """Hands Lightning's loop the one batch that it is offered."""
+
+    def offer(self, batch: Any, last: bool) -> None:
+        """Have the loop take this batch next."""
+        self._batch, self.done = batch, last
+
+    def __iter__(self) -> Feed:
+        return self
+
+    def __next__(self) -> Any:
+        return self._batch, 0, 0
+
+
+class Loader:
+    """A loader that Lightning need not guess the length of."""
+
+    def __init__(self, batches: Iterator[Any], count: int) -> None:
+        self._batches, self._count = batches, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches
+
+
+@contextmanager
+def needing_optimizers(module: L.LightningModule) -> Iterator[None]:
+    """Raise if a copy gives no optimizer, of which Lightning would warn for each client."""
+    given, is_own = module.configure_optimizers, "configure_optimizers" in vars(module)
+
+    def asked() -> Any:
+        optimizers = given()
+        if optimizers is None and module.automatic_optimization:
+            raise ConfigurationError(
+                f"{type(module).__name__}.configure_optimizers() gives no optimizer, without which "
+                "a client learns nothing"
+            )
+        return optimizers
+
+    module.configure_optimizers = asked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.configure_optimizers
+        if is_own:
+            module.configure_optimizers = given  # type: ignore[method-assign]
+
+
+def no_clipping(*_: Any, **__: Any) -> None:
+    """Leave the gradients of a half's own optimizer, which a module can't know, as they are."""
+
+
+def never_synchronise(module: torch.nn.Module) -> None:
+    """Keep torchmetrics from adding up what different ranks' clients have counted."""
+    for part in module.modules():
+        if isinstance(part, Metric):
+            part.distributed_available_fn = _alone
+
+
+def _alone() -> bool:
+    return False
+
+
+def no_hint() -> None:
+    """Take the place of Lightning's hint at modules in evaluation mode, as what is frozen is."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Make a Trainer without a word on the machine, which the federation's own has said."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

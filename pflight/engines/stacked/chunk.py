@@ -1,0 +1,227 @@
+"""Clients that are stacked in the order in which they train, and put back into their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.engines.setting import Setting
+from pflight.history import Logs, merge_logs
+from pflight.states.state import entries
+from pflight.states.updates import ClientUpdates, Kept
+
+from .client import ANCHOR, MEMORY, Mode, Stack, StackedClient
+from .steps import Plan
+
+
+@dataclass(frozen=True)
+class Work:
+    """What clients are asked for.
+
+    Attributes:
+        round_index: Keys the order of batches.
+        mode: What clients train with.
+        plan: The batches of a client with so many samples.
+        run: Does it for a chunk.
+        one_by_one: Does it for some clients in the sequential engine.
+        shuffled: Whether samples come in the order of the round, or as they lie.
+        steps: Whether clients take steps, or tell their gradients.
+        on_client_end: Called with the id of each client that is done.
+    """
+
+    round_index: int
+    mode: Mode
+    plan: Callable[[int], Plan]
+    run: Callable[[Chunk], None]
+    one_by_one: Callable[[Tensor, TensorDict, Kept | None], ClientUpdates]
+    shuffled: bool = True
+    steps: bool = True
+    on_client_end: Callable[[int], None] | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Clients that are trained at once, those that train longest first.
+
+    Attributes:
+        clients: Their ids.
+        plans: Their batches.
+        starts: What they start from ``[C, ...]``.
+        results: What they return ``[C, ...]``, to be filled in.
+        told: Anchor, memory and scalars ``[C, ...]``, by name.
+        kept: What they keep ``[C, ...]``, to be filled in.
+        losses: Sums over samples of the losses ``[C]`` that they log, to be added to.
+    """
+
+    clients: list[int]
+    plans: list[Plan]
+    starts: Stack
+    results: Stack
+    told: Stack
+    kept: Stack
+    losses: Tensor
+
+    def __getitem__(self, rows: slice) -> Chunk:
+        def some(stack: Stack) -> Stack:
+            return {name: tensor[rows] for name, tensor in stack.items()}
+
+        return Chunk(
+            clients=self.clients[rows],
+            plans=self.plans[rows],
+            starts=some(self.starts),
+            results=some(self.results),
+            told=some(self.told),
+            kept=some(self.kept),
+            losses=self.losses[rows],
+        )
+
+
+class StackedCohort:
+    """All clients of a work, stacked: those that train longest come first.
+
+    Args:
+        setting: The client module, its half, and its data.
+        stacked: The client module that stands for many.
+        clients: Their ids ``[C]``.
+        starts: What they start from ``[C]``.
+        kept: What they kept ``[C]``, where their half keeps a memory.
+        work: What they are asked for.
+
+    Attributes:
+        order: Where a row of the stack comes from.
+        everyone: The stack.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        stacked: StackedClient,
+        clients: Tensor,
+        starts: TensorDict,
+        kept: Kept | None,
+        work: Work,
+    ) -> None:
+        self.setting = setting
+        self.stacked = stacked
+        self.clients = clients
+        self.starts = starts
+        self.kept = kept
+        counts = setting.data.num_samples("train")[clients.cpu()].tolist()
+        plan_of = {count: work.plan(count) for count in set(counts)}
+        plans = [plan_of[count] for count in counts]
+        self.order = sorted(
+            range(len(plans)), key=lambda row: (plans[row].steps, counts[row]), reverse=True
+        )
+        self.everyone = self._stack(plans, work.mode)
+
+    def _stack(self, plans: list[Plan], mode: Mode) -> Chunk:
+        """Stack up all clients, whose plans these are in their own order."""
+        setting, order, starts, kept = self.setting, self.order, self.starts, self.kept
+        layout, data = setting.layout, setting.data
+        rows = None if order == list(range(len(order))) else torch.tensor(order)
+
+        def moved(column: Tensor) -> Tensor:
+            column = column.to(setting.device)  # after a fit, Lightning has left it on the CPU
+            if rows is None or column.stride(0) == 0:
+                return column
+            return column[rows.to(setting.device)]
+
+        columns = {name: moved(starts[name]) for name in layout.names}
+        results = {
+            name: torch.empty_like(column, memory_format=torch.contiguous_format)
+            for name, column in columns.items()
+            if name not in layout.frozen
+        }
+        told: Stack = {}
+        if mode.anchored:
+            told |= {f"{ANCHOR}{name}": columns[name] for name in self.stacked.live}
+        memories: Stack = {}
+        if kept is not None:
+            memories = {name: moved(value) for name, value in entries(kept.states)}
+            told |= {f"{MEMORY}{name}": value for name, value in memories.items()}
+        scalars = {
+            "num_samples": data.num_samples("train")[self.clients.cpu()],
+            "mean_samples": torch.full((len(order),), setting.mean_samples, dtype=torch.double),
+            "seen": torch.zeros(len(order)) if kept is None else kept.seen,
+            "num_steps": torch.tensor([plan.steps for plan in plans]),
+        }
+        if setting.half.needs_classes:
+            scalars["class_counts"] = setting.class_counts.cpu()[self.clients.cpu()]
+        told |= {name: moved(value).to(setting.dtype) for name, value in scalars.items()}
+        return Chunk(
+            clients=[int(self.clients[row]) for row in order],
+            plans=[plans[row] for row in order],
+            starts=columns,
+            results=results,
+            told=told,
+            kept={name: torch.empty_like(value) for name, value in memories.items()},
+            losses=torch.zeros(len(order), dtype=torch.double, device=setting.device),
+        )
+
+    def chunks(self, size: int) -> Iterator[tuple[int, Chunk]]:
+        """Divide the stack into chunks of so many clients, at most; each with its first row."""
+        count = len(self.order)
+        for part in torch.arange(count).tensor_split(-(-count // size)):
+            first, last = int(part[0]), int(part[-1]) + 1
+            yield first, self.everyone[first:last]
+
+    def some(self, rows: Collection[int]) -> tuple[Tensor, TensorDict, Kept | None]:
+        """Return the clients of some rows, what they start from and kept, in their own order."""
+        places, kept = self._places(rows), self.kept
+        return (
+            self.clients[places],
+            self.starts[places],
+            kept and Kept(kept.states[places], kept.seen[places]),
+        )
+
+    def updates(
+        self, names: Collection[str], failed: Collection[int], again: ClientUpdates | None
+    ) -> ClientUpdates:
+        """Put results into the clients' own order.
+
+        Args:
+            names: Of the loss, in what is logged.
+            failed: Rows without a result.
+            again: What came of these one by one.
+        """
+        done, order, clients = self.everyone, self.order, self.clients
+        good = [row for row in range(len(order)) if row not in failed]
+        seen = sum(done.plans[row].num_seen for row in good)
+        total = done.losses[good].sum()
+        logs: list[Logs] = [dict.fromkeys(names, (total, seen))] if seen else []
+        place = None if order == sorted(order) else torch.tensor(order).argsort()
+
+        def in_order(stack: Stack) -> TensorDict:
+            columns = {n: v if place is None else v[place.to(v.device)] for n, v in stack.items()}
+            return TensorDict(columns, batch_size=[len(order)])
+
+        states, keep = in_order(done.results), in_order(done.kept)
+        answered = torch.ones(len(order), dtype=torch.bool)
+        if again is not None:
+            logs.append(again.logs)
+            rows = self._places(failed)
+            answered[rows] = torch.isin(clients[rows], again.clients).cpu()
+            rows = rows[answered[rows]]
+            states[rows] = again.states.select(*done.results)
+            if again.kept is not None:
+                keep[rows] = again.kept
+        if not answered.all():
+            clients, states, keep = clients[answered], states[answered], keep[answered]
+        for name in self.setting.layout.frozen:  # one tensor for all clients
+            states[name] = self.starts[name][: len(clients)]
+        return ClientUpdates(
+            clients,
+            states,
+            self.setting.data.num_samples("train")[clients.cpu()],
+            [] if again is None else again.failures,
+            merge_logs(logs),
+            keep if self.kept is not None else None,
+        )
+
+    def _places(self, rows: Collection[int]) -> Tensor:
+        """Return where the clients of some rows come from, in ascending order."""
+        return torch.tensor(sorted(self.order[row] for row in rows))

@@ -1,0 +1,500 @@
+"""One client module that stands for many clients at once."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from operator import methodcaller
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from lightning import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug
+from torch import Tensor, nn
+from torch.func import grad_and_value, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from pflight.engines.alone.client import ClientModel, training_step
+from pflight.engines.alone.copies import Frozen
+from pflight.engines.alone.trainer import loss_of
+from pflight.engines.phases import resting
+from pflight.engines.setting import Setting
+from pflight.method import OWN, PERSONAL, Half, Phase
+from pflight.states.head import step_extra
+from pflight.states.state import StateLayout, call_with, other_places
+from pflight.task import trains_as_a_task
+
+from .embeddings import CheckedEmbeddings
+
+_ADVICE = "There is a performance drop because we have not yet implemented the batching rule"
+
+Stack = dict[str, Tensor]
+"""Tensors ``[C, ...]`` by their names in a client, one row for each of ``C`` clients."""
+
+ANCHOR, MEMORY = "anchor.", "memory."
+"""What the names of those tensors begin with that a client is told, and that are not its state."""
+
+_OFTEN = 12  # calls with the same shapes before the first record; for the second twice as many
+_RECORDS = 16  # at most
+
+
+class Mode(NamedTuple):
+    """What clients train with."""
+
+    anchored: bool
+    """Whether they know what the server sent: in a round, and not in fine-tuning."""
+    remembers: bool
+    """Whether they know what they kept."""
+
+
+class StackedClient:
+    """A client module and its half, whose tensors are replaced by stacks under ``vmap``.
+
+    What its gradients take is recorded when it is asked for again and again, and then repeated, bit
+    for bit, without the module: Python around the operations takes longer than small ones.
+
+    Args:
+        module: A copy of the client module that is this object's own, in the modes in which it
+            trains.
+        half: The client half.
+        layout: The state layout of both.
+    """
+
+    def __init__(self, module: LightningModule, half: Half, layout: StateLayout) -> None:
+        self.module = module
+        self.half = half
+        self.layout = layout
+        stay = {*layout.own, *layout.frozen}
+        own = {*layout.own}
+        self.parameters = [name for name in layout.parameters if name not in own]
+        self.live = [name for name in layout.names if name not in stay]
+        self.buffers = [name for name in self.live if name not in {*self.parameters}]
+        self.memory = half.remembered(layout) if half.keeps_memory else ()
+        self.own = [n.removeprefix(OWN) for n in layout.own if n.startswith(OWN)]
+        self.mode = Mode(anchored=True, remembers=False)
+        self.training_phase: Phase | None = None
+        self._frozen = Frozen(module, layout)
+        self._tied = other_places(module)
+        self._modes: Hashable = None  # of the modules and parameters
+        self._calls: Counter[Hashable] = Counter()
+        self._records: dict[Hashable, Callable[..., Any]] = {}
+        self._logs: dict[Mode, bool] = {}
+        self._gradients = vmap(grad_and_value(self._loss, has_aux=True))
+        self._outputs = vmap(self._output)
+        self._after_training = vmap(self._finish, out_dims=None)
+        self._remember = vmap(self._keep)
+        self._training = [(part, part.training) for part in module.modules()]
+        # PyTorch's advice on what vmap runs client by client is not for users, and names this file.
+        warnings.filterwarnings("ignore", _ADVICE)
+        module._trainer = _NoTrainer()  # type: ignore[assignment]
+        self.log = StepLog()
+        vars(module).update(log=self.log, log_dict=self.log.values)
+        self.prepare(self.mode)
+
+    @property
+    def changes_afterwards(self) -> bool:
+        """Whether the half changes entries of its own when training is over."""
+        halves = [self.half] if self.half.personal is None else [self.half, self.half.personal]
+        return any(type(half).after_training is not Half.after_training for half in halves)
+
+    @property
+    def remembers_its_state(self) -> bool:
+        """Whether a client keeps its whole model as it is."""
+        return type(self.half).remember is Half.remember
+
+    def logged(self, mode: Mode) -> Collection[str]:
+        """Return the names under which a training step logs its loss.
+
+        None where the half asks for other losses.
+        """
+        if not self._logs.get(mode, True):
+            return ()
+        return ("train/loss",) if trains_as_a_task(self.module) else self.log.names
+
+    def prepare(self, mode: Mode) -> None:
+        """Get ready to train."""
+        self.mode = mode
+        for part, training in self._training:
+            part.training = training
+        self._note_modes()
+
+    def take_frozen(self, states: Mapping[str, Tensor]) -> None:
+        """Let what never trains be as in these states ``[C]``, of which all have the same."""
+        self._frozen.take({name: states[name][0] for name in self.layout.frozen})
+
+    @contextmanager
+    def phase(self, phase: Phase | None) -> Iterator[None]:
+        """Let parameters rest that don't train in a phase."""
+        self.training_phase = phase
+        try:
+            with resting(self.module, self.layout, phase):
+                self._note_modes()
+                yield
+        finally:
+            self.training_phase = None
+            self._note_modes()
+
+    def _note_modes(self) -> None:
+        modules, parameters = self.module.modules(), self.module.parameters()
+        self._modes = (
+            tuple(module.training for module in modules),
+            tuple(parameter.requires_grad for parameter in parameters),
+        )
+
+    def optimizer(self, setting: Setting) -> tuple[Any, bool]:
+        """Return what a client is trained by, and whether it is the half that says so.
+
+        Args:
+            setting: Which knows the round.
+        """
+        module = self.module
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        chosen = self.half.optimizer(parameters, self.mode.anchored)
+        if chosen is not None:
+            return chosen, True
+        if setting.tells_round:
+            vars(module)["round_index"] = setting.round_index
+        own: Any = module.configure_optimizers()
+        if setting.tells_round:  # records of a step are for all rounds
+            vars(module)["round_index"] = Refused("its training_step asks for round_index")
+        if isinstance(own, Optimizer):
+            step_extra(module, own, self.half.extra_options)
+        return own, False
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return the module's parameters by the names that they have in a client's state.
+
+        Where a client trains a personal copy beside the shared model, each of them has two.
+        """
+        parameters = dict(self.module.named_parameters())
+        awake = {name: parameters[name] for name in self.parameters}
+        if self.half.personal is None or not self.mode.anchored:
+            return awake
+        return {**awake, **{f"{PERSONAL}{name}": p for name, p in awake.items()}}
+
+    # What a client does, under vmap
+
+    def loss(self, state: Mapping[str, Tensor], batch: Any) -> Tensor:
+        """Return what a single client minimises, the loss of its personal model included."""
+        return self._loss_of(state, batch)[0]
+
+    def _loss(
+        self, parameters: Stack, others: Stack, batch: Any, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return self._loss_of({**parameters, **others}, batch, weights)
+
+    def _loss_of(
+        self, tensors: Mapping[str, Tensor], batch: Any, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return what a client minimises, and what its training step would log of it."""
+        models = [self._client(tensors, weights)]
+        with CheckedEmbeddings(), _attention_on(self.module.device):
+            losses = [self.half.loss(models[0], batch)]
+            if self.half.personal is not None and self.mode.anchored:
+                # The personal loss may look at the shared model, but does not train it.
+                shared = self._client({n: t.detach() for n, t in tensors.items()}, weights)
+                personal = StackedRow(self, self.half.personal, tensors, weights, shared)
+                losses.append(self.half.personal.loss(personal, batch))
+                models.append(personal)
+        loss = sum(losses[1:], losses[0])
+        own = [model.own_loss for model in models if model.own_loss is not None]
+        if trains_as_a_task(self.module):  # which logs what its half makes of it
+            own = losses
+        self._logs[self.mode] = bool(own)
+        return loss, own[-1].detach() if own else torch.zeros_like(loss)
+
+    def _client(self, tensors: Mapping[str, Tensor], weights: Tensor | None = None) -> StackedRow:
+        return StackedRow(self, self.half, tensors, weights)
+
+    def _output(self, tensors: Stack, x: Tensor) -> Tensor:
+        with CheckedEmbeddings(), _attention_on(self.module.device):
+            return self.call(methodcaller("forward", x), {n: tensors[n] for n in self.live})
+
+    def _finish(self, tensors: Stack) -> None:
+        self.half.after_training(self._client(tensors))
+
+    def _keep(self, tensors: Stack) -> Stack:
+        return dict(self.half.remember(self._client(tensors)))
+
+    def call(self, function: Callable[[Any], Any], tensors: Mapping[str, Tensor]) -> Any:
+        """Call a function of the module with other tensors in place of its own."""
+        return call_with(self.module, tensors, function, places=self._tied)
+
+    # Of all clients of a stack
+
+    def gradients(
+        self,
+        parameters: Stack,
+        others: Stack,
+        batch: Any,
+        weights: Tensor | None = None,
+    ) -> tuple[Stack, Tensor, Tensor]:
+        """Return the gradients ``[C, ...]`` of the parameters, and the losses ``[C]``.
+
+        And thirdly what the clients' own training steps would log of these.
+
+        Args:
+            parameters: Stacked parameters.
+            others: All other tensors that differ between clients; buffers are changed in place.
+            batch: What the module's ``loss`` takes, with tensors ``[C, batch, ...]``.
+            weights: Of the samples ``[C, batch]``; ``None`` if all count alike.
+        """
+        extra = () if weights is None else (weights,)
+        arguments = parameters, others, batch, *extra
+        tensors = *parameters.values(), *others.values(), *tree_leaves(batch), *extra
+        key = (
+            self.mode,
+            (*parameters, None, *others),
+            self._modes,
+            tuple((tensor.shape, tensor.stride()) for tensor in tensors),
+        )
+        if key not in self._records:
+            self._calls[key] += 1
+            records = len(self._records)
+            if self._calls[key] < _OFTEN * (records + 1) or records == _RECORDS:
+                gradients, losses = self._gradients(*arguments)
+                return gradients, *losses
+            self._records[key] = self._record(*arguments)
+        gradients, losses = self._records[key](*arguments)
+        return gradients, *losses
+
+    def _record(self, parameters: Stack, others: Stack, *batch: Any) -> Callable[..., Any]:
+        """Return the operations behind :meth:`gradients` or, where they can't be had, itself."""
+        copies = {name: _copy(value) for name, value in others.items()}
+        try:
+            return make_fx(lambda *args: self._gradients(*args))(parameters, copies, *batch)
+        except Exception as error:
+            rank_zero_debug(
+                f"the gradients of {type(self.module).__name__} stay unrecorded: {error}"
+            )
+            return self._gradients
+
+    def outputs(self, state: Stack, x: Tensor) -> Tensor:
+        """Return what ``forward`` gives ``[C, batch, ...]`` in evaluation mode."""
+        self.module.eval()
+        return self._outputs({name: state[name] for name in self.live}, x)
+
+    def after_training(self, state: Stack) -> None:
+        """Let the half change all clients' own entries in place."""
+        self._after_training(state)
+
+    def remember(self, state: Stack) -> Stack:
+        """Return what the clients keep."""
+        return self._remember(state)
+
+
+def _told(name: str) -> Any:
+    """Return a property that looks up what a client is told, whenever it is asked for."""
+    return property(lambda row: row.tensors[name], doc="See :class:`~pflight.method.LocalClient`.")
+
+
+class StackedRow(ClientModel):
+    """One client of a stack, as a half sees it: a :class:`~pflight.method.LocalClient`.
+
+    Args:
+        stacked: All of them.
+        half: The half of this model.
+        tensors: The client's state, and what it is told, by name.
+        sample_weights: Of the samples of a batch ``[batch]``, adding up to 1, or ``None``.
+        shared: For a personal copy, the client whose model it stands beside.
+
+    Attributes:
+        own_loss: What :meth:`task_loss` gave, or ``None``: without gradients.
+        real: Which samples of a batch ``[batch]`` don't only fill it up; ``None`` for all.
+    """
+
+    num_samples, mean_samples = _told("num_samples"), _told("mean_samples")
+    class_counts, seen, num_steps = _told("class_counts"), _told("seen"), _told("num_steps")
+
+    def __init__(
+        self,
+        stacked: StackedClient,
+        half: Half,
+        tensors: Mapping[str, Tensor],
+        sample_weights: Tensor | None = None,
+        shared: StackedRow | None = None,
+    ) -> None:
+        self.stacked = stacked
+        self.module = stacked.module
+        self.half = half
+        self.tensors = tensors
+        self.sample_weights = sample_weights
+        self.shared = shared
+        prefix = "" if shared is None else PERSONAL
+        self.weights = {name: tensors[f"{prefix}{name}"] for name in stacked.parameters}
+        self.buffers = {name: tensors[f"{prefix}{name}"] for name in stacked.buffers}
+        self.own = {name: tensors[f"{OWN}{name}"] for name in stacked.own}
+        mode = stacked.mode
+        self.anchor = Part(tensors, ANCHOR, stacked.parameters) if mode.anchored else None
+        self.received = Part(tensors, ANCHOR, stacked.live) if mode.anchored else None
+        self.memory = Part(tensors, MEMORY, stacked.memory) if mode.remembers else None
+        self.own_loss: Tensor | None = None
+        self.real = None if sample_weights is None else sample_weights > 0
+
+    def task_loss(self, batch: Any) -> Tensor:
+        """See :class:`~pflight.method.LocalClient`."""
+        loss = self._loss_at(self.state(), batch)
+        self.own_loss = loss.detach()
+        return loss
+
+    def mean(self, values: Tensor) -> Tensor:
+        """See :class:`~pflight.method.LocalClient`."""
+        if self.sample_weights is None:
+            return values.sum() / len(values)
+        of_samples = values.flatten(1).sum(1) if values.dim() > 1 else values
+        return (of_samples * self.sample_weights.to(of_samples.dtype)).sum()
+
+    def batch_mean(self, values: Tensor) -> Tensor:
+        """See :class:`~pflight.method.LocalClient`."""
+        if self.sample_weights is None:
+            return values.mean(0)
+        return torch.tensordot(self.sample_weights.to(values.dtype), values, 1)
+
+    def batch_sum(self, values: Tensor) -> Tensor:
+        """See :class:`~pflight.method.LocalClient`."""
+        if self.real is None:
+            return values.sum(0)
+        return torch.tensordot(self.real.to(values.dtype), values, 1)
+
+    def classes(self, batch: Any) -> Tensor:
+        """See :class:`~pflight.method.LocalClient`."""
+        rows = super().classes(batch)
+        return rows if self.real is None else rows * self.real.unsqueeze(1)
+
+    def state(self) -> dict[str, Tensor]:
+        """See :class:`~pflight.method.LocalClient`."""
+        return {**self.weights, **self.buffers}
+
+    def _loss_at(self, tensors: Mapping[str, Tensor], batch: Any) -> Tensor:
+        weighted = self.sample_weights is not None
+        if not trains_as_a_task(self.module):
+            step = self._weighted_step if weighted else _step
+            return self.stacked.call(partial(step, batch=batch), tensors)
+        if weighted:
+            return self.mean(self.stacked.call(methodcaller("sample_losses", batch), tensors))
+        return self.stacked.call(methodcaller("loss", batch), tensors)
+
+    def _weighted_step(self, module: Any, batch: Any) -> Tensor:
+        """Return what the module's training step makes of its loss, here a weighted mean.
+
+        The step may hand its batch to ``loss`` and no more, or it would see the samples that fill
+        the batch up.
+        """
+        unread = Refused("its training_step does more with a batch than hand it to loss()")
+
+        def loss(given: Any) -> Tensor:
+            return self.mean(module.sample_losses(batch if given is unread else given))
+
+        vars(module)["loss"] = loss
+        try:
+            return _step(module, unread)
+        finally:
+            del vars(module)["loss"]
+
+
+class Part(Mapping[str, Tensor]):
+    """Those of a client's tensors whose names begin alike, by the rest of their names."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], prefix: str, names: Any) -> None:
+        self._tensors = tensors
+        self._prefix = prefix
+        self._names = names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[f"{self._prefix}{name}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _attention_on(device: torch.device) -> AbstractContextManager[None]:
+    """Return where attention is computed from products of matrices, which can be stacked.
+
+    On a CPU, the kernel that PyTorch would choose has no batching rule, and runs once for each
+    client.
+    """
+    return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
+
+
+def _copy(stack: Tensor) -> Tensor:
+    """Copy a stack with its strides: rows may be the same memory, and are then only read."""
+    return stack[:1].clone().expand_as(stack) if stack.stride(0) == 0 else stack.clone()
+
+
+def _step(module: LightningModule, batch: Any) -> Tensor:
+    """Return the loss that the module's own training step gives."""
+    index: Any = Refused("its training_step asks for batch_idx")
+    loss = loss_of(training_step(module, batch, index))
+    if loss is None:
+        raise RuntimeError("its training_step returned no loss")
+    return loss
+
+
+class _NoTrainer:
+    """Stands where a module looks for its trainer, and has nothing."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # it is being copied
+            raise AttributeError(name)
+        raise RuntimeError(f"it asks for trainer.{name}")
+
+
+class Refused:
+    """Stands for a value in which clients differ, and raises when it is looked at.
+
+    Args:
+        reason: What it says then.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise RuntimeError(self._reason)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # it is being copied
+            raise AttributeError(name)
+        self._refuse()
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __pow__ = __rpow__ = _refuse
+    __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = _refuse
+    __divmod__ = __neg__ = __abs__ = __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = _refuse
+    __bool__ = __int__ = __float__ = __index__ = __str__ = __repr__ = __format__ = _refuse
+    __len__ = __iter__ = __getitem__ = __contains__ = _refuse
+
+
+class StepLog:
+    """Takes the place of ``self.log`` in a stack: a step may log its loss.
+
+    Attributes:
+        names: Under which it does.
+    """
+
+    def __init__(self) -> None:
+        self.names: Collection[str] = ()
+
+    def __call__(self, name: str, *_: Any, **__: Any) -> None:
+        """Note that a value is logged."""
+        if name not in self.names:
+            raise RuntimeError(f"it logs {name!r} while it trains, beside its loss")
+
+    def values(self, values: Mapping[str, Any], *_: Any, **__: Any) -> None:
+        """Note that some values are logged."""
+        for name in values:
+            self(name)
+
+
+def no_logs(*_: Any, **__: Any) -> NoReturn:
+    """Take the place of ``self.log`` of a client alone that is compared with a stack."""
+    raise RuntimeError("it logs")

@@ -1,0 +1,340 @@
+"""Many clients at once: their parameters are stacked, and one pass trains them all."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Mapping
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.data.loaders import Split
+from pflight.engines.alone.copies import ready
+from pflight.engines.alone.engine import SequentialEngine
+from pflight.engines.alone.visits import GRADIENT_BATCH
+from pflight.engines.base import are_one, finite_rows
+from pflight.engines.outputs import Samples, evaluate_task
+from pflight.engines.setting import Setting
+from pflight.method import Measure
+from pflight.metrics.collection import ClientValues
+from pflight.randomness import Purpose
+from pflight.states.updates import (
+    STOPS,
+    ClientFailure,
+    ClientUpdates,
+    Evaluation,
+    Kept,
+    Predictions,
+)
+
+from .audit import Audit
+from .chunk import Chunk, StackedCohort, Work
+from .client import Mode, StackedClient
+from .evaluation import StackedEvaluation
+from .probe import Probe
+from .reasons import reason_of
+from .steps import Plan, rows_per_call
+from .training import StackedTraining
+from .trial import trial_batches, trial_samples
+from .workspace import Workspace
+
+
+class VectorizedEngine:
+    """Trains and evaluates clients in chunks, whose parameters are stacked and stepped together.
+
+    The losses of a chunk are one call of the module's training step under ``vmap``, with what the
+    half makes of it, and one optimizer steps the stacked parameters. Clients see the batches that
+    they see in the sequential engine and get its results to float tolerance. Those with batches
+    of one size share a call; a client that has come to its end drops out of the stack.
+
+    What can't be run like this is run one by one, for the reason in :attr:`obstacle`. So is a
+    client that raises or whose result is not finite, so that failures read the same. See
+    :class:`~pflight.engines.base.Engine` for what it is asked for.
+
+    Args:
+        setting: The client module, its half, and its data.
+        chunk: Clients that are trained at once, at most.
+        warned: What has been said of clients that are not stacked, and is not said again.
+
+    Attributes:
+        alone: The engine that trains one by one.
+        obstacle: Why clients are trained one by one, or ``None``; known after
+            :meth:`check_input`.
+        stacks_evaluation: Whether models of their own are evaluated at once; known then, too.
+    """
+
+    def __init__(self, setting: Setting, chunk: int, warned: set[str] | None = None) -> None:
+        self.setting = setting
+        self.chunk = chunk
+        self.device = setting.device
+        self.alone = SequentialEngine(setting)
+        self.obstacle: str | None = None
+        self.stacks_evaluation = setting.task is not None
+        module = ready(setting.client)
+        setting.precision.convert_module(module).to(setting.device)
+        self._stacked = StackedClient(module, setting.half, setting.layout)
+        self._probe = Probe(self._stacked, self.alone.models)
+        self._audit = Audit(self._probe)
+        self._workspace = workspace = Workspace(setting.device)
+        self._training = StackedTraining(setting, self._stacked, self._audit, workspace)
+        self._evaluation = StackedEvaluation(setting, self._stacked, chunk, workspace)
+        self._warned = set() if warned is None else warned
+
+    # Before the start
+
+    def check_input(self) -> None:
+        """See :class:`~pflight.engines.base.Engine`; find out whether clients can be stacked."""
+        self.alone.check_input()
+        if self.setting.form is None:
+            self.obstacle = "its samples are no tensors that lie in memory"
+            self.stacks_evaluation = False
+            return
+        samples = self._training.samples = trial_samples(self.setting)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what a module warns of, it says when it trains
+            try:
+                self.obstacle = self._find_obstacle(samples)
+            except STOPS:
+                raise
+            except BaseException as error:
+                self.obstacle = f"trying it fails: {reason_of(error)}"
+            if self.stacks_evaluation:
+                self.stacks_evaluation = self._probe.predicts_each_alone(samples[0])
+
+    def _find_obstacle(self, samples: list[Tensor]) -> str | None:
+        data, half, probe = self.setting.data, self.setting.half, self._probe
+        counts = data.num_samples("train")[data.train_clients].unique().tolist()
+        if obstacle := probe.declared_obstacle():
+            return obstacle
+        batches = trial_batches(self.setting, samples, counts)
+        if obstacle := probe.training_step(batches):
+            return obstacle
+        for anchored in (True, False):
+            mode = Mode(anchored, anchored and half.keeps_memory)
+            if obstacle := probe.obstacle(mode, batches):
+                return obstacle
+            dependence = probe.dependence(mode, batches, unequal=len(counts) > 1)
+            self._training.dependence[anchored] = dependence
+        return None
+
+    @property
+    def fills_batches(self) -> bool:
+        """Whether batches of unequal size are taken at once."""
+        return all(dependence.weighs_samples for dependence in self._training.dependence.values())
+
+    def rows_per_call(self) -> float:
+        """Return how many of a chunk's clients have their batches taken at once, in the mean."""
+        data = self.setting.data
+        clients = data.train_clients[: min(self.chunk, data.cohorts.size)]
+        counts = data.num_samples("train")[clients].sort(descending=True).values.tolist()
+        sizes = [tuple(self.setting.batch_sizes(count)) for count in counts]
+        plans = [Plan(own, len(own)) for own in sizes]
+        return rows_per_call(plans, self.fills_batches)
+
+    # Training
+
+    def train(
+        self,
+        clients: Tensor,
+        starts: TensorDict,
+        *,
+        round_index: int,
+        epochs: int = 1,
+        steps: int | None = None,
+        purpose: Purpose = Purpose.TRAIN,
+        kept: Kept | None = None,
+        on_client_end: Callable[[int], None] | None = None,
+    ) -> ClientUpdates:
+        """See :class:`~pflight.engines.base.Engine`."""
+        self.setting.round_index = round_index
+
+        def one_by_one(clients: Tensor, starts: TensorDict, kept: Kept | None) -> ClientUpdates:
+            return self.alone.train(
+                clients,
+                starts,
+                round_index=round_index,
+                epochs=epochs,
+                steps=steps,
+                purpose=purpose,
+                kept=kept,
+                on_client_end=on_client_end,
+            )
+
+        def plan(count: int) -> Plan:
+            sizes = tuple(self.setting.batch_sizes(count))
+            whole = epochs * len(sizes) if steps is None else steps
+            return Plan(sizes, whole if sizes else 0)
+
+        def run(chunk: Chunk) -> None:
+            self._training.train(chunk, work, phases)
+
+        mode = Mode(purpose is Purpose.TRAIN, kept is not None)
+        work = Work(round_index, mode, plan, run, one_by_one, on_client_end=on_client_end)
+        phases = [None] if self.obstacle else self._training.phases_of(epochs, mode.anchored)
+        if phases != [None] and steps is not None:
+            return one_by_one(clients, starts, kept)
+        return self._in_chunks(clients, starts, kept, work)
+
+    def gradients(
+        self, clients: Tensor, states: TensorDict, *, round_index: int, batches: int | None = None
+    ) -> ClientUpdates:
+        """See :class:`~pflight.engines.base.Engine`."""
+
+        def one_by_one(clients: Tensor, states: TensorDict, kept: Kept | None) -> ClientUpdates:
+            return self.alone.gradients(clients, states, round_index=round_index, batches=batches)
+
+        def plan(count: int) -> Plan:
+            whole = sum(self.setting.batch_sizes(count)[:batches])
+            part = max(whole, 1) if self.setting.mixes_samples else GRADIENT_BATCH
+            sizes = [part] * (whole // part) + [whole % part] * (whole % part > 0)
+            return Plan(tuple(sizes), len(sizes))
+
+        def run(chunk: Chunk) -> None:
+            self._training.add_gradients(chunk, work)
+
+        mode, shuffled = Mode(anchored=True, remembers=False), batches is not None
+        work = Work(round_index, mode, plan, run, one_by_one, shuffled, steps=False)
+        return self._in_chunks(clients, states, None, work)
+
+    def losses(
+        self, clients: Tensor, states: TensorDict, split: Split
+    ) -> tuple[Tensor, list[ClientFailure]]:
+        """See :class:`~pflight.engines.base.Engine`."""
+        return self.alone.losses(clients, states, split)
+
+    def sums(
+        self,
+        clients: Tensor,
+        states: TensorDict,
+        measure: Measure,
+        like: Mapping[str, Tensor],
+        batch_size: int | None = None,
+    ) -> tuple[TensorDict, list[ClientFailure]]:
+        """See :class:`~pflight.engines.base.Engine`."""
+        return self.alone.sums(clients, states, measure, like, batch_size)
+
+    def rows(
+        self, clients: Tensor, states: TensorDict, measure: Measure, split: Split
+    ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
+        """See :class:`~pflight.engines.base.Engine`."""
+        return self.alone.rows(clients, states, measure, split)
+
+    def _in_chunks(
+        self, clients: Tensor, starts: TensorDict, kept: Kept | None, work: Work
+    ) -> ClientUpdates:
+        """Do a work for the clients ``[C]``, longest first, and what fails once more one by one."""
+        if self.obstacle or not len(clients):
+            return work.one_by_one(clients, starts, kept)
+        cohort = StackedCohort(self.setting, self._stacked, clients, starts, kept, work)
+        self._audit.begin(work.round_index)
+        self._stacked.take_frozen(cohort.everyone.starts)
+        failed: dict[int, BaseException | None] = {}  # by row of the stack
+        for first, chunk in cohort.chunks(self.chunk):
+            cause = None
+            try:
+                work.run(chunk)
+                finite = self._are_finite(chunk)
+            except STOPS:
+                raise
+            except BaseException as error:  # whose it is will be seen below
+                cause, finite = error, [False] * len(chunk.clients)
+            for row, client in enumerate(chunk.clients):
+                if not finite[row]:
+                    failed[first + row] = cause
+                elif work.on_client_end is not None:
+                    work.on_client_end(client)
+        again = None
+        if failed:
+            again = work.one_by_one(*cohort.some(failed))
+            causes = {cohort.everyone.clients[row]: cause for row, cause in failed.items()}
+            self._warn_of_fallbacks(causes, again.failures)
+        names: Collection[str] = ("train/loss",)
+        if work.steps:
+            names = self._stacked.logged(work.mode)
+        return cohort.updates(names, failed, again)
+
+    def _are_finite(self, chunk: Chunk) -> list[bool]:
+        """Tell for each client of a chunk whether all that it returns and keeps is finite."""
+        size = [len(chunk.clients)]
+        finite = finite_rows(TensorDict(chunk.results, batch_size=size))
+        if chunk.kept and not self._stacked.remembers_its_state:
+            keep = finite_rows(TensorDict(chunk.kept, batch_size=size))
+            finite = list(map(all, zip(finite, keep, strict=True)))
+        return finite
+
+    def _warn_of_fallbacks(
+        self, causes: dict[int, BaseException | None], failures: list[ClientFailure]
+    ) -> None:
+        """Warn of clients that fail together, where none of them fails alone.
+
+        Args:
+            causes: Why, by client: what their chunk raised, or ``None`` for a result that is NaN.
+            failures: Those that failed alone.
+        """
+        alone = {failure.client for failure in failures}
+        for cause in set(causes.values()):
+            clients = {client for client, why in causes.items() if why is cause}
+            if cause is None:
+                clients -= alone
+            if not clients or clients & alone:
+                continue
+            reason = "a result that is NaN or infinite"
+            if cause is not None:
+                reason = f"{type(cause).__name__}: {reason_of(cause)}"
+            self.warn_once(
+                f"clients that can't be trained together, but one by one: {reason}; "
+                "engine='sequential' does so from the start"
+            )
+
+    # Evaluation
+
+    def evaluate(
+        self, clients: Tensor, states: TensorDict, split: Split
+    ) -> tuple[Evaluation | ClientValues, list[ClientFailure]]:
+        """See :class:`~pflight.engines.base.Engine`."""
+        if self.setting.task is None:
+            return self.alone.evaluate(clients, states, split)
+        reasons: list[str] = []  # why it fell back
+        names = self.setting.layout.names
+
+        def at_once(samples: Samples) -> dict[int, Tensor] | None:
+            if not self.stacks_evaluation or are_one(states[name] for name in names):
+                return self.alone.outputs_of_one(states, samples)
+            try:
+                return self._evaluation.outputs(states, samples)
+            except STOPS:
+                raise
+            except BaseException as error:
+                reasons.append(reason_of(error))
+                return None
+
+        evaluation, failures = evaluate_task(
+            self.setting,
+            clients,
+            split,
+            attempt=self.alone.attempt,
+            at_once=at_once,
+            alone=lambda row, x: self.alone.outputs({n: states[n][row] for n in names}, x),
+            operations=self.alone.operations,
+        )
+        if reasons and not failures:  # else it is the fault of those
+            name = type(self.setting.client).__name__
+            self.warn_once(f"{name} is evaluated one by one from here on: {reasons[0]}")
+            self.stacks_evaluation = False
+        return evaluation, failures
+
+    def predict(
+        self, clients: Tensor, states: TensorDict, split: Split
+    ) -> tuple[Evaluation | Predictions, list[ClientFailure]]:
+        """See :class:`~pflight.engines.base.Engine`."""
+        if not self.setting.predicts_outputs:
+            return self.alone.predict(clients, states, split)
+        outputs, failures = self.evaluate(clients, states, split)
+        assert isinstance(outputs, Evaluation)
+        return outputs, failures
+
+    def warn_once(self, message: str) -> None:
+        """Warn, unless it has been said."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=2)

@@ -1,0 +1,433 @@
+"""Finds out whether a client can stand for many clients at once, by trying it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from lightning import LightningModule
+from torch import Tensor, nn
+
+from pflight.engines.alone.client import training_step
+from pflight.engines.alone.descent import steps_only
+from pflight.engines.alone.models import LocalModels
+from pflight.engines.alone.trainer import loss_of
+from pflight.method import Half
+from pflight.randomness import isolated
+from pflight.states.state import state_tensors
+from pflight.task import Task, trains_as_a_task
+
+from .client import ANCHOR, MEMORY, Mode, Stack, StackedClient
+from .exact import without_tf32
+from .reasons import failure, reason_of
+from .reference import Reference, alike
+from .steps import misfit
+from .untouched import left_alone
+
+_FOREIGN = "its configure_optimizers() gives an optimizer of parameters that are not its own"
+_TOLERANCE = 1e-2  # of the largest gradient; stacked arithmetic rounds otherwise
+_TRACE = 1e-4  # of the largest gradient, that samples without weight leave
+_CLASSES = 32  # that are tried
+
+
+class Dependence(NamedTuple):
+    """What the gradients of a client depend on."""
+
+    untouched: frozenset[str]
+    """Parameters without a gradient, which no optimizer may step."""
+    unread: frozenset[str]
+    """Tensors that are told to a client, and which its loss does not look at."""
+    weighs_samples: bool
+    """Whether samples whose weight is zero leave no trace, so that they may fill up a batch."""
+
+
+class Probe:
+    """Compares a stack of two clients with unequal weights to either of them alone.
+
+    Args:
+        stacked: The client module that stands for many.
+        models: Those of a client alone, by which stacking is measured.
+
+    Attributes:
+        largest_gradient: Of a client alone, as it was given; known after :meth:`obstacle`.
+    """
+
+    def __init__(self, stacked: StackedClient, models: LocalModels) -> None:
+        self.stacked = stacked
+        self.models = models
+        self.setting = models.setting
+        self.module = stacked.module
+        self.reference = Reference(stacked, models)
+        self.largest_gradient = 0.0
+
+    def declared_obstacle(self) -> str | None:
+        """Say what a module has that keeps it from being stacked, or return ``None``."""
+        module = self.module
+        if not getattr(module, "vectorizable", True):
+            return "it says that it is not vectorizable"
+        kind, base = type(module), Task if isinstance(module, Task) else LightningModule
+        own = [
+            name
+            for name in ("configure_gradient_clipping", "clip_gradients")
+            if getattr(kind, name) is not getattr(base, name)
+        ]
+        if hooks := [*sorted(self.models.hooks), *own]:
+            return f"it has {hooks[0]} of its own"
+        return None if module.automatic_optimization else "it optimizes manually"
+
+    def training_step(self, batches: Sequence[list[Tensor]]) -> str | None:
+        """Find out under which names a module's own training step logs its loss.
+
+        Args:
+            batches: Some samples, in batches of all the sizes that occur.
+
+        Returns:
+            What else it logs, or why it can't be called.
+        """
+        if trains_as_a_task(self.module):
+            return None
+        for index, leaves in enumerate([*batches, *batches]):
+            if reason := self._step(index, leaves):
+                return reason
+        return None
+
+    def _step(self, index: int, leaves: list[Tensor]) -> str | None:
+        assert self.setting.form is not None
+        module: Any = copy.deepcopy(self.module)
+        logged: dict[str, Any] = {}
+
+        def log(name: str, value: Any, *_: Any, **__: Any) -> None:
+            logged[name] = value
+
+        def log_dict(values: Mapping[str, Any], *_: Any, **__: Any) -> None:
+            logged.update(values)
+
+        module.log, module.log_dict = log, log_dict
+        with isolated(self.setting.device), torch.no_grad(), left_alone() as touched:
+            try:
+                batch = self.setting.form.batch([leaf.clone() for leaf in leaves])
+                loss = loss_of(training_step(module, batch, index))
+            except Exception as error:
+                return failure("a client alone fails", error)
+        if touched:
+            return touched[0]
+        if loss is None:
+            return "its training_step returned no loss"
+        for name, value in logged.items():
+            if not isinstance(value, Tensor) or value.numel() != 1 or not _close(value, loss):
+                return f"it logs {name!r} while it trains, beside its loss"
+        self.stacked.log.names = tuple(logged)
+        return None
+
+    @without_tf32()
+    def obstacle(self, mode: Mode, batches: Sequence[list[Tensor]]) -> str | None:
+        """Say what keeps a client from standing for many, or return ``None`` if nothing does.
+
+        A stack of two is asked for its gradients, what changes after training, what is kept, and
+        predictions. All of it must be as of either client alone. Global generators and the module's
+        attributes must be left alone, since one call stands for all clients, and so does one
+        optimizer.
+
+        Args:
+            mode: What clients train with.
+            batches: Some samples, in batches of all the sizes that occur.
+        """
+        stacked, module = self.stacked, self.module
+        stacked.prepare(mode)
+        try:
+            optimizer, _ = stacked.optimizer(self.setting)
+        except Exception as error:
+            return f"its configure_optimizers() needs a client of its own: {reason_of(error)}"
+        if reason := misfit(optimizer):
+            return reason
+        if not steps_only(optimizer, {id(parameter) for parameter in module.parameters()}):
+            return _FOREIGN
+        with isolated(self.setting.device), torch.enable_grad():
+            with left_alone(module) as touched:
+                try:
+                    alone = [self._alone(mode, batch) for batch in batches]
+                except Exception as error:
+                    return failure("a client alone fails", error)
+                if name := self._changed_parameter(mode, batches[0]):
+                    return f"its loss changes the parameter {name} in place"
+                try:
+                    agrees = [
+                        self._agrees(mode, batch, results)
+                        for batch, results in zip(batches, alone, strict=True)
+                    ]
+                except Exception as error:
+                    return failure("many at once fail", error)
+            if touched:
+                return touched[0]
+            if name := self._replaced_buffer(mode, batches[0]):
+                return f"it replaces the buffer {name}, instead of changing it in place"
+            if not all(agrees):
+                return (
+                    "many at once get other results than one alone, as with operations that mix "
+                    "clients, or numbers of the module's own that change from call to call"
+                )
+            untouched = [_untouched(results) for results in alone]
+            newcomers = alone[0]  # clients that remember nothing
+            if mode.remembers:
+                newcomers = self._alone(mode._replace(remembers=False), batches[0])
+            given = [g for results in alone for g in results.gradients[0][0].values()]
+            sizes = [float(g.abs().max()) for g in given if g is not None and g.numel()]
+            self.largest_gradient = max([self.largest_gradient, *sizes])
+        if odd := frozenset().union(*untouched) - untouched[0].intersection(*untouched):
+            return f"whether {min(odd)} has a gradient depends on the size of the batch"
+        if odd := _untouched(newcomers) ^ untouched[0]:
+            return f"whether {min(odd)} has a gradient depends on earlier participations"
+        return None
+
+    @without_tf32()
+    def dependence(self, mode: Mode, batches: Sequence[list[Tensor]], unequal: bool) -> Dependence:
+        """Find out what the gradients of a client depend on.
+
+        Args:
+            mode: What clients train with.
+            batches: Some samples, in batches of all the sizes that occur.
+            unequal: Whether clients have unequal numbers of samples, so that batches are to be
+                filled.
+        """
+        self.stacked.prepare(mode)
+        assert self.setting.form is not None
+        state = {name: value[1].clone() for name, value in self._two_states(mode).items()}
+        noted = _Noting(state)
+        with torch.enable_grad():
+            for batch in batches:
+                self.stacked.loss(noted, self.setting.form.batch([t.clone() for t in batch]))
+        told = state.keys() - self.setting.layout.template.keys()
+        largest = max(batches, key=lambda batch: len(batch[0]))
+        return Dependence(
+            _untouched(self._alone(mode, batches[0])),
+            frozenset(told - noted.read),
+            unequal and self._weighs_samples(mode, largest),
+        )
+
+    @without_tf32()
+    @torch.no_grad()
+    def predicts_each_alone(self, x: Tensor) -> bool:
+        """Return whether predictions stay as they are beside the zeros that fill batches up."""
+        states = self._two_states(Mode(anchored=False, remembers=False))
+        twice = x.expand(2, *x.shape)
+        filled = torch.cat([twice, torch.zeros_like(twice)], dim=1)
+        try:
+            alone = self.stacked.outputs(states, twice.clone())
+            beside = self.stacked.outputs(states, filled)[:, : len(x)]
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # it can't be stacked, or takes no such batch
+            return False
+        return bool(((alone - beside).abs() <= _TRACE * (1 + alone.abs())).all())
+
+    # A client alone, as it trains in the sequential engine
+
+    def _alone(self, mode: Mode, leaves: list[Tensor]) -> _Alone:
+        """Return what two clients get, one after the other."""
+        states = self._two_states(mode)
+        alone = _Alone([], [])
+        for row in (0, 1):
+            own = {name: tensor[row] for name, tensor in states.items()}
+            alone.gradients.append(self.reference.gradients(mode, own, leaves))
+            client = self.models.client
+            with torch.no_grad():
+                if mode.anchored:
+                    client.after_training()
+                kept = client.remember() if mode.remembers else {}
+                kept = {f"kept {name}": value.clone() for name, value in kept.items()}
+                after = {n: t.clone() for n, t in self.models.state().items() if n in states}
+                if self.setting.task is not None:
+                    client.module.eval()
+                    kept["its outputs"] = client.module(leaves[0].clone())
+            alone.others.append({**after, **kept})
+        return alone
+
+    def _changed_parameter(self, mode: Mode, leaves: list[Tensor]) -> str | None:
+        """Return the name of a parameter that the loss itself changes, such as a bounded one."""
+        state = {name: value[0].clone() for name, value in self._two_states(mode).items()}
+        for name in self.stacked.parameters:
+            state[name] *= 100  # beyond bounds, if there are any
+        with suppress(Exception):  # which are of such weights
+            self.reference.gradients(mode, state, leaves)
+        weights = self.models.client.weights
+        return next((n for n in self.stacked.parameters if not weights[n].equal(state[n])), None)
+
+    def _replaced_buffer(self, mode: Mode, leaves: list[Tensor]) -> str | None:
+        """Return the name of a buffer that the client sets anew, which would be lost."""
+        state = {name: value[0] for name, value in self._two_states(mode).items()}
+        self.reference.enter(mode, state)
+        module = self.models.client.module
+        before = dict(module.named_buffers())
+        assert self.setting.form is not None
+        self.models.client.task_loss(self.setting.form.batch([leaf.clone() for leaf in leaves]))
+        after = dict(module.named_buffers())
+        return next((name for name in before if after.get(name) is not before[name]), None)
+
+    # And the stack of two
+
+    def _two_states(self, mode: Mode) -> Stack:
+        """Return everything that a loss may look at: as given, and with halved parameters."""
+        setting, stacked = self.setting, self.stacked
+        frozen, device = {*setting.layout.frozen}, setting.device
+        given = {
+            name: tensor.to(device)
+            for name, tensor in setting.layout.template.items()
+            if name not in frozen
+        }
+        given |= {n: t for n, t in state_tensors(self.module).items() if n in given}
+        stack = {name: torch.stack([t, t]).detach() for name, t in given.items()}
+        told: Stack = {}
+        if mode.anchored:
+            told |= {f"{ANCHOR}{name}": given[name] for name in stacked.live}
+        if mode.remembers:
+            told |= {f"{MEMORY}{name}": given[name] for name in stacked.memory}
+        for name in setting.layout.parameters:
+            stack[name][1] /= 2
+        stack |= {name: torch.stack([value, value]).detach() for name, value in told.items()}
+        for name in ("num_samples", "mean_samples", "seen", "num_steps"):
+            values = [0 if name == "seen" else 1, 1]
+            stack[name] = torch.tensor(values, dtype=setting.dtype, device=device)
+        if setting.half.needs_classes:
+            counts = torch.arange(1, 1 + setting.class_counts.shape[1], device=device)
+            stack["class_counts"] = torch.stack([counts, counts.flip(0)]).to(setting.dtype)
+        return stack
+
+    def _agrees(self, mode: Mode, leaves: list[Tensor], alone: _Alone) -> bool:
+        """Return whether stacked clients get what single ones do."""
+        stacked, setting = self.stacked, self.setting
+        assert setting.form is not None
+        states = self._two_states(mode)
+        others = dict(states)
+        parameters = {name: others.pop(name) for name in stacked.trained()}
+        twice = [part.expand(2, *part.shape).clone() for part in leaves]
+        found = stacked.gradients(parameters, others, setting.form.batch(twice))
+        afresh = {n: t for n, t in self._two_states(mode).items() if n in others}
+        again = [part.clone() for part in twice]
+        repeated = stacked.gradients(parameters, afresh, setting.form.batch(again))
+        by_row = [({n: g[row] for n, g in found[0].items()}, found[1][row]) for row in (0, 1)]
+        if not alike(*repeated[:2], by_row, _TRACE):
+            return False
+        with torch.no_grad():
+            if stacked.changes_afterwards and mode.anchored:
+                stacked.after_training(states)
+            kept = stacked.remember(states) if mode.remembers else {}
+            results = {**states, **{f"kept {name}": value for name, value in kept.items()}}
+            results = {name: value.clone() for name, value in results.items()}
+            if setting.task is not None:
+                results["its outputs"] = stacked.outputs(states, twice[0])
+        stacked.prepare(mode)
+        return alike(*found[:2], alone.gradients, _TOLERANCE) and all(
+            _close(results[name][row], value)
+            for row, results_alone in enumerate(alone.others)
+            for name, value in results_alone.items()
+        )
+
+    def _weighs_samples(self, mode: Mode, leaves: list[Tensor]) -> bool:
+        """Return whether samples without weight leave no trace in gradients, losses and buffers.
+
+        Parameters and samples are drawn around the given ones, so that nothing vanishes by
+        symmetry; what fills batches up is partly ten times as large, so that no maximum is found
+        elsewhere.
+        """
+        stacked, setting = self.stacked, self.setting
+        if not (has_sample_losses(self.module) and _averages_samples(setting.half)):
+            return False
+        assert setting.form is not None
+        random = torch.Generator().manual_seed(0)
+
+        def near(tensor: Tensor) -> Tensor:
+            noise = 0.1 * torch.randn(tensor.shape, generator=random)
+            return tensor + noise.to(tensor) if tensor.is_floating_point() else tensor
+
+        count = 2 * min(getattr(self.module, "num_classes", _CLASSES), _CLASSES)
+        place = torch.arange(count, device=setting.device) % len(leaves[0])
+        real = [near(leaf[place]) for leaf in leaves]
+        if classes := getattr(self.module, "num_classes", 0):
+            labels = torch.linspace(0, classes - 1, count // 2).round().repeat(2)
+            real[1] = labels.to(real[1]) if real[1].dim() == 1 else real[1]
+        states = {
+            name: near(value) if name in stacked.parameters else value
+            for name, value in self._two_states(mode).items()
+        }
+        parameters = {name: states[name] for name in stacked.trained()}
+        others = {name: value for name, value in states.items() if name not in parameters}
+        counts = count // 2 + 1, count  # of the two clients' real samples
+        try:
+            with torch.enable_grad():
+                own = [
+                    {name: value[row].clone() for name, value in states.items()} for row in (0, 1)
+                ]
+                alone = []
+                for state, n in zip(own, counts, strict=True):
+                    alone.append(self.reference.gradients(mode, state, [leaf[:n] for leaf in real]))
+                    state |= {name: t.clone() for name, t in self.models.state().items()}
+            weights = torch.zeros(2, 2 * count, dtype=torch.double, device=setting.device)
+            for row, n in enumerate(counts):
+                weights[row, :n] = 1 / n
+            scales = (1, 10, -10) if real[0].is_floating_point() else (1,)
+            for scale in scales:
+                filled = [torch.cat([real[0], real[0].flip(0) * scale])]
+                filled += [torch.cat([leaf, leaf.roll(1, 0)]) for leaf in real[1:]]
+                batch = [leaf.expand(2, *leaf.shape) for leaf in filled]
+                after = {name: value.clone() for name, value in others.items()}
+                found = stacked.gradients(parameters, after, setting.form.batch(batch), weights)
+                if not alike(*found[:2], alone, _TRACE):
+                    return False
+                for name in setting.layout.buffers:
+                    torch.testing.assert_close(after[name], torch.stack([s[name] for s in own]))
+        except Exception:
+            return False
+        return True
+
+
+class _Alone(NamedTuple):
+    """What clients get by themselves."""
+
+    gradients: list[tuple[dict[str, Tensor | None], Tensor]]
+    """And their losses."""
+    others: list[dict[str, Tensor]]
+    """Their states afterwards, what they keep, and their predictions."""
+
+
+class _Noting(dict[str, Tensor]):
+    """Tensors by name, which notes whose are read."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+
+def _untouched(alone: _Alone) -> frozenset[str]:
+    """Return the parameters that have no gradient."""
+    gradients, _ = alone.gradients[1]
+    return frozenset(name for name, gradient in gradients.items() if gradient is None)
+
+
+def _averages_samples(half: Half) -> bool:
+    return half.averages_samples and (half.personal is None or half.personal.averages_samples)
+
+
+def has_sample_losses(module: nn.Module) -> bool:
+    """Return whether a module's losses of single samples are those of which its loss is the mean.
+
+    A class that defines another ``loss`` has to say anew what its samples' losses are.
+    """
+    kinds = type(module).__mro__
+    defines = {
+        name: next((place for place, kind in enumerate(kinds) if name in vars(kind)), len(kinds))
+        for name in ("loss", "losses", "sample_losses")
+    }
+    return min(defines["losses"], defines["sample_losses"]) <= defines["loss"] < len(kinds)
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if not other.is_floating_point():
+        return torch.equal(one, other)
+    return torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)

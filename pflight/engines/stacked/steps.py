@@ -1,0 +1,321 @@
+"""Steps of many clients at once: stacked batches, stacked optimizers, clipping client by client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+
+from pflight.states.state import rows
+
+ELEMENTWISE = (SGD, Adam, AdamW, RMSprop)
+"""Optimizers that treat every number by itself, so that stacking clients changes nothing."""
+_FUSED = (SGD, Adam, AdamW)
+_CALL = 128  # samples that take about as long as a call with none
+
+
+class Plan(NamedTuple):
+    """The batches of a client's local training."""
+
+    sizes: tuple[int, ...]
+    """Of an epoch's batches."""
+    steps: int
+    """Batches in all, over as many epochs as they take."""
+
+    def batch(self, step: int) -> tuple[int, int]:
+        """Return where in its epoch the batch of a step begins, and its size."""
+        index = step % len(self.sizes)
+        return sum(self.sizes[:index]), self.sizes[index]
+
+    def begins(self, step: int) -> int | None:
+        """Return the epoch that begins with a step, if one does."""
+        epoch, rest = divmod(step, len(self.sizes))
+        return None if rest else epoch
+
+    def samples(self, step: int) -> int:
+        """Return how many samples are needed from a step that begins an epoch to its end."""
+        return sum(self.sizes[: self.steps - step])
+
+    @property
+    def most_samples(self) -> int:
+        """Samples that are needed of an epoch."""
+        return sum(self.sizes[: self.steps])
+
+    @property
+    def last_begin(self) -> int:
+        """Where in its epoch the last batch begins that is needed."""
+        return sum(self.sizes[: min(self.steps, len(self.sizes)) - 1])
+
+    @property
+    def num_seen(self) -> int:
+        """Samples that the client trains on, counted as often as it sees them."""
+        epochs, rest = divmod(self.steps, len(self.sizes) or 1)
+        return epochs * sum(self.sizes) + sum(self.sizes[:rest])
+
+
+class Run(NamedTuple):
+    """Neighbouring rows of a stack with the same plan: ``first`` to ``last``, exclusively."""
+
+    first: int
+    last: int
+    plan: Plan
+
+
+class Group(NamedTuple):
+    """Neighbouring rows whose batches of a step are taken at once."""
+
+    rows: slice
+    size: int | Tensor
+    """Of all these rows' batches; or of each row's ``[rows]``, where they are filled up."""
+    leaves: list[Tensor]
+    """The tensors of their batches ``[rows, batch, ...]``."""
+    weights: Tensor | None = None
+    """Of the samples ``[rows, batch]``; those that fill a batch up weigh nothing."""
+
+
+def runs_of(plans: Sequence[Plan]) -> list[Run]:
+    """Divide rows into runs of equal plans."""
+    runs, first = [], 0
+    for plan, equal in groupby(plans):
+        last = first + len(list(equal))
+        runs.append(Run(first, last, plan))
+        first = last
+    return runs
+
+
+class Batches:
+    """The batches of some clients, one client a row, in memory that is given.
+
+    Args:
+        plans: The rows' plans, longest training first.
+        reserve: Gets the number of samples for which a row needs room; returns where the tensors
+            of the samples are gathered, each ``[rows, samples, ...]``.
+        load: Gets rows, an epoch and each row's number of samples; yields for each row the tensors
+            of all of the client's samples, and which of them come first ``[number]``.
+        filled: Whether batches may be filled up where their sizes differ. Else only those of equal
+            size are taken at once.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        reserve: Callable[[int], list[Tensor]],
+        load: Callable[[range, int, list[int]], Iterable[tuple[list[Tensor], Tensor]]],
+        filled: bool,
+    ) -> None:
+        self.runs = runs_of(plans)
+        self.load = load
+        self.filled = filled and len(self.runs) > 1
+        self._largest = max(max(run.plan.sizes, default=0) for run in self.runs)
+        self.held = reserve(max(map(self._room, self.runs)))
+
+    def __len__(self) -> int:
+        return self.runs[0].plan.steps
+
+    def groups(self, step: int) -> list[Group]:
+        """Return the batches of a step, without the rows that have come to their end."""
+        places = _places(self.runs, step)
+        for epoch, begun in groupby(places, key=lambda place: place.run.plan.begins(step)):
+            if epoch is not None:
+                self._start_epoch([place.run for place in begun], epoch, step)
+        return [self._group(part) for part in _grouped(places, self.filled)]
+
+    def _room(self, run: Run) -> int:
+        """Return how many samples a row needs room for."""
+        plan = run.plan
+        return plan.last_begin + self._largest if self.filled else plan.most_samples
+
+    def _start_epoch(self, runs: Sequence[Run], epoch: int, step: int) -> None:
+        """Load the samples of an epoch of neighbouring runs."""
+        rows = range(runs[0].first, runs[-1].last)
+        counts = [run.plan.samples(step) for run in runs for _ in range(run.first, run.last)]
+        rooms = [self._room(run) for run in runs for _ in range(run.first, run.last)]
+        loaded = self.load(rows, epoch, counts)
+        for row, room, count, (leaves, order) in zip(rows, rooms, counts, loaded, strict=True):
+            for part, held in zip(leaves, self.held, strict=True):
+                if part.shape[1:] != held.shape[2:] or part.dtype != held.dtype:
+                    raise ValueError(
+                        f"samples are {part.dtype} of shape {list(part.shape[1:])}, where "
+                        f"{held.dtype} of shape {list(held.shape[2:])} are stacked"
+                    )
+            if room > count:  # whatever a loss makes of them, it makes of real samples
+                order = torch.cat([order, order[:1].expand(room - count)])
+            for part, held in zip(leaves, self.held, strict=True):
+                torch.index_select(part, 0, order, out=held[row, : len(order)])
+
+    def _group(self, places: Sequence[_Place]) -> Group:
+        rows = slice(places[0].run.first, places[-1].run.last)
+        size = max(place.size for place in places)
+        begins = {place.begin for place in places}
+        if len(begins) == 1:
+            chosen = rows, slice(begin := begins.pop(), begin + size)
+            leaves = [held[chosen] for held in self.held]
+        else:
+            parts = [
+                (slice(run.first, run.last), slice(begin, begin + size)) for run, begin, _ in places
+            ]
+            leaves = [torch.cat([held[part] for part in parts]) for held in self.held]
+        if not self.filled:
+            return Group(rows, size, leaves)
+        own = [place.size for place in places for _ in range(place.run.first, place.run.last)]
+        sizes = torch.tensor(own, device=leaves[0].device)
+        real = torch.arange(size, device=sizes.device) < sizes.unsqueeze(1)
+        # The same strides in every round, so that what it takes is recorded once.
+        leaves = [leaf.contiguous() for leaf in leaves]
+        return Group(rows, sizes, leaves, real / sizes.unsqueeze(1).double())
+
+
+def rows_per_call(plans: Sequence[Plan], filled: bool) -> float:
+    """Return how many rows are taken at once, in the mean over all steps.
+
+    Args:
+        plans: The rows' plans, longest training first.
+        filled: As in :class:`Batches`.
+
+    Example:
+        >>> rows_per_call([Plan((4, 4), 2), Plan((4, 2), 2), Plan((4,), 1)], filled=False)
+        1.6666666666666667
+    """
+    runs, steps = runs_of(plans), range(plans[0].steps)
+    calls = sum(len(_grouped(_places(runs, step), filled)) for step in steps)
+    return sum(plan.steps for plan in plans) / max(calls, 1)
+
+
+class _Place(NamedTuple):
+    """Where the rows of a run have their batch of a step."""
+
+    run: Run
+    begin: int
+    size: int
+
+
+def _places(runs: Sequence[Run], step: int) -> list[_Place]:
+    return [_Place(run, *run.plan.batch(step)) for run in runs if run.plan.steps > step]
+
+
+def _grouped(places: Sequence[_Place], filled: bool) -> list[list[_Place]]:
+    """Divide places into those whose batches are taken at once.
+
+    Batches are filled up where this takes fewer samples than another call is worth.
+    """
+    if not filled:
+        return [list(part) for _, part in groupby(places, key=lambda place: place.size)]
+    parts: list[list[_Place]] = []
+    rows = real = largest = 0  # of the last part
+    for place in places:
+        count = place.run.last - place.run.first
+        rows, real = rows + count, real + count * place.size
+        largest = max(largest, place.size)
+        if parts and rows * largest <= 1.5 * real + _CALL:
+            parts[-1].append(place)
+        else:
+            parts.append([place])
+            rows, real, largest = count, count * place.size, place.size
+    return parts
+
+
+def misfit(optimizer: Any) -> str | None:
+    """Say why an optimizer can't step stacked parameters, or return ``None`` if it can."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in ELEMENTWISE:
+        if not isinstance(optimizer, Optimizer):
+            return "its configure_optimizers() gives more than one optimizer, or a schedule"
+        known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        return f"its configure_optimizers() gives {name}, and not one of {known}"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"its {name} has hooks"
+    for group in optimizer.param_groups:
+        if group["differentiable"] or group.get("capturable"):
+            return f"its {name} is differentiable or capturable"
+        if any(isinstance(value, Tensor) for value in group.values()):
+            return f"the options of its {name} are tensors"
+    return None
+
+
+class StackedOptimizer:
+    """An optimizer's like for stacked parameters, from whose end clients drop out.
+
+    Args:
+        optimizer: The optimizer of a single client.
+        stacked: Its parameters and, in their place, the stacks ``[C, ...]``; those without a stack
+            stay as they are.
+
+    Example:
+        >>> w, stack = torch.zeros(2), torch.zeros(3, 2)
+        >>> optimizer = StackedOptimizer(SGD([w], lr=0.5), {w: stack})
+        >>> optimizer.step([torch.ones(3, 2)])
+        >>> optimizer.step([torch.ones(1, 2)])
+        >>> stack[:, 0]
+        tensor([-1.0000, -0.5000, -0.5000])
+    """
+
+    def __init__(self, optimizer: Optimizer, stacked: Mapping[Tensor, Tensor]) -> None:
+        self.leaves = [leaf.detach() for leaf in stacked.values()]
+        place = dict(zip(stacked, self.leaves, strict=True))
+        groups = []
+        for group in optimizer.param_groups:
+            leaves = [place[parameter] for parameter in group["params"] if parameter in place]
+            fused = {"fused": True} if _can_be_fused(optimizer, group) else {}
+            options = {name: value for name, value in group.items() if name != "param_names"}
+            groups.append({**options, **fused, "params": leaves})
+        self.optimizer = type(optimizer)(groups)  # type: ignore[call-arg]
+
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        """Step the first ``len(gradients[0])`` clients; the others never move again."""
+        count = len(gradients[0])
+        for leaf, gradient in zip(self.leaves, gradients, strict=True):
+            if len(leaf) > count:
+                leaf.data = leaf.data[:count]
+                state = self.optimizer.state[leaf]
+                state.update((n, v[:count]) for n, v in state.items() if _per_client(v))
+            leaf.grad = gradient.contiguous()  # like the leaf: a fused step looks at no strides
+        self.optimizer.step()
+        for leaf in self.leaves:
+            leaf.grad = None
+
+
+def _per_client(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _can_be_fused(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    chosen = group["foreach"] is not None or group.get("fused") is not None
+    return (
+        type(optimizer) in _FUSED and not chosen and all(map(_takes_fused_steps, group["params"]))
+    )
+
+
+def _takes_fused_steps(parameter: Tensor) -> bool:
+    if not parameter.is_floating_point():
+        return False
+    if parameter.device.type == "cpu":  # PyTorch 2.13 leaves half precision as it was there
+        return parameter.element_size() >= 4
+    return parameter.device.type == "cuda"
+
+
+def clip(gradients: Sequence[Tensor], limit: float, algorithm: str) -> list[Tensor]:
+    """Return stacked gradients ``[C, ...]`` clipped, each client's by itself.
+
+    Args:
+        gradients: The gradients of a model's parameters, some of which may share their memory.
+        limit: The largest norm over these parameters, or the largest value.
+        algorithm: ``"norm"`` or ``"value"``.
+
+    Example:
+        >>> gradients = [torch.tensor([[3.0], [0.3]]), torch.tensor([[4.0], [0.4]])]
+        >>> clip(gradients, 1.0, "norm")[1]
+        tensor([[0.8000],
+                [0.4000]])
+    """
+    if algorithm == "value":
+        return [gradient.clamp(-limit, limit) for gradient in gradients]
+    norms = torch.stack([torch.linalg.vector_norm(rows(g), dim=1) for g in gradients])
+    scale = (limit / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
+    return [
+        gradient * scale.view(-1, *[1] * (gradient.dim() - 1)).to(gradient.dtype)
+        for gradient in gradients
+    ]

@@ -1,1 +1,0 @@
-"""One client in local training: its module, the Trainer behind it, its samples, a limit of time."""

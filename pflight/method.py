@@ -1,0 +1,661 @@
+"""The client half of an algorithm: what it adds to the training of a client's own module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from lightning import LightningModule
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .data.loaders import Split
+from .errors import ConfigurationError
+from .randomness import Purpose, derive_seed, isolated, seed_everything
+from .states.head import Head, Outputs, add_extra, head_of, mark
+from .states.state import StateLayout
+from .states.updates import ClientUpdates, Kept
+
+OWN = "pflight_own."
+"""What the names of a half's own entries in a client's state begin with."""
+PERSONAL = "pflight_personal."
+"""What the names of a client's personal copy of its module begin with."""
+
+
+class LocalClient(Protocol):
+    """One client in local training, as an engine hands it to a :class:`Half`.
+
+    Tensors are those of one client, also where an engine trains many at once.
+    """
+
+    @property
+    def module(self) -> LightningModule:
+        """A copy of the client module, in which this client trains."""
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """Its trainable parameters, by their names in ``module.state_dict()``."""
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """Its buffers that travel, likewise."""
+
+    @property
+    def own(self) -> Mapping[str, Tensor]:
+        """The half's own entries, as :meth:`Half.state` named them; changed in place."""
+
+    @property
+    def anchor(self) -> Mapping[str, Tensor] | None:
+        """The trainable parameters as the server sent them; ``None`` in fine-tuning."""
+
+    @property
+    def received(self) -> Mapping[str, Tensor] | None:
+        """The whole model as the server sent it, with buffers; ``None`` in fine-tuning."""
+
+    @property
+    def extra(self) -> Mapping[str, Tensor]:
+        """The tensors of the module that :meth:`Half.extra` adds, by their names in it."""
+
+    @property
+    def memory(self) -> Mapping[str, Tensor] | None:
+        """What the half remembered of this client, or ``None``.
+
+        An engine that trains many at once has some also where :attr:`seen` is 0: the state that the
+        client starts from.
+        """
+
+    @property
+    def seen(self) -> Tensor:
+        """1 where there is something remembered, or else 0."""
+
+    @property
+    def num_samples(self) -> Tensor:
+        """Number of this client's training samples."""
+
+    @property
+    def mean_samples(self) -> Tensor:
+        """Mean number of training samples over all clients that may train."""
+
+    @property
+    def class_counts(self) -> Tensor:
+        """This client's training samples by class ``[K]``, if :attr:`Half.needs_classes`."""
+
+    @property
+    def num_steps(self) -> Tensor:
+        """Steps of this participation, once its training is over."""
+
+    @property
+    def shared(self) -> LocalClient | None:
+        """For a personal copy, the client whose model it stands beside."""
+
+    def task_loss(self, batch: Any) -> Tensor:
+        """Return the scalar loss of the client's own module on a batch."""
+
+    def task_loss_at(
+        self,
+        weights: Mapping[str, Tensor],
+        batch: Any,
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Return the module's loss at other weights, without a word in logs and metrics.
+
+        Args:
+            weights: Trainable parameters, by name.
+            batch: What the module's step takes.
+            buffers: Buffers, which the pass updates in place; by default :attr:`buffers`. Under
+                ``torch.func.grad`` they have to be given.
+        """
+
+    def task_loss_and_logits(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the module's loss on a batch, and what its ``forward`` gave on the way."""
+
+    def logits_with(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return what ``forward`` gives for the same inputs with other tensors.
+
+        Without gradients and in evaluation mode, for the inputs of the last
+        :meth:`task_loss_and_logits`.
+        """
+
+    def task_loss_and_features(
+        self, batch: Any, outputs: Outputs | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the module's loss on a batch, its features, and what its head gives for them.
+
+        Args:
+            batch: What the module's step takes.
+            outputs: What takes the place of the head's outputs, and of what an extra module makes
+                of them, in this loss.
+
+        Returns:
+            The loss, the features ``[n, d]``, and the head's own outputs ``[n, K]``.
+        """
+
+    def features_with(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return features ``[n, d]`` and the head's outputs with other tensors, such as a memory.
+
+        Without gradients and in evaluation mode, for the batch of the last
+        :meth:`task_loss_and_features`.
+        """
+
+    def predict(
+        self, features: Tensor, classify: Callable[[Tensor], Tensor], **options: Any
+    ) -> Tensor:
+        """Return what the module of :meth:`Half.extra` predicts for features ``[n, d]``.
+
+        Args:
+            features: The features.
+            classify: What stands for the head, a function of features.
+            **options: What else the module takes.
+        """
+
+    def losses(self, outputs: Tensor, batch: Any) -> Tensor:
+        """Return the mean loss of other outputs ``[n, K]`` for the samples of a batch.
+
+        It is the task's own loss, or cross-entropy for any other module.
+        """
+
+    def labels(self, batch: Any) -> Tensor:
+        """Return the classes ``[n]`` of a batch's samples."""
+
+    def classes(self, batch: Any) -> Tensor:
+        """Return the classes ``[n, K]`` of a batch's samples as rows of zeros with a one.
+
+        A sample that only fills a batch up has none, so that sums over samples are products of
+        matrices with this one.
+        """
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean over a batch's samples of what there is of each: values ``[n, ...]``.
+
+        What a sample has several of is added up. A loss has to take its means by this, so that an
+        engine may leave samples out that only fill a batch up.
+        """
+
+    def batch_mean(self, values: Tensor) -> Tensor:
+        """Return the mean ``[...]`` over a batch's samples of values ``[n, ...]``."""
+
+    def batch_sum(self, values: Tensor) -> Tensor:
+        """Return the sum ``[...]`` over a batch's samples of values ``[n, ...]``."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors of the client's model that may change, by name."""
+
+
+Measure = Callable[[LocalClient, Any], Mapping[str, Tensor]]
+"""Returns what the samples of a batch give, by name."""
+
+
+class LocalWork(Protocol):
+    """What clients can do by themselves, with their own samples and memory; nothing of it travels.
+
+    All is for a stack of clients ``[C]``; on a machine that holds a single client, C is 1.
+    """
+
+    @property
+    def layout(self) -> StateLayout:
+        """The layout of the clients' states, with all that the half adds."""
+
+    @property
+    def head(self) -> Head:
+        """The head of the clients' module."""
+
+    def start_states(self, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return full states ``[C]``: what was kept, over what is sent, over the initial model."""
+
+    def remembered(self, clients: Tensor, states: TensorDict) -> Kept:
+        """Return what the clients' half remembers, by default entries of ``states`` ``[C]``."""
+
+    def read(self, slot: str, clients: Tensor, default: TensorDict) -> TensorDict:
+        """Return what was written into a slot of the clients' memory, by default ``default``."""
+
+    def write(self, slot: str, clients: Tensor, states: TensorDict) -> None:
+        """Write ``states`` ``[C]`` into a slot of the clients' memory."""
+
+    def own_gradients(self, clients: Tensor, states: TensorDict) -> TensorDict:
+        """Return each client's gradient over all its samples, at its state, by parameter ``[C]``.
+
+        No buffer changes. A client whose pass fails is left out and gets NaN, with which its
+        training fails as well.
+        """
+
+    def finetune(
+        self,
+        clients: Tensor,
+        states: TensorDict,
+        *,
+        epochs: int = 1,
+        steps: int | None = None,
+        doing: str = "to be fine-tuned",
+    ) -> TensorDict:
+        """Return copies of the states ``[C]`` trained on the task's loss alone.
+
+        Args:
+            clients: Ids ``[C]``.
+            states: Where they start; a client whose training fails keeps its own.
+            epochs: Local epochs.
+            steps: Batches in place of epochs.
+            doing: What they do, for messages.
+        """
+
+    def train_aside(self, clients: Tensor, sent: TensorDict) -> ClientUpdates:
+        """Train as in a round, from what is sent ``[C]``, of which nothing is recorded or kept."""
+
+    def random(self, client: int) -> torch.Generator:
+        """Return what draws random numbers for a client, by seed and round."""
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether there are samples: not where a federation is loaded without its data."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a batch of local training, at most."""
+
+    def num_samples_of(self, clients: Tensor) -> Tensor:
+        """Return the clients' numbers of training samples ``[C]``."""
+
+    def class_counts_of(self, clients: Tensor) -> Tensor:
+        """Return the clients' training samples by class ``[C, K]``."""
+
+    def sums(
+        self,
+        clients: Tensor,
+        states: TensorDict,
+        measure: Measure,
+        like: Mapping[str, Tensor],
+        batch_size: int | None = None,
+    ) -> TensorDict:
+        """Return sums over each client's training samples ``[C]``, in evaluation mode.
+
+        A client whose pass fails is left out and gets NaN, and one without samples zeros.
+
+        Args:
+            clients: Ids ``[C]``.
+            states: Their models ``[C]``.
+            measure: Gets a client and a batch; returns the sums over the samples of the batch.
+            like: Zeros of the sums' shapes and types, by their names.
+            batch_size: Of the batches, where it matters.
+        """
+
+    def rows(
+        self, clients: Tensor, states: TensorDict, measure: Measure, split: Split = "train"
+    ) -> list[dict[str, Tensor] | None]:
+        """Return what each of a client's samples of a split gives, in evaluation mode, by client.
+
+        ``None`` for a client whose pass fails, and an empty dictionary without samples.
+
+        Args:
+            clients: Ids ``[C]``.
+            states: Their models ``[C]``.
+            measure: Gets a client and a batch; returns tensors ``[n, ...]`` of the batch's samples.
+            split: Of their samples.
+        """
+
+    def num_batches(self, clients: Tensor) -> Tensor:
+        """Return how many batches there are in a local epoch of the clients ``[C]``.
+
+        It is 0 for a client that can't train, for want of samples.
+        """
+
+    def learn(
+        self,
+        build: Callable[[LightningModule], LightningModule],
+        clients: Tensor,
+        starts: TensorDict,
+        *,
+        doing: str,
+        epochs: int = 1,
+        steps: int | None = None,
+    ) -> TensorDict:
+        """Return ``starts`` ``[C]`` as another module than the clients' own trains them.
+
+        It sees the first batches of the round, in their order. A client whose training fails is
+        left out and gets NaN, with which its own training fails as well.
+
+        Args:
+            build: Makes that module of the client module, always the same one.
+            clients: Ids ``[C]``.
+            starts: Its states.
+            doing: What they do, for messages.
+            epochs: Local epochs.
+            steps: Batches in place of epochs.
+        """
+
+
+class Participation:
+    """What clients do around their training: where they start, what they keep, how they are judged.
+
+    It is done at the clients, for a stack of them ``[C]``, by what :class:`LocalWork` they have; a
+    machine that holds one client does it for that one.
+
+    Attributes:
+        judged_by_memory: Whether a client is judged by the model that its half remembers.
+        further_models: Further models by which clients are judged, as prefixes of tags.
+    """
+
+    judged_by_memory: bool = False
+    further_models: tuple[str, ...] = ()
+
+    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the full states ``[C]`` from which clients train, which are also their anchors.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]``.
+            sent: What the server sends them ``[C]``; what they kept is laid over it.
+        """
+        return work.start_states(clients, sent)
+
+    def finish(
+        self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
+    ) -> TensorDict:
+        """Return the states ``[C]`` that clients send and keep, by default as they were trained.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]`` of those that have trained.
+            starts: What :meth:`before_training` gave ``[C]``.
+            trained: Their states after training ``[C]``. A client that gets a NaN here has failed.
+        """
+        return trained
+
+    def keep(
+        self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
+    ) -> None:
+        """Write what else clients keep that have trained; by default nothing.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]``.
+            starts: What :meth:`before_training` gave ``[C]``.
+            trained: What :meth:`finish` gave ``[C]``.
+        """
+
+    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the full states ``[C]`` by which clients are judged.
+
+        By default where they would start to train; or, with :attr:`judged_by_memory`, what they
+        remember.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]``.
+            sent: What the server sends them now ``[C]``.
+        """
+        states = work.start_states(clients, sent)
+        if not self.judged_by_memory:
+            return states
+        return states.update(work.remembered(clients, states).states)
+
+    def after_finetuning(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
+        """Return the states ``[C]`` by which clients are judged whose models were fine-tuned."""
+        return states
+
+    def as_sent(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
+        """Return the full states ``[C]`` of the tags ``server/``, by default as they are.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]``.
+            states: What the server sends them now, over the initial model ``[C]``.
+        """
+        return states
+
+    def further(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, used: TensorDict, model: str
+    ) -> TensorDict:
+        """Return one of :attr:`further_models` of the clients ``[C]``: full states.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]``.
+            sent: What the server sends them now ``[C]``.
+            used: The states by which they are judged ``[C]``, after fine-tuning if there is any.
+            model: Which.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define further()")
+
+
+class Phase(NamedTuple):
+    """Successive local epochs in which a client trains the same parameters."""
+
+    first: int
+    """The epoch with which it begins."""
+    epochs: int
+    names: Collection[str]
+    """Of the parameters that train; layers that have none of them are in evaluation mode.
+
+    Without any, nothing happens in these epochs.
+    """
+    lr: float | None = None
+    """Learning rate in place of the optimizer's own."""
+
+
+class Half(Participation):
+    """What an algorithm asks of its clients, beside their own module; this one asks for nothing.
+
+    A half holds options alone, so that it can be pickled, written in YAML and shared by all
+    clients. Nothing of it is mixed into the user's module: the engine calls it from outside. A
+    subclass overrides what differs from plain training, most often :meth:`penalty`. What it
+    computes are functions of tensors, so that an engine can run them for many clients at once.
+
+    Attributes:
+        keeps_memory: Whether clients remember something from one participation to the next.
+        judged_by_memory: As of :class:`Participation`.
+        averages_samples: Whether what it adds to the loss is a mean over samples, or has nothing
+            to do with them, so that samples without weight may fill up a batch.
+        personal: The half by which each client trains a second, personal copy of its module on the
+            same batches, by which it is judged and which never travels; ``None`` for no copy.
+        needs_head: Whether it looks at features, the input of the module's head.
+        needs_classes: Whether it needs a module with ``num_classes``, and samples with classes.
+        extra_options: Options of the optimizer for the parameters of :meth:`extra`, such as their
+            ``lr``; by default as for the module's own.
+        temporary: What the names of own entries, and of the extra module's, begin with that are
+            made anew in each participation, and so are neither sent back nor kept.
+        needs_constant_lr: Whether it needs a step size that is the same in all rounds.
+        needs_mean_samples: Whether it looks at :attr:`LocalClient.mean_samples`. Clients on other
+            machines are told this number only then, and NaN otherwise.
+        per_sample: Names of own and extra entries that grow with a client's number of samples.
+            Before a server compares clients by them, it divides by it.
+    """
+
+    keeps_memory: bool = False
+    averages_samples: bool = True
+    needs_head: bool = False
+    needs_classes: bool = False
+    extra_options: Mapping[str, Any] = {}
+    temporary: tuple[str, ...] = ()
+    per_sample: tuple[str, ...] = ()
+    needs_mean_samples: bool = False
+    needs_constant_lr: bool = False
+    personal: Half | None = None
+    fedavg_name: str | None = None
+
+    def check(self, module: LightningModule) -> None:
+        """Raise if a module lacks what this half needs.
+
+        Raises:
+            ConfigurationError: In one line, before the start.
+        """
+
+    def extra(self, module: LightningModule, head: Head) -> nn.Module | None:
+        """Return a module that predicts from features in place of the head alone, or ``None``.
+
+        It is called with features ``[n, d]`` and the head, a function of features, and returns
+        outputs, in training as in evaluation. Its parameters train with the client module's own,
+        in the same optimizer; they and its buffers are entries of each client's state. For this
+        :attr:`needs_head` has to be set.
+
+        Args:
+            module: The client module.
+            head: Its head, with the number of features.
+        """
+        return None
+
+    def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the entries that it adds to each client's state, as they are at first.
+
+        Args:
+            weights: The module's trainable parameters, by name.
+        """
+        return {} if self.personal is None else self.personal.state(weights)
+
+    def check_sent(self, sent: Mapping[str, Tensor], num_samples: int, num_steps: int) -> str:
+        """Return what is wrong with what a client sends beside its model; by default nothing.
+
+        A server asks that does not train its clients itself. No client can have sent what is wrong.
+
+        Args:
+            sent: The client's entries, by their names in the layout.
+            num_samples: Its training samples, as it has declared.
+            num_steps: The steps that it takes with these, at most.
+        """
+        return ""
+
+    def penalty(self, c: LocalClient) -> Tensor | None:
+        """Return a scalar that is added to the loss, a function of tensors; ``None`` for none."""
+        return None
+
+    def loss(self, c: LocalClient, batch: Any) -> Tensor:
+        """Return the scalar that the client minimises on a batch: its own loss plus the penalty."""
+        loss, penalty = c.task_loss(batch), self.penalty(c)
+        return loss if penalty is None else loss + penalty
+
+    def optimizer(self, parameters: Sequence[nn.Parameter], anchored: bool) -> Optimizer | None:
+        """Return an optimizer in place of the module's own; ``None`` leaves it to the module.
+
+        Args:
+            parameters: The module's trainable parameters.
+            anchored: Whether this is a participation in a round, and not fine-tuning.
+        """
+        return None
+
+    def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase] | None:
+        """Return the phases of local training; ``None`` if all parameters train in all epochs.
+
+        Args:
+            module: The client module.
+            epochs: How many local epochs there are; the last phase goes on if it takes more.
+            anchored: Whether this is a participation in a round, and not fine-tuning.
+        """
+        return None
+
+    def after_training(self, c: LocalClient) -> None:
+        """Change own entries in place after a participation, without gradients."""
+        if self.personal is not None:
+            self.personal.after_training(c)
+
+    def remembered(self, layout: StateLayout) -> tuple[str, ...]:
+        """Return the names of what a client keeps, by default of its whole model."""
+        stay = {*layout.own, *layout.frozen}
+        return tuple(name for name in layout.names if name not in stay)
+
+    def remember(self, c: LocalClient) -> Mapping[str, Tensor]:
+        """Return what a client keeps after its training, under :meth:`remembered` names."""
+        return c.state()
+
+    def personal_value(self, states: TensorDict, shared: str, personal: str) -> Tensor:
+        """Return an entry ``[C, ...]`` of the models by which clients are judged.
+
+        The half of a personal copy says so, by default that it is the copy's.
+
+        Args:
+            states: The clients' states ``[C]``.
+            shared: The entry's name in the shared model.
+            personal: Its name in the personal one.
+        """
+        return states[personal]
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether two halves are of one kind and have the same options."""
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __repr__(self) -> str:
+        """Return the kind with its options, as in Python."""
+        options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({options})"
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    @property
+    def kinds(self) -> tuple[type[Half], ...]:
+        """The classes of this half and of that of the personal copy, if there is one."""
+        return (type(self), *(() if self.personal is None else self.personal.kinds))
+
+    @property
+    def only_adds(self) -> bool:
+        """Whether it adds a penalty and nothing else, which manual optimization allows."""
+        return type(self).loss is Half.loss and self.personal is None
+
+
+HalfT = TypeVar("HalfT", bound=Half)
+ParticipationT = TypeVar("ParticipationT", bound=Participation)
+
+
+def half_for(owner: object, kind: type[ParticipationT], **options: Any) -> ParticipationT:
+    """Return a half; an option of it that is out of range is named as that of its owner.
+
+    Raises:
+        ConfigurationError: If an option is.
+    """
+    try:
+        return kind(**options)
+    except ConfigurationError as error:
+        reason = str(error).removeprefix(f"{kind.__name__}: ")
+        raise ConfigurationError(f"{type(owner).__name__}: {reason}") from error
+
+
+def half_of(module: LightningModule) -> Half | None:
+    """Return the half that a client module names itself, as its attribute ``client_half``."""
+    half = getattr(module, "client_half", None)
+    return half if isinstance(half, Half) else None
+
+
+def add_what_it_needs(half: Half, module: LightningModule, seed: int) -> None:
+    """Add a half's extra module, if it has one, to a federation's copy of the client module.
+
+    Args:
+        half: The client half.
+        module: That copy.
+        seed: Keys what is drawn for the extra module.
+
+    Raises:
+        ConfigurationError: If the half needs classes or a head that the module does not have, or
+            an output of the head for each class.
+    """
+    if half.needs_classes and not hasattr(module, "num_classes"):
+        raise ConfigurationError(
+            f"the algorithm needs classes, and {type(module).__name__} has no num_classes to say "
+            "how many its head tells apart"
+        )
+    if half.needs_head:
+        head = head_of(module)
+        if half.needs_classes and head.outputs not in (0, module.num_classes):
+            raise ConfigurationError(
+                f"the algorithm needs an output for each class, but the head of "
+                f"{type(module).__name__}, {head.name}, gives {head.outputs}, and num_classes is "
+                f"{module.num_classes}"
+            )
+        mark(module, head)  # as it is before there are further layers
+        with isolated(torch.device("cpu")):
+            seed_everything(derive_seed(Purpose.SERVER, seed), torch.device("cpu"))
+            extra = half.extra(module, head)
+        if extra is not None:
+            add_extra(module, extra)
+
+
+def layout_with(half: Half, layout: StateLayout) -> StateLayout:
+    """Return the layout of a module's state with all that a half adds to it.
+
+    Args:
+        half: The client half.
+        layout: The layout of the client module alone.
+    """
+    weights = {name: layout.template[name] for name in layout.parameters}
+    own = {f"{OWN}{name}": tensor for name, tensor in half.state(weights).items()}
+    if half.personal is not None:
+        layout = layout.with_copy(PERSONAL)
+    return layout.with_entries(own)

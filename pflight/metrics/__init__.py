@@ -1,0 +1,1 @@
+"""Metrics of every client, and their values over all clients."""

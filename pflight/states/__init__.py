@@ -1,0 +1,1 @@
+"""States of models: their layouts, heads and layers, and the server's models."""
