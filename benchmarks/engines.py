@@ -24,8 +24,8 @@ from torch import nn
 
 from pflight import keep_freed_memory
 from pflight.datamodules import TensorClients
-from pflight.engines import Engine, Setting, build_engine
-from pflight.method import Half, half_of, layout_with
+from pflight.engines import ClientSetup, Engine, build_engine
+from pflight.method import ClientMethod, client_method_of, layout_with
 from pflight.models import (
     FEMNISTCNN,
     MLP,
@@ -171,12 +171,12 @@ def seconds(engines: list[Engine], case: Case, repeats: int) -> list[float]:
     clients = torch.arange(case.clients)
     for turn in range(WARM + repeats):
         for engine, own in zip(engines, times, strict=True):
-            setting = engine.setting
-            starts = expand_state(setting.layout.template, case.clients).to(setting.device)
-            wait(setting.device)
+            setup = engine.setup
+            starts = expand_state(setup.layout.template, case.clients).to(setup.device)
+            wait(setup.device)
             begun = time.perf_counter()
             engine.train(clients, starts, round_index=turn)
-            wait(setting.device)
+            wait(setup.device)
             own.append(time.perf_counter() - begun)
     return [statistics.median(own[WARM:]) for own in times]
 
@@ -192,13 +192,13 @@ def row(name: str, case: Case, chunks: list[int], repeats: int, device: torch.de
     data = TensorClients(samples, num_classes=10, batch_size=case.batch)
     sgd = partial(torch.optim.SGD, lr=0.01, momentum=case.momentum)
     client = case.client(case.network(), 10, optimizer=sgd).to(device)
-    half = half_of(client) or Half()
-    layout = layout_with(half, StateLayout.of(client))
-    setting = Setting(client, half, layout, data, Precision(), device, seed=0)
-    sequential, _ = build_engine("sequential", None, setting)
-    vectorized, asked = build_engine("vectorized", None, setting)
-    others = [build_engine("vectorized", chunk, setting)[0] for chunk in chunks]
-    _, choice = build_engine("auto", None, setting)
+    client_method = client_method_of(client) or ClientMethod()
+    layout = layout_with(client_method, StateLayout.of(client))
+    setup = ClientSetup(client, client_method, layout, data, Precision(), device, seed=0)
+    sequential, _ = build_engine("sequential", None, setup)
+    vectorized, asked = build_engine("vectorized", None, setup)
+    others = [build_engine("vectorized", chunk, setup)[0] for chunk in chunks]
+    _, choice = build_engine("auto", None, setup)
     alone, stacked, *rest = seconds([sequential, vectorized, *others], case, repeats)
     chosen = alone if choice.engine == "sequential" else stacked
     cells = [

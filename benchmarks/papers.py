@@ -121,7 +121,7 @@ class Run:
         command = [
             "fit",
             *(f"--config=configs/{part['config']}.yaml" for part in parts),
-            *(f"--{setting}" for part in parts for setting in flat(part.get("set", []))),
+            *(f"--{setup}" for part in parts for setup in flat(part.get("set", []))),
             *QUIET,
             *options,
             f"--seed_everything={self.seed}",
@@ -433,7 +433,7 @@ def make(options: argparse.Namespace) -> None:
         if unknown := {*(getattr(options, kind) or ())} - {*known}:
             raise SystemExit(f"{options.experiment} has no {min(unknown)}: {kind} are {[*known]}")
     root = [f"data.root={options.root}"] if options.root else []
-    said = [f"--{setting}" for setting in (*root, *options.set)]
+    said = [f"--{setup}" for setup in (*root, *options.set)]
     for run in runs_of(
         options.experiment, options.columns, options.methods, options.seeds, options
     ):

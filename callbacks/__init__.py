@@ -1,4 +1,4 @@
-"""Server callbacks, the server half of each algorithm, and monitors, which show a run."""
+"""Server callbacks, the server callback of each algorithm, and monitors, which show a run."""
 
 from pflight.fedavg import FedAvg
 from pflight.server_callback import ServerCallback

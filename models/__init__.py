@@ -1,4 +1,4 @@
-"""Ready-made tasks, the networks, and the client halves of the algorithms."""
+"""Ready-made tasks, the networks, and the client methods of the algorithms."""
 
 from pflight.task import Batch, Task
 

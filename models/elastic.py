@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pflight.method import half_for
+from pflight.method import client_method_for
 from pflight.options import checked
 
 from .classifier import Classifier
-from .halves.elastic import Elastic
+from .client_methods.elastic import Elastic
 
 
 @checked
 class ElasticClient(Classifier):
     """A classifier that is constrained to stay near its model after its last participation.
 
-    It names :class:`~pflight.models.halves.Elastic` as its client half, for server callbacks
-    without a half of their own. By itself it trains like a :class:`Classifier`.
+    It names :class:`~pflight.models.client_methods.Elastic` as its client method, for server
+    callbacks without a client method of their own. By itself it trains like a :class:`Classifier`.
 
     Args:
         *args: As in :class:`Classifier`.
@@ -29,7 +29,7 @@ class ElasticClient(Classifier):
 
     Example:
         >>> import torch
-        >>> ElasticClient(torch.nn.Linear(4, 2), num_classes=2).client_half.constraint
+        >>> ElasticClient(torch.nn.Linear(4, 2), num_classes=2).client_method.constraint
         'kl'
     """
 
@@ -41,4 +41,4 @@ class ElasticClient(Classifier):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.client_half = half_for(self, Elastic, alpha=alpha, constraint=constraint)
+        self.client_method = client_method_for(self, Elastic, alpha=alpha, constraint=constraint)

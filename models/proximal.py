@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pflight.method import half_for
+from pflight.method import client_method_for
 from pflight.options import checked
 
 from .classifier import Classifier
-from .halves.proximal import Proximal
+from .client_methods.proximal import Proximal
 
 
 @checked
 class ProximalClient(Classifier):
     """A classifier with a penalty on the distance of its parameters to what the server sent.
 
-    It names :class:`~pflight.models.halves.Proximal` as its client half, for server callbacks
-    without a half of their own. By itself it trains like a :class:`Classifier`.
+    It names :class:`~pflight.models.client_methods.Proximal` as its client method, for server
+    callbacks without a client method of their own. By itself it trains like a :class:`Classifier`.
 
     Args:
         *args: As in :class:`Classifier`.
@@ -29,7 +29,7 @@ class ProximalClient(Classifier):
 
     Example:
         >>> import torch
-        >>> ProximalClient(torch.nn.Linear(4, 2), num_classes=2, mu=0.1).client_half.mu
+        >>> ProximalClient(torch.nn.Linear(4, 2), num_classes=2, mu=0.1).client_method.mu
         0.1
     """
 
@@ -41,4 +41,4 @@ class ProximalClient(Classifier):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.client_half = half_for(self, Proximal, mu=mu, scaling=scaling)
+        self.client_method = client_method_for(self, Proximal, mu=mu, scaling=scaling)

@@ -17,10 +17,10 @@ from .data.data_module import FederatedDataModule
 from .data.loaders import Split
 from .engines.alone.engine import SequentialEngine
 from .engines.base import Engine, finite_rows
-from .engines.setting import Setting
+from .engines.client_setup import ClientSetup
 from .errors import ConfigurationError
 from .history import Logs, Round
-from .method import Half, Measure, Participation
+from .method import ClientMethod, Measure
 from .randomness import Purpose, generator
 from .runs.failures import Failures
 from .runs.memory import ClientMemory
@@ -32,11 +32,11 @@ from .states.updates import ClientFailure, ClientUpdates, Kept
 PRIVATE = "private"
 """The memory slot of entries that never travel."""
 MEMORY = "memory"
-"""The memory slot of what halves remember."""
+"""The memory slot of what client methods remember."""
 
 
-class ServerHalf(Protocol):
-    """What the clients have to know of the server half of an algorithm."""
+class ServerSide(Protocol):
+    """What the clients have to know of the server callback of an algorithm."""
 
     @property
     def private(self) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ class ServerHalf(Protocol):
 
 
 @dataclass(frozen=True)
-class LocalTraining:
+class TrainingOptions:
     """How clients train and are judged.
 
     Attributes:
@@ -102,8 +102,8 @@ class ClientWork:
 
     Args:
         module: The client module.
-        layout: Its state layout, with all that the half adds.
-        half: The client half.
+        layout: Its state layout, with all that the client method adds.
+        client_method: The client method.
         server: The server's models, of which clients know the first one's initial values.
         memory: Where the clients keep things.
         training: How they train.
@@ -112,8 +112,9 @@ class ClientWork:
         num_clients: Number of clients; 0 before there is data.
         data: Their samples, or ``None`` before a Trainer has run them.
         engine: What trains them, likewise.
-        server_half: The server half of the algorithm.
-        participation: What they do around their training, by default the half.
+        callback: The server callback of the algorithm.
+        outer_method: The client method for what they do around their training, by default the
+            same.
         history: An entry for every round so far.
         current: The round that goes on.
     """
@@ -122,22 +123,22 @@ class ClientWork:
         self,
         module: L.LightningModule,
         layout: StateLayout,
-        half: Half,
+        client_method: ClientMethod,
         server: ServerModels,
         memory: ClientMemory,
-        training: LocalTraining,
+        training: TrainingOptions,
     ) -> None:
         self.module = module
         self.layout = layout
-        self.half = half
-        self.participation: Participation = half
+        self.client_method = client_method
+        self.outer_method: ClientMethod = client_method
         self.server = server
         self.memory = memory
         self.training = training
         self.num_clients = 0
         self.data: FederatedDataModule | None = None
         self.engine: Engine | None = None
-        self.server_half: ServerHalf | None = None
+        self.callback: ServerSide | None = None
         self.history: list[Round] = []
         self.current = CurrentRound(Round(0, []))
         self._failures = self.failures_of(0, "it is left out")
@@ -212,12 +213,12 @@ class ClientWork:
 
     def class_counts_of(self, clients: Tensor) -> Tensor:
         """Return the clients' training samples by class ``[C, K]``."""
-        counts = self.attached_engine.setting.class_counts
+        counts = self.attached_engine.setup.class_counts
         return counts[clients.to(counts.device)]
 
     def num_batches(self, clients: Tensor) -> Tensor:
         """Return how many batches there are in a local epoch of the clients ``[C]``."""
-        sizes = map(self.attached_engine.setting.batch_sizes, self.num_samples_of(clients).tolist())
+        sizes = map(self.attached_engine.setup.batch_sizes, self.num_samples_of(clients).tolist())
         return torch.tensor([len(batches) for batches in sizes], dtype=torch.double)
 
     def random(self, client: int) -> torch.Generator:
@@ -228,9 +229,9 @@ class ClientWork:
 
     def start_states(self, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Return full states ``[C]``: what was kept, over what is sent, over the initial model."""
-        assert self.server_half is not None
+        assert self.callback is not None
         states = self.completed(clients, sent)
-        if private := self.server_half.private:
+        if private := self.callback.private:
             states.update(self.memory.read(PRIVATE, clients, states.select(*private)))
         return states
 
@@ -240,8 +241,8 @@ class ClientWork:
         return TensorDict(states, batch_size=[len(clients)])
 
     def remembered(self, clients: Tensor, states: TensorDict) -> Kept:
-        """Return what the clients' halves kept, by default entries of ``states`` ``[C]``."""
-        names = self.half.remembered(self.layout)
+        """Return what the clients' methods kept, by default entries of ``states`` ``[C]``."""
+        names = self.client_method.remembered(self.layout)
         return Kept(
             self.memory.read(MEMORY, clients, states.select(*names)),
             self.memory.seen(MEMORY, clients),
@@ -275,7 +276,7 @@ class ClientWork:
                 were another round now.
             epochs: Local epochs, in place of the federation's own epochs or steps.
         """
-        starts = self.participation.before_training(self, clients, sent)
+        starts = self.outer_method.before_training(self, clients, sent)
         updates = self.attached_engine.train(
             clients,
             starts,
@@ -356,10 +357,10 @@ class ClientWork:
     ) -> TensorDict:
         """Return ``starts`` ``[C]`` as another module trains them; NaN for a client that fails."""
         if self._learner is None:
-            setting, module = self.attached_engine.setting, build(self.module)
-            how = setting.precision, setting.device, setting.seed, setting.client_timeout
-            other = Setting(module, Half(), StateLayout.of(module), setting.data, *how)
-            other.mixes_samples = setting.mixes_samples  # as where the clients' own trains
+            setup, module = self.attached_engine.setup, build(self.module)
+            how = setup.precision, setup.device, setup.seed, setup.client_timeout
+            other = ClientSetup(module, ClientMethod(), StateLayout.of(module), setup.data, *how)
+            other.mixes_samples = setup.mixes_samples  # as where the clients' own trains
             self._learner = SequentialEngine(other)
             self._learner.check_input()
         index, purpose = self.current.entry.index, Purpose.FINETUNE
@@ -373,11 +374,11 @@ class ClientWork:
         self, clients: Tensor, starts: TensorDict, updates: ClientUpdates
     ) -> ClientUpdates:
         """Return what clients make of their training; those that get a NaN have failed."""
-        if type(self.participation).finish is Participation.finish or not len(updates.clients):
+        if type(self.outer_method).finish is ClientMethod.finish or not len(updates.clients):
             return updates
         if len(updates.clients) < len(clients):
             starts = starts[torch.isin(clients, updates.clients)]
-        states = self.participation.finish(self, updates.clients, starts, updates.states)
+        states = self.outer_method.finish(self, updates.clients, starts, updates.states)
         sound = torch.tensor(finite_rows(states), dtype=torch.bool)
         odd = updates.clients[~sound.to(updates.clients.device)].tolist()
         self.note_failures(ClientFailure(i, "what it sends is NaN or infinite") for i in odd)

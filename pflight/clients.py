@@ -1,4 +1,4 @@
-"""The clients of a federation, as its server half knows them: what they are asked, and send."""
+"""The clients of a federation, as its server callback knows them: what they are asked, and send."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lightning.pytorch.utilities import rank_zero_only
 from tensordict import TensorDict
 from torch import Tensor
 
-from .client_work import MEMORY, PRIVATE, ClientWork, CurrentRound, LocalTraining
+from .client_work import MEMORY, PRIVATE, ClientWork, CurrentRound, TrainingOptions
 from .data.cohort import CohortSampler
 from .data.data_module import FederatedDataModule
 from .data.loaders import Split
 from .engines.alone.engine import SequentialEngine
 from .engines.choice import Choice, EngineName, build_engine
-from .engines.setting import Setting
+from .engines.client_setup import ClientSetup
 from .errors import ConfigurationError
 from .history import Round, Traffic, add_logs
-from .method import Half, LocalClient, add_what_it_needs, layout_with
+from .method import ClientMethod, LocalClient, add_what_it_needs, layout_with
 from .runs.checks import check_unchanged, settings_of
 from .runs.distributed import owned
 from .runs.failures import Failures
@@ -41,20 +41,20 @@ _log = logging.getLogger("lightning.pytorch.pflight")
 _CHUNK_BYTES = 16 * 2**20  # a chunk of updates takes about this much memory
 _EXPLODED = 1e6  # times the largest value that a client started from, or 1
 STORED = "stored"
-"""The memory slot of what the server half stores by client."""
+"""The memory slot of what the server callback stores by client."""
 
 
 class Clients(ClientWork):
-    """All clients of a federation, as its server half knows them.
+    """All clients of a federation, as its server callback knows them.
 
     It asks them to train, for gradients or losses, and gets what they send, chunk by chunk;
     traffic, failures and logs are counted on the way. What they do by themselves, as a
-    :class:`~pflight.method.LocalWork`, and what they keep is for their half alone.
+    :class:`~pflight.method.LocalWork`, and what they keep is for their client method alone.
 
     Args:
         module: As all that follow, as in :class:`~pflight.client_work.ClientWork`.
         layout: Its state layout.
-        half: The client half.
+        client_method: The client method.
         server: The server's models.
         memory: Where the clients keep things.
         training: How they train.
@@ -64,7 +64,7 @@ class Clients(ClientWork):
         on_updates: Functions that are called with each chunk of updates, full states, as it comes.
         on_client_end: Called with the id of each client that has trained.
         renewed: Clients that have lost what they were known by, and begin anew.
-        said_not_finite: Metrics, as ``val/mae``, of which a client's was said not to be finite.
+        warned_metrics: Metrics, as ``val/mae``, of which a client's was said not to be finite.
     """
 
     if_data_are_lost = ""
@@ -73,16 +73,16 @@ class Clients(ClientWork):
         self,
         module: L.LightningModule,
         layout: StateLayout,
-        half: Half,
+        client_method: ClientMethod,
         server: ServerModels,
         memory: ClientMemory,
-        training: LocalTraining,
+        training: TrainingOptions,
     ) -> None:
-        super().__init__(module, layout, half, server, memory, training)
+        super().__init__(module, layout, client_method, server, memory, training)
         self.traffic = Traffic()
         self.on_updates: list[Callable[[ClientUpdates], None]] = []
         self.on_client_end: Callable[[int], None] | None = None
-        self.said_not_finite: set[str] = set()
+        self.warned_metrics: set[str] = set()
         self.renewed: set[int] = set()
         self._warned: set[str] = set()  # of clients that are not stacked
         self._as_copied: dict[str, Any] | None = None  # the module, when its copies were made
@@ -102,7 +102,7 @@ class Clients(ClientWork):
         """
         if self.data is None:
             return torch.arange(self.num_clients)
-        return self.data.train_clients if self.engine is None else self.engine.setting.trainable
+        return self.data.train_clients if self.engine is None else self.engine.setup.trainable
 
     @property
     def newcomers(self) -> Tensor:
@@ -125,18 +125,22 @@ class Clients(ClientWork):
         classes = getattr(self.module, "num_classes", None)
         return self.attached_data.class_counts("train", classes)
 
-    def take(self, data: FederatedDataModule) -> None:
+    def set_data(self, data: FederatedDataModule) -> None:
         """Take the clients' data, of as many clients as before.
 
         Raises:
             ConfigurationError: If they are others.
         """
-        if self.server_half is not None and data.num_clients != self.num_clients:
+        if self.callback is not None and data.num_clients != self.num_clients:
             raise ConfigurationError(
                 f"this federation was set up for {self.num_clients} clients, "
                 f"the data has {data.num_clients}"
             )
         self.data, self.num_clients = data, data.num_clients
+
+    def set_method(self, method: ClientMethod, outer: ClientMethod | None) -> None:
+        """Set what trains the clients, and what they do around it; by default that is the same."""
+        self.client_method, self.outer_method = method, outer or method
 
     def check(self, client: int) -> None:
         """Raise unless this is the id of a client.
@@ -151,21 +155,24 @@ class Clients(ClientWork):
     def prepare(
         self, needs_head: bool, trainer: L.Trainer | None, head: Sequence[Any] | None
     ) -> StateLayout:
-        """Add to the client module what its half needs, and return the layout of both.
+        """Add to the client module what its client method needs, and return the layout of both.
 
         Args:
-            needs_head: Whether the server half needs to know the module's head.
+            needs_head: Whether the server callback needs to know the module's head.
             trainer: The Trainer that runs the federation, if it has one.
             head: What the checkpoint says of it that the federation is loaded from otherwise.
 
         Raises:
-            ConfigurationError: If the half needs classes or a head that the module does not have.
+            ConfigurationError: If the client method needs classes or a head that the module does
+                not have.
         """
-        adds = type(self.half).extra is not Half.extra
-        if adds or ((needs_head or self.half.needs_head) and not has_plain_head(self.module)):
+        adds = type(self.client_method).extra is not ClientMethod.extra
+        if adds or (
+            (needs_head or self.client_method.needs_head) and not has_plain_head(self.module)
+        ):
             mark(self.module, head if trainer is None else self._find_head(trainer.strategy))
-        add_what_it_needs(self.half, self.module, self.seed)
-        self.layout = layout_with(self.half, StateLayout.of(self.module))
+        add_what_it_needs(self.client_method, self.module, self.seed)
+        self.layout = layout_with(self.client_method, StateLayout.of(self.module))
         self.buffers = BufferWatch(self.module, self.layout)
         return self.layout
 
@@ -183,7 +190,7 @@ class Clients(ClientWork):
 
         layout, data = StateLayout.of(self.module), self.attached_data
         how = strategy.precision_plugin, strategy.root_device, self.training.seed
-        engine = SequentialEngine(Setting(self.module, Half(), layout, data, *how))
+        engine = SequentialEngine(ClientSetup(self.module, ClientMethod(), layout, data, *how))
         for client in data.train_clients.split(1):
             engine.sums(client, expand_state(layout.template, 1), look, {})
             if found:
@@ -207,17 +214,17 @@ class Clients(ClientWork):
             timeout: Seconds that each client has, or ``None``.
             reason: Why, in place of the rule's reason.
         """
-        whose = self.module, self.half, self.layout, self.attached_data
+        whose = self.module, self.client_method, self.layout, self.attached_data
         how = strategy.precision_plugin, strategy.root_device, self.training.seed, timeout
-        setting = Setting(*whose, *how, self.training.lr_decay)
+        setup = ClientSetup(*whose, *how, self.training.lr_decay)
         self._as_copied = settings_of(self.module)
-        if self.half.needs_classes:
-            _ = setting.class_counts  # which says before the start if there are none
-        self.engine, choice = build_engine(wanted, clients_at_once, setting, self._warned)
+        if self.client_method.needs_classes:
+            _ = setup.class_counts  # which says before the start if there are none
+        self.engine, choice = build_engine(wanted, clients_at_once, setup, self._warned)
         self._learner = None
         choice = replace(choice, reason=reason) if reason else choice
         rank_zero_only(_log.info)(str(choice))
-        if idle := setting.idle_clients():
+        if idle := setup.idle_clients():
             rank_zero_only(_log.info)(idle)
         return choice
 
@@ -226,10 +233,10 @@ class Clients(ClientWork):
         self.current.entry.metrics.update(values)
 
     def check_memory(self, whose: str, parts: Mapping[str, int]) -> None:
-        """Say what a server half is about to take of the memory for all clients.
+        """Say what a server callback is about to take of the memory for all clients.
 
         Args:
-            whose: The server half.
+            whose: The server callback.
             parts: Bytes by what takes them.
 
         Raises:
@@ -251,13 +258,13 @@ class Clients(ClientWork):
         *,
         epochs: int | None = None,
         returns: Iterable[str] | None = None,
-        whole: int | None = None,
-        at_once: int | None = None,
-        aside: bool = False,
+        multiple_of: int | None = None,
+        max_chunk: int | None = None,
+        keep: bool = True,
     ) -> Iterator[ClientUpdates]:
         """Have clients train locally; yield what they send, chunk by chunk of this rank's.
 
-        They start where their :attr:`participation` says; private entries of the result are kept
+        They start where their :attr:`outer_method` says; private entries of the result are kept
         and don't appear in the updates. Traffic, failures and the clients' logs are recorded.
 
         Args:
@@ -265,14 +272,14 @@ class Clients(ClientWork):
             send: Gets ids ``[C]``; returns what these clients are sent ``[C]``.
             epochs: Local epochs, in place of the federation's own epochs or steps.
             returns: Names of the entries that they send back; by default all that travel.
-            whole: Chunks are of a multiple of this many clients, if they hold more, and the last
-                has the rest; by default they are of about the same size.
-            at_once: Clients in a chunk, at most.
-            aside: Whether the clients keep nothing of it.
+            multiple_of: Chunks are of a multiple of this many clients, if they hold more; the last
+                has the rest. By default they are of about the same size.
+            max_chunk: Clients in a chunk, at most.
+            keep: Whether the clients keep what they have learnt.
         """
         work = partial(self._train, epochs=epochs)
-        work = partial(work, aside=True) if aside else work
-        for chunk in self._chunks(clients, whole, at_once):
+        work = work if keep else partial(work, keep=False)
+        for chunk in self._chunks(clients, multiple_of, max_chunk):
             yield self._ask(chunk, send(chunk), work, returns)
 
     def gradients(
@@ -315,23 +322,23 @@ class Clients(ClientWork):
 
     def judged(self, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Return the full states ``[C]`` by which clients are judged that are sent this now."""
-        return self.participation.judged(self, clients, sent)
+        return self.outer_method.judged(self, clients, sent)
 
     def as_sent(self, clients: Tensor, sent: TensorDict) -> TensorDict:
         """Return the full states ``[C]`` of the models that clients are sent."""
-        return self.participation.as_sent(self, clients, self.completed(clients, sent))
+        return self.outer_method.as_sent(self, clients, self.completed(clients, sent))
 
     def further(
         self, clients: Tensor, sent: TensorDict, used: TensorDict, model: str
     ) -> TensorDict:
         """Return one of the further models ``[C]`` by which clients are judged."""
-        return self.participation.further(self, clients, sent, used, model)
+        return self.outer_method.further(self, clients, sent, used, model)
 
     def has_memory(self, clients: Tensor) -> Tensor:
         """Return a mask ``[C]`` of the clients that keep private entries from an earlier round."""
         return self.memory.seen(PRIVATE, clients)
 
-    # What the server half stores by client, on the rank that has it
+    # What the server callback stores by client, on the rank that has it
 
     def store(self, clients: Tensor, states: TensorDict) -> None:
         """Store something for each of the clients ``[C]``, which no client gets to see."""
@@ -398,19 +405,19 @@ class Clients(ClientWork):
         return entry.metrics | self.traffic.count(entry)
 
     def _chunks(
-        self, clients: Tensor, whole: int | None = None, at_once: int | None = None
+        self, clients: Tensor, multiple_of: int | None = None, max_chunk: int | None = None
     ) -> Iterator[Tensor]:
         """Split the clients of a round, this rank's, into chunks whose models fit into memory."""
         size = max(self.attached_engine.chunk, _CHUNK_BYTES // max(1, self.layout.nbytes))
-        size = size if at_once is None else min(size, at_once)
+        size = size if max_chunk is None else min(size, max_chunk)
         mine = owned(clients)
         if not len(mine):
             return
-        if whole is not None and size > whole:
-            yield from mine.split(size - size % whole)
+        if multiple_of is not None and size > multiple_of:
+            yield from mine.split(size - size % multiple_of)
             return
         parts = -(-len(mine) // size)
-        if whole is not None or at_once is not None:  # its caller steps in this order
+        if multiple_of is not None or max_chunk is not None:  # its caller steps in this order
             yield from mine.tensor_split(parts)
             return
         order = self.attached_data.num_samples("train")[mine.cpu()].argsort(stable=True)
@@ -425,11 +432,11 @@ class Clients(ClientWork):
         returns: Iterable[str] | None = None,
     ) -> ClientUpdates:
         """Have the clients of a chunk do something with what they are sent; count what travels."""
-        current, half = self.current, self.server_half
-        assert half is not None
+        current, client_method = self.current, self.callback
+        assert client_method is not None
         entry = current.entry
         entry.clients += clients.tolist()
-        entry.bytes_down += half.bytes_down(clients, sent)
+        entry.bytes_down += client_method.bytes_down(clients, sent)
         answers = current.answers(clients)
         if not answers.all():
             entry.failed += clients[~answers].tolist()
@@ -437,39 +444,39 @@ class Clients(ClientWork):
         updates = work(clients, sent)
         self.note_failures(updates.failures)
         add_logs(current.logs, updates.logs)
-        returned = half.sent_names if returns is None else returns
+        returned = client_method.sent_names if returns is None else returns
         updates = replace(updates, states=updates.states.select(*returned))
         self.buffers.look(clients, sent, updates, entry.index)
-        entry.bytes_up += half.bytes_up(updates)
+        entry.bytes_up += client_method.bytes_up(updates)
         return updates
 
     def _train(
-        self, clients: Tensor, sent: TensorDict, epochs: int | None = None, aside: bool = False
+        self, clients: Tensor, sent: TensorDict, epochs: int | None = None, keep: bool = True
     ) -> ClientUpdates:
         engine = self.attached_engine
-        starts = self.participation.before_training(self, clients, sent)
+        starts = self.outer_method.before_training(self, clients, sent)
         updates = engine.train(
             clients,
             starts,
             round_index=self.current.entry.index,
             epochs=epochs or self.training.epochs,
             steps=None if epochs else self.training.steps,
-            kept=self.remembered(clients, starts) if self.half.keeps_memory else None,
+            kept=self.remembered(clients, starts) if self.client_method.keeps_memory else None,
             on_client_end=self.on_client_end,
         )
-        idle = ~engine.setting.has_batches(updates.clients)
+        idle = ~engine.setup.has_batches(updates.clients)
         if idle.any():  # who has learnt nothing has nothing to say, and weighs nothing
             before = starts[torch.isin(clients, updates.clients)]
             updates = updates.where(~idle | moved(before, updates.states, self.layout.parameters))
         updates = self.finished(clients, starts, updates)
-        if aside:
+        if not keep:
             return updates
         for listener in self.on_updates:
             listener(updates)
         starts = self._keep(clients, starts, updates)
         if updates.kept is not None:
             self.memory.write(MEMORY, updates.clients, updates.kept)
-        self.participation.keep(self, updates.clients, starts, updates.states)
+        self.outer_method.keep(self, updates.clients, starts, updates.states)
         return updates
 
     def _take_gradients(
@@ -478,17 +485,17 @@ class Clients(ClientWork):
         engine, index = self.attached_engine, self.current.entry.index
         starts = self.start_states(clients, sent)
         updates = engine.gradients(clients, starts, round_index=index, batches=batches)
-        updates = updates.where(engine.setting.has_batches(updates.clients))
+        updates = updates.where(engine.setup.has_batches(updates.clients))
         self._keep(clients, starts, updates)
         return updates
 
     def _keep(self, clients: Tensor, starts: TensorDict, updates: ClientUpdates) -> TensorDict:
         """Keep the private entries of those that answered; return where they started."""
-        assert self.server_half is not None
+        assert self.callback is not None
         if len(updates.clients) < len(clients):
             starts = starts[torch.isin(clients, updates.clients)]
         self._warn_of_explosions(updates, starts)
-        if private := self.server_half.private:
+        if private := self.callback.private:
             self.memory.write(PRIVATE, updates.clients, updates.states.select(*private))
         return starts
 

@@ -33,7 +33,7 @@ class Evaluator:
 
     Args:
         clients: The clients.
-        callback: The server half, which gives each client's model.
+        callback: The server callback, which gives each client's model.
         split: ``"val"`` or ``"test"``; also the prefix of the tags.
         f1_average: As in :class:`~pflight.metrics.collection.ClientMetrics`.
     """
@@ -52,11 +52,11 @@ class Evaluator:
         self.failures = clients.failures_of(
             clients.last_round, f"it is left out of the {split} metrics"
         )
-        clients.attached_engine.setting.round_index = clients.last_round
+        clients.attached_engine.setup.round_index = clients.last_round
         models: tuple[WhichModel, ...] = ("", "server/")
         if clients.training.finetune_epochs:
             models += ("finetuned/",)
-        models += clients.participation.further_models
+        models += clients.outer_method.further_models
         with torch.inference_mode(False):
             self._metrics = {model: self._new_metrics() for model in models}
 
@@ -86,7 +86,7 @@ class Evaluator:
                 outputs["finetuned/"] = outputs[""]
             elif models.finetuned is not None:
                 outputs["finetuned/"] = self._evaluate(ids, models.finetuned)
-        for name in clients.participation.further_models:
+        for name in clients.outer_method.further_models:
             sent = callback.broadcast(ids)
             used = clients.judged(ids, sent) if models is None else models.used
             states = clients.further(ids, sent, used, name)
@@ -151,8 +151,8 @@ class Evaluator:
             return
         for name, clients in metrics.not_finite().items():
             tag = f"{self.split}/{name}"
-            if tag not in self.clients.said_not_finite:
-                self.clients.said_not_finite.add(tag)
+            if tag not in self.clients.warned_metrics:
+                self.clients.warned_metrics.add(tag)
                 more = f" and {len(clients) - 1:,} others" if len(clients) > 1 else ""
                 rank_zero_warn(
                     f"round {self.clients.last_round}: {self.split}/{model}{name} of client "
@@ -180,7 +180,7 @@ class Evaluator:
 
     def _new_metrics(self) -> ClientMetrics | LoggedMetrics:
         clients, module = self.clients, self.clients.module
-        task = clients.attached_engine.setting.task
+        task = clients.attached_engine.setup.task
         if task is not None:
             counting = task.client_metrics(clients.num_clients, self.f1_average)
             if counting is not None:
@@ -246,9 +246,9 @@ class ClientModels(NamedTuple):
         epochs = clients.training.finetune_epochs
         if not epochs:
             return cls(callback.personalize(ids), None)
-        if callback.judges_otherwise or not clients.participation.judged_by_memory:
+        if callback.judges_otherwise or not clients.outer_method.judged_by_memory:
             tuned = clients.finetune(ids, callback.personalize(ids), epochs=epochs)
-            tuned = clients.participation.after_finetuning(clients, ids, tuned)
+            tuned = clients.outer_method.after_finetuning(clients, ids, tuned)
             return cls(tuned, tuned)
         starts = clients.start_states(ids, callback.broadcast(ids))
         tuned = clients.finetune(ids, starts, epochs=epochs)
@@ -267,7 +267,7 @@ def model_of(
 
 def predict(clients: Clients, callback: ServerCallback, ids: Tensor) -> Evaluation | Predictions:
     """Return the predictions of the clients' models ``[C]`` on their test samples."""
-    clients.attached_engine.setting.round_index = clients.last_round
+    clients.attached_engine.setup.round_index = clients.last_round
     states = ClientModels.of(clients, callback, ids).used
     predictions, failures = clients.attached_engine.predict(ids, states, "test")
     clients.note_sound(len(ids) - len(failures))

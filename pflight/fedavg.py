@@ -44,8 +44,8 @@ class FedAvg(ServerCallback):
 
     @property
     def algorithm_name(self) -> str:
-        """FedAvg, or its name with the client half and the server optimizer in use."""
-        name = getattr(self.clients.half, "fedavg_name", None)
+        """FedAvg, or its name with the client method and the server optimizer in use."""
+        name = getattr(self.clients.client_method, "fedavg_name", None)
         names = [] if name is None else [name]
         if self.server.build_optimizer is not None:
             optimizer = self.server.build_optimizer(list(self.server.parameters()))
@@ -64,7 +64,7 @@ class FedAvg(ServerCallback):
         weights = counts if self.weighting == "samples" else counts.new_ones(len(counts))
         self.mean.add(updates.states, weights)
 
-    def step(self) -> None:
+    def set_pseudo_gradients(self) -> None:
         """Set the server's pseudo-gradient to what :meth:`aggregate` makes of the clients' mean."""
         self.mean.all_reduce()
         if self.mean.weights[0] > 0:

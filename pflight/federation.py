@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from .client_work import LocalTraining
+from .client_work import TrainingOptions
 from .clients import Clients
 from .engines.alone.copies import set_up
 from .engines.choice import EngineName
@@ -20,7 +20,7 @@ from .errors import ConfigurationError
 from .evaluation import Evaluator, WhichModel, model_of, predict
 from .fedavg import FedAvg
 from .history import Round, check_trained
-from .method import Half, half_of
+from .method import ClientMethod, client_method_of
 from .metrics.collection import F1Average
 from .metrics.watched import check_monitor, check_monitors
 from .options import check_range, check_types
@@ -31,7 +31,7 @@ from .runs.memory import ClientMemory, MappedMemory
 from .runs.record import RunRecord
 from .runs.round_log import log_histograms, log_hyperparameters, log_values, silence_hints
 from .runs.same_ranks import check_ranks
-from .server_callback import ServerCallback, attached, chosen_half, server_callback_of
+from .server_callback import ServerCallback, attached, chosen_client_method, server_callback_of
 from .states.server_models import ServerModels, server_work, take_step
 from .states.server_schedule import WaitingSchedule, build_optimizer, monitored, step_schedule
 from .states.state import StateLayout, with_state
@@ -136,10 +136,10 @@ class Federation(L.LightningModule):
         self.clients = Clients(
             self.client,
             self.layout,
-            half_of(client) or Half(),
+            client_method_of(client) or ClientMethod(),
             self.server,
             ClientMemory() if client_memory == "ram" else MappedMemory(),
-            LocalTraining(*how, on_client_error, seed, client_lr_decay),
+            TrainingOptions(*how, on_client_error, seed, client_lr_decay),
         )
         self.record = RunRecord(self.clients, allow_other_data)
         self.evaluators: dict[str, Evaluator] = {}
@@ -163,18 +163,18 @@ class Federation(L.LightningModule):
         return self.clients.num_clients
 
     @property
-    def attached_callback(self) -> ServerCallback:
+    def server_callback(self) -> ServerCallback:
         """The server callback that set this federation up, and none since; an error without one."""
         return attached(self.callback, self.clients)
 
     @property
     def algorithm(self) -> str:
         """The algorithm's name in results, such as FedEC for ``Reptile`` with an ElasticClient."""
-        return self.attached_callback.name_in_results
+        return self.server_callback.name_in_results
 
     def server_states(self) -> list[dict[str, Tensor]]:
         """Return the server's models, each in the form of ``client.state_dict()``."""
-        states = self.attached_callback.server_states() if self.callback else []
+        states = self.server_callback.server_states() if self.callback else []
         return [self.layout.state_dict(state) for state in states]
 
     def client_state(self, client: int) -> dict[str, Tensor]:
@@ -237,7 +237,7 @@ class Federation(L.LightningModule):
         federation = cls(client, **{**{name: saved[name] for name in names}, **options})
         federation.clients.num_clients = int(record.get("num_clients", 0))
         callback = callback or FedAvg()
-        federation._take_half(callback, record.get("head"))
+        federation._choose_method(callback, record.get("head"))
         federation._set_up(callback)
         federation.on_load_checkpoint(checkpoint)
         federation.load_state_dict(checkpoint["state_dict"], assign=True)  # keeps float64
@@ -258,9 +258,9 @@ class Federation(L.LightningModule):
         callback = server_callback_of(trainer)
         assert callback is not None
         data = check_data(getattr(trainer, "datamodule", None), self.client)
-        clients.take(callback.local_data(data))
+        clients.set_data(callback.local_data(data))
         self.record.forget_data()
-        self._take_half(callback)
+        self._choose_method(callback)
         check_ranks(clients, callback, {**self.hparams, "max_epochs": trainer.max_epochs})
         how = trainer.strategy, self.client_timeout
         self.record.choice = clients.choose_engine(self.engine, self.clients_at_once, *how)
@@ -274,7 +274,7 @@ class Federation(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Return the server optimizer, with its scheduler if there is one."""
-        callback = self.attached_callback
+        callback = self.server_callback
         callback.on_before_configure_optimizers(self.trainer)
         build = self.server_optimizer or callback.configure_optimizer
         schedule = self.server_scheduler or callback.configure_scheduler
@@ -297,7 +297,7 @@ class Federation(L.LightningModule):
         optimizer.zero_grad()
         failures = self.clients.begin_round()
         with self._server_work(), self.clients.noting(failures):
-            self.attached_callback.round(cohort)
+            self.server_callback.round(cohort)
         failures.raise_together()
         log_values(self, self.clients.end_round(failures.clients), self.clients.last_round)
         log_histograms(self, self.clients.current.histograms, self.clients.last_round)
@@ -311,7 +311,7 @@ class Federation(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Start an evaluation of all clients on their validation samples."""
-        whose = self.clients, self.attached_callback
+        whose = self.clients, self.server_callback
         self.evaluators["val"] = self.evaluator(*whose, "val", self.f1_average)
 
     def validation_step(self, clients: Tensor, batch_idx: int) -> None:
@@ -328,7 +328,7 @@ class Federation(L.LightningModule):
 
     def on_test_epoch_start(self) -> None:
         """Start an evaluation of all clients on their test samples."""
-        whose = self.clients, self.attached_callback
+        whose = self.clients, self.server_callback
         self.evaluators["test"] = self.evaluator(*whose, "test", self.f1_average)
 
     def test_step(self, clients: Tensor, batch_idx: int) -> None:
@@ -352,7 +352,7 @@ class Federation(L.LightningModule):
         one for each batch.
         """
         with self._server_work(), self.clients.noting(self._predict_failures):
-            return predict(self.clients, self.attached_callback, owned(clients))
+            return predict(self.clients, self.server_callback, owned(clients))
 
     def on_predict_epoch_end(self) -> None:
         """Raise if a client failed and ``on_client_error`` is ``"raise"``, or all failed."""
@@ -365,7 +365,7 @@ class Federation(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check that a checkpoint fits, and load history and this rank's client memory."""
-        callback = self.attached_callback
+        callback = self.server_callback
         state = checkpoint.get("callbacks", {}).get(callback.state_key)
         if state is not None:  # it may say how many models there are
             callback.load_state_dict(state)
@@ -378,23 +378,23 @@ class Federation(L.LightningModule):
 
     # Setting up
 
-    def _take_half(self, callback: ServerCallback, head: Sequence[Any] | None = None) -> None:
-        """Use the callback's client half, or the one that the client module names."""
-        half = chosen_half(callback, self.client, self.clients.num_clients)
-        self.clients.half, self.clients.participation = half, callback.participation or half
+    def _choose_method(self, callback: ServerCallback, head: Sequence[Any] | None = None) -> None:
+        """Use the callback's client method, or the one that the client module names."""
+        method = chosen_client_method(callback, self.client, self.clients.num_clients)
+        self.clients.set_method(method, callback.outer_method)
         if self.callback is None:
             self.layout = self.clients.prepare(callback.needs_head, self._trainer, head)
             self.server = self.clients.server = self.server.of(self.layout)
 
     def _set_up(self, callback: ServerCallback) -> None:
-        callback.join(self.clients, self.server, self.callback)
+        callback.attach(self.clients, self.server, self.callback)
         for name, part in callback.modules.items():
             self.add_module(name, part)
         self.callback = callback
 
     def _own(self, client: int) -> dict[str, Tensor]:
         self.clients.check(client)
-        return model_of(self.clients, client, self.attached_callback, self.device)
+        return model_of(self.clients, client, self.server_callback, self.device)
 
     def _server_work(self) -> AbstractContextManager[None]:
         return server_work(self.device, self.clients.seed, self.clients.rounds)

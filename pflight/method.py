@@ -1,4 +1,4 @@
-"""The client half of an algorithm: what it adds to the training of a client's own module."""
+"""The client side of a method: what it adds to the training of a client's own module."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .states.state import StateLayout
 from .states.updates import ClientUpdates, Kept
 
 OWN = "pflight_own."
-"""What the names of a half's own entries in a client's state begin with."""
+"""What the names of a client method's own entries in a client's state begin with."""
 PERSONAL = "pflight_personal."
 """What the names of a client's personal copy of its module begin with."""
 
 
 class LocalClient(Protocol):
-    """One client in local training, as an engine hands it to a :class:`Half`.
+    """One client in local training, as an engine hands it to a :class:`ClientMethod`.
 
     Tensors are those of one client, also where an engine trains many at once.
     """
@@ -44,7 +44,7 @@ class LocalClient(Protocol):
 
     @property
     def own(self) -> Mapping[str, Tensor]:
-        """The half's own entries, as :meth:`Half.state` named them; changed in place."""
+        """The method's own entries, as :meth:`ClientMethod.state` names them; changed in place."""
 
     @property
     def anchor(self) -> Mapping[str, Tensor] | None:
@@ -56,11 +56,11 @@ class LocalClient(Protocol):
 
     @property
     def extra(self) -> Mapping[str, Tensor]:
-        """The tensors of the module that :meth:`Half.extra` adds, by their names in it."""
+        """The tensors of the module that :meth:`ClientMethod.extra` adds, by their names in it."""
 
     @property
     def memory(self) -> Mapping[str, Tensor] | None:
-        """What the half remembered of this client, or ``None``.
+        """What the client method remembered of this client, or ``None``.
 
         An engine that trains many at once has some also where :attr:`seen` is 0: the state that the
         client starts from.
@@ -80,7 +80,7 @@ class LocalClient(Protocol):
 
     @property
     def class_counts(self) -> Tensor:
-        """This client's training samples by class ``[K]``, if :attr:`Half.needs_classes`."""
+        """This client's samples by class ``[K]``, if :attr:`ClientMethod.needs_classes`."""
 
     @property
     def num_steps(self) -> Tensor:
@@ -142,7 +142,7 @@ class LocalClient(Protocol):
     def predict(
         self, features: Tensor, classify: Callable[[Tensor], Tensor], **options: Any
     ) -> Tensor:
-        """Return what the module of :meth:`Half.extra` predicts for features ``[n, d]``.
+        """Return what the module of :meth:`ClientMethod.extra` predicts for features ``[n, d]``.
 
         Args:
             features: The features.
@@ -195,7 +195,7 @@ class LocalWork(Protocol):
 
     @property
     def layout(self) -> StateLayout:
-        """The layout of the clients' states, with all that the half adds."""
+        """The layout of the clients' states, with all that the client method adds."""
 
     @property
     def head(self) -> Head:
@@ -205,7 +205,7 @@ class LocalWork(Protocol):
         """Return full states ``[C]``: what was kept, over what is sent, over the initial model."""
 
     def remembered(self, clients: Tensor, states: TensorDict) -> Kept:
-        """Return what the clients' half remembers, by default entries of ``states`` ``[C]``."""
+        """Return what the clients' method remembers, by default entries of ``states`` ``[C]``."""
 
     def read(self, slot: str, clients: Tensor, default: TensorDict) -> TensorDict:
         """Return what was written into a slot of the clients' memory, by default ``default``."""
@@ -324,100 +324,6 @@ class LocalWork(Protocol):
         """
 
 
-class Participation:
-    """What clients do around their training: where they start, what they keep, how they are judged.
-
-    It is done at the clients, for a stack of them ``[C]``, by what :class:`LocalWork` they have; a
-    machine that holds one client does it for that one.
-
-    Attributes:
-        judged_by_memory: Whether a client is judged by the model that its half remembers.
-        further_models: Further models by which clients are judged, as prefixes of tags.
-    """
-
-    judged_by_memory: bool = False
-    further_models: tuple[str, ...] = ()
-
-    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the full states ``[C]`` from which clients train, which are also their anchors.
-
-        Args:
-            work: What the clients can do.
-            clients: Ids ``[C]``.
-            sent: What the server sends them ``[C]``; what they kept is laid over it.
-        """
-        return work.start_states(clients, sent)
-
-    def finish(
-        self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
-    ) -> TensorDict:
-        """Return the states ``[C]`` that clients send and keep, by default as they were trained.
-
-        Args:
-            work: What the clients can do.
-            clients: Ids ``[C]`` of those that have trained.
-            starts: What :meth:`before_training` gave ``[C]``.
-            trained: Their states after training ``[C]``. A client that gets a NaN here has failed.
-        """
-        return trained
-
-    def keep(
-        self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
-    ) -> None:
-        """Write what else clients keep that have trained; by default nothing.
-
-        Args:
-            work: What the clients can do.
-            clients: Ids ``[C]``.
-            starts: What :meth:`before_training` gave ``[C]``.
-            trained: What :meth:`finish` gave ``[C]``.
-        """
-
-    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the full states ``[C]`` by which clients are judged.
-
-        By default where they would start to train; or, with :attr:`judged_by_memory`, what they
-        remember.
-
-        Args:
-            work: What the clients can do.
-            clients: Ids ``[C]``.
-            sent: What the server sends them now ``[C]``.
-        """
-        states = work.start_states(clients, sent)
-        if not self.judged_by_memory:
-            return states
-        return states.update(work.remembered(clients, states).states)
-
-    def after_finetuning(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Return the states ``[C]`` by which clients are judged whose models were fine-tuned."""
-        return states
-
-    def as_sent(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Return the full states ``[C]`` of the tags ``server/``, by default as they are.
-
-        Args:
-            work: What the clients can do.
-            clients: Ids ``[C]``.
-            states: What the server sends them now, over the initial model ``[C]``.
-        """
-        return states
-
-    def further(
-        self, work: LocalWork, clients: Tensor, sent: TensorDict, used: TensorDict, model: str
-    ) -> TensorDict:
-        """Return one of :attr:`further_models` of the clients ``[C]``: full states.
-
-        Args:
-            work: What the clients can do.
-            clients: Ids ``[C]``.
-            sent: What the server sends them now ``[C]``.
-            used: The states by which they are judged ``[C]``, after fine-tuning if there is any.
-            model: Which.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not define further()")
-
-
 class Phase(NamedTuple):
     """Successive local epochs in which a client trains the same parameters."""
 
@@ -433,21 +339,27 @@ class Phase(NamedTuple):
     """Learning rate in place of the optimizer's own."""
 
 
-class Half(Participation):
-    """What an algorithm asks of its clients, beside their own module; this one asks for nothing.
+class ClientMethod:
+    """What a method does at its clients, beside their own module; this one does nothing.
 
-    A half holds options alone, so that it can be pickled, written in YAML and shared by all
-    clients. Nothing of it is mixed into the user's module: the engine calls it from outside. A
+    A client method holds options alone, so that it can be pickled, written in YAML and shared by
+    all clients. Nothing of it is mixed into the user's module: the engine calls it from outside. A
     subclass overrides what differs from plain training, most often :meth:`penalty`. What it
     computes are functions of tensors, so that an engine can run them for many clients at once.
 
+    What clients do around their training is for a stack of them ``[C]``, by what :class:`LocalWork`
+    they have: :meth:`before_training`, :meth:`finish`, :meth:`keep`, and the models by which they
+    are judged. A machine that holds one client does it for that one.
+
     Attributes:
         keeps_memory: Whether clients remember something from one participation to the next.
-        judged_by_memory: As of :class:`Participation`.
+        judged_by_memory: Whether a client is judged by the model that it remembers.
+        further_models: Further models by which clients are judged, as prefixes of tags.
         averages_samples: Whether what it adds to the loss is a mean over samples, or has nothing
             to do with them, so that samples without weight may fill up a batch.
-        personal: The half by which each client trains a second, personal copy of its module on the
-            same batches, by which it is judged and which never travels; ``None`` for no copy.
+        personal: The client method by which each client trains a second, personal copy of its
+            module on the same batches, by which it is judged and which never travels; ``None`` for
+            no copy.
         needs_head: Whether it looks at features, the input of the module's head.
         needs_classes: Whether it needs a module with ``num_classes``, and samples with classes.
         extra_options: Options of the optimizer for the parameters of :meth:`extra`, such as their
@@ -462,6 +374,8 @@ class Half(Participation):
     """
 
     keeps_memory: bool = False
+    judged_by_memory: bool = False
+    further_models: tuple[str, ...] = ()
     averages_samples: bool = True
     needs_head: bool = False
     needs_classes: bool = False
@@ -470,11 +384,11 @@ class Half(Participation):
     per_sample: tuple[str, ...] = ()
     needs_mean_samples: bool = False
     needs_constant_lr: bool = False
-    personal: Half | None = None
+    personal: ClientMethod | None = None
     fedavg_name: str | None = None
 
     def check(self, module: LightningModule) -> None:
-        """Raise if a module lacks what this half needs.
+        """Raise if a module lacks what this client method needs.
 
         Raises:
             ConfigurationError: In one line, before the start.
@@ -559,7 +473,7 @@ class Half(Participation):
     def personal_value(self, states: TensorDict, shared: str, personal: str) -> Tensor:
         """Return an entry ``[C, ...]`` of the models by which clients are judged.
 
-        The half of a personal copy says so, by default that it is the copy's.
+        The client method of a personal copy says so, by default that it is the copy's.
 
         Args:
             states: The clients' states ``[C]``.
@@ -568,8 +482,87 @@ class Half(Participation):
         """
         return states[personal]
 
+    def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the full states ``[C]`` from which clients train, which are also their anchors.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]``.
+            sent: What the server sends them ``[C]``; what they kept is laid over it.
+        """
+        return work.start_states(clients, sent)
+
+    def finish(
+        self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
+    ) -> TensorDict:
+        """Return the states ``[C]`` that clients send and keep, by default as they were trained.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]`` of those that have trained.
+            starts: What :meth:`before_training` gave ``[C]``.
+            trained: Their states after training ``[C]``. A client that gets a NaN here has failed.
+        """
+        return trained
+
+    def keep(
+        self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
+    ) -> None:
+        """Write what else clients keep that have trained; by default nothing.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]``.
+            starts: What :meth:`before_training` gave ``[C]``.
+            trained: What :meth:`finish` gave ``[C]``.
+        """
+
+    def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
+        """Return the full states ``[C]`` by which clients are judged.
+
+        By default where they would start to train; or, with :attr:`judged_by_memory`, what they
+        remember.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]``.
+            sent: What the server sends them now ``[C]``.
+        """
+        states = work.start_states(clients, sent)
+        if not self.judged_by_memory:
+            return states
+        return states.update(work.remembered(clients, states).states)
+
+    def after_finetuning(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
+        """Return the states ``[C]`` by which clients are judged whose models were fine-tuned."""
+        return states
+
+    def as_sent(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
+        """Return the full states ``[C]`` of the tags ``server/``, by default as they are.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]``.
+            states: What the server sends them now, over the initial model ``[C]``.
+        """
+        return states
+
+    def further(
+        self, work: LocalWork, clients: Tensor, sent: TensorDict, used: TensorDict, model: str
+    ) -> TensorDict:
+        """Return one of :attr:`further_models` of the clients ``[C]``: full states.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]``.
+            sent: What the server sends them now ``[C]``.
+            used: The states by which they are judged ``[C]``, after fine-tuning if there is any.
+            model: Which.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define further()")
+
     def __eq__(self, other: object) -> bool:
-        """Return whether two halves are of one kind and have the same options."""
+        """Return whether two client methods are of one kind and have the same options."""
         return type(self) is type(other) and vars(self) == vars(other)
 
     def __repr__(self) -> str:
@@ -581,22 +574,21 @@ class Half(Participation):
         return hash(type(self))
 
     @property
-    def kinds(self) -> tuple[type[Half], ...]:
-        """The classes of this half and of that of the personal copy, if there is one."""
+    def kinds(self) -> tuple[type[ClientMethod], ...]:
+        """The classes of this client method and of that of the personal copy, if there is one."""
         return (type(self), *(() if self.personal is None else self.personal.kinds))
 
     @property
     def only_adds(self) -> bool:
         """Whether it adds a penalty and nothing else, which manual optimization allows."""
-        return type(self).loss is Half.loss and self.personal is None
+        return type(self).loss is ClientMethod.loss and self.personal is None
 
 
-HalfT = TypeVar("HalfT", bound=Half)
-ParticipationT = TypeVar("ParticipationT", bound=Participation)
+ClientMethodT = TypeVar("ClientMethodT", bound=ClientMethod)
 
 
-def half_for(owner: object, kind: type[ParticipationT], **options: Any) -> ParticipationT:
-    """Return a half; an option of it that is out of range is named as that of its owner.
+def client_method_for(owner: object, kind: type[ClientMethodT], **options: Any) -> ClientMethodT:
+    """Return a client method; an option of it that is out of range is named as that of its owner.
 
     Raises:
         ConfigurationError: If an option is.
@@ -608,32 +600,32 @@ def half_for(owner: object, kind: type[ParticipationT], **options: Any) -> Parti
         raise ConfigurationError(f"{type(owner).__name__}: {reason}") from error
 
 
-def half_of(module: LightningModule) -> Half | None:
-    """Return the half that a client module names itself, as its attribute ``client_half``."""
-    half = getattr(module, "client_half", None)
-    return half if isinstance(half, Half) else None
+def client_method_of(module: LightningModule) -> ClientMethod | None:
+    """Return the client method that a client module names as its attribute ``client_method``."""
+    client_method = getattr(module, "client_method", None)
+    return client_method if isinstance(client_method, ClientMethod) else None
 
 
-def add_what_it_needs(half: Half, module: LightningModule, seed: int) -> None:
-    """Add a half's extra module, if it has one, to a federation's copy of the client module.
+def add_what_it_needs(client_method: ClientMethod, module: LightningModule, seed: int) -> None:
+    """Add the extra module of a client method, if it has one, to a copy of the client module.
 
     Args:
-        half: The client half.
+        client_method: The client method.
         module: That copy.
         seed: Keys what is drawn for the extra module.
 
     Raises:
-        ConfigurationError: If the half needs classes or a head that the module does not have, or
-            an output of the head for each class.
+        ConfigurationError: If the client method needs classes or a head that the module does not
+            have, or an output of the head for each class.
     """
-    if half.needs_classes and not hasattr(module, "num_classes"):
+    if client_method.needs_classes and not hasattr(module, "num_classes"):
         raise ConfigurationError(
             f"the algorithm needs classes, and {type(module).__name__} has no num_classes to say "
             "how many its head tells apart"
         )
-    if half.needs_head:
+    if client_method.needs_head:
         head = head_of(module)
-        if half.needs_classes and head.outputs not in (0, module.num_classes):
+        if client_method.needs_classes and head.outputs not in (0, module.num_classes):
             raise ConfigurationError(
                 f"the algorithm needs an output for each class, but the head of "
                 f"{type(module).__name__}, {head.name}, gives {head.outputs}, and num_classes is "
@@ -642,20 +634,20 @@ def add_what_it_needs(half: Half, module: LightningModule, seed: int) -> None:
         mark(module, head)  # as it is before there are further layers
         with isolated(torch.device("cpu")):
             seed_everything(derive_seed(Purpose.SERVER, seed), torch.device("cpu"))
-            extra = half.extra(module, head)
+            extra = client_method.extra(module, head)
         if extra is not None:
             add_extra(module, extra)
 
 
-def layout_with(half: Half, layout: StateLayout) -> StateLayout:
-    """Return the layout of a module's state with all that a half adds to it.
+def layout_with(client_method: ClientMethod, layout: StateLayout) -> StateLayout:
+    """Return the layout of a module's state with all that a client method adds to it.
 
     Args:
-        half: The client half.
+        client_method: The client method.
         layout: The layout of the client module alone.
     """
     weights = {name: layout.template[name] for name in layout.parameters}
-    own = {f"{OWN}{name}": tensor for name, tensor in half.state(weights).items()}
-    if half.personal is not None:
+    own = {f"{OWN}{name}": tensor for name, tensor in client_method.state(weights).items()}
+    if client_method.personal is not None:
         layout = layout.with_copy(PERSONAL)
     return layout.with_entries(own)

@@ -1,4 +1,4 @@
-"""The base class of server callbacks, the server half of an algorithm."""
+"""The base class of server callbacks, the server callback of an algorithm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .clients import Clients
 from .data.data_module import FederatedDataModule
 from .errors import ConfigurationError
-from .method import OWN, Half, HalfT, Participation, half_for, half_of
+from .method import OWN, ClientMethod, ClientMethodT, client_method_for, client_method_of
 from .options import arguments, checked
 from .runs.checks import check_same_options
 from .states.buffers import unit_vectors
@@ -28,15 +28,17 @@ from .states.updates import ClientUpdates
 
 @checked
 class ServerCallback(L.Callback):
-    """The server half of an algorithm: what clients are sent, and how updates are aggregated.
+    """The server callback of an algorithm: what clients are sent, and how updates are aggregated.
 
-    A new algorithm is one file with a subclass. Most override :meth:`receive` and :meth:`step`.
-    What clients do is their half's, or their participation's, to say:
+    A new algorithm is one file with a subclass. Most override :meth:`receive` and
+    :meth:`set_pseudo_gradients`. What clients do is for the :class:`~pflight.method.ClientMethod`
+    to say:
 
     - :meth:`setup_server` makes the server's models, once per federation;
     - :meth:`round` is one communication round: :meth:`broadcast`, local training,
-      :meth:`receive` for every chunk of updates as it arrives, then :meth:`step`;
-    - :meth:`step` turns partial sums into pseudo-gradients, which the server optimizer applies;
+      :meth:`receive` for every chunk of updates as it arrives, then :meth:`set_pseudo_gradients`;
+    - :meth:`set_pseudo_gradients` turns partial sums into pseudo-gradients, which the server
+      optimizer applies;
     - :meth:`personalize` has clients give the models by which they are judged.
 
     State that a resumed run needs goes into ``state_dict`` and ``load_state_dict``, which Lightning
@@ -53,20 +55,22 @@ class ServerCallback(L.Callback):
         server: The server's models, likewise.
         modules: Further modules on the server, by name, whose parameters the server optimizer
             steps.
-        half: The client half of the algorithm: what it adds to the training of a client's module.
-        participation: What clients do around their training, whatever half trains them; ``None`` if
-            the half decides on that.
-        chooses_half: Whether this callback decides on the client half; otherwise a half that the
-            client module names takes its place.
+        client_method: The client method of the algorithm: what it adds to the training of a
+            client's module.
+        outer_method: The client method for what clients do around their training, whatever client
+            method trains them;
+            ``None`` if the client method decides on that.
+        chooses_client_method: Whether this callback decides on the client method; otherwise a
+            client method that the client module names takes its place.
         private: Names of the entries of a state that stay with the client and never travel, in the
             layout's order.
     """
 
     clients: Clients
     server: ServerModels
-    half: Half = Half()
-    participation: Participation | None = None
-    chooses_half: bool = True
+    client_method: ClientMethod = ClientMethod()
+    outer_method: ClientMethod | None = None
+    chooses_client_method: bool = True
     _given: dict[str, Any]
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
@@ -86,18 +90,19 @@ class ServerCallback(L.Callback):
         self.private: tuple[str, ...] = ()
         self.modules: dict[str, nn.Module] = {}
 
-    def bring(self, kind: type[HalfT], **options: Any) -> HalfT:
-        """Set the client half, built with those of the options that are not ``None``.
+    def use_client_method(self, kind: type[ClientMethodT], **options: Any) -> ClientMethodT:
+        """Set the client method, built with those of the options that are not ``None``.
 
-        If all are ``None``, a half of this class that the client module names is used instead.
+        If all are ``None``, a client method of this class that the client module names is used
+        instead.
 
         Raises:
             ConfigurationError: If an option is out of range; the message names this callback.
         """
         given = {name: value for name, value in options.items() if value is not None}
-        self.half = half = half_for(self, kind, **given)
-        self.chooses_half = bool(given)
-        return half
+        self.client_method = client_method = client_method_for(self, kind, **given)
+        self.chooses_client_method = bool(given)
+        return client_method
 
     @property
     def algorithm_name(self) -> str:
@@ -110,8 +115,8 @@ class ServerCallback(L.Callback):
         tuned = self.clients.training.finetune_epochs > 0 and not self.personalizes
         return self.algorithm_name + " + fine-tuning" * tuned
 
-    def join(self, clients: Clients, server: ServerModels, before: ServerCallback | None) -> None:
-        """Become the server half of a federation, in place of an earlier callback if there is one.
+    def attach(self, clients: Clients, server: ServerModels, before: ServerCallback | None) -> None:
+        """Become the server callback of a federation, in place of an earlier one if there is one.
 
         Args:
             clients: The clients.
@@ -123,7 +128,7 @@ class ServerCallback(L.Callback):
                 federation has been set up by it since.
         """
         if before is None:
-            self.clients, self.server, clients.server_half = clients, server, self
+            self.clients, self.server, clients.callback = clients, server, self
             self.setup_server()
             sent = {*self.sent_names}
             if vectors := [name for name in unit_vectors(clients.module) if name in sent]:
@@ -141,7 +146,7 @@ class ServerCallback(L.Callback):
         if self is not before:
             check_same_options(type(self).__name__, before._given, self._given)
             vars(self).update(vars(before))
-            clients.server_half = self
+            clients.callback = self
 
     def local_data(self, data: FederatedDataModule) -> FederatedDataModule:
         """Return the data that the clients use, by default unchanged.
@@ -150,8 +155,8 @@ class ServerCallback(L.Callback):
         """
         return data
 
-    def expect(self, num_clients: int) -> None:
-        """Learn how many clients there are, before the entries of the half are made.
+    def on_num_clients(self, num_clients: int) -> None:
+        """Learn how many clients there are, before the entries of the client method are made.
 
         It is called each time that a Trainer runs the federation, or a checkpoint is loaded.
         """
@@ -170,8 +175,8 @@ class ServerCallback(L.Callback):
     @property
     def bytes_kept(self) -> int:
         """Bytes that each client keeps in memory from its first participation on."""
-        layout, half = self.clients.layout, self.clients.half
-        kept = half.remembered(layout) if half.keeps_memory else ()
+        layout, client_method = self.clients.layout, self.clients.client_method
+        kept = client_method.remembered(layout) if client_method.keeps_memory else ()
         return sum(layout.template[name].nbytes for name in (*kept, *self.private))
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -194,7 +199,7 @@ class ServerCallback(L.Callback):
         for updates in self.clients.train(cohort, self.broadcast):
             self.receive(updates)
             del updates  # before the next chunk trains
-        self.step()
+        self.set_pseudo_gradients()
 
     def on_round_start(self) -> None:
         """Start a round: reset the partial sums."""
@@ -219,9 +224,9 @@ class ServerCallback(L.Callback):
         """Add the updates of a chunk of clients to the partial sums."""
         raise NotImplementedError(f"{type(self).__name__} does not define receive()")
 
-    def step(self) -> None:
+    def set_pseudo_gradients(self) -> None:
         """Turn the partial sums into pseudo-gradients of the server's parameters."""
-        raise NotImplementedError(f"{type(self).__name__} does not define step()")
+        raise NotImplementedError(f"{type(self).__name__} does not define set_pseudo_gradients()")
 
     def personalize(self, clients: Tensor) -> TensorDict:
         """Return the models by which the clients ``[C]`` are judged: a stack of full states.
@@ -233,16 +238,16 @@ class ServerCallback(L.Callback):
     @property
     def personalizes(self) -> bool:
         """Whether a client may be judged by another model than what the server sends."""
-        by_memory = self.clients.participation.judged_by_memory
+        by_memory = self.clients.outer_method.judged_by_memory
         return self.judges_otherwise or bool(self.private) or by_memory
 
     @property
     def judges_otherwise(self) -> bool:
         """Whether it, or what clients do around their training, has a rule of its own for that."""
-        participation = type(self.clients.participation)
+        outer = type(self.clients.outer_method)
         return (
             type(self).personalize is not ServerCallback.personalize
-            or participation.judged is not Participation.judged
+            or outer.judged is not ClientMethod.judged
         )
 
     def server_states(self) -> list[dict[str, Tensor]]:
@@ -256,7 +261,7 @@ class ServerCallback(L.Callback):
 
     @property
     def _module_buffers(self) -> tuple[str, ...]:
-        """Names of the client module's own buffers, without all that the half adds."""
+        """Names of the client module's own buffers, without all that the client method adds."""
         layout = self.clients.layout
         added = {*layout.own, *layout.extra}
         return tuple(name for name in layout.buffers if name not in added)
@@ -267,15 +272,15 @@ class ServerCallback(L.Callback):
 
     @property
     def needs_head(self) -> bool:
-        """Whether it, or its half, has to know the head of the clients' network."""
-        return self.half.needs_head
+        """Whether it, or its client method, has to know the head of the clients' network."""
+        return self.client_method.needs_head
 
     @property
     def sent_names(self) -> tuple[str, ...]:
         """Names of the entries of a state that travel."""
         layout = self.clients.layout
         reset = self._module_buffers if self.buffers == "reset" else ()
-        temporary = self.clients.half.temporary
+        temporary = self.clients.client_method.temporary
         begin = tuple(f"{where}{name}" for name in temporary for where in (OWN, f"{EXTRA}."))
         passing = [name for name in (*layout.own, *layout.extra) if name.startswith(begin)]
         stay = {*self.private, *layout.frozen, *reset, *passing}
@@ -314,8 +319,10 @@ def attached(callback: ServerCallback | None, clients: Clients) -> ServerCallbac
     return callback
 
 
-def chosen_half(callback: ServerCallback, module: L.LightningModule, num_clients: int) -> Half:
-    """Return the client half of a server callback, or the one that the client module names.
+def chosen_client_method(
+    callback: ServerCallback, module: L.LightningModule, num_clients: int
+) -> ClientMethod:
+    """Return the client method of a server callback, or the one that the client module names.
 
     Args:
         callback: The server callback, which is told how many clients there are.
@@ -325,13 +332,15 @@ def chosen_half(callback: ServerCallback, module: L.LightningModule, num_clients
     Raises:
         ConfigurationError: If both have one with options of its own, and they differ.
     """
-    callback.expect(num_clients)
-    brought, named = callback.half, half_of(module)
+    callback.on_num_clients(num_clients)
+    brought, named = callback.client_method, client_method_of(module)
     if named is None or brought == named:
         return brought
-    if type(brought) is Half or (brought.kinds == named.kinds and not callback.chooses_half):
+    if type(brought) is ClientMethod or (
+        brought.kinds == named.kinds and not callback.chooses_client_method
+    ):
         return named
     raise ConfigurationError(
-        f"{type(callback).__name__} has the client half {brought}, but "
+        f"{type(callback).__name__} has the client method {brought}, but "
         f"{type(module).__name__} names {named}: give the options to only one of them"
     )

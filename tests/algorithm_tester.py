@@ -62,7 +62,7 @@ from pflight.callbacks import (
 )
 from pflight.datamodules import TensorClients
 from pflight.models import Classifier, ElasticClient, ProximalClient
-from pflight.models.halves import Controlled
+from pflight.models.client_methods import Controlled
 from pflight.states.layers import Layers
 from tests import own_methods
 from tests.remote_clients import ask_remote_clients
@@ -80,7 +80,7 @@ from tests.runs import (
 
 
 class Algorithm(NamedTuple):
-    """A server callback, a client module that may name a half, and how far engines may differ."""
+    """A server callback, a client module, and how far engines may differ."""
 
     callback: Callable[[], ServerCallback]
     client: type[Classifier] = Classifier
@@ -210,8 +210,8 @@ class AlgorithmTester:
         assert_equal(one, self.train(algorithm))
 
     def test_resumed_is_uninterrupted(self, algorithm: Algorithm, tmp_path: Path) -> None:
-        half = self.train(algorithm, rounds=2)
-        half.trainer.save_checkpoint(tmp_path / "half.ckpt")
+        client_method = self.train(algorithm, rounds=2)
+        client_method.trainer.save_checkpoint(tmp_path / "half.ckpt")
         torch.load(tmp_path / "half.ckpt", weights_only=True)
         resumed = self.train(algorithm, rounds=4, ckpt_path=tmp_path / "half.ckpt")
         assert_equal(resumed, self.train(algorithm, rounds=4))
@@ -228,8 +228,8 @@ class AlgorithmTester:
 
     def test_both_engines_agree(self, algorithm: Algorithm) -> None:
         """Also where BatchNorm and momentum keep something of what a client has seen."""
-        half = algorithm.callback().half
-        momentum = 0.0 if half == Controlled("II") else 0.9  # which it refuses
+        client_method = algorithm.callback().client_method
+        momentum = 0.0 if client_method == Controlled("II") else 0.9  # which it refuses
         sequential, vectorized = (
             self.train(
                 algorithm,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pflight.clients import STORED, Clients
 from pflight.data.loaders import Split
-from pflight.engines.setting import Setting
+from pflight.engines.client_setup import ClientSetup
 from pflight.history import merge_logs
 from pflight.runs.memory import ClientMemory
 from pflight.states.server_models import ServerModels
@@ -25,7 +25,7 @@ HERE: list[int] = []
 
 
 class OfServer(ClientMemory):
-    """What the server's machine keeps: what its half stores, and nothing of its clients."""
+    """What the server's machine keeps: what its callback stores, and nothing of its clients."""
 
     def read(self, slot: str, clients: Tensor, default: TensorDict) -> TensorDict:
         assert slot == STORED, f"the server read {slot!r} in the memory of its clients"
@@ -72,8 +72,8 @@ class RemoteClients(Clients):
         self, work: Callable[..., ClientUpdates], clients: Tensor, sent: TensorDict, *how: Any
     ) -> ClientUpdates:
         """Return in one what the clients answer, of which private entries are no part."""
-        assert self.server_half is not None
-        names = self.server_half.sent_names
+        assert self.callback is not None
+        names = self.callback.sent_names
         parts = self.each(work, clients, sent, *how)
         states = [across(part.states.select(*names)) for part in parts]
         return ClientUpdates(
@@ -84,8 +84,8 @@ class RemoteClients(Clients):
             merge_logs(part.logs for part in parts),
         )
 
-    def _train(self, *asked: Any, epochs: int | None = None, aside: bool = False) -> ClientUpdates:
-        return self.updates(Clients._train, *asked, epochs, aside)
+    def _train(self, *asked: Any, epochs: int | None = None, keep: bool = True) -> ClientUpdates:
+        return self.updates(Clients._train, *asked, epochs, keep)
 
     def _take_gradients(self, *asked: Any, batches: int | None = None) -> ClientUpdates:
         return self.updates(Clients._take_gradients, *asked, batches)
@@ -121,12 +121,12 @@ def across(states: TensorDict) -> TensorDict:
 
 def ask_remote_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have federations from now on ask clients on machines of their own."""
-    read = Setting.samples
+    read = ClientSetup.samples
 
-    def samples(setting: Setting, client: int, split: Split) -> list[Tensor]:
-        judged = split in ("val", "test")  # by the federation, and not by a server half
+    def samples(setup: ClientSetup, client: int, split: Split) -> list[Tensor]:
+        judged = split in ("val", "test")  # by the federation, and not by a server callback
         assert judged or [client] == HERE, f"client {client}'s samples at {HERE or 'the server'}"
-        return read(setting, client, split)
+        return read(setup, client, split)
 
-    monkeypatch.setattr(Setting, "samples", samples)
+    monkeypatch.setattr(ClientSetup, "samples", samples)
     monkeypatch.setattr("pflight.federation.Clients", RemoteClients)

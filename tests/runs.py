@@ -22,7 +22,7 @@ from pflight.datamodules import FederatedDataModule, TensorClients
 from pflight.engines.alone.client import SCALARS, AloneClient
 from pflight.engines.alone.copies import Copies
 from pflight.errors import ClientError
-from pflight.method import Half, LocalClient
+from pflight.method import ClientMethod, LocalClient
 from pflight.models import Classifier
 from pflight.states.state import StateLayout
 from tests import reference
@@ -120,7 +120,7 @@ def small_data(
     return TensorClients(train, test=test, val=val, **options)
 
 
-class Watching(Half):
+class Watching(ClientMethod):
     """Has a function look at each client that trains, or fail in its place."""
 
     def __init__(self, look: Callable[[LocalClient], Any]) -> None:
@@ -133,7 +133,7 @@ class Watching(Half):
 
 def watched(client: Classifier, look: Callable[[LocalClient], Any]) -> Classifier:
     """Return a client module at whose clients a function looks in each step of their training."""
-    client.client_half = Watching(look)
+    client.client_method = Watching(look)
     return client
 
 
@@ -179,13 +179,13 @@ _FEATURES_OF_CLIENT_3 = samples(9, 3)[0]
 
 
 def one_client(
-    module: Classifier, half: Half, memory: Mapping[str, Tensor] | None = None
+    module: Classifier, client_method: ClientMethod, memory: Mapping[str, Tensor] | None = None
 ) -> AloneClient:
-    """Return a client as a half sees it in local training, with what it remembers."""
+    """Return a client as a client method sees it in local training, with what it remembers."""
     layout, cpu = StateLayout.of(module), torch.device("cpu")
     scalars = {name: torch.tensor(0.0 if memory is None else 1.0) for name in SCALARS}
     copies = Copies(module, layout, Precision(), cpu)
-    client = AloneClient(copies, half, {}, scalars, received=None)
+    client = AloneClient(copies, client_method, {}, scalars, received=None)
     client.memory = memory
     return client
 

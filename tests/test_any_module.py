@@ -313,7 +313,7 @@ def test_clients_share_the_tensors_of_a_frozen_backbone(method: ServerCallback) 
     quiet_trainer(2, copy.deepcopy(method)).fit(federation, datamodule=hospitals())
     assert shared
     assert all(shared)
-    assert not set(federation.layout.frozen).intersection(federation.attached_callback.private)
+    assert not set(federation.layout.frozen).intersection(federation.server_callback.private)
 
 
 class Pretrained(FrozenBackbone):
@@ -1124,8 +1124,8 @@ def test_random_samples_are_the_same_with_workers_and_when_resumed(tmp_path) -> 
 
     whole = run(regression(), data(0), FedAvg(), 4, local_epochs=2)
     for workers in (1, 2):
-        half = run(regression(), data(workers), FedAvg(), 2, local_epochs=2)
-        half.trainer.save_checkpoint(tmp_path / "half.ckpt")
+        client_method = run(regression(), data(workers), FedAvg(), 2, local_epochs=2)
+        client_method.trainer.save_checkpoint(tmp_path / "half.ckpt")
         resumed = run(
             regression(), data(0), FedAvg(), 4, local_epochs=2, ckpt_path=tmp_path / "half.ckpt"
         )
@@ -1160,7 +1160,7 @@ NAMED = {
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("name", NAMED)
-def test_a_method_is_what_it_is_with_a_client_that_names_the_half(name: str, engine: str) -> None:
+def test_a_method_is_what_it_is_with_a_client_that_names_it(name: str, engine: str) -> None:
     alone, callback, kind, options = NAMED[name]
     data = small_data(dtype=torch.float64, cohort_size=4)
 
@@ -1413,6 +1413,6 @@ def test_divergences_need_logits() -> None:
 
 def test_two_halves_are_an_error() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"FedProx has the client half .*, but ProximalClient names"
+        ConfigurationError, match=r"FedProx has the client method .*, but ProximalClient names"
     ):
         run(batchnorm_client(ProximalClient), small_data(), FedProx(0.3))

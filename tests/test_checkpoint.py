@@ -344,7 +344,7 @@ class TestAtomicWriting:
         def crash(*_: Any, **__: Any) -> None:
             raise CrashError
 
-        def half(checkpoint: Any, file: Any, **_: Any) -> None:
+        def client_method(checkpoint: Any, file: Any, **_: Any) -> None:
             file.write(b"PK\x03\x04half")
             raise CrashError
 
@@ -354,7 +354,7 @@ class TestAtomicWriting:
             elif where == "fsync":
                 patch.setattr(os, "fsync", crash)
             else:
-                patch.setattr(torch, "save", half)
+                patch.setattr(torch, "save", client_method)
             with pytest.raises(CrashError):
                 self.write(path, 2.0)
         assert self.read(path) == 1.0

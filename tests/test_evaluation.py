@@ -65,7 +65,7 @@ def test_each_client_is_judged_by_its_center(clustered: tuple[Federation, FeSEM]
 def test_a_callback_without_groups_sends_all_clients_their_models_at_once() -> None:
     federation = run(linear_client(), small_data(), FedAvg())
     clients = torch.arange(4)
-    ((group, sent),) = federation.attached_callback.broadcast_groups(clients)
+    ((group, sent),) = federation.server_callback.broadcast_groups(clients)
     assert torch.equal(group, clients)
     assert isinstance(sent, TensorDict)
     assert sent.batch_size == (4,)

@@ -420,7 +420,7 @@ class TestClientsThatNeverAnswer:
                 self.on_round_start()
                 for updates in list(self.clients.train(cohort, self.broadcast)):
                     self.receive(updates)
-                self.step()
+                self.set_pseudo_gradients()
 
         own, usual = (
             run(linear_client(), small_data(dropout=0.5), callback, rounds=3)
@@ -438,7 +438,7 @@ class TestClientsThatNeverAnswer:
                 for client in cohort.split(1):
                     for updates in self.clients.train(client, self.broadcast):
                         self.receive(updates)
-                self.step()
+                self.set_pseudo_gradients()
 
         data = small_data(cohort_size=4, dropout=0.5)
         own, usual = (run(linear_client(), data, c, rounds=4) for c in (OneByOne(), FedAvg()))
@@ -617,7 +617,7 @@ class TestWhatIsPublic:
             def receive(self, updates):
                 self.last = updates.states[-1]
 
-            def step(self):
+            def set_pseudo_gradients(self):
                 self.server.set_pseudo_gradient(0, self.last)
 
         federation = run(linear_client(), small_data(), Last())
@@ -652,8 +652,8 @@ class TestWhatIsPublic:
 
 def chunks(federation: Federation, whole: int | None, count: int) -> list[int]:
     """Return the sizes of the chunks in which some clients train."""
-    sent = federation.attached_callback.broadcast
-    updates = federation.clients.train(torch.arange(count), sent, whole=whole)
+    sent = federation.server_callback.broadcast
+    updates = federation.clients.train(torch.arange(count), sent, multiple_of=whole)
     return [len(chunk.clients) for chunk in updates]
 
 

@@ -1,4 +1,4 @@
-"""Features and heads: who names the head, what a half adds beside it, and passes over samples."""
+"""Features and heads: who names the head, what is added beside it, and passes over samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pflight import Federation
 from pflight.callbacks import MOON, FedAvg, FedBABU, FedRep, KNNPer, SharedPart
 from pflight.datamodules import DatasetClients, TensorClients
 from pflight.errors import ConfigurationError
-from pflight.method import Half, LocalClient, LocalWork
+from pflight.method import ClientMethod, LocalClient, LocalWork
 from pflight.models import Classifier
 from pflight.states.head import EXTRA, Head, head_of, trace
 from pflight.states.layers import Layers
@@ -105,7 +105,7 @@ class Bias(nn.Module):
         return head(z + self.bias)
 
 
-class Biased(Half):
+class Biased(ClientMethod):
     """Trains a bias on the features, and tells their sums over all samples."""
 
     needs_head = True
@@ -131,16 +131,16 @@ def sizes(c: LocalClient, batch: Any) -> dict[str, Tensor]:
     return {"z": c.batch_sum(c.task_loss_and_features(batch)[1].square())}
 
 
-def FedAvg_of(half: Half) -> FedAvg:  # noqa: N802
+def FedAvg_of(client_method: ClientMethod) -> FedAvg:  # noqa: N802
     callback = FedAvg("uniform")
-    callback.half = half
+    callback.client_method = client_method
     return callback
 
 
 class Watched(FedAvg):
     """Keeps what it receives."""
 
-    half = Biased()
+    client_method = Biased()
 
     def receive(self, updates: Any) -> None:
         super().receive(updates)
@@ -284,7 +284,7 @@ def test_sums_count_no_sample_twice(engine: str, eval_batch_size: int | None) ->
     """Also of clients of unequal size, whatever a function makes of a batch."""
     found: list[TensorDict] = []
 
-    class Looking(Half):
+    class Looking(ClientMethod):
         def finish(
             self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
         ) -> TensorDict:

@@ -240,8 +240,8 @@ class TestPrecision:
             return federation.server_states()[0]
 
         with pytest.warns(UserWarning, match="Using `precision='bf16-mixed'` instead"):
-            half = state("16-mixed")
-        assert_same(half, state("bf16-mixed"))
+            client_method = state("16-mixed")
+        assert_same(client_method, state("bf16-mixed"))
 
     def test_16_mixed_is_an_error_where_gradients_are_scaled(self) -> None:
         plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))

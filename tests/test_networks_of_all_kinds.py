@@ -130,8 +130,8 @@ def test_a_tied_layer_stays_tied_whatever_the_server_optimizer(lr: float) -> Non
     torch.testing.assert_close(
         gradients.server_states()[0], models.server_states()[0], rtol=1e-5, atol=1e-6
     )
-    half = run(client_of(Tied), data, FedAvg(), rounds=3, server_optimizer=sgd(0.5))
-    for federation in (gradients, models, half):
+    client_method = run(client_of(Tied), data, FedAvg(), rounds=3, server_optimizer=sgd(0.5))
+    for federation in (gradients, models, client_method):
         state = federation.server_states()[0]
         assert_same({"w": state["network.first.weight"]}, {"w": state["network.second.weight"]})
         assert_same(federation.client_state(0), state)

@@ -61,7 +61,7 @@ def test_devices_agree(
     name: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "pflight.engines.stacked.client._OFTEN", 10**9
+        "pflight.engines.stacked.stack._OFTEN", 10**9
     )  # wrapped tensors can't be traced
     expected = trained(ALGORITHMS[name], engine, tmp_path)
     with other_device(monkeypatch):

@@ -71,7 +71,7 @@ class TestFedDyn:
                 return mean
 
         callback = Forgetful(a=0.7)
-        callback.half.after_training = lambda c: None
+        callback.client_method.after_training = lambda c: None
         data = small_data(cohort_size=3)
         frozen = run(batchnorm_client(), data, callback, 3, local_epochs=2)
         proximal = FedProx(mu=0.7, weighting="uniform")
@@ -87,8 +87,8 @@ def test_halfway_is_where_clients_are_judged() -> None:
         (0.425, 0.125),
         (0.025, 0.275),
     ]  # own: (.1, -.2), (.6, .1), (-.2, .4)
-    for i, half in enumerate(halves):
-        assert judged(federation, i) == pytest.approx(half, abs=1e-12)
+    for i, client_method in enumerate(halves):
+        assert judged(federation, i) == pytest.approx(client_method, abs=1e-12)
 
 
 class TestFedBABU:

@@ -69,7 +69,7 @@ COLUMNS = {
         train_size=(90, 2000), test_size=(10, 200), **FEDEC,
     ),
 }  # fmt: skip
-for setting in (1, 2):
+for setup in (1, 2):
     for name, size, lr, parameters, most in (
         ("emnist", 700, 0.005, 85_822, 10),
         ("fmnist", 700, 0.005, 85_822, 10),
@@ -79,9 +79,9 @@ for setting in (1, 2):
         k = 4 * most // 10 if most == 10 else 12
         train, test = size * 7 // 10, size * 3 // 10
         for clients, rounds, epochs in ((10, 600, 10), (100, 2500, 20)):
-            COLUMNS[f"pfedla/noniid{setting}_{name}_{clients}"] = Column(
+            COLUMNS[f"pfedla/noniid{setup}_{name}_{clients}"] = Column(
                 rounds, epochs, 32, lr, clients, 10, parameters, (train, train), (test, test),
-                (k, k) if setting == 1 else (most, most),
+                (k, k) if setup == 1 else (most, most),
             )  # fmt: skip
 
 

@@ -1,1 +1,1 @@
-"""The server half of each algorithm, one file per method."""
+"""The server callback of each algorithm, one file per method."""

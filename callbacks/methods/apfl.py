@@ -7,8 +7,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from pflight.method import OWN
-from pflight.models.halves.apfl import Mixed
-from pflight.models.halves.personal import Personal
+from pflight.models.client_methods.apfl import Mixed
+from pflight.models.client_methods.personal import Personal
 from pflight.options import checked
 
 from .personal import PersonalFedAvg
@@ -22,18 +22,18 @@ class APFL(PersonalFedAvg):
     :math:`\alpha_i v_i + (1 - \alpha_i)\,\theta`, the mixture of the model that it keeps and the
     server's as it is now; parameters and floating buffers are mixed alike. Its own model and its
     :math:`\alpha_i` never travel; a newcomer's own model is the server's. How they are trained is
-    :class:`~pflight.models.halves.Mixed`'s.
+    :class:`~pflight.models.client_methods.Mixed`'s.
 
     Args:
         alpha: Share :math:`\alpha` of the client's own model, or where it starts; by default 0.5,
-            or what the client's own half says.
+            or what the client's own client method says.
         alpha_lr: Step of an adaptive :math:`\alpha`; ``None`` leaves it fixed.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`; those of the clients' own models
             stay with them.
 
     Raises:
-        ConfigurationError: If an option is out of range, or the client names another half.
+        ConfigurationError: If an option is out of range, or the client names another client method.
 
     References:
         Deng et al., Adaptive Personalized Federated Learning, 2020,
@@ -49,12 +49,12 @@ class APFL(PersonalFedAvg):
         alpha_lr: float | None = None,
     ) -> None:
         super().__init__(weighting, buffers)
-        self.half = Personal(self.bring(Mixed, alpha=alpha, alpha_lr=alpha_lr))
+        self.client_method = Personal(self.use_client_method(Mixed, alpha=alpha, alpha_lr=alpha_lr))
 
     @property
     def algorithm_name(self) -> str:
         """APFL, and whether its mixing weights are trained."""
-        mixture: Any = self.clients.half.personal
+        mixture: Any = self.clients.client_method.personal
         return "APFL" + " (adaptive)" * (mixture.alpha_lr is not None)
 
     def mixing(self, clients: Tensor) -> Tensor:

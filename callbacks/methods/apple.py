@@ -11,8 +11,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.func import grad_and_value
 
-from pflight.method import OWN, Half, LocalClient, LocalWork
-from pflight.models.halves.apfl import inner_product
+from pflight.method import OWN, ClientMethod, LocalClient, LocalWork
+from pflight.models.client_methods.apfl import inner_product
 from pflight.options import check_range, checked
 from pflight.runs.host import check_fits
 from pflight.states.state import state_bytes
@@ -26,7 +26,7 @@ _HELD = 2**28  # bytes of cores that clients hold at once, unless it is a single
 
 
 @checked
-class MixedCores(Half):
+class MixedCores(ClientMethod):
     r"""APPLE's client, which trains its core model and how it mixes this with the others'.
 
     Its model is :math:`w_i = \sum_j p_{ij} c_j`, of its own core :math:`c_i` and those of the
@@ -160,11 +160,11 @@ class APPLE(StoredModels):
         self.mu = mu
         self.schedule = schedule
         self.penalty_rounds = penalty_rounds
-        self.half = MixedCores(weights_lr=weights_lr)
+        self.client_method = MixedCores(weights_lr=weights_lr)
 
-    def expect(self, num_clients: int) -> None:
+    def on_num_clients(self, num_clients: int) -> None:
         """Have clients make room for as many cores as there are clients."""
-        self.half = MixedCores(num_clients, self.weights_lr)
+        self.client_method = MixedCores(num_clients, self.weights_lr)
 
     def setup_server(self) -> None:
         """Store the initial model as every client's core."""
@@ -191,9 +191,9 @@ class APPLE(StoredModels):
     def round(self, cohort: Tensor) -> None:
         """Run one round, with so many clients at once as there should be copies of all cores."""
         self.on_round_start()
-        for updates in self.clients.train(cohort, self.broadcast, at_once=self._held()[1]):
+        for updates in self.clients.train(cohort, self.broadcast, max_chunk=self._held()[1]):
             self.receive(updates)
-        self.step()
+        self.set_pseudo_gradients()
 
     def broadcast(self, clients: Tensor) -> TensorDict:
         """Return the clients' cores, and those of all with which to mix them."""
@@ -218,7 +218,7 @@ class APPLE(StoredModels):
         states = self.clients.start_states(clients, self.broadcast(clients))
         return states[_SHARES] + states[_SHIFT]
 
-    def step(self) -> None:
+    def set_pseudo_gradients(self) -> None:
         """Store the cores of the clients that answered."""
         self.store_models()
 

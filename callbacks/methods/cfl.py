@@ -154,7 +154,7 @@ class CFL(MultiCenter):
                 kept = (change.clone() for change in changes.cpu())
                 self._arrived.update(zip(clients[ours].tolist(), kept, strict=True))
 
-    def step(self) -> None:
+    def set_pseudo_gradients(self) -> None:
         """Split clusters, then move each model to the mean of its members that answered."""
         for arrived in gather(self._arrived):
             self._changes |= arrived
@@ -164,7 +164,7 @@ class CFL(MultiCenter):
         for updates in self._updates:
             self.assign(updates, self.assignments[updates.clients.cpu()])
         self._updates.clear()
-        super().step()
+        super().set_pseudo_gradients()
 
     def descend_tree(self, clients: Tensor) -> Tensor:
         """Return the cluster of each newcomer ``[C]``, -1 if it has no training samples.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pflight.models.halves.personal import Personal
-from pflight.models.halves.proximal import Proximal
+from pflight.models.client_methods.personal import Personal
+from pflight.models.client_methods.proximal import Proximal
 from pflight.options import check_range, checked
 
 from .personal import PersonalFedAvg
@@ -25,12 +25,12 @@ class Ditto(PersonalFedAvg):
 
     Args:
         lam: Weight :math:`\lambda` of the pull; with 0 the personal models are trained alone. By
-            default 0.1, or what the client's own half says.
+            default 0.1, or what the client's own client method says.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`; a personal model's stay with it.
 
     Raises:
-        ConfigurationError: If an option is out of range, or the client names another half.
+        ConfigurationError: If an option is out of range, or the client names another client method.
 
     References:
         Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021,
@@ -46,4 +46,4 @@ class Ditto(PersonalFedAvg):
     ) -> None:
         super().__init__(weighting, buffers)
         check_range(self, "[0, inf)", lam=lam)
-        self.half = Personal(self.bring(Proximal, mu=lam))
+        self.client_method = Personal(self.use_client_method(Proximal, mu=lam))

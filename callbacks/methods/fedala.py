@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from pflight.fedavg import FedAvg
-from pflight.method import half_for
-from pflight.models.halves.fedala import AdaptiveMixture
+from pflight.method import client_method_for
+from pflight.models.client_methods.fedala import AdaptiveMixture
 from pflight.options import checked
 
 from .gradients import check_losses
@@ -17,12 +17,12 @@ class FedALA(FedAvg):
     r"""Federated learning with adaptive local aggregation (Zhang et al. 2023, algorithm 1).
 
     The server is FedAvg's. Each client starts from a mixture of the server's model with its own, by
-    weights that it learns, as :class:`~pflight.models.halves.AdaptiveMixture` says; what is trained
-    from there is sent back. It is judged by such a mixture as well.
+    weights that it learns, as :class:`~pflight.models.client_methods.AdaptiveMixture` says; what is
+    trained from there is sent back. It is judged by such a mixture as well.
 
     Args:
         layers: The number of last layers with parameters to mix, as in
-            :class:`~pflight.models.halves.AdaptiveMixture`, like the three that follow.
+            :class:`~pflight.models.client_methods.AdaptiveMixture`, like the three that follow.
         lr: The step of the weights; 0 is FedAvg.
         share: Share of an epoch's batches on which weights are learned in a round.
         start_epochs: Epochs of which this share is taken the first time.
@@ -52,7 +52,7 @@ class FedALA(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        self.participation: AdaptiveMixture = half_for(
+        self.outer_method: AdaptiveMixture = client_method_for(
             self, AdaptiveMixture, layers=layers, lr=lr, share=share, start_epochs=start_epochs
         )
 
@@ -60,11 +60,11 @@ class FedALA(FedAvg):
         """Make the server's model, and check that there are losses, and so many layers to mix."""
         check_losses(self.clients.module, "FedALA")
         super().setup_server()
-        self.participation.mixed(self.clients.layout)
+        self.outer_method.mixed(self.clients.layout)
 
     @property
     def bytes_kept(self) -> int:
         """Bytes that a client keeps: the layers that it mixes, and a weight for each number."""
         layout = self.clients.layout
-        mixed = self.participation.mixed(layout)
+        mixed = self.outer_method.mixed(layout)
         return super().bytes_kept + 2 * sum(layout.template[name].nbytes for name in mixed)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.method import OWN, Half, LocalClient, LocalWork, half_for
-from pflight.models.halves.proximal import squared_distance
+from pflight.method import OWN, ClientMethod, LocalClient, LocalWork, client_method_for
+from pflight.models.client_methods.proximal import squared_distance
 from pflight.options import check_range, checked
 from pflight.states.state import entries, rows
 
@@ -23,7 +23,7 @@ _SMALLEST = 1e-30  # alpha, in which rounds without end would end
 
 
 @checked
-class Attracted(Half):
+class Attracted(ClientMethod):
     r"""FedAMP's client, which is pulled to the mixture :math:`u_i` that it is sent.
 
     It minimises :math:`f_i(w) + \frac{p}{2} \|w - u_i\|^2` (Huang et al. 2021), where the
@@ -138,7 +138,9 @@ class FedAMP(StoredModels):
         self.sigma = sigma
         self.alpha_decay = alpha_decay
         self.decay_rounds = decay_rounds
-        self.half = half_for(self, Attracted, pull=lam / alpha if alpha else 0.0, start=start)
+        self.client_method = client_method_for(
+            self, Attracted, pull=lam / alpha if alpha else 0.0, start=start
+        )
 
     @property
     def alpha_now(self) -> float:
@@ -204,7 +206,7 @@ class FedAMP(StoredModels):
             sent[name] = torch.where(keep, own, sent[name])
         return self.clients.judged(clients, sent)
 
-    def step(self) -> None:
+    def set_pseudo_gradients(self) -> None:
         """Store the models of the clients that answered."""
         self.store_models()
 

@@ -14,7 +14,7 @@ from torch.func import grad
 from pflight.engines.alone.client import task_loss
 from pflight.engines.alone.copies import ready
 from pflight.fedavg import FedAvg
-from pflight.method import Half, LocalClient, LocalWork
+from pflight.method import ClientMethod, LocalClient, LocalWork
 from pflight.options import check_range, checked
 from pflight.states.head import EXTRA, Head, watched
 from pflight.states.layers import body_names
@@ -86,7 +86,7 @@ class Aligning(L.LightningModule):
 
 
 @checked
-class Synchronised(Half):
+class Synchronised(ClientMethod):
     r"""Aligns the body that a client receives with its own features, before it trains.
 
     By its model of its last participation, a client takes the means :math:`c_{ik}` of its features
@@ -204,7 +204,8 @@ class FedAS(FedAvg):
     head.
 
     Args:
-        align: ``"sample"``, the default, or ``"class"``; or that of the client module's own half.
+        align: ``"sample"``, the default, or ``"class"``; or that of the client module's own client
+            method.
         align_lr: Step of the alignment, by default 0.01.
         align_epochs: Its epochs, by default 1.
         fisher: ``"batch"``, the default, or ``"sample"``.
@@ -215,7 +216,7 @@ class FedAS(FedAvg):
             no head.
 
     Example:
-        >>> FedAS(align_epochs=2).half.align_lr
+        >>> FedAS(align_epochs=2).client_method.align_lr
         0.01
 
     References:
@@ -232,7 +233,7 @@ class FedAS(FedAvg):
     ) -> None:
         super().__init__("samples", buffers)
         how = {"align": align, "align_lr": align_lr, "align_epochs": align_epochs}
-        self.bring(Synchronised, **how, fisher=fisher)
+        self.use_client_method(Synchronised, **how, fisher=fisher)
 
     def setup_server(self) -> None:
         """Make the server's model; heads are private."""

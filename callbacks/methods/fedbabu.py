@@ -8,7 +8,7 @@ from lightning import LightningModule
 
 from pflight.fedavg import FedAvg
 from pflight.method import Phase
-from pflight.models.halves.fedrep import HeadFirst
+from pflight.models.client_methods.fedrep import HeadFirst
 from pflight.options import checked
 from pflight.states.layers import Layers
 
@@ -54,12 +54,13 @@ class FedBABU(FedAvg):
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`, for the body.
         head: The layers of the head; by default the last linear layer, or what the client's own
-            half says.
+            client method says.
         finetune: What is fine-tuned: ``"full"`` for the whole network, the default, ``"head"`` or
             ``"body"``.
 
     Raises:
-        ConfigurationError: If the client module names another half, or if there is no body.
+        ConfigurationError: If the client module names another client method, or if there is no
+            body.
 
     References:
         Oh et al., FedBABU: Toward Enhanced Representation for Federated Image Classification, ICLR
@@ -75,7 +76,7 @@ class FedBABU(FedAvg):
         finetune: Literal["full", "head", "body"] | None = None,
     ) -> None:
         super().__init__(weighting, buffers)
-        self.bring(BodyOnly, head=head, finetune=finetune)
+        self.use_client_method(BodyOnly, head=head, finetune=finetune)
 
     @property
     def name_in_results(self) -> str:
@@ -85,6 +86,6 @@ class FedBABU(FedAvg):
     @property
     def sent_names(self) -> tuple[str, ...]:
         """Names of the entries of a state that travel, those of the body."""
-        half: Any = self.clients.half
-        body = half.parts(self.clients.module)["body"]
+        client_method: Any = self.clients.client_method
+        body = client_method.parts(self.clients.module)["body"]
         return tuple(name for name in super().sent_names if name in body)

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.method import Half
+from pflight.method import ClientMethod
 from pflight.options import check_range, checked
 from pflight.runs.distributed import share_owned
 from pflight.states.state import StateModule, rows
@@ -21,7 +21,7 @@ _ROUNDING = 1e-9  # 0.7 * 90 is 62.99999999999999
 _NOISE = 32  # units of the precision; rounding comes to 6 of them
 
 
-class Remembering(Half):
+class Remembering(ClientMethod):
     """Keeps a client's model as it was last trained, by which the client is judged."""
 
     keeps_memory = True
@@ -83,7 +83,7 @@ class FedCAC(StoredModels):
         self.beta = beta
         self.judged = judged
         if judged == "local":
-            self.half = Remembering()
+            self.client_method = Remembering()
 
     def setup_server(self) -> None:
         """Make the server's model, room for those of all clients, and masks of nothing."""
@@ -103,7 +103,7 @@ class FedCAC(StoredModels):
         self.on_round_start()
         for updates in self.clients.train(cohort, self.send):
             self.receive(updates)
-        self.step()
+        self.set_pseudo_gradients()
 
     def send(self, clients: Tensor) -> TensorDict:
         """Return what each of the clients ``[C]`` is sent, and keep it for its mask."""
@@ -146,7 +146,7 @@ class FedCAC(StoredModels):
         mask = torch.zeros_like(sensitivity, dtype=torch.bool).scatter_(1, chosen, True)
         return (mask & (sensitivity > 0)).view_as(trained)
 
-    def step(self) -> None:
+    def set_pseudo_gradients(self) -> None:
         """Average the models of those that collaborate, and those of all that answered."""
         clients = self.store_models().to(self.clients.device)
         if not len(clients):

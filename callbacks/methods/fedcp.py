@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
-from pflight.method import Half, LocalClient, LocalWork, Phase
+from pflight.method import ClientMethod, LocalClient, LocalWork, Phase
 from pflight.options import check_range, checked
 from pflight.states.head import EXTRA, Head
 from pflight.states.layers import body_names
@@ -56,7 +56,7 @@ class ConditionalPolicy(nn.Module):
 
 
 @checked
-class Policed(Half):
+class Policed(ClientMethod):
     r"""Trains body, personal head and policy, with the head of all at rest.
 
     The policy is :class:`ConditionalPolicy`'s; its context :math:`v` is the sum of the rows of the
@@ -163,7 +163,7 @@ class FedCP(FedAvg):
 
     Args:
         lam: Weight of the discrepancy of features, by default 5; or that of the client module's own
-            half.
+            client method.
         upload_head: ``"half"``, the default, or ``"personal"``, as in :class:`Policed`.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
@@ -172,7 +172,7 @@ class FedCP(FedAvg):
         ConfigurationError: If an option is out of range, or the head is not a linear layer.
 
     Example:
-        >>> FedCP(lam=1.0).half
+        >>> FedCP(lam=1.0).client_method
         Policed(lam=1.0, upload_head='half')
 
     References:
@@ -188,7 +188,7 @@ class FedCP(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        self.bring(Policed, lam=lam, upload_head=upload_head)
+        self.use_client_method(Policed, lam=lam, upload_head=upload_head)
 
     def setup_server(self) -> None:
         """Make the server's model; personal heads are private."""

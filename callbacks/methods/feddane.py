@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pflight.fedavg import FedAvg
 from pflight.method import OWN
-from pflight.models.halves.corrected import Dane
+from pflight.models.client_methods.corrected import Dane
 from pflight.options import checked
 from pflight.randomness import Purpose, derive_seed
 from pflight.states.state import WeightedMean, entries
@@ -30,16 +30,17 @@ class FedDANE(FedAvg):
 
     Then a second set :math:`S'`, as many clients drawn anew, is sent :math:`g`; each corrects its
     loss by :math:`\langle g - \nabla f_i(\theta), w - \theta \rangle` and trains, as
-    :class:`~pflight.models.halves.Dane` says, and the server takes the mean of the models. Clients
-    in both sets are sent :math:`\theta` once. Buffers change in the second phase only.
+    :class:`~pflight.models.client_methods.Dane` says, and the server takes the mean of the models.
+    Clients in both sets are sent :math:`\theta` once. Buffers change in the second phase only.
 
     Args:
         same_set: Let the clients of the first phase train in the second.
         weighting: Of both means, as in :class:`FedAvg`.
-        mu: Weight of the proximal penalty; by default 0.1, or what the client's own half says.
+        mu: Weight of the proximal penalty; by default 0.1, or what the client's own client method
+            says.
 
     Raises:
-        ConfigurationError: If the client names another half or its optimization is manual.
+        ConfigurationError: If the client names another client method or its optimization is manual.
 
     References:
         Li et al., FedDANE: A Federated Newton-Type Method, 2019, https://arxiv.org/abs/2001.01920.
@@ -53,7 +54,7 @@ class FedDANE(FedAvg):
     ) -> None:
         super().__init__(weighting)
         self.same_set = same_set
-        self.bring(Dane, mu=mu)
+        self.use_client_method(Dane, mu=mu)
 
     def setup_server(self) -> None:
         """Make the server's model."""
@@ -82,7 +83,7 @@ class FedDANE(FedAvg):
 
         for updates in self.clients.train(self.second_set(cohort), send):
             self.receive(updates)
-        self.step()
+        self.set_pseudo_gradients()
 
     def second_set(self, cohort: Tensor) -> Tensor:
         """Return the clients of the second phase ``[S']``."""

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
-from pflight.method import Half, LocalClient, LocalWork
+from pflight.method import ClientMethod, LocalClient, LocalWork
 from pflight.options import check_range, checked
 from pflight.states.head import EXTRA, Head
 from pflight.states.state import WeightedMean
@@ -44,7 +44,7 @@ class DomainBias(nn.Module):
 
 
 @checked
-class WithoutBias(Half):
+class WithoutBias(ClientMethod):
     r"""Takes what is a client's own in its features out of the shared network.
 
     With features :math:`z` of dimension d, the head gets :math:`z + \bar z_i`, where
@@ -131,7 +131,8 @@ class FedDBE(FedAvg):
     features, which never travels; a newcomer's is 0, and ``finetune_epochs`` train it.
 
     Args:
-        kappa: Weight of the global mean, by default 50; or that of the client module's own half.
+        kappa: Weight of the global mean, by default 50; or that of the client module's own client
+            method.
         mu: Share of a batch in the running mean, by default 1.
         bias_lr: Step of the bias, by default the client's learning rate.
         init: Who reports a mean feature: ``"all"`` clients, or the first ``"cohort"``.
@@ -142,7 +143,7 @@ class FedDBE(FedAvg):
         ConfigurationError: If an option is out of range, or the clients' network has no head.
 
     Example:
-        >>> FedDBE(kappa=1.0, mu=0.5).half
+        >>> FedDBE(kappa=1.0, mu=0.5).client_method
         WithoutBias(kappa=1.0, mu=0.5, bias_lr=None)
 
     References:
@@ -161,7 +162,7 @@ class FedDBE(FedAvg):
     ) -> None:
         super().__init__(weighting, buffers)
         self.init = init
-        self.bring(WithoutBias, kappa=kappa, mu=mu, bias_lr=bias_lr)
+        self.use_client_method(WithoutBias, kappa=kappa, mu=mu, bias_lr=bias_lr)
 
     def setup_server(self) -> None:
         """Make the server's model; biases are private."""
@@ -176,7 +177,7 @@ class FedDBE(FedAvg):
         if not state[_KNOWN]:
             clients = self.clients.trainable if self.init == "all" else cohort
             mean = WeightedMean({_MEAN: state[_MEAN]})
-            for updates in self.clients.train(clients, self.broadcast, returns=[_MEAN], aside=True):
+            for updates in self.clients.train(clients, self.broadcast, returns=[_MEAN], keep=False):
                 mean.add(updates.states, updates.num_samples)
             mean.all_reduce()
             self._informed = clients.cpu()
@@ -186,7 +187,7 @@ class FedDBE(FedAvg):
         self.on_round_start()
         for updates in self.clients.train(cohort, self.broadcast, returns=self.returned):
             self.receive(updates)
-        self.step()
+        self.set_pseudo_gradients()
 
     @property
     def returned(self) -> list[str]:

@@ -10,8 +10,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.method import LocalClient
-from pflight.models.halves.corrected import Corrected
-from pflight.models.halves.proximal import squared_distance
+from pflight.models.client_methods.corrected import Corrected
+from pflight.models.client_methods.proximal import squared_distance
 from pflight.options import check_range, checked
 from pflight.states.state import StateModule, WeightedMean, entries, expand_state
 from pflight.states.updates import ClientUpdates
@@ -90,8 +90,9 @@ class FedDyn(PersonalFedAvg):
     averaged. The first round moves the model by :math:`1 + |S| / N` times the mean change.
 
     Args:
-        a: Weight of the penalty; by default 0.01, or what the client's own half says. With 0, for
-            which the paper's step is not defined, H stays 0 and it is FedAvg with uniform weights.
+        a: Weight of the penalty; by default 0.01, or what the client's own client method says. With
+            0, for which the paper's step is not defined, H stays 0 and it is FedAvg with uniform
+            weights.
         size: Whether clients with fewer samples have a larger weight, as in :class:`Dynamic`, so
             that the optimum is that of all samples and not that of all clients.
         judged: ``"received"`` to judge clients by the server's model, ``"mean"`` by the mean of the
@@ -103,10 +104,10 @@ class FedDyn(PersonalFedAvg):
         lead: H by parameter name.
 
     Raises:
-        ConfigurationError: If an option is out of range, or the client names another half.
+        ConfigurationError: If an option is out of range, or the client names another client method.
 
     Example:
-        >>> FedDyn(a=0.1).half
+        >>> FedDyn(a=0.1).client_method
         Dynamic(a=0.1, size=False)
 
     References:
@@ -123,7 +124,7 @@ class FedDyn(PersonalFedAvg):
     ) -> None:
         super().__init__("uniform", buffers)
         self.judged = judged
-        self.bring(Dynamic, a=a, size=size)
+        self.use_client_method(Dynamic, a=a, size=size)
 
     def setup_server(self) -> None:
         """Make the server's model, and H."""
@@ -176,9 +177,9 @@ class FedDyn(PersonalFedAvg):
             self._moved.all_reduce()
             for name, change in entries(self._moved.compute()[0]):
                 self.last.tensors()[name].add_(share.to(change) * change)
-        half = self.clients.half
-        assert isinstance(half, Dynamic)
-        if not half.a:
+        client_method = self.clients.client_method
+        assert isinstance(client_method, Dynamic)
+        if not client_method.a:
             return mean
         for name, theta in self.server.tensors(0, self.clients.layout.parameters).items():
             lead[name] += share.to(theta) * (mean[name] - theta)

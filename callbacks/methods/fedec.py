@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pflight.models.halves.elastic import Elastic
+from pflight.models.client_methods.elastic import Elastic
 from pflight.options import checked
 
 from .reptile import Reptile
@@ -15,12 +15,12 @@ class FedEC(Reptile):
     r"""FedEC (Lan et al. 2023, algorithm 1): an elastically constrained meta-learner.
 
     The server is Reptile's (eq. 8). Each client is constrained to stay near the model that it had
-    after its last participation, as in :class:`~pflight.models.halves.Elastic`, and is judged by
-    that model.
+    after its last participation, as in :class:`~pflight.models.client_methods.Elastic`, and is
+    judged by that model.
 
     Args:
         alpha: Weight of the constraint; with 0 this is FedEC-wo. By default 1, or that of the
-            client module's own half.
+            client module's own client method.
         constraint: ``"kl"``, ``"l2"`` or ``None``.
         weighting: As in :class:`Reptile`.
         lr: As in :class:`Reptile`.
@@ -32,7 +32,7 @@ class FedEC(Reptile):
             clients' module has no classes.
 
     Example:
-        >>> FedEC(alpha=0.5, constraint="l2").half.alpha
+        >>> FedEC(alpha=0.5, constraint="l2").client_method.alpha
         0.5
 
     References:
@@ -52,6 +52,6 @@ class FedEC(Reptile):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, lr, decay, buffers)
-        half = self.bring(Elastic, alpha=alpha)
-        half.constraint = constraint
-        self.chooses_half |= constraint != "kl"
+        client_method = self.use_client_method(Elastic, alpha=alpha)
+        client_method.constraint = constraint
+        self.chooses_client_method |= constraint != "kl"

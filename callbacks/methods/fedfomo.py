@@ -108,7 +108,7 @@ class FedFomo(StoredModels):
             asked, scores = self._asked
             self._scores[updates.clients.cpu()] = scores[torch.isin(asked, updates.clients)].cpu()
             self.receive(updates)
-        self.step()
+        self.set_pseudo_gradients()
 
     def send(self, clients: Tensor) -> TensorDict:
         """Return the mixtures from which the clients ``[C]`` train, and keep their scores."""
@@ -171,7 +171,7 @@ class FedFomo(StoredModels):
             chosen[row, : len(sent)] = torch.tensor(sent)
         return chosen
 
-    def step(self) -> None:
+    def set_pseudo_gradients(self) -> None:
         """Store the models of the clients that answered, and add their scores up."""
         share_owned(self._scores, self.store_models())
         self.affinity += self._scores

@@ -90,7 +90,7 @@ class FedGH(ServerCallback):
         2023, https://arxiv.org/abs/2303.13137.
     """
 
-    half = Reporting()
+    client_method = Reporting()
 
     def __init__(
         self, server_lr: float = 0.01, server_batch: int = 1, server_epochs: int = 1
@@ -136,7 +136,7 @@ class FedGH(ServerCallback):
         self._updates: list[ClientUpdates] = []
         for updates in self.clients.train(cohort, self.broadcast, returns=(MEANS, COUNTS)):
             self.receive(updates)
-        self.step()
+        self.set_pseudo_gradients()
 
     def broadcast(self, clients: Tensor) -> TensorDict:
         """Return the head."""
@@ -146,7 +146,7 @@ class FedGH(ServerCallback):
         """Keep the prototypes of a chunk of clients."""
         self._updates.append(updates)
 
-    def step(self) -> None:
+    def set_pseudo_gradients(self) -> None:
         """Train the head on the prototypes, by client and class."""
         _, states = gather_states(self._updates, self.clients.device)
         self._updates.clear()

@@ -54,7 +54,7 @@ class FedLC(FedAvg):
     weighs as much as its samples.
 
     Args:
-        tau: :math:`\tau`; by default 1, or what the client's own half says. With 0 and
+        tau: :math:`\tau`; by default 1, or what the client's own client method says. With 0 and
             ``absent="counted"`` it is FedAvg.
         absent: ``"masked"``, the default, or ``"counted"``, as in :class:`CalibratedLogits`.
         weighting: As in :class:`FedAvg`.
@@ -64,7 +64,7 @@ class FedLC(FedAvg):
         ConfigurationError: If an option is out of range, or the client has no classes or no head.
 
     Example:
-        >>> FedLC(tau=0.5).half.tau
+        >>> FedLC(tau=0.5).client_method.tau
         0.5
 
     References:
@@ -80,4 +80,4 @@ class FedLC(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        self.bring(CalibratedLogits, tau=tau, absent=absent)
+        self.use_client_method(CalibratedLogits, tau=tau, absent=absent)

@@ -11,9 +11,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.fedavg import FedAvg
-from pflight.method import OWN, Half, LocalClient, half_for
-from pflight.models.halves.proximal import Proximal
-from pflight.models.halves.sgd import sgd_of
+from pflight.method import OWN, ClientMethod, LocalClient, client_method_for
+from pflight.models.client_methods.proximal import Proximal
+from pflight.models.client_methods.sgd import sgd_of
 from pflight.options import checked
 from pflight.states.state import WeightedMean
 from pflight.states.updates import ClientUpdates
@@ -24,7 +24,7 @@ _BITS = 32  # of a number of steps
 
 
 @checked
-class Normalised(Half):
+class Normalised(ClientMethod):
     r"""FedNova's client, which sends how far its steps would lead if all gradients were 1.
 
     That is :math:`A_i = \|a_i\|_1` (Wang et al. 2020). With SGD of step :math:`\eta`,
@@ -47,7 +47,7 @@ class Normalised(Half):
     per_sample = ("path", "steps")
 
     def __init__(self, mu: float = 0.0, tells_steps: bool = False) -> None:
-        self.proximal = half_for(self, Proximal, mu=mu)
+        self.proximal = client_method_for(self, Proximal, mu=mu)
         self.needs_constant_lr = mu > 0
         self.tells_steps = tells_steps
 
@@ -136,7 +136,9 @@ class FedNova(FedAvg):
     ) -> None:
         super().__init__("samples", buffers)
         self.tau_eff = tau_eff
-        self.half = half_for(self, Normalised, mu=mu, tells_steps=tau_eff == "steps")
+        self.client_method = client_method_for(
+            self, Normalised, mu=mu, tells_steps=tau_eff == "steps"
+        )
 
     def broadcast(self, clients: Tensor) -> TensorDict:
         """Return the server's model alone: lengths and numbers of steps only come back."""

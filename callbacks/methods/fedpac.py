@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
 from pflight.method import LocalClient, LocalWork, Phase
-from pflight.models.halves.fedrep import HeadFirst
+from pflight.models.client_methods.fedrep import HeadFirst
 from pflight.options import check_range, checked
 from pflight.runs.distributed import owned
 from pflight.states.head import EXTRA, Head
@@ -153,7 +153,7 @@ class FedPAC(FedAvg):
 
     Args:
         lam: Weight of the distance to the prototypes, by default 1; or that of the client module's
-            own half.
+            own client method.
         head_lr: Learning rate of the head, by default 0.1.
         head_epochs: Epochs of the head before the local epochs, which train the body; by default 1.
             In fine-tuning they are the first of its epochs.
@@ -165,7 +165,7 @@ class FedPAC(FedAvg):
             head, or clients train for local steps.
 
     Example:
-        >>> FedPAC(lam=0.1).half
+        >>> FedPAC(lam=0.1).client_method
         Aligned(lam=0.1, align='sample', head_lr=0.1, head_epochs=1)
 
     References:
@@ -182,7 +182,7 @@ class FedPAC(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        self.bring(Aligned, lam=lam, head_lr=head_lr, head_epochs=head_epochs)
+        self.use_client_method(Aligned, lam=lam, head_lr=head_lr, head_epochs=head_epochs)
 
     def setup_server(self) -> None:
         """Make the server's model and prototypes."""
@@ -196,13 +196,13 @@ class FedPAC(FedAvg):
 
     def round(self, cohort: Tensor) -> None:
         """Run one round, of the head's epochs and then the local epochs of the body."""
-        half = self.clients.half
-        assert isinstance(half, Aligned)
+        client_method = self.clients.client_method
+        assert isinstance(client_method, Aligned)
         self.on_round_start()
-        epochs = half.head_epochs + self.clients.training.epochs
+        epochs = client_method.head_epochs + self.clients.training.epochs
         for updates in self.clients.train(cohort, self.broadcast, epochs=epochs):
             self.receive(updates)
-        self.step()
+        self.set_pseudo_gradients()
 
     def broadcast(self, clients: Tensor) -> TensorDict:
         """Return the body, each client's own head, and the prototypes."""
@@ -225,9 +225,9 @@ class FedPAC(FedAvg):
         told = updates.states.select(*self._head, _SHARED, _SPREAD, COUNTS)
         self._told.append(replace(updates, states=told, kept=None))
 
-    def step(self) -> None:
+    def set_pseudo_gradients(self) -> None:
         """Step the body, update the prototypes, and combine heads for those that sent one."""
-        super().step()
+        super().set_pseudo_gradients()
         self._means.update()
         clients, states = gather_states(self._told, self.clients.device)
         self._told.clear()

@@ -95,7 +95,7 @@ class FedProto(Local):
 
     Args:
         lam: Weight of the distance to the prototypes, by default 1; or that of the client module's
-            own half. With 0 this is :class:`Local`.
+            own client method. With 0 this is :class:`Local`.
         align: ``"sample"`` or ``"class"``, as in
             :class:`~pflight.callbacks.methods.prototypes.Prototypical`.
         weighting: ``"samples"`` as above, or ``"uniform"`` for the plain mean over the clients that
@@ -106,7 +106,7 @@ class FedProto(Local):
             no head.
 
     Example:
-        >>> FedProto(lam=0.1).half
+        >>> FedProto(lam=0.1).client_method
         ByPrototypes(lam=0.1, align='sample')
 
     References:
@@ -122,7 +122,7 @@ class FedProto(Local):
     ) -> None:
         super().__init__()
         self.weighting = weighting
-        self.bring(ByPrototypes, lam=lam, align=align)
+        self.use_client_method(ByPrototypes, lam=lam, align=align)
 
     def setup_server(self) -> None:
         """Keep the initial model and the global prototypes; all else is private to the clients."""
@@ -144,7 +144,7 @@ class FedProto(Local):
         means, counts = (updates.states[name] for name in self.sent_names)
         self._means.add(means, counts if self.weighting == "samples" else counts > 0)
 
-    def step(self) -> None:
+    def set_pseudo_gradients(self) -> None:
         """Take the means of the classes that somebody has sent."""
         self._means.update()
 

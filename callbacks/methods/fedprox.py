@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from pflight.fedavg import FedAvg
-from pflight.models.halves.proximal import Proximal
+from pflight.models.client_methods.proximal import Proximal
 from pflight.options import checked
 
 
@@ -17,9 +17,9 @@ class FedProx(FedAvg):
     :math:`\theta` is the model that the server sent. With ``mu=0`` it is FedAvg.
 
     Args:
-        mu: Weight of the penalty; by default 0.1, or that of the client module's own half.
+        mu: Weight of the penalty; by default 0.1, or that of the client module's own client method.
         scaling: ``"plain"``, the default, or ``"eq7"``, as in
-            :class:`~pflight.models.halves.Proximal`.
+            :class:`~pflight.models.client_methods.Proximal`.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
@@ -27,7 +27,7 @@ class FedProx(FedAvg):
         ConfigurationError: If an option is out of range.
 
     Example:
-        >>> FedProx(mu=0.01).half.mu
+        >>> FedProx(mu=0.01).client_method.mu
         0.01
 
     References:
@@ -45,4 +45,4 @@ class FedProx(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        self.bring(Proximal, mu=mu, scaling=scaling)
+        self.use_client_method(Proximal, mu=mu, scaling=scaling)

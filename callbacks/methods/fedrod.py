@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
-from pflight.method import Half, LocalClient, LocalWork, Phase
+from pflight.method import ClientMethod, LocalClient, LocalWork, Phase
 from pflight.options import check_range, checked
 from pflight.states.head import EXTRA, Head
 
@@ -68,7 +68,7 @@ class HyperHead(nn.Module):
 
 
 @checked
-class TwoHeads(Half):
+class TwoHeads(ClientMethod):
     r"""Trains a body with a generic head on a balanced loss, and a personal head on the plain one.
 
     With features :math:`z`, the generic head :math:`V` and :math:`\mathrm{sg}` for a stopped
@@ -165,7 +165,7 @@ class FedRoD(FedAvg):
 
     Args:
         gamma: Exponent of the class counts in the balanced loss, by default 1; or that of the
-            client module's own half.
+            client module's own client method.
         personal: ``"linear"`` or ``"hyper"``.
         hidden: Width of the hidden layer with ``"hyper"``, by default 16.
         weighting: As in :class:`FedAvg`.
@@ -176,7 +176,7 @@ class FedRoD(FedAvg):
             no head.
 
     Example:
-        >>> FedRoD(personal="hyper").half.kind
+        >>> FedRoD(personal="hyper").client_method.kind
         'hyper'
 
     References:
@@ -193,19 +193,19 @@ class FedRoD(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        self.bring(TwoHeads, gamma=gamma, personal=personal, hidden=hidden)
+        self.use_client_method(TwoHeads, gamma=gamma, personal=personal, hidden=hidden)
 
     @property
     def algorithm_name(self) -> str:
         """FedRoD, and whether a network makes the personal heads."""
-        half = self.clients.half
-        assert isinstance(half, TwoHeads)
-        return "FedRoD" + " (hyper)" * (half.kind == "hyper")
+        client_method = self.clients.client_method
+        assert isinstance(client_method, TwoHeads)
+        return "FedRoD" + " (hyper)" * (client_method.kind == "hyper")
 
     def setup_server(self) -> None:
         """Make the server's model; personal heads, or class shares, are private."""
         super().setup_server()
-        half, layout = self.clients.half, self.clients.layout
-        assert isinstance(half, TwoHeads)
-        own = layout.extra if half.kind == "linear" else (_SHARES,)
+        client_method, layout = self.clients.client_method, self.clients.layout
+        assert isinstance(client_method, TwoHeads)
+        own = layout.extra if client_method.kind == "linear" else (_SHARES,)
         self.private = tuple(n for n in layout.names if n in {*self.private, *own})

@@ -49,7 +49,7 @@ class FedRS(FedAvg):
 
     Args:
         a: :math:`\alpha`, the scale of the logits of classes that a client does not have; by
-            default 0.5, or what the client's own half says. 1 is FedAvg.
+            default 0.5, or what the client's own client method says. 1 is FedAvg.
         scaling: ``"hard"``, the default, or ``"soft"``, as in :class:`RestrictedSoftmax`.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
@@ -58,7 +58,7 @@ class FedRS(FedAvg):
         ConfigurationError: If an option is out of range, or the client has no classes or no head.
 
     Example:
-        >>> FedRS(a=0.1).half.a
+        >>> FedRS(a=0.1).client_method.a
         0.1
 
     References:
@@ -74,4 +74,4 @@ class FedRS(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        self.bring(RestrictedSoftmax, a=a, scaling=scaling)
+        self.use_client_method(RestrictedSoftmax, a=a, scaling=scaling)

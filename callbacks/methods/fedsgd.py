@@ -58,9 +58,9 @@ class FedSGD(FedAvg):
         for updates in self.clients.gradients(cohort, self.broadcast, batches=self.batches):
             gradients = clipped(self.clients.module, updates.states)
             self.receive(replace(updates, states=gradients))
-        self.step()
+        self.set_pseudo_gradients()
 
-    def step(self) -> None:
+    def set_pseudo_gradients(self) -> None:
         """Set the server's gradient to the mean of the clients' gradients."""
         self.mean.all_reduce()
         if self.mean.weights[0] > 0:

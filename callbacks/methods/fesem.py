@@ -17,7 +17,7 @@ from pflight.data.cohort import sample_clients
 from pflight.data.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
-from pflight.models.halves.proximal import Proximal
+from pflight.models.client_methods.proximal import Proximal
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, derive_seed
 from pflight.server_callback import ServerCallback
@@ -82,7 +82,7 @@ class FeSEM(ClusteredMethod):
         criterion: How ``"auto"`` chooses, by ``"accuracy"`` or by ``"distance"``.
         mu: The paper's :math:`\lambda`, the weight of the penalty (eq. 7); by default 0, or that of
             a :class:`~pflight.models.ProximalClient`.
-        scaling: Scaling of the penalty, as in :class:`~pflight.models.halves.Proximal`.
+        scaling: Scaling of the penalty, as in :class:`~pflight.models.client_methods.Proximal`.
 
     Attributes:
         assignments: LongTensor ``[num_clients]``, each client's cluster; -1 if it has none yet.
@@ -142,7 +142,7 @@ class FeSEM(ClusteredMethod):
         self.criterion = criterion
         self.automatic = num_clusters == "auto"
         if mu is not None:
-            self.bring(Proximal, mu=mu, scaling=scaling)
+            self.use_client_method(Proximal, mu=mu, scaling=scaling)
 
     @property
     def algorithm_name(self) -> str:

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
-from pflight.method import Half, LocalClient, LocalWork
+from pflight.method import ClientMethod, LocalClient, LocalWork
 from pflight.options import check_range, checked
 from pflight.states.head import EXTRA, Head
 
@@ -53,7 +53,7 @@ class ConditionalValve(nn.Module):
 
 
 @checked
-class Valved(Half):
+class Valved(ClientMethod):
     r"""Trains a client on its personal features, with general ones held to classes' embeddings.
 
     With the embeddings :math:`\hat Q` that it receives and its class shares :math:`p_{ic}`, the
@@ -146,7 +146,7 @@ class GPFL(FedAvg):
 
     Args:
         lam: Weight of the distance to the embeddings, by default 0.01; or that of the client
-            module's own half.
+            module's own client method.
         mu: Weight decay of embeddings and valve, by default 0.1.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
@@ -156,7 +156,7 @@ class GPFL(FedAvg):
             no head.
 
     Example:
-        >>> GPFL(lam=0.1).half
+        >>> GPFL(lam=0.1).client_method
         Valved(lam=0.1, mu=0.1)
 
     References:
@@ -172,7 +172,7 @@ class GPFL(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        self.bring(Valved, lam=lam, mu=mu)
+        self.use_client_method(Valved, lam=lam, mu=mu)
 
     def setup_server(self) -> None:
         """Make the server's model; heads and class shares are private."""

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
-from pflight.method import Half, LocalClient, LocalWork
+from pflight.method import ClientMethod, LocalClient, LocalWork
 from pflight.options import check_range, checked
 from pflight.states.head import EXTRA, Head
 
@@ -82,7 +82,7 @@ def mixture(share: Tensor, votes: Tensor, probabilities: Tensor) -> Tensor:
 
 
 @checked
-class Nearest(Half):
+class Nearest(ClientMethod):
     r"""Has clients predict with their nearest training samples; training is plain.
 
     A client stores the features :math:`h_j` of its training samples, by the model that it is sent.
@@ -192,7 +192,7 @@ class KNNPer(FedAvg):
     tags ``server/`` are those of the model alone.
 
     Args:
-        k: Neighbours, by default 7; or that of the client module's own half.
+        k: Neighbours, by default 7; or that of the client module's own client method.
         scale: Of the kernel, by default 1.
         lam: Share of the neighbours in a prediction; by default it is chosen for each client.
         capacity: Samples that a client stores, at most; by default 1000.
@@ -205,7 +205,7 @@ class KNNPer(FedAvg):
             no head.
 
     Example:
-        >>> KNNPer(k=3).half.capacity
+        >>> KNNPer(k=3).client_method.capacity
         1000
 
     References:
@@ -224,7 +224,7 @@ class KNNPer(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        self.bring(Nearest, k=k, scale=scale, lam=lam, capacity=capacity, kernel=kernel)
+        self.use_client_method(Nearest, k=k, scale=scale, lam=lam, capacity=capacity, kernel=kernel)
 
     @property
     def algorithm_name(self) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
-from pflight.models.halves.l2gd import SHARE, StepsToMean
+from pflight.models.client_methods.l2gd import SHARE, StepsToMean
 from pflight.options import check_range, checked
 from pflight.randomness import Purpose, generator
 from pflight.runs.distributed import all_sum, owned
@@ -51,7 +51,7 @@ class L2GD(FedAvg):
         https://arxiv.org/abs/2002.05516.
     """
 
-    participation = StepsToMean()
+    outer_method = StepsToMean()
 
     def __init__(self, alpha: float = 1.0, lam: float = 0.5, p: float = 0.9) -> None:
         super().__init__("uniform", buffers="local")
@@ -100,7 +100,7 @@ class L2GD(FedAvg):
         for updates in self.clients.train(cohort, self.send, returns=returns):
             if due:
                 self.receive(updates)
-        self.step()
+        self.set_pseudo_gradients()
 
     def send(self, clients: Tensor) -> TensorDict:
         """Return the mean, if any of the clients ``[C]`` needs it, and the share of it to take."""
@@ -119,7 +119,7 @@ class L2GD(FedAvg):
         self.clients.store(clients, states)
         super().receive(replace(updates, states=states.sub(before)))
 
-    def step(self) -> None:
+    def set_pseudo_gradients(self) -> None:
         """Move the mean to that of all clients' last models."""
         self.mean.all_reduce()
         known = self.clients.has_stored(owned(torch.arange(self.clients.num_clients)))

@@ -25,7 +25,7 @@ class Local(ServerCallback):
     def receive(self, updates: ClientUpdates) -> None:
         """Do nothing: clients keep their models."""
 
-    def step(self) -> None:
+    def set_pseudo_gradients(self) -> None:
         """Do nothing: the initial model stays as it is."""
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:

@@ -1,4 +1,4 @@
-"""The client half of methods that adjust a client's logits by its class counts in training."""
+"""The client method of methods that adjust a client's logits by its class counts in training."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from pflight.method import Half, LocalClient
+from pflight.method import ClientMethod, LocalClient
 
 
-class AdjustedLogits(Half):
+class AdjustedLogits(ClientMethod):
     """Trains a client on its task's loss of adjusted logits, in fine-tuning as well.
 
     Predictions are by the logits as they are. A subclass says what the adjustment is.

@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflight.fedavg import FedAvg
-from pflight.method import Half, LocalClient
+from pflight.method import ClientMethod, LocalClient
 from pflight.options import check_range, checked
 
 _SMALLEST = 1e-8  # product of norms
 
 
 @checked
-class Contrastive(Half):
+class Contrastive(ClientMethod):
     r"""Contrasts a client's features with those of two frozen models.
 
     Beside its own loss, a client minimises the mean over the batch of
@@ -79,7 +79,7 @@ class MOON(FedAvg):
 
     Args:
         mu: Weight of the contrast; with 0 this is FedAvg. By default 1, or that of the client
-            module's own half.
+            module's own client method.
         tau: Temperature of the contrast, by default 0.5.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
@@ -88,7 +88,7 @@ class MOON(FedAvg):
         ConfigurationError: If an option is out of range, or the clients' network has no head.
 
     Example:
-        >>> MOON(mu=5).half
+        >>> MOON(mu=5).client_method
         Contrastive(mu=5, tau=0.5)
 
     References:
@@ -104,4 +104,4 @@ class MOON(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        self.bring(Contrastive, mu=mu, tau=tau)
+        self.use_client_method(Contrastive, mu=mu, tau=tau)

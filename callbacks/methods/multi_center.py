@@ -25,7 +25,7 @@ from .matching import BBPMAP, MatchedMean, State, align
 
 @checked
 class MultiCenter(ServerCallback):
-    """The server half of clustered methods: each client is in one of K clusters.
+    """The server callback of clustered methods: each client is in one of K clusters.
 
     The server has a model for each cluster, its center. A subclass assigns clients in
     :meth:`receive`, with :meth:`assign`. A round then sets each center to the mean of the clients
@@ -190,7 +190,7 @@ class MultiCenter(ServerCallback):
             return self.clients.weights_of(clients)
         return torch.ones(len(clients))
 
-    def step(self) -> None:
+    def set_pseudo_gradients(self) -> None:
         """Step each center to the mean of its members that answered."""
         for k, mean in self.means().items():
             self.server.set_pseudo_gradient(k, mean)

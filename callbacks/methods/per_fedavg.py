@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from pflight.fedavg import FedAvg
-from pflight.models.halves.per_fedavg import Adapted
+from pflight.models.client_methods.per_fedavg import Adapted
 from pflight.options import checked
 
 
@@ -14,19 +14,19 @@ class PerFedAvg(FedAvg):
     r"""Personalized FedAvg (Fallah et al. 2020, algorithm 1): model-agnostic meta-learning.
 
     The server is FedAvg; what clients train for, and by what they are judged, is
-    :class:`~pflight.models.halves.Adapted`'s.
+    :class:`~pflight.models.client_methods.Adapted`'s.
 
     Args:
-        alpha: Step :math:`\alpha`, as in :class:`~pflight.models.halves.Adapted`; by default 0.01,
-            or what the client's own half says.
+        alpha: Step :math:`\alpha`, as in :class:`~pflight.models.client_methods.Adapted`; by
+            default 0.01, or what the client's own client method says.
         hessian: Whether to differentiate through the adaptation; by default not.
         steps: Steps of adaptation before a client is judged; by default 1, or what the client's own
-            half says.
+            client method says.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
     Raises:
-        ConfigurationError: If an option is out of range, or the client names another half.
+        ConfigurationError: If an option is out of range, or the client names another client method.
 
     References:
         Fallah et al., Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic
@@ -43,10 +43,10 @@ class PerFedAvg(FedAvg):
         hessian: bool | None = None,
     ) -> None:
         super().__init__(weighting, buffers)
-        self.bring(Adapted, alpha=alpha, hessian=hessian, steps=steps)
+        self.use_client_method(Adapted, alpha=alpha, hessian=hessian, steps=steps)
 
     @property
     def algorithm_name(self) -> str:
         """Per-FedAvg, and how it takes its second derivatives."""
-        half: Any = self.clients.half
-        return f"Per-FedAvg ({'HF' if half.hessian else 'FO'})"
+        client_method: Any = self.clients.client_method
+        return f"Per-FedAvg ({'HF' if client_method.hessian else 'FO'})"

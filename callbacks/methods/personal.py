@@ -1,4 +1,4 @@
-"""The server half of methods whose clients keep what their half adds to the shared model."""
+"""The server callback of methods whose clients keep what is added to the shared model."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pflight.fedavg import FedAvg
 
 
 class PersonalFedAvg(FedAvg):
-    """FedAvg of the clients' shared models; all other entries of their half stay with them.
+    """FedAvg of the clients' shared models; what their method adds to these stays with them.
 
-    These may be a personal model, as of :class:`~pflight.models.halves.Personal`, which also says
-    what a client does with it and which model it is judged by.
+    These may be a personal model, as of :class:`~pflight.models.client_methods.Personal`, which
+    also says what a client does with it and which model it is judged by.
 
     Args:
         weighting: As in :class:`FedAvg`.
@@ -18,7 +18,7 @@ class PersonalFedAvg(FedAvg):
     """
 
     def setup_server(self) -> None:
-        """Make the server's model; the half's own entries are private."""
+        """Make the server's model; the client method's own entries are private."""
         super().setup_server()
         layout = self.clients.layout
         private = {*self.private, *layout.own}

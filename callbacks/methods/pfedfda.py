@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
-from pflight.method import Half, LocalClient, LocalWork, Phase
+from pflight.method import ClientMethod, LocalClient, LocalWork, Phase
 from pflight.options import check_range, checked
 from pflight.states.head import EXTRA, Head
 from pflight.states.layers import body_names
@@ -51,7 +51,7 @@ class Discriminant(nn.Module):
 
 
 @checked
-class Discriminating(Half):
+class Discriminating(ClientMethod):
     r"""Trains a body under the linear discriminant of Gaussian features, at rest.
 
     Features of class :math:`c` are taken for :math:`\mathcal N(\mu_c, \Sigma)`, so that
@@ -218,7 +218,7 @@ class PFedFDA(FedAvg):
 
     Args:
         ridge: Multiple of the identity in a client's covariance, by default 1; or that of the
-            client module's own half.
+            client module's own client method.
         eps: Regularisation of covariance and class shares, by default 1e-4.
         betas: 2, the default, or 1.
         weighting: As in :class:`FedAvg`.
@@ -229,7 +229,7 @@ class PFedFDA(FedAvg):
             no head.
 
     Example:
-        >>> PFedFDA(betas=1).half
+        >>> PFedFDA(betas=1).client_method
         Discriminating(ridge=1.0, eps=0.0001, betas=1)
 
     References:
@@ -246,7 +246,7 @@ class PFedFDA(FedAvg):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        self.bring(Discriminating, ridge=ridge, eps=eps, betas=betas)
+        self.use_client_method(Discriminating, ridge=ridge, eps=eps, betas=betas)
 
     @property
     def algorithm_name(self) -> str:

@@ -175,7 +175,7 @@ class PFedHN(ServerCallback):
     def round(self, cohort: Tensor) -> None:
         """Run one round, client by client: the optimizer steps after each of them."""
         self._found.clear()
-        answers, mine = self.clients.train(cohort, self.send, at_once=1), owned(cohort)
+        answers, mine = self.clients.train(cohort, self.send, max_chunk=1), owned(cohort)
         for client in cohort.split(1):
             change = self.change(next(answers)) if torch.isin(client, mine) else {}
             for answer in gather(change):

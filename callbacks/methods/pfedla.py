@@ -170,9 +170,9 @@ class PFedLA(StoredModels):
     def round(self, cohort: Tensor) -> None:
         """Run one round; no stored model changes before all clients have trained."""
         self.on_round_start()
-        for updates in self.clients.train(cohort, self.send, whole=BLOCK):
+        for updates in self.clients.train(cohort, self.send, multiple_of=BLOCK):
             self.receive(updates)
-        self.step()
+        self.set_pseudo_gradients()
 
     def send(self, clients: Tensor) -> TensorDict:
         """Return what each of the clients ``[C]`` is sent, and keep it for the update."""
@@ -211,7 +211,7 @@ class PFedLA(StoredModels):
                 self._squares[place] += change.square().sum(dim=1)
         super().receive(updates)
 
-    def step(self) -> None:
+    def set_pseudo_gradients(self) -> None:
         """Set the hypernetworks' gradients and store the models, of the clients that answered."""
         clients = self.store_models().to(self._products.device)
         if not len(clients):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pflight.fedavg import FedAvg
-from pflight.models.halves.pfedme import MoreauEnvelope
+from pflight.models.client_methods.pfedme import MoreauEnvelope
 from pflight.options import check_range, checked
 
 
@@ -23,26 +23,26 @@ class PFedMe(FedAvg):
     .. math:: w \leftarrow (1 - \beta)\,w + \beta \sum_{i \in S} p_i w_i
 
     over the clients that answered; buffers are averaged. What a client does, and by what it is
-    judged, is :class:`~pflight.models.halves.MoreauEnvelope`'s. With ``finetune_epochs`` it is
-    these models that are tuned.
+    judged, is :class:`~pflight.models.client_methods.MoreauEnvelope`'s. With ``finetune_epochs`` it
+    is these models that are tuned.
 
     Args:
         beta: Step :math:`\beta` of the default server optimizer, SGD.
         weighting: As in :class:`FedAvg`; the paper has ``"uniform"``, its code ``"samples"``.
         train_newcomers: Whether clients that have never taken part train before they are judged,
-            as in :class:`~pflight.models.halves.MoreauEnvelope`; by default they do, or what the
-            client's own half says.
+            as in :class:`~pflight.models.client_methods.MoreauEnvelope`; by default they do, or
+            what the client's own client method says.
         train_all: Whether the clients outside the cohort train as well, as the paper has it: they
             are sent the server's model and keep their personal one, but send nothing back.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
-        lam: As in :class:`~pflight.models.halves.MoreauEnvelope`, like all that follow; by default
-            what it has, or what the client's own half says.
+        lam: As in :class:`~pflight.models.client_methods.MoreauEnvelope`, like all that follow; by
+            default what it has, or what the client's own client method says.
         personal_lr: Inner step.
         personal_steps: Inner steps on a batch.
         mu: Weight decay of the inner steps.
 
     Raises:
-        ConfigurationError: If an option is out of range, or the client names another half.
+        ConfigurationError: If an option is out of range, or the client names another client method.
 
     References:
         T. Dinh et al., Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020,
@@ -68,7 +68,7 @@ class PFedMe(FedAvg):
         check_range(self, "(0, inf)", beta=beta)
         self.beta = beta
         self.train_all = train_all
-        self.bring(
+        self.use_client_method(
             MoreauEnvelope,
             lam=lam,
             personal_lr=personal_lr,

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from pflight.method import Half, LocalClient, LocalWork
+from pflight.method import ClientMethod, LocalClient, LocalWork
 from pflight.options import check_range, checked
 from pflight.runs.distributed import all_sum
 from pflight.states.head import EXTRA
@@ -41,7 +41,7 @@ class Prototypes(nn.Module):
 
 
 @checked
-class Prototypical(Half):
+class Prototypical(ClientMethod):
     r"""Pulls a client's features towards the global prototypes of their classes.
 
     To the loss is added, over a batch of B samples with features :math:`z` of dimension d,

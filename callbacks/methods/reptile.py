@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
-from pflight.models.halves.elastic import Elastic
+from pflight.models.client_methods.elastic import Elastic
 from pflight.options import check_range, checked
 
 _CONSTRAINED = {"kl": "FedEC", "l2": "FedEC-l2", None: "FedEC-wo"}
@@ -68,8 +68,8 @@ class Reptile(FedAvg):
     @property
     def algorithm_name(self) -> str:
         """FedEC with an elastic client, FedDist or FedDWS with their options, else Reptile."""
-        if isinstance(half := self.clients.half, Elastic):
-            return _CONSTRAINED[half.constraint]
+        if isinstance(client_method := self.clients.client_method, Elastic):
+            return _CONSTRAINED[client_method.constraint]
         if (self.lr, self.decay, self.server.build_optimizer) == (0.6, None, None):
             return "FedDist" if self.weighting == "uniform" else "FedDWS"
         return "Reptile"

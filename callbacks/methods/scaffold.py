@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from pflight.fedavg import FedAvg
 from pflight.method import OWN
-from pflight.models.halves.corrected import Controlled
+from pflight.models.client_methods.corrected import Controlled
 from pflight.options import check_range, checked
 
 from .gradients import check_gradients
@@ -30,15 +30,15 @@ class SCAFFOLD(FedAvg):
 
     over the clients of the round that answered, :math:`N` being all clients that may take part, so
     that :math:`c` stays the mean of all :math:`c_i`. What a client does, and options I and II, are
-    :class:`~pflight.models.halves.Controlled`'s. Twice the model travels each way.
+    :class:`~pflight.models.client_methods.Controlled`'s. Twice the model travels each way.
 
     Args:
-        option: ``"I"`` or ``"II"``, as in :class:`~pflight.models.halves.Controlled`; by default
-            ``"II"``, or what the client's own half says.
+        option: ``"I"`` or ``"II"``, as in :class:`~pflight.models.client_methods.Controlled`; by
+            default ``"II"``, or what the client's own client method says.
         lr: Step :math:`\eta_g` of the default server optimizer, SGD.
 
     Raises:
-        ConfigurationError: If the step is out of range, or the client names another half.
+        ConfigurationError: If the step is out of range, or the client names another client method.
 
     References:
         Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML
@@ -49,7 +49,7 @@ class SCAFFOLD(FedAvg):
         super().__init__("uniform")
         check_range(self, "(0, inf)", lr=lr)
         self.lr = lr
-        self.bring(Controlled, option=option)
+        self.use_client_method(Controlled, option=option)
 
     def setup_server(self) -> None:
         """Make the server's model and control variate, which starts at 0."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
-from pflight.models.halves.fedrep import HeadFirst
+from pflight.models.client_methods.fedrep import HeadFirst
 from pflight.options import checked
 from pflight.states.layers import Layers
 
@@ -178,20 +178,20 @@ class FedRep(SharedPart):
     r"""FedRep (Collins et al. 2021, algorithm 1): a shared body, and a head for each client.
 
     The head :math:`h_i` is private, the body :math:`\phi` shared. A client trains first its head
-    and then the body, as in :class:`~pflight.models.halves.HeadFirst`. A newcomer has the initial
-    head; with ``finetune_epochs`` up to ``head_epochs`` it trains only that, as the authors do
-    before they test.
+    and then the body, as in :class:`~pflight.models.client_methods.HeadFirst`. A newcomer has the
+    initial head; with ``finetune_epochs`` up to ``head_epochs`` it trains only that, as the authors
+    do before they test.
 
     Args:
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`ServerCallback`, for the body.
         head: The layers of the head; by default the one of :func:`~pflight.states.head.head_of`,
-            or those of the client module's own half.
+            or those of the client module's own client method.
         head_epochs: Local epochs in which the head is trained; by default 1.
 
     Raises:
-        ConfigurationError: If the client module names another half, if ``local_epochs`` is below
-            ``head_epochs``, or if there is no body.
+        ConfigurationError: If the client module names another client method, if ``local_epochs`` is
+            below ``head_epochs``, or if there is no body.
 
     References:
         Collins et al., Exploiting Shared Representations for Personalized Federated Learning, ICML
@@ -207,29 +207,29 @@ class FedRep(SharedPart):
         head_epochs: int | None = None,
     ) -> None:
         super().__init__(private=Layers(), weighting=weighting, buffers=buffers)
-        self.bring(HeadFirst, head=head, head_epochs=head_epochs)
+        self.use_client_method(HeadFirst, head=head, head_epochs=head_epochs)
 
     @property
     def needs_head(self) -> bool:
         """Whether it is the head that is private, and not other layers."""
-        layers = getattr(self.half, "head", None)
+        layers = getattr(self.client_method, "head", None)
         return layers is None or layers.head
 
     def setup_server(self) -> None:
         """Make the client's head private."""
-        half = self.clients.half
-        assert isinstance(half, HeadFirst)
+        client_method = self.clients.client_method
+        assert isinstance(client_method, HeadFirst)
         if self.clients.training.steps is not None:
             raise ConfigurationError(
                 "FedRep counts local epochs: give local_epochs instead of local_steps"
             )
-        if self.clients.training.epochs < half.head_epochs:
+        if self.clients.training.epochs < client_method.head_epochs:
             raise ConfigurationError(
                 f"FedRep: local_epochs={self.clients.training.epochs} must be at least "
-                f"head_epochs={half.head_epochs}"
+                f"head_epochs={client_method.head_epochs}"
             )
-        self.private_layers = half.head_in(self.clients.module)
+        self.private_layers = client_method.head_in(self.clients.module)
         super().setup_server()
         trained = {*self.sent_names} & {*self.clients.layout.parameters}
-        if self.clients.training.epochs > half.head_epochs and not trained:
+        if self.clients.training.epochs > client_method.head_epochs and not trained:
             raise ConfigurationError("FedRep: no parameter of the body is trained")

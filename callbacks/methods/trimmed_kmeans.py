@@ -122,7 +122,7 @@ class TrimmedKMeans(MultiCenter):
         """Keep a chunk's models."""
         self._updates.append(updates)
 
-    def step(self) -> None:
+    def set_pseudo_gradients(self) -> None:
         """Move each cluster's model to the trimmed mean of its members that answered."""
         clients, states = gather_states(self._updates, self.clients.device)
         self._updates.clear()

@@ -83,7 +83,7 @@ class ResultTable(L.Callback):
         table.add_column("model")
         for column in shown.values():
             table.add_column(Text(column), justify="right")
-        further = federation.clients.participation.further_models
+        further = federation.clients.outer_method.further_models
         models = {**_MODELS, **{model: model.removesuffix("/") for model in further}}
         for (group, whose), (model, label) in product(_GROUPS.items(), models.items()):
             tags = [f"{stage}/{group}{model}{metric}" for metric in shown]

@@ -23,12 +23,12 @@ from pflight.data.data_module import FederatedDataModule
 from pflight.data.fingerprint import checksum_of
 from pflight.data.loaders import SPLITS
 from pflight.engines.alone.engine import SequentialEngine
-from pflight.engines.setting import Setting
+from pflight.engines.client_setup import ClientSetup
 from pflight.errors import ConfigurationError, described
 from pflight.evaluation import Evaluator, WhichModel
 from pflight.federation import Federation
 from pflight.history import Round
-from pflight.method import OWN, Half, Participation
+from pflight.method import OWN, ClientMethod
 from pflight.metrics.collection import ClientMetrics, ClientValues, LoggedMetrics
 from pflight.server_callback import ServerCallback
 from pflight.states.head import marked
@@ -71,17 +71,17 @@ class HomeClients(Clients):
 
 
 class Seat(ServerCallback):
-    """Takes the server half's place at a node, where it has sent all that it has to say.
+    """Takes the server callback's place at a node, where it has sent all that it has to say.
 
     Args:
-        callback: The server half, of which the client half and some rules are used.
+        callback: The server callback, of which the client method and some rules are used.
     """
 
     def __init__(self, callback: ServerCallback) -> None:
         super().__init__(callback.buffers)
         self.callback = callback
-        self.half, self.participation = callback.half, callback.participation
-        self.chooses_half = callback.chooses_half
+        self.client_method, self.outer_method = callback.client_method, callback.outer_method
+        self.chooses_client_method = callback.chooses_client_method
         self.names: tuple[str, ...] = ()
         self.own_rule = False
         self.sent = self.judged = TensorDict({}, batch_size=[1])
@@ -91,10 +91,10 @@ class Seat(ServerCallback):
         """Return the data that the client uses."""
         return self.callback.local_data(data)
 
-    def expect(self, num_clients: int) -> None:
+    def on_num_clients(self, num_clients: int) -> None:
         """Learn how many clients there are."""
-        self.callback.expect(num_clients)
-        self.half = self.callback.half
+        self.callback.on_num_clients(num_clients)
+        self.client_method = self.callback.client_method
 
     @property
     def needs_head(self) -> bool:
@@ -102,10 +102,10 @@ class Seat(ServerCallback):
         return self.callback.needs_head
 
     def learn_rules(self, clients: Clients) -> None:
-        """Find out what travels and by what clients are judged, as the server half has it there."""
+        """Find out what travels and by which models clients are judged, as the server does."""
         server, everyone = copy.deepcopy(self.callback), copy.copy(clients)
         everyone.data = None  # which is of one client alone
-        server.join(everyone, ServerModels(clients.layout), None)
+        server.attach(everyone, ServerModels(clients.layout), None)
         self.private, self.names = server.private, server.sent_names
         self.own_rule = server.judges_otherwise
 
@@ -124,7 +124,7 @@ class Seat(ServerCallback):
 
     @property
     def judges_otherwise(self) -> bool:
-        """Whether the server half or the client's participation has a rule of its own for that."""
+        """Whether the method has a rule of its own for that."""
         return self.own_rule
 
 
@@ -148,7 +148,7 @@ class Node:
 
     The client trains with the sequential engine. Its private entries, its memory and its samples
     stay here; what is returned is what :attr:`~pflight.server_callback.ServerCallback.sent_names`
-    of the run's server half says, counts of right and wrong answers or what the client's module
+    of the run's server callback says, counts of right and wrong answers or what the client's module
     logs, and how many samples there are.
 
     Args:
@@ -205,7 +205,14 @@ class Node:
         federation, callback = copy.deepcopy(self._configured)
         data, seat = OwnData(self._samples, self.own, place, num_clients), Seat(callback)
         before, memory = federation.clients, NodeMemory(self.folder, place)
-        how = before.module, before.layout, before.half, before.server, memory, before.training
+        how = (
+            before.module,
+            before.layout,
+            before.client_method,
+            before.server,
+            memory,
+            before.training,
+        )
         clients = federation.clients = federation.record.clients = HomeClients(*how)
         runner = L.Trainer(
             max_epochs=0, callbacks=[seat], default_root_dir=self.folder, **self._trainer
@@ -225,10 +232,10 @@ class Node:
         """
         engine, module = self.clients.attached_engine, self.clients.module
         assert isinstance(engine, SequentialEngine)
-        setting, layout = engine.setting, StateLayout.of(module)
-        how = setting.precision, setting.device, setting.seed
-        trial = SequentialEngine(Setting(module, Half(), layout, self.data, *how))
-        state = expand_state(layout.template, 1).to(setting.device)
+        setup, layout = engine.setup, StateLayout.of(module)
+        how = setup.precision, setup.device, setup.seed
+        trial = SequentialEngine(ClientSetup(module, ClientMethod(), layout, self.data, *how))
+        state = expand_state(layout.template, 1).to(setup.device)
         failed = {"train": trial.train(self._client, state, round_index=0).failures}
         for split in ("val", "test"):
             failed[split] = trial.evaluate(self._client, state, split)[1]
@@ -295,7 +302,7 @@ class Node:
         for split in SPLITS:
             sizes[f"samples.{split}"] = int(self.data.num_samples(split)[place])
         salted = torch.tensor([self._salt(), int(self.data.fingerprint()[place])])
-        counted = self.clients.attached_engine.setting.task is not None
+        counted = self.clients.attached_engine.setup.task is not None
         head = marked(self.clients.module)
         name, *shape = head or ("", 0, 0)
         return packed(
@@ -345,7 +352,7 @@ class Node:
         clients.current = CurrentRound(Round(request.round, []))
         clients.rounds_so_far = request.rounds
         mean = request.mean_samples or math.nan  # which is not told unless the method needs it
-        clients.attached_engine.setting.mean_samples = mean
+        clients.attached_engine.setup.mean_samples = mean
         seat.models, seat.sent, seat.judged = models, sent, judged
         self.memory.enter(request.run, request.session)
         self._go_to(request)
@@ -359,9 +366,9 @@ class Node:
     @property
     def _remembers(self) -> bool:
         """Whether the client keeps anything from one round to the next."""
-        participation = type(self.clients.participation)
-        keeps = participation.keep is not Participation.keep
-        return self.clients.half.keeps_memory or bool(self.seat.private) or keeps
+        outer = type(self.clients.outer_method)
+        keeps = outer.keep is not ClientMethod.keep
+        return self.clients.client_method.keeps_memory or bool(self.seat.private) or keeps
 
     @property
     def _client(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""The clients of a federation whose machines are elsewhere, as its server half knows them."""
+"""The clients of a federation whose machines are elsewhere, as its server callback knows them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pflight.clients import Clients
 from pflight.data.loaders import Split
 from pflight.engines.alone.engine import SequentialEngine
 from pflight.engines.choice import Choice, EngineName
-from pflight.engines.setting import Setting
+from pflight.engines.client_setup import ClientSetup
 from pflight.errors import ConfigurationError
 from pflight.evaluation import Evaluator, WhichModel
 from pflight.federation import Federation
@@ -100,7 +100,14 @@ class RemoteClients(Clients):
     if_data_are_lost = "; if a node has lost its folder, start it with --anew"
 
     def __init__(self, post: Post, like: Clients) -> None:
-        arguments = like.module, like.layout, like.half, like.server, like.memory, like.training
+        arguments = (
+            like.module,
+            like.layout,
+            like.client_method,
+            like.server,
+            like.memory,
+            like.training,
+        )
         super().__init__(*arguments)
         self.post = post
         self.after = torch.empty(0, dtype=torch.long)
@@ -114,7 +121,7 @@ class RemoteClients(Clients):
 
     # Who they are
 
-    def expect(self, num_clients: int) -> None:
+    def on_num_clients(self, num_clients: int) -> None:
         """Learn for how many clients there is room."""
         self.num_clients = num_clients
         self.after = torch.full((num_clients,), NEVER)
@@ -192,15 +199,15 @@ class RemoteClients(Clients):
     def choose_engine(
         self,
         wanted: EngineName,
-        clients_at_once: int | None,
+        clients_max_chunk: int | None,
         strategy: Strategy,
         timeout: float | None,
         reason: str | None = None,
     ) -> Choice:
         """Say that clients train where they are; the engine that there is here trains nobody."""
-        whose = self.module, self.half, self.layout, self.attached_data
+        whose = self.module, self.client_method, self.layout, self.attached_data
         how = strategy.precision_plugin, strategy.root_device, self.training.seed
-        self.engine = SequentialEngine(Setting(*whose, *how))
+        self.engine = SequentialEngine(ClientSetup(*whose, *how))
         self.engine.check_input()
         return Choice("sequential", 1, "each client trains on its own machine")
 
@@ -212,12 +219,12 @@ class RemoteClients(Clients):
         send: Any,
         *,
         epochs: int | None = None,
-        aside: bool = False,
+        keep: bool = True,
         **how: Any,
     ) -> Iterator[ClientUpdates]:
         """See :class:`~pflight.clients.Clients`."""
         numbers = {"epochs": epochs or 0}
-        if not aside:
+        if keep:
             return self._work("train", clients, send, numbers, **how)
         numbers["as_round"] = self.current.entry.index
         return self._work("aside", clients, send, numbers, **how)
@@ -234,11 +241,11 @@ class RemoteClients(Clients):
         send: Any,
         numbers: dict[str, Any],
         returns: Iterable[str] | None = None,
-        whole: int | None = None,
-        at_once: int | None = None,
+        multiple_of: int | None = None,
+        max_chunk: int | None = None,
     ) -> Iterator[ClientUpdates]:
-        chunks = list(self._chunks(clients, whole, at_once))
-        groups = [chunks] if at_once is None else [[chunk] for chunk in chunks]
+        chunks = list(self._chunks(clients, multiple_of, max_chunk))
+        groups = [chunks] if max_chunk is None else [[chunk] for chunk in chunks]
         names = self._returns(returns)
         for group in filter(None, groups):
             asked = torch.cat(group)
@@ -259,8 +266,8 @@ class RemoteClients(Clients):
                 yield self._ask(chunk, sent[torch.isin(asked, chunk)], update, names)
 
     def _returns(self, returns: Iterable[str] | None) -> list[str]:
-        assert self.server_half is not None
-        return list(self.server_half.sent_names if returns is None else returns)
+        assert self.callback is not None
+        return list(self.callback.sent_names if returns is None else returns)
 
     def losses(self, clients: Tensor, sent: TensorDict, split: Split = "train") -> Tensor:
         """See :class:`~pflight.clients.Clients`."""
@@ -318,9 +325,9 @@ class RemoteClients(Clients):
 
     def has_memory(self, clients: Tensor) -> Tensor:
         """Return a mask ``[C]`` of the clients that keep private entries from an earlier round."""
-        assert self.server_half is not None
+        assert self.callback is not None
         known = self.after[clients.cpu()] != NEVER
-        return known & bool(self.server_half.private)
+        return known & bool(self.callback.private)
 
     def remembered(self, clients: Tensor, states: TensorDict) -> Any:
         """Raise, since what clients remember stays with them."""
@@ -330,7 +337,7 @@ class RemoteClients(Clients):
         self, clients: Tensor, callback: ServerCallback, split: Split
     ) -> Iterator[tuple[int, RecordDict | ClientFailure]]:
         """Have clients judge their models on their own samples; yield what they count."""
-        assert self.server_half is not None
+        assert self.callback is not None
         names, sent = self._returns(None), callback.broadcast(clients)
         groups = {SENT: TensorDict({**self._made(sent), **sent}, batch_size=sent.batch_size)}
         if type(callback).personalize is not ServerCallback.personalize:
@@ -388,8 +395,10 @@ class RemoteClients(Clients):
     @property
     def _needs_mean(self) -> bool:
         """Whether clients train by the mean number of samples, which tells something of others."""
-        halves = self.half, self.half.personal
-        return self.data is not None and any(h is not None and h.needs_mean_samples for h in halves)
+        methods = self.client_method, self.client_method.personal
+        return self.data is not None and any(
+            h is not None and h.needs_mean_samples for h in methods
+        )
 
     @property
     def _mean_samples(self) -> float:
@@ -419,8 +428,8 @@ class RemoteClients(Clients):
         self, clients: Tensor, sent: TensorDict, names: list[str], work: Work
     ) -> Iterator[tuple[int, Answer]]:
         """Wait for the answers of clients that were asked ``[C]``; yield each when checked."""
-        template, setting = self.layout.template, self.attached_engine.setting
-        idle, epochs = ~setting.has_batches(clients), self.training.epochs or 1
+        template, setup = self.layout.template, self.attached_engine.setup
+        idle, epochs = ~setup.has_batches(clients), self.training.epochs or 1
         steps = self.num_batches(clients) * epochs
         for row, client in enumerate(clients.tolist()):
             like = {name: sent[name][row] if name in sent else template[name] for name in names}
@@ -447,7 +456,7 @@ class RemoteClients(Clients):
         check_update(model, like, work == "gradients")
         wrong = ""
         if beside and work == "train":
-            wrong = self.half.check_sent(beside, num_samples, num_steps)
+            wrong = self.client_method.check_sent(beside, num_samples, num_steps)
         if wrong:
             raise MessageError(wrong)
 
@@ -456,7 +465,9 @@ class RemoteClients(Clients):
     ) -> list[tuple[int, Answer]]:
         """Return the answers without those of clients that send what is odd beside their models."""
         given = {i: a[0] for i, a in answers.items() if isinstance(a, tuple)}
-        scaled = tuple(f"{where}{n}" for n in self.half.per_sample for where in (OWN, f"{EXTRA}."))
+        scaled = tuple(
+            f"{where}{n}" for n in self.client_method.per_sample for where in (OWN, f"{EXTRA}.")
+        )
         statistics = {
             i: {
                 name: state[name] / max(int(self.num_samples[i]), 1)

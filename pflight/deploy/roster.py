@@ -83,9 +83,9 @@ class Roster(L.Callback):
         here = keys_in(self.folder)
         if saved is None:
             self.nodes = dict(enumerate(here.values()))
-            self.clients.expect(len(here) if places is None else places)
+            self.clients.on_num_clients(len(here) if places is None else places)
         else:
-            self.clients.expect(len(saved["after"]))
+            self.clients.on_num_clients(len(saved["after"]))
             self.load_state_dict(saved)
         self.data.num_clients = self.clients.num_clients
         if len(here) > self.clients.num_clients:

@@ -6,18 +6,18 @@ from pflight.states.updates import ClientFailure, ClientUpdates, Evaluation, Kep
 
 from .base import Engine
 from .choice import Choice, EngineName, build_engine
-from .setting import Setting
+from .client_setup import ClientSetup
 
 __all__ = [
     "Choice",
     "ClientFailure",
+    "ClientSetup",
     "ClientUpdates",
     "Engine",
     "EngineName",
     "Evaluation",
     "Kept",
     "SequentialEngine",
-    "Setting",
     "VectorizedEngine",
     "build_engine",
 ]

@@ -17,7 +17,7 @@ from pflight.randomness import Purpose
 from pflight.states.state import entries, rows
 from pflight.states.updates import ClientFailure, ClientUpdates, Evaluation, Kept, Predictions
 
-from .setting import Setting
+from .client_setup import ClientSetup
 
 _LARGEST = 1e19  # of an entry's sum, whose square still fits into 32 bits
 ONE_THREAD = 20e6  # operations of a batch's forward pass from which on threads pay
@@ -27,17 +27,17 @@ class Engine(Protocol):
     """Trains and evaluates clients: what server callbacks and evaluation ask of an engine.
 
     Attributes:
-        setting: The client module, its half, and its data.
+        setup: The client module, its client method, and its data.
         chunk: Clients that are trained at once, at most.
         device: Where clients train.
     """
 
-    setting: Setting
+    setup: ClientSetup
     chunk: int
     device: torch.device
 
     def check_input(self) -> None:
-        """Raise unless module, half and data fit together.
+        """Raise unless module, client method and data fit together.
 
         Raises:
             ConfigurationError: Naming what does not.
@@ -64,7 +64,7 @@ class Engine(Protocol):
             epochs: Local epochs, unless ``steps`` is given.
             steps: Batches to train on, over as many epochs as they take.
             purpose: ``FINETUNE`` trains without an anchor, so that penalties vanish.
-            kept: What the clients kept, where their half keeps a memory.
+            kept: What the clients kept, where their client method keeps a memory.
             on_client_end: Called with the id of each client that has trained.
         """
 
@@ -99,8 +99,8 @@ class Engine(Protocol):
     ) -> tuple[Tensor, list[ClientFailure]]:
         """Return the mean loss ``[C]`` of each client's model on its own samples of a split.
 
-        It is the module's own loss in evaluation mode, without what the half adds; NaN for a client
-        without samples, or that fails.
+        It is the module's own loss in evaluation mode, without what the client method adds; NaN for
+        a client without samples, or that fails.
         """
 
     def sums(

@@ -17,8 +17,8 @@ from pflight.options import check_optimizer
 from pflight.states.updates import STOPS
 from pflight.task import Task, trains_as_a_task
 
+from .client_setup import ClientSetup
 from .operations import count_operations
-from .setting import Setting
 from .time_limit import time_limit
 
 _IGNORED_HOOKS = {
@@ -43,26 +43,26 @@ class Findings(NamedTuple):
     """Whether it works in place on what it is given."""
 
 
-def check_client(setting: Setting, copy: LightningModule) -> Findings:
-    """Raise unless module, half and data fit together; warn of hooks that no client calls.
+def check_client(setup: ClientSetup, copy: LightningModule) -> Findings:
+    """Raise unless module, client method and data fit together; warn of hooks that no client calls.
 
     Args:
-        setting: The client module, its half, and its data.
+        setup: The client module, its client method, and its data.
         copy: A copy of the module, which is run.
 
     Raises:
         ConfigurationError: Naming what does not fit.
     """
-    module, half = setting.client, setting.half
-    if setting.mixes_samples and setting.data.batch_size == 1:
+    module, client_method = setup.client, setup.client_method
+    if setup.mixes_samples and setup.data.batch_size == 1:
         raise ConfigurationError("batch_size=1 can't train a network with BatchNorm")
-    half.check(module)
-    if setting.lr_decay != 1 and half.needs_constant_lr:
+    client_method.check(module)
+    if setup.lr_decay != 1 and client_method.needs_constant_lr:
         raise ConfigurationError(
-            f"client_lr_decay={setting.lr_decay}: {type(half).__name__} needs a step size that is "
-            "the same in all rounds"
+            f"client_lr_decay={setup.lr_decay}: {type(client_method).__name__} needs a step size "
+            "that is the same in all rounds"
         )
-    if not module.automatic_optimization and not half.only_adds:
+    if not module.automatic_optimization and not client_method.only_adds:
         raise ConfigurationError(
             f"the algorithm replaces the loss of its clients, which "
             f"{type(module).__name__} with manual optimization does not hand out"
@@ -80,7 +80,7 @@ def check_client(setting: Setting, copy: LightningModule) -> Findings:
         )
     if not isinstance(module, Task):
         return Findings()
-    findings = _run(setting, module, copy) if setting.example else Findings()
+    findings = _run(setup, module, copy) if setup.example else Findings()
     try:
         check_optimizer(Task.configure_optimizers(module))
     except (KeyboardInterrupt, SIGTERMException):
@@ -91,17 +91,17 @@ def check_client(setting: Setting, copy: LightningModule) -> Findings:
     return findings
 
 
-def _run(setting: Setting, task: Task, copy: LightningModule) -> Findings:
+def _run(setup: ClientSetup, task: Task, copy: LightningModule) -> Findings:
     """Run a task's network on samples."""
     network: Any = copy.eval()
-    evaluated = any(setting.data.num_samples(split).any() for split in ("val", "test"))
-    x, y = (leaf.clone() for leaf in setting.example)
-    judged = evaluated and setting.task is not None
-    asked = judged or setting.has_loss_of_its_kind
+    evaluated = any(setup.data.num_samples(split).any() for split in ("val", "test"))
+    x, y = (leaf.clone() for leaf in setup.example)
+    judged = evaluated and setup.task is not None
+    asked = judged or setup.has_loss_of_its_kind
     try:
-        with time_limit(setting.client_timeout), torch.no_grad(), setting.forward_context():
+        with time_limit(setup.client_timeout), torch.no_grad(), setup.forward_context():
             outputs = network(x) if asked else None
-            changes_input = not torch.equal(x, setting.example[0])
+            changes_input = not torch.equal(x, setup.example[0])
             if not asked and trains_as_a_task(task):
                 network.loss((x, y))
     except STOPS:

@@ -22,8 +22,8 @@ from pflight.engines.stacked.probe import has_sample_losses
 from pflight.errors import ConfigurationError
 
 from .base import Engine
+from .client_setup import ClientSetup
 from .operations import Operations, count_operations
-from .setting import Setting
 
 EngineName = Literal["auto", "sequential", "vectorized"]
 
@@ -77,7 +77,7 @@ class Choice:
         return f"{self.engine} engine{many}: {self.reason}"
 
 
-def choose(wanted: EngineName, chunk: int | None, setting: Setting) -> Choice:
+def choose(wanted: EngineName, chunk: int | None, setup: ClientSetup) -> Choice:
     """Choose an engine.
 
     Stacking clients saves what PyTorch spends around each operation, which is most of a small
@@ -88,20 +88,20 @@ def choose(wanted: EngineName, chunk: int | None, setting: Setting) -> Choice:
     Args:
         wanted: The engine asked for, or ``"auto"``.
         chunk: Clients at once, if it was given.
-        setting: The client module, its half, and its data.
+        setup: The client module, its client method, and its data.
     """
-    data, layout = setting.data, setting.layout
+    data, layout = setup.data, setup.layout
     if wanted == "sequential":
         return Choice(wanted, 1, "as asked for")
-    if not setting.example:
+    if not setup.example:
         return Choice("sequential", 1, "samples are read one by one")
     if wanted == "auto" and data.cohorts.size == 1:
         return Choice("sequential", 1, "one client in a round")
-    limits = _limits_of(setting.device)
+    limits = _limits_of(setup.device)
     counts = data.num_samples("train")
     batch = min(data.batch_size or math.inf, int(counts[data.train_clients].max()))
-    total, thin = (batch * count for count in _operations(setting))
-    given, chunk = chunk, chunk or _chunk_size(limits, setting, total)
+    total, thin = (batch * count for count in _operations(setup))
+    given, chunk = chunk, chunk or _chunk_size(limits, setup, total)
     if wanted == "vectorized":
         return Choice(wanted, chunk, "as asked for")
     if math.isinf(total):
@@ -121,34 +121,34 @@ def choose(wanted: EngineName, chunk: int | None, setting: Setting) -> Choice:
     return Choice("vectorized", chunk, f"{step} leave the device idle one by one")
 
 
-def _operations(setting: Setting) -> Operations:
+def _operations(setup: ClientSetup) -> Operations:
     """Count the operations of a sample's forward pass, or of its training step, if that fails."""
-    x, *others = (leaf[:1].clone() for leaf in setting.example)
+    x, *others = (leaf[:1].clone() for leaf in setup.example)
 
     def step(module: LightningModule, x: Tensor) -> Tensor:
-        assert setting.form is not None
-        return task_loss(module, setting.form.batch([x, *others]))
+        assert setup.form is not None
+        return task_loss(module, setup.form.batch([x, *others]))
 
-    found = count_operations(setting.client, x.clone())
-    return found if math.isfinite(found.total) else count_operations(setting.client, x, step)
+    found = count_operations(setup.client, x.clone())
+    return found if math.isfinite(found.total) else count_operations(setup.client, x, step)
 
 
 def _limits_of(device: torch.device) -> _Limits:
     return _LIMITS["cpu" if device.type == "cpu" else "cuda"]
 
 
-def _chunk_size(limits: _Limits, setting: Setting, operations: float) -> int:
+def _chunk_size(limits: _Limits, setup: ClientSetup, operations: float) -> int:
     """Return how many clients to stack, however many there are."""
-    largest = int(setting.data.num_samples("train").max())
-    sample = sum(leaf[0].nbytes for leaf in setting.example)
-    by_parameters = limits.parameters / max(setting.layout.nbytes, 1)
+    largest = int(setup.data.num_samples("train").max())
+    sample = sum(leaf[0].nbytes for leaf in setup.example)
+    by_parameters = limits.parameters / max(setup.layout.nbytes, 1)
     by_operations = limits.operations / max(operations, 1)
     by_samples = limits.samples / max(sample * largest, 1)
     return max(1, int(min(max(by_parameters, _FEW), max(by_operations, _FEW), by_samples)))
 
 
 def build_engine(
-    wanted: EngineName, chunk: int | None, setting: Setting, warned: set[str] | None = None
+    wanted: EngineName, chunk: int | None, setup: ClientSetup, warned: set[str] | None = None
 ) -> tuple[Engine, Choice]:
     """Return the engine that trains the clients, ready for use, and why it is the one.
 
@@ -158,15 +158,15 @@ def build_engine(
     Args:
         wanted: The engine asked for, or ``"auto"``.
         chunk: Clients at once, if it was given.
-        setting: The client module, its half, and its data.
+        setup: The client module, its client method, and its data.
         warned: As in :class:`VectorizedEngine`.
 
     Raises:
         ConfigurationError: As in :meth:`~pflight.engines.base.Engine.check_input`, or where clients
             can't be interrupted.
     """
-    if setting.client_timeout is None:
-        choice = choose(wanted, chunk, setting)
+    if setup.client_timeout is None:
+        choice = choose(wanted, chunk, setup)
     else:
         if wanted == "vectorized":
             raise ConfigurationError(
@@ -175,26 +175,26 @@ def build_engine(
             )
         choice = Choice("sequential", 1, "client_timeout is for clients that train one by one")
     if choice.engine == "sequential" and wanted != "vectorized":
-        engine = SequentialEngine(setting)
+        engine = SequentialEngine(setup)
         engine.check_input()
         return engine, choice
-    vectorized = VectorizedEngine(setting, choice.chunk, warned)
+    vectorized = VectorizedEngine(setup, choice.chunk, warned)
     vectorized.check_input()
-    name, asked = type(setting.client).__name__, "engine='vectorized', but"
+    name, asked = type(setup.client).__name__, "engine='vectorized', but"
     if vectorized.obstacle:
         choice = Choice("sequential", 1, f"{name} can't be stacked, {vectorized.obstacle}")
         if wanted == "vectorized":
             vectorized.warn_once(f"{asked} clients train one by one: {choice.reason}")
-    elif wanted == "vectorized" and setting.task is not None and not vectorized.stacks_evaluation:
+    elif wanted == "vectorized" and setup.task is not None and not vectorized.stacks_evaluation:
         vectorized.warn_once(
             f"{asked} {name} is evaluated one by one: its predictions can't be stacked, or depend "
             "on the other samples of a batch"
         )
     elif wanted == "auto" and not vectorized.fills_batches:
-        rows, enough = vectorized.rows_per_call(), _limits_of(setting.device).rows
-        if rows < min(enough, choice.chunk, setting.data.cohorts.size):
+        rows, enough = vectorized.rows_per_call(), _limits_of(setup.device).rows
+        if rows < min(enough, choice.chunk, setup.data.cohorts.size):
             reason = f"only {rows:.1f} clients at a time have batches of one size, on average"
-            if not has_sample_losses(setting.client):
+            if not has_sample_losses(setup.client):
                 reason += "; with a method sample_losses(batch), batches may be filled up"
             choice = Choice("sequential", 1, reason)
             vectorized.obstacle = reason

@@ -30,7 +30,7 @@ _OF_AN_EPOCH = {"on_train_start", "on_train_epoch_start", "on_train_epoch_end", 
 
 
 class LocalStrategy(SingleDeviceStrategy):
-    """Lets a client half have its say in every training step, outside of the user's module."""
+    """Lets a client method have its say in every training step, outside of the user's module."""
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
         accelerator = CUDAAccelerator() if device.type == "cuda" else CPUAccelerator()
@@ -44,7 +44,7 @@ class LocalStrategy(SingleDeviceStrategy):
         return super().training_step(batch, *args)
 
     def training_step(self, batch: Any, *args: Any) -> Any:
-        """Run the module's training step, and what the half makes of it."""
+        """Run the module's training step, and what the client method makes of it."""
         if self.step is None:
             return self.own_step(batch, *args)
         return self.step(lambda: self.own_step(batch, *args), batch)
@@ -173,7 +173,7 @@ def needing_optimizers(module: L.LightningModule) -> Iterator[None]:
 
 
 def no_clipping(*_: Any, **__: Any) -> None:
-    """Leave the gradients of a half's own optimizer, which a module can't know, as they are."""
+    """Don't clip where the client method has an optimizer of its own, unknown to the module."""
 
 
 def never_synchronise(module: torch.nn.Module) -> None:

@@ -13,7 +13,7 @@ from pflight.states.updates import STOPS, ClientFailure, Evaluation
 from pflight.task import Task
 
 from .base import ONE_THREAD, threads
-from .setting import Setting
+from .client_setup import ClientSetup
 
 Samples = dict[int, list[Tensor]]
 """Clients' inputs and targets, by row."""
@@ -23,7 +23,7 @@ Attempt = Callable[[int, list[ClientFailure]], AbstractContextManager[None]]
 
 @torch.no_grad()
 def evaluate_task(
-    setting: Setting,
+    setup: ClientSetup,
     clients: Tensor,
     split: Split,
     *,
@@ -38,7 +38,7 @@ def evaluate_task(
     losses are not finite.
 
     Args:
-        setting: Of a task.
+        setup: Of a task.
         clients: Ids ``[C]``.
         split: Of their samples.
         attempt: Notes failures.
@@ -47,14 +47,14 @@ def evaluate_task(
         alone: Returns the outputs of the client in a row for its inputs.
         operations: Of a sample's forward pass.
     """
-    task = setting.task
+    task = setup.task
     assert task is not None
     ids, failures = clients.tolist(), list[ClientFailure]()
-    count = int(setting.data.num_samples(split)[clients.cpu()].sum())
+    count = int(setup.data.num_samples(split)[clients.cpu()].sum())
     few = operations * max(count, 1) < ONE_THREAD
     with threads(1 if few else torch.get_num_threads()):
-        samples = _samples_of_all(setting, task, ids, split, attempt, failures)
-        outputs = at_once(samples) if samples and setting.client_timeout is None else None
+        samples = _samples_of_all(setup, task, ids, split, attempt, failures)
+        outputs = at_once(samples) if samples and setup.client_timeout is None else None
         if outputs is None:
             outputs = {}
             for row, (x, y) in samples.items():
@@ -62,7 +62,7 @@ def evaluate_task(
                     given = alone(row, x)
                     task.check_outputs(given, y)
                     outputs[row] = given
-        evaluation = _joined(setting, task, clients, samples, outputs)
+        evaluation = _joined(setup, task, clients, samples, outputs)
     finite = evaluation.losses.isfinite()
     if not finite.all():
         odd = evaluation.clients[~finite].unique()
@@ -74,7 +74,7 @@ def evaluate_task(
 
 
 def _samples_of_all(
-    setting: Setting,
+    setup: ClientSetup,
     task: Task,
     ids: list[int],
     split: Split,
@@ -83,9 +83,9 @@ def _samples_of_all(
 ) -> Samples:
     """Return the samples of some clients by row, and note who has none."""
     samples: Samples = {}
-    if setting.client_timeout is None:
+    if setup.client_timeout is None:
         try:
-            samples = {row: setting.samples(client, split) for row, client in enumerate(ids)}
+            samples = {row: setup.samples(client, split) for row, client in enumerate(ids)}
             if samples:
                 task.check_targets(torch.cat([y for _, y in samples.values()]))
             return samples
@@ -95,21 +95,21 @@ def _samples_of_all(
             samples = {}
     for row, client in enumerate(ids):
         with attempt(client, failures):
-            x, y = setting.samples(client, split)
+            x, y = setup.samples(client, split)
             task.check_targets(y)
             samples[row] = [x, y]
     return samples
 
 
 def _joined(
-    setting: Setting, task: Task, clients: Tensor, samples: Samples, outputs: dict[int, Tensor]
+    setup: ClientSetup, task: Task, clients: Tensor, samples: Samples, outputs: dict[int, Tensor]
 ) -> Evaluation:
     """Return the outputs of all clients as one."""
     counts = torch.tensor([len(part) for part in outputs.values()], dtype=torch.long)
-    owners = clients.cpu()[list(outputs)].repeat_interleave(counts).to(setting.device)
+    owners = clients.cpu()[list(outputs)].repeat_interleave(counts).to(setup.device)
     if not outputs:
-        nothing = torch.empty(0, device=setting.device)
-        return Evaluation(owners, nothing, setting.example[1][:0], nothing)
+        nothing = torch.empty(0, device=setup.device)
+        return Evaluation(owners, nothing, setup.example[1][:0], nothing)
     given = torch.cat(list(outputs.values()))
     if given.dtype.itemsize < 4:  # bfloat16 loses too much of a loss
         given = given.float()

@@ -372,18 +372,18 @@ def values_of(settings: Iterable[str]) -> dict[str, list[Any]]:
         {'model.local_epochs': [1, 5], 'data.partition': [{'class_path': 'IID'}]}
     """
     found: dict[str, list[Any]] = {}
-    for setting in settings:
-        name, equals, text = setting.removeprefix("--").partition("=")
+    for setup in settings:
+        name, equals, text = setup.removeprefix("--").partition("=")
         values = [part.strip() for part in _split(text)]
         if not (name and equals and all(values)):
-            raise ConfigurationError(f"--set takes option=value,value, got {setting!r}")
+            raise ConfigurationError(f"--set takes option=value,value, got {setup!r}")
         if name in found:
             raise ConfigurationError(f"--set has {name} twice: give its values in one list")
         try:
             found[name] = [load(value) for value in values]
         except yaml.YAMLError as error:
             reason = str(error).splitlines()[0]
-            raise ConfigurationError(f"--set {setting}: a value is not YAML: {reason}") from error
+            raise ConfigurationError(f"--set {setup}: a value is not YAML: {reason}") from error
     return found
 
 

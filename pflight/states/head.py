@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from pflight.errors import ConfigurationError
 
 EXTRA = "pflight_extra"
-"""The submodule that a half adds to a client module; the names of its tensors begin with it."""
+"""The submodule that a client method adds to a client module. Tensor names begin with it."""
 _FOUND = "pflight_head"  # the attribute of a federation's copy of the client module
 
 Outputs = Callable[[Tensor, Tensor], Tensor]

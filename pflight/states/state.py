@@ -86,7 +86,7 @@ class StateLayout:
         frozen: Names of tensors that never change and never travel: parameters that are not
             trained, and the buffers of modules all of whose parameters are not trained.
         aliases: Further names of tied tensors in ``state_dict()``, with the first name of each.
-        own: Names of tensors that a client half keeps besides the client module's
+        own: Names of tensors that a client method keeps besides the client module's
             ``state_dict()``.
     """
 
@@ -179,7 +179,7 @@ class StateLayout:
 
     @property
     def extra(self) -> tuple[str, ...]:
-        """Names of the tensors of the module that a client half adds to the client module."""
+        """Names of the tensors of the module that a client method adds to the client module."""
         return tuple(name for name in self.template if name.startswith(f"{EXTRA}."))
 
     @property
@@ -216,7 +216,7 @@ class StateLayout:
 
         Args:
             state: The state.
-            extra: Whether with those of the module that a client half adds.
+            extra: Whether with those of the module that a client method adds.
         """
         own = {*self.own} if extra else {*self.own, *self.extra}
         copy = {name: state[name].detach().clone() for name in self.template if name not in own}

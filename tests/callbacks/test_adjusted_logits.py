@@ -230,5 +230,5 @@ def test_a_module_of_ones_own(callback: FedAvg) -> None:
 
 def test_fedrs_scales_in_the_precision_of_the_logits() -> None:
     logits, counts = torch.ones(1, 2, dtype=torch.double), torch.tensor([3.0, 0.0]).double()
-    scaled = FedRS(a=0.9).half.adjusted(logits, counts)
+    scaled = FedRS(a=0.9).client_method.adjusted(logits, counts)
     assert scaled.tolist() == [[1.0, 0.9]]

@@ -14,7 +14,7 @@ from pflight import Federation
 from pflight.callbacks import APFL, FedAvg, Local
 from pflight.errors import ConfigurationError
 from pflight.method import PERSONAL, LocalWork
-from pflight.models.halves import Personal
+from pflight.models.client_methods import Personal
 from pflight.states.state import entries
 from tests import reference
 from tests.runs import (
@@ -45,7 +45,7 @@ class FromOne(APFL):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.half = OwnFromOne(self.half.personal)
+        self.client_method = OwnFromOne(self.client_method.personal)
 
 
 def own(federation: Federation, client: int) -> dict[str, torch.Tensor]:

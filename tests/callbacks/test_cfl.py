@@ -156,15 +156,15 @@ class TestPartialParticipation:
     def test_resumed_while_updates_wait(self, tmp_path: Path) -> None:
         data = small_data(cohort_size=3)
         options = {"server_optimizer": partial(Adam, lr=0.1)}
-        whole, half, rest = (CFL(**EAGER) for _ in range(3))
+        whole, client_method, rest = (CFL(**EAGER) for _ in range(3))
         expected = run(linear_client(), data, whole, 11, **options)
-        saved = run(linear_client(), data, half, 5, **options)
-        assert half.splits
-        assert half.state_dict()["_changes"]
+        saved = run(linear_client(), data, client_method, 5, **options)
+        assert client_method.splits
+        assert client_method.state_dict()["_changes"]
         saved.trainer.save_checkpoint(tmp_path / "half.ckpt")
         torch.load(tmp_path / "half.ckpt", weights_only=True)
         resumed = run(linear_client(), data, rest, 11, ckpt_path=tmp_path / "half.ckpt", **options)
-        assert len(half.splits) < len(whole.splits) == len(rest.splits)
+        assert len(client_method.splits) < len(whole.splits) == len(rest.splits)
         for one, other in zip(expected.server_states(), resumed.server_states(), strict=True):
             assert_same(one, other)
         assert torch.equal(whole.assignments, rest.assignments)

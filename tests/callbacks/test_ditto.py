@@ -93,8 +93,11 @@ def test_a_stronger_pull_keeps_them_closer() -> None:
 def test_options_and_clients_that_do_not_fit() -> None:
     with pytest.raises(ConfigurationError, match="Ditto: lam must be at least 0, got -1"):
         Ditto(lam=-1)
-    for callback in (Ditto(), Ditto(lam=0.1)):  # neither is for the client's own half to replace
+    for callback in (
+        Ditto(),
+        Ditto(lam=0.1),
+    ):  # neither is for the client's own client method to replace
         with pytest.raises(
-            ConfigurationError, match=r"Ditto has the client half .*, but ProximalClient names"
+            ConfigurationError, match=r"Ditto has the client method .*, but ProximalClient names"
         ):
             run(linear_client(ProximalClient), small_data(), callback)

@@ -17,8 +17,8 @@ from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.method import LocalClient, LocalWork
 from pflight.models import Classifier, ProximalClient
-from pflight.models.halves import AdaptiveMixture
-from pflight.models.halves.fedala import Mixing
+from pflight.models.client_methods import AdaptiveMixture
+from pflight.models.client_methods.fedala import Mixing
 from pflight.states.updates import ClientUpdates
 from tests import reference
 from tests.runs import (
@@ -115,7 +115,7 @@ def test_weights_are_learned_on_mini_batches_in_the_order_of_the_round() -> None
     client = linear_client(double=True)
     first = flat(run(client, data, FedALA(), 1).server_states()[0])
     callback = FedALA()
-    callback.participation = Recording(lr=0.7, share=0.5, start_epochs=1)
+    callback.outer_method = Recording(lr=0.7, share=0.5, start_epochs=1)
     federation = run(client, data, callback, 2)
     world = reference.SoftmaxRegression([data.samples(0, "train")], CLASSES)
     weight = np.ones_like(first)

@@ -54,7 +54,7 @@ def test_f1s_alignment(align: Any) -> None:
     received = torch.tensor([[1.2, 0], [0.1, 0.9]], dtype=torch.float64)
     federation.server.tensors(0)["network.0.weight"].data.copy_(received)
     both, clients = torch.arange(2), federation.clients
-    starts = clients.participation.before_training(clients, both, callback.broadcast(both))
+    starts = clients.outer_method.before_training(clients, both, callback.broadcast(both))
     aligned = starts["network.0.weight"]
     assert_rows(aligned[0], [[1.182124, -0.000773], [0.089227, 0.912124]])
     expected = [[1.143172, 0.009905], [0.121736, 0.904049]]

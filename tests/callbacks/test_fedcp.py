@@ -29,8 +29,8 @@ def double(values: Any) -> Tensor:
 
 def test_cp1() -> None:
     network = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2)).double()
-    module, half = Classifier(network, 2, optimizer=sgd(0.1)), Policed(lam=5)
-    add_what_it_needs(half, module, seed=0)
+    module, client_method = Classifier(network, 2, optimizer=sgd(0.1)), Policed(lam=5)
+    add_what_it_needs(client_method, module, seed=0)
     sent = {name: value.clone() for name, value in module.state_dict().items()}
     sent["network.0.weight"] = torch.eye(2, dtype=torch.float64)
     values = {
@@ -44,11 +44,14 @@ def test_cp1() -> None:
         f"{EXTRA}.context": [1.5, 1],
     }
     module.load_state_dict({**module.state_dict(), **{n: double(v) for n, v in values.items()}})
-    client, batch = one_client(module, half), (double([[1, 2], [2, -1]]), torch.tensor([0, 1]))
-    client.tell(sent)
+    client, batch = (
+        one_client(module, client_method),
+        (double([[1, 2], [2, -1]]), torch.tensor([0, 1])),
+    )
+    client.set_anchor(sent)
     assert client.task_loss(batch).item() == close(2.794784)
     assert_rows(client.module(batch[0]), [[1.1, 3.616091], [2.1, -0.844509]])
-    loss = half.loss(client, batch)
+    loss = client_method.loss(client, batch)
     assert loss.item() == close(2.948407)
     trained = {n: w for n, w in client.weights.items() if not n.startswith("network.1.")}
     gradients = torch.autograd.grad(loss, list(trained.values()))
@@ -60,7 +63,7 @@ def test_cp1() -> None:
     assert_rows(own["head.weight"], [[0.995228, -0.929987], [0.504773, 1.929987]])
     assert_rows(own["head.bias"], [-0.001237, 0.201237])
     assert_rows(own["policy.bias"], [0.141071, 0.008604, -0.155716, 0.206040])
-    assert half.loss(client, batch).item() == close(1.984949)
+    assert client_method.loss(client, batch).item() == close(1.984949)
 
 
 @ENGINES

@@ -17,7 +17,7 @@ from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
 from pflight.method import OWN, LocalClient
 from pflight.models import Classifier, ProximalClient
-from pflight.models.halves import Dane
+from pflight.models.client_methods import Dane
 from tests import reference
 from tests.runs import (
     CLASSES,
@@ -222,7 +222,7 @@ class FailsInFirstPhase(Dane):
 
 def fails_in_first_phase(**options: Any) -> Recorded:
     callback = Recorded(**options)
-    callback.half = FailsInFirstPhase()
+    callback.client_method = FailsInFirstPhase()
     return callback
 
 
@@ -248,7 +248,7 @@ def test_what_does_not_fit_is_refused_before_training() -> None:
         automatic_optimization = False
 
     with pytest.raises(
-        ConfigurationError, match=r"FedDANE has the client half Dane\(.*ProximalClient names"
+        ConfigurationError, match=r"FedDANE has the client method Dane\(.*ProximalClient names"
     ):
         run(linear_client(ProximalClient), small_data(), FedDANE())
     with pytest.raises(ConfigurationError, match="Manual with manual optimization"):

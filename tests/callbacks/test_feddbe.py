@@ -49,7 +49,9 @@ class Later(FedDBE):
         train = self.clients.train
 
         def once(*args: Any, **options: Any) -> Any:
-            return train(*args, **options, **({"epochs": 1} if options.get("aside") else {}))
+            return train(
+                *args, **options, **({"epochs": 1} if not options.get("keep", True) else {})
+            )
 
         self.clients.train = once  # type: ignore[method-assign]
         super().round(cohort)

@@ -174,7 +174,7 @@ class Plain(FedDyn):
 
 def test_without_what_it_keeps_it_is_fedprox() -> None:
     callback = Plain()
-    callback.half = Forgetful(a=0.7)
+    callback.client_method = Forgetful(a=0.7)
     data = small_data(cohort_size=3)
     frozen = run(batchnorm_client(), data, callback, 3, local_epochs=2)
     proximal = FedProx(mu=0.7, weighting="uniform")

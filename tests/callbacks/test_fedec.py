@@ -16,7 +16,7 @@ from pflight.callbacks import FedAvg, FedEC, Reptile
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.models import Classifier, ElasticClient
-from pflight.models.halves import Elastic
+from pflight.models.client_methods import Elastic
 from tests import reference
 from tests.runs import (
     CLASSES,
@@ -48,7 +48,7 @@ class TestTheLoss:
         module = Classifier(Point(), num_classes=2, optimizer=sgd(0.1))
         history = {"network.theta": torch.tensor([0, math.log(3)], dtype=torch.float64)}
         client = one_client(module, Elastic(**options), history)
-        loss = client.half.loss(client, self.batch)
+        loss = client.client_method.loss(client, self.batch)
         optimizer = client.module.configure_optimizers()
         loss.backward()
         optimizer.step()
@@ -77,14 +77,17 @@ class TestTheLoss:
 
     def test_without_history_it_is_the_task_alone(self) -> None:
         for constraint in ("kl", "l2"):
-            module, half = Classifier(Point((1.0, 0.0)), num_classes=2), Elastic(1.0, constraint)
+            module, client_method = (
+                Classifier(Point((1.0, 0.0)), num_classes=2),
+                Elastic(1.0, constraint),
+            )
             expected = F.cross_entropy(torch.tensor([[1.0, 0.0]]), self.batch[1]).item()
-            client = one_client(module, half)
-            assert half.loss(client, self.batch).item() == pytest.approx(expected)
+            client = one_client(module, client_method)
+            assert client_method.loss(client, self.batch).item() == pytest.approx(expected)
             zeros = {"network.theta": torch.zeros(2, dtype=torch.float64)}
-            unseen = one_client(module, half, zeros)
+            unseen = one_client(module, client_method, zeros)
             unseen.seen.zero_()
-            assert half.loss(unseen, self.batch).item() == pytest.approx(expected)
+            assert client_method.loss(unseen, self.batch).item() == pytest.approx(expected)
 
     def test_the_history_is_in_evaluation_mode_and_does_not_change(self) -> None:
         layers = nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, CLASSES)
@@ -94,15 +97,15 @@ class TestTheLoss:
         ))), CLASSES)  # fmt: skip
         past.network[1].running_mean += 0.7
         history = {name: value.clone() for name, value in past.state_dict().items()}
-        half, memory = Elastic(alpha=2.0), {name: v.clone() for name, v in history.items()}
-        client = one_client(module, half, memory)
+        client_method, memory = Elastic(alpha=2.0), {name: v.clone() for name, v in history.items()}
+        client = one_client(module, client_method, memory)
         network = client.module.network
         network[2].eval()  # a user's own choice stays
         x, y = torch.randn(9, FEATURES), torch.randint(CLASSES, (9,))
         logits = network(x)
         buffers = network[1].running_mean.clone()
         network[1].reset_running_stats()
-        loss = half.loss(client, (x, y))
+        loss = client_method.loss(client, (x, y))
         loss.backward()
         penalty = loss - F.cross_entropy(logits, y)
         before = past.eval()(x).softmax(dim=1)

@@ -86,9 +86,9 @@ PATHS = [
 
 @pytest.mark.parametrize(("options", "mu", "expected"), PATHS)
 def test_the_lengths_of_paths(options: dict[str, Any], mu: float, expected: list[float]) -> None:
-    half = Normalised(mu)
-    half.check(linear_client(optimizer=sgd(0.1, **options)))
-    lengths = [float(half.path(torch.tensor(float(steps)))) for steps in (1, 2, 3)]
+    client_method = Normalised(mu)
+    client_method.check(linear_client(optimizer=sgd(0.1, **options)))
+    lengths = [float(client_method.path(torch.tensor(float(steps)))) for steps in (1, 2, 3)]
     assert lengths == pytest.approx(expected, abs=1e-12)
 
 
@@ -97,14 +97,16 @@ def test_the_lengths_of_paths(options: dict[str, Any], mu: float, expected: list
 def test_a_path_is_where_gradients_of_one_lead(nesterov: bool, steps: int) -> None:
     """By torch's own SGD, on the loss of which the proximal term is a part."""
     options = {"momentum": 0.8, "nesterov": nesterov}
-    half = Normalised(0.3)
-    half.check(linear_client(optimizer=sgd(0.05, **options)))
+    client_method = Normalised(0.3)
+    client_method.check(linear_client(optimizer=sgd(0.05, **options)))
     w = torch.zeros((), dtype=torch.double, requires_grad=True)
     optimizer = torch.optim.SGD([w], 0.05, **options)
     for _ in range(steps):
         w.grad = 1 + 0.3 * w.detach()
         optimizer.step()
-    assert float(half.path(torch.tensor(steps))) == pytest.approx(-w.item() / 0.05, rel=1e-12)
+    assert float(client_method.path(torch.tensor(steps))) == pytest.approx(
+        -w.item() / 0.05, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])

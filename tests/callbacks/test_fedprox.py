@@ -1,4 +1,4 @@
-"""FedProx (section 1.2), by its callback and by a client that names the half."""
+"""FedProx (section 1.2), by its callback and by a client that names the client method."""
 
 from __future__ import annotations
 

@@ -264,9 +264,9 @@ def test_the_e_step_of_a_round_uses_the_centers_as_sent_whatever_the_chunks() ->
     class OneByOne(FeSEM):
         def round(self, cohort):
             self.on_round_start()
-            for updates in self.clients.train(cohort, self.broadcast, at_once=1):
+            for updates in self.clients.train(cohort, self.broadcast, max_chunk=1):
                 self.receive(updates)
-            self.step()
+            self.set_pseudo_gradients()
 
     data = small_data(dtype=torch.float64)
     chunked, whole = (kind(2, centers=perturbed(2)) for kind in (OneByOne, FeSEM))
@@ -451,9 +451,9 @@ class TestMatching:
         class Backwards(FeSEM):
             def round(self, cohort: Tensor) -> None:
                 self.on_round_start()
-                for updates in self.clients.train(cohort.flip(0), self.broadcast, at_once=1):
+                for updates in self.clients.train(cohort.flip(0), self.broadcast, max_chunk=1):
                     self.receive(updates)
-                self.step()
+                self.set_pseudo_gradients()
 
         client = network_client(MLP(4, [5], CLASSES)).double()
         data = small_data(dtype=torch.float64)

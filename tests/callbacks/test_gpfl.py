@@ -35,8 +35,8 @@ def double(values: Any) -> Tensor:
 
 def test_gp1() -> None:
     network = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 2)).double()
-    module, half = Classifier(network, 2, optimizer=sgd(0.1)), Valved(lam=0.1, mu=0.1)
-    add_what_it_needs(half, module, seed=0)
+    module, client_method = Classifier(network, 2, optimizer=sgd(0.1)), Valved(lam=0.1, mu=0.1)
+    add_what_it_needs(client_method, module, seed=0)
     r, c = torch.meshgrid(torch.arange(1.0, 4), torch.arange(1.0, 4), indexing="ij")
     values = {
         "network.0.weight": double([[1, 0], [0, 1], [1, 1]]),
@@ -57,16 +57,16 @@ def test_gp1() -> None:
     values = {**module.state_dict(), **values}
     module.load_state_dict(values)
     batch = double([[1, 2], [2, -1], [1, 1]]), torch.tensor([0, 1, 0])
-    client = one_client(module, half)
-    client.tell({name: value.clone() for name, value in values.items()})
+    client = one_client(module, client_method)
+    client.set_anchor({name: value.clone() for name, value in values.items()})
     h = client.task_loss_and_features(batch)[1]
     assert_rows(client.predict(h, lambda z: z, general=True)[0], [1.126360, 1.606442, 4.483715])
     assert_rows(client.predict(h, lambda z: z)[0], [1.121262, 1.626383, 4.469860])
     assert client.task_loss(batch).item() == close(5.016033)
-    loss = half.loss(client, batch)
+    loss = client_method.loss(client, batch)
     assert loss.item() == close(6.066715)
     optimizer = client.module.configure_optimizers()
-    step_extra(client.module, optimizer, half.extra_options)
+    step_extra(client.module, optimizer, client_method.extra_options)
     loss.backward()
     optimizer.step()
     weights = client.weights
@@ -75,7 +75,7 @@ def test_gp1() -> None:
     embedding = [[0.986384, 0.005025, 0.502233], [0.013203, 0.988019, -0.498962]]
     assert_rows(client.extra["embedding"], embedding)
     assert_rows(weights["network.1.bias"], [0.056166, -0.056166])
-    assert half.loss(client, batch).item() == close(2.064663)
+    assert client_method.loss(client, batch).item() == close(2.064663)
 
 
 @ENGINES

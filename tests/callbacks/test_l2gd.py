@@ -13,7 +13,7 @@ from pflight.callbacks import L2GD, FedAvg, Local
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.method import LocalWork
-from pflight.models.halves import StepsToMean
+from pflight.models.client_methods import StepsToMean
 from tests import reference
 from tests.remote_clients import ask_remote_clients
 from tests.runs import (
@@ -75,10 +75,10 @@ class Recording(StepsToMean):
 
 def test_p3_after_one_step_to_the_mean() -> None:
     callback = Tossed(0, 0, 1, 0, **P3)
-    callback.participation = Recording()
+    callback.outer_method = Recording()
     run(quadratic_client(), world_q([0, 1], counts=[1, 1, 1]), callback, 3, local_steps=1)
     expected = torch.tensor([[0.21225, -0.34625], [1.05775, 0.17625]], dtype=torch.float64)
-    torch.testing.assert_close(callback.participation.starts, expected, rtol=0, atol=1e-15)
+    torch.testing.assert_close(callback.outer_method.starts, expected, rtol=0, atol=1e-15)
 
 
 def test_several_rounds_with_partial_participation() -> None:

@@ -47,11 +47,11 @@ def trained(past: Tensor, steps: int) -> tuple[list[float], dict[str, Tensor]]:
     """Return losses and weights of client A after steps from the start."""
     module = world_f()
     held = {name: value.clone() for name, value in module.state_dict().items()}
-    client = one_client(module, half := Contrastive(), {**held, "network.0.weight": past})
-    client.tell(held)
+    client = one_client(module, client_method := Contrastive(), {**held, "network.0.weight": past})
+    client.set_anchor(held)
     losses = []
     for _ in range(steps):
-        loss = half.loss(client, BATCH)
+        loss = client_method.loss(client, BATCH)
         losses.append(loss.item())
         gradients = torch.autograd.grad(loss, list(client.weights.values()))
         with torch.no_grad():
@@ -86,7 +86,7 @@ def test_several_rounds(engine: str) -> None:
     data, client, epochs, mu, tau = reference.data(), reference.client(), 2, 2.0, 0.3
     callback = MOON(mu=mu, tau=tau)
     federation = run(client, data, callback, 4, engine=engine, local_epochs=epochs)
-    assert federation.clients.attached_engine.setting.mixes_samples
+    assert federation.clients.attached_engine.setup.mixes_samples
     server = copy.deepcopy(client.network)
     kept: dict[int, nn.Sequential] = {}
     for round_, cohort in enumerate(reference.cohorts(federation)):
@@ -138,9 +138,9 @@ def test_features_of_zero() -> None:
     with torch.no_grad():
         module.network[0].weight.zero_()
     held = {name: value.clone() for name, value in module.state_dict().items()}
-    client = one_client(module, half := Contrastive(), {**held, "network.0.weight": START})
-    client.tell({**held, "network.0.weight": START + 1})
-    loss = half.loss(client, BATCH)
+    client = one_client(module, client_method := Contrastive(), {**held, "network.0.weight": START})
+    client.set_anchor({**held, "network.0.weight": START + 1})
+    loss = client_method.loss(client, BATCH)
     assert loss.item() == pytest.approx(math.log(3) + math.log(2))
     gradient = torch.autograd.grad(loss, [client.weights["network.0.weight"]])[0]
     assert gradient.abs().max() < 1

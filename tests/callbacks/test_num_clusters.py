@@ -220,8 +220,8 @@ class TestAuto:
 
     @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
     def test_a_resumed_run_does_not_choose_again(self, tmp_path: Path) -> None:
-        half = run(classifier(), groups(), FeSEM(**self.options), 2, local_epochs=3)
-        half.trainer.save_checkpoint(tmp_path / "half.ckpt")
+        client_method = run(classifier(), groups(), FeSEM(**self.options), 2, local_epochs=3)
+        client_method.trainer.save_checkpoint(tmp_path / "half.ckpt")
         torch.load(tmp_path / "half.ckpt", weights_only=True)
         resumed = run(
             classifier(),
@@ -231,7 +231,7 @@ class TestAuto:
             local_epochs=3,
             ckpt_path=tmp_path / "half.ckpt",
         )
-        assert resumed.callback.selection == half.callback.selection
+        assert resumed.callback.selection == client_method.callback.selection
         whole = run(classifier(), groups(), FeSEM(**self.options), 4, local_epochs=3)
         for left, right in zip(resumed.server_states(), whole.server_states(), strict=True):
             assert_same(left, right)
@@ -239,7 +239,7 @@ class TestAuto:
             tmp_path / "half.ckpt", client=classifier(), callback=FeSEM("auto")
         )
         assert loaded.callback.num_clusters == 3
-        assert_same(loaded.client_state(0), half.client_state(0))
+        assert_same(loaded.client_state(0), client_method.client_state(0))
 
     def test_with_a_server_optimizer_and_double_precision(self) -> None:
         federation = run(

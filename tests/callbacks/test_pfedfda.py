@@ -190,10 +190,10 @@ def test_the_share_is_at_the_least_of_several_minima(seed: int) -> None:
     z, factor = normal(4, 6)[y] + normal(12, 6), normal(6, 6)
     sent = Gaussians(normal(4, 6), 0.2 * factor @ factor.T + 0.5 * torch.eye(6).double())
     prior = (torch.bincount(y, minlength=4) + 0.01).double() / 12.04
-    folds, half = halves(y, random), Discriminating(ridge=0.01, betas=1)
+    folds, client_method = halves(y, random), Discriminating(ridge=0.01, betas=1)
     parts = [(z[folds == fold], y[folds == fold]) for fold in (0, 1)]
     judged = [
-        Judged.of(sent, sent.of(*own, 0.01), half.eps, prior, *other)
+        Judged.of(sent, sent.of(*own, 0.01), client_method.eps, prior, *other)
         for own, other in (parts, parts[::-1])
     ]
 
@@ -203,7 +203,7 @@ def test_the_share_is_at_the_least_of_several_minima(seed: int) -> None:
     grid = np.array([loss(share) for share in np.linspace(0, 1, 201)])
     rises = np.diff(grid) > 0
     assert (np.append([True], ~rises) & np.append(rises, [True])).sum() == 2
-    assert loss(half.share(z, y, folds, sent, prior).item()) <= grid.min() + 1e-9
+    assert loss(client_method.share(z, y, folds, sent, prior).item()) <= grid.min() + 1e-9
 
 
 def test_the_halves_are_stratified() -> None:

@@ -14,7 +14,7 @@ from pflight.callbacks import FedAvg, Local, PFedLA
 from pflight.datamodules import FederatedDataModule, TensorClients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
-from pflight.method import Half, LocalClient
+from pflight.method import ClientMethod, LocalClient
 from pflight.models import Classifier, PFedHNCNN
 from tests.runs import (
     CLASSES,
@@ -140,7 +140,7 @@ def client_one() -> TensorClients:
     return TensorClients(train, num_classes=2, batch_size=None)
 
 
-class OnlyClientOne(Half):
+class OnlyClientOne(ClientMethod):
     """Gives no answer with two samples."""
 
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
@@ -149,7 +149,7 @@ class OnlyClientOne(Half):
 
 def two_layers() -> Classifier:
     client = QuadraticClient(Scalars([Scalar(), Scalar()]), num_classes=2, optimizer=sgd(0.1))
-    client.client_half = OnlyClientOne()
+    client.client_method = OnlyClientOne()
     return client
 
 
@@ -353,9 +353,9 @@ def test_mixtures_are_of_the_models_before_the_round_whatever_the_chunks() -> No
     class OneByOne(Shuffled):
         def round(self, cohort: Tensor) -> None:
             self.on_round_start()
-            for updates in self.clients.train(cohort, self.send, at_once=1):
+            for updates in self.clients.train(cohort, self.send, max_chunk=1):
                 self.receive(updates)
-            self.step()
+            self.set_pseudo_gradients()
 
     data = small_data(dtype=torch.float64)
     one, other = (

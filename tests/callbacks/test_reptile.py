@@ -57,9 +57,9 @@ def test_the_step_decays_linearly_to_zero() -> None:
     seen = []
 
     class Watched(Reptile):
-        def step(self) -> None:
+        def set_pseudo_gradients(self) -> None:
             seen.append(self.server.lr)
-            super().step()
+            super().set_pseudo_gradients()
 
     run(linear_client(), small_data(), Watched(lr=0.8, decay="linear"), rounds=4)
     assert seen == pytest.approx([0.8, 0.6, 0.4, 0.2])
@@ -96,9 +96,9 @@ def test_a_finished_run_goes_on_with_a_longer_decay(tmp_path: Path) -> None:
     seen = []
 
     class Watched(Reptile):
-        def step(self) -> None:
+        def set_pseudo_gradients(self) -> None:
             seen.append(self.server.lr)
-            super().step()
+            super().set_pseudo_gradients()
 
     path = tmp_path / "done.ckpt"
     done = run(linear_client(), small_data(), Watched(lr=0.8, decay="linear"), rounds=2)

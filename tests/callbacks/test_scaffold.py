@@ -16,7 +16,7 @@ from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.method import OWN, LocalClient
 from pflight.models import Classifier
-from pflight.models.halves import Controlled
+from pflight.models.client_methods import Controlled
 from tests import reference
 from tests.runs import (
     CLASSES,
@@ -155,7 +155,7 @@ class Frozen(Controlled):
 def test_with_controls_of_zero_it_is_uniform_fedavg() -> None:
     data = small_data(cohort_size=4, dtype=torch.float64)
     callback = SCAFFOLD()
-    callback.half = Frozen()
+    callback.client_method = Frozen()
     frozen = run(linear_client(double=True), data, callback, 3, local_epochs=2)
     plain = run(linear_client(double=True), data, FedAvg("uniform"), 3, local_epochs=2)
     assert shared(frozen) == pytest.approx(shared(plain), rel=1e-12, abs=1e-14)

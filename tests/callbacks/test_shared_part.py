@@ -15,7 +15,7 @@ from pflight import Federation
 from pflight.callbacks import FedAvg, Local, ServerCallback, SharedPart
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
-from pflight.method import Half, LocalClient
+from pflight.method import ClientMethod, LocalClient
 from pflight.models import Classifier
 from pflight.states.layers import Layers
 from tests import reference
@@ -89,7 +89,7 @@ def test_s1_lg_fedavg(engine: str) -> None:
     assert flat(federation.client_state(1)) == pytest.approx([0.8, 0.95], abs=1e-12)
 
 
-class Answering(Half):
+class Answering(ClientMethod):
     """Returns vector S3, whatever it was sent."""
 
     def after_training(self, c: LocalClient) -> None:
@@ -105,7 +105,7 @@ def s3(callback: ServerCallback) -> Federation:
         nn.Linear(FEATURES, 1, bias=False), nn.BatchNorm1d(1), nn.Linear(1, CLASSES)
     )
     client = network_client(network)
-    client.client_half = Answering()
+    client.client_method = Answering()
     return run(client, small_data((1, 3)), callback, engine="sequential")
 
 

@@ -25,7 +25,7 @@ from pflight.callbacks import (
     Reptile,
     ServerCallback,
 )
-from pflight.method import Half, LocalClient
+from pflight.method import ClientMethod, LocalClient
 from tests.runs import (
     ENGINES,
     assert_same,
@@ -88,12 +88,12 @@ def test_the_others_train_as_if_they_were_alone(method: str, engine: str) -> Non
 
 
 def test_who_changes_its_model_all_the_same_is_counted() -> None:
-    class Answering(Half):
+    class Answering(ClientMethod):
         def after_training(self, c: LocalClient) -> None:
             c.weights["network.0.weight"].fill_(1.0)
 
     client = batchnorm_client()
-    client.client_half = Answering()
+    client.client_method = Answering()
     state = run(client, small_data([6, 1]), FedAvg("uniform")).server_states()[0]
     sent, alone = (
         client.state_dict()["network.0.bias"],

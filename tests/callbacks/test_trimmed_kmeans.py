@@ -10,7 +10,7 @@ from pflight.callbacks.methods.clustering import TrimmedMean, trimmed_kmeans
 from pflight.datamodules import TensorClients
 from pflight.engines import ClientUpdates
 from pflight.errors import ConfigurationError
-from pflight.method import Half, LocalClient
+from pflight.method import ClientMethod, LocalClient
 from pflight.models import Classifier
 from tests import reference
 from tests.runs import (
@@ -180,7 +180,7 @@ class TestRounds:
     @pytest.mark.filterwarnings("ignore:round .*exploded:UserWarning")
     @pytest.mark.parametrize("options", [{}, {"trim": "radius"}, {"estimate": "median"}])
     def test_one_attacker_moves_nothing_far(self, options: dict) -> None:
-        class Attacked(Half):
+        class Attacked(ClientMethod):
             def after_training(self, c: LocalClient) -> None:
                 theta = c.weights["network.theta"]
                 theta.copy_(torch.where(c.num_samples == 2, 1e6, theta))
@@ -190,7 +190,7 @@ class TestRounds:
         data = TensorClients([*honest, (x.repeat(2, 1), y.repeat(2))], num_classes=2)
         callback = TrimmedKMeans(1, cluster_beta=0.2, **options)
         client = target_client()
-        client.client_half = Attacked()
+        client.client_method = Attacked()
         federation = run(client, data, callback, 3)
         assert flat(federation.server_states()[0]) == pytest.approx([1.2, 1], abs=0.11)
 

@@ -374,7 +374,9 @@ def dealt(seed: int) -> DatasetClients:
     table = TensorDataset(torch.arange(24.0).view(12, 2), torch.arange(12) % 3)
     random = torch.Generator().manual_seed(seed)
     halves = random_split(table, [0.5, 0.5], random)
-    train, val = zip(*(random_split(half, [4, 2], random) for half in halves), strict=True)
+    train, val = zip(
+        *(random_split(client_method, [4, 2], random) for client_method in halves), strict=True
+    )
     return DatasetClients(train, val=val, batch_size=2)
 
 

@@ -328,7 +328,7 @@ def test_what_is_private_never_leaves(callback: Any, tmp_path: Path) -> None:
 
     run.post.on_answer = note
     federation = run.server(2)
-    private = {*federation.attached_callback.private}
+    private = {*federation.server_callback.private}
     assert private
     assert left == {*federation.clients.layout.names} - private
     with pytest.raises(ConfigurationError, match="client 0 is on its own machine"):

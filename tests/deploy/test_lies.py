@@ -479,7 +479,7 @@ def test_a_liar_finds_no_place(tmp_path: Path) -> None:
         run.post.on_answer = lambda asked, answer, lie=lie: (
             told(lie, answer) if asked.client in LIARS else answer
         )
-        sent = federation.attached_callback.broadcast(clients)
+        sent = federation.server_callback.broadcast(clients)
         updates = run.clients.train_aside(clients, sent)
         assert updates.clients.tolist() == [0], name
         assert [failure.client for failure in updates.failures] == [LIARS[0]]

@@ -64,7 +64,7 @@ class Flower:
         given_up: bool = False,
     ) -> None:
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
-        self.delays, self.halves, self.pull = delays, {*halves}, pull
+        self.delays, self.client_methods, self.pull = delays, {*halves}, pull
         self.given_up = given_up
         self.parts: dict[str, bytes] = {}
         self._runtime_client = SimpleNamespace(
@@ -100,7 +100,7 @@ class Flower:
             answer = self._answers.pop(id_)[1]
             parts = get_all_nested_objects(answer)
             self.parts |= {name: part.deflate() for name, part in parts.items()}
-            if answer.metadata.src_node_id - 10 in self.halves:
+            if answer.metadata.src_node_id - 10 in self.client_methods:
                 self.parts[answer.object_id] = b""
                 self.parts.pop(answer.object_id if self.given_up else "", None)
             response.message_object_trees.append(get_object_tree(answer))

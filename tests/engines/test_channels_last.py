@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pflight import Federation
 from pflight.callbacks import FedAvg, Reptile
 from pflight.datamodules import TensorClients
-from pflight.method import Half
+from pflight.method import ClientMethod
 from pflight.models import Classifier, ElasticClient
 from tests.runs import quiet_trainer, run, sgd
 
@@ -100,7 +100,7 @@ def test_a_penalty_that_needs_the_usual_order_gets_it() -> None:
 
 
 def test_a_half_that_needs_what_was_sent_in_the_usual_order_gets_it() -> None:
-    class Drift(Half):
+    class Drift(ClientMethod):
         def penalty(self, c):
             sent = torch.cat([weight.view(-1) for weight in c.anchor.values()])
             return (torch.cat([w.flatten() for w in c.weights.values()]) - sent).square().sum()
@@ -108,7 +108,7 @@ def test_a_half_that_needs_what_was_sent_in_the_usual_order_gets_it() -> None:
     class Server(FedAvg):
         def __init__(self) -> None:
             super().__init__()
-            self.half = Drift()
+            self.client_method = Drift()
 
     federation = run(client(nn.Flatten()), images(), Server(), rounds=2, engine="sequential")
     assert not is_channels_last(federation)

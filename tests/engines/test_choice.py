@@ -129,7 +129,7 @@ def test_what_is_frozen_does_not_make_chunks_smaller() -> None:
 def test_batchnorm_of_clients_whose_batches_are_unequal(counts: list[int], engine: str) -> None:
     """Only batches of one size can be stacked, and a call for each size takes longer."""
     federation = run(batchnorm_client(), small_data(counts=counts, cohort_size=None))
-    _, choice = build_engine("auto", None, federation.clients.attached_engine.setting)
+    _, choice = build_engine("auto", None, federation.clients.attached_engine.setup)
     assert choice.engine == engine
     if engine == "sequential":
         assert choice.reason == "only 1.7 clients at a time have batches of one size, on average"

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pflight.callbacks import FedAvg, FedSGD, Reptile, ServerCallback
-from pflight.engines.stacked.client import StackedClient
+from pflight.engines.stacked.stack import Stack
 from pflight.models import Batch, Classifier, ElasticClient, ProximalClient
 from tests.engines.test_vectorized import both, double_data
 from tests.runs import CLASSES, FEATURES, batchnorm_client, linear_client, network_client, run
@@ -92,16 +92,16 @@ def seen_by_the_loss_alone(logits: Tensor, y: Tensor) -> Tensor:
 def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """Record the batch of each call in training, and whether its samples are weighted."""
     calls: list[tuple[int, bool]] = []
-    gradients = StackedClient.gradients
+    gradients = Stack.gradients
 
     def recorded(
-        self: StackedClient, own: Any, others: Any, batch: Any, weights: Tensor | None = None
+        self: Stack, own: Any, others: Any, batch: Any, weights: Tensor | None = None
     ) -> Any:
         if len(batch[0]) > 2:  # it is not the probe's
             calls.append((batch[0].shape[1], weights is not None))
         return gradients(self, own, others, batch, weights)
 
-    monkeypatch.setattr(StackedClient, "gradients", recorded)
+    monkeypatch.setattr(Stack, "gradients", recorded)
     return calls
 
 

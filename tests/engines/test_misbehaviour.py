@@ -25,9 +25,9 @@ from pflight import Federation
 from pflight.callbacks import IFCA, FedAvg, FedSGD, Local, PerFedAvg, ServerCallback
 from pflight.datamodules import FederatedDataModule
 from pflight.errors import ClientError, ConfigurationError
-from pflight.method import Half, LocalClient
+from pflight.method import ClientMethod, LocalClient
 from pflight.models import Classifier
-from pflight.models.halves import Adapted
+from pflight.models.client_methods import Adapted
 from pflight.states.state import StateLayout
 from tests.runs import (
     CLASSES,
@@ -301,19 +301,19 @@ def kind(method: str, does: Callable[[Classifier], Any], **more: Any) -> type[Cl
     return type("Odd", (Classifier,), {method: own, **more})
 
 
-def with_half(method: str, does: Callable[[LocalClient], Any], **more: Any) -> type[Classifier]:
+def with_method(method: str, does: Callable[[LocalClient], Any], **more: Any) -> type[Classifier]:
     """Return a kind of client whose half does something in a method for one of them."""
-    default = getattr(Half, method)
+    default = getattr(ClientMethod, method)
 
-    def own(self: Half, c: LocalClient, *args: Any) -> Any:
+    def own(self: ClientMethod, c: LocalClient, *args: Any) -> Any:
         odd = bool(c.num_samples == COUNTS["train"][BAD])
         return does(c) if odd else default(self, c, *args)
 
-    half = type("OddHalf", (Half,), {method: own, **more})
-    return type("Odd", (Classifier,), {"client_half": half()})
+    client_method = type("OddHalf", (ClientMethod,), {method: own, **more})
+    return type("Odd", (Classifier,), {"client_method": client_method()})
 
 
-def parameters_of(half: Half, layout: StateLayout) -> tuple[str, ...]:
+def parameters_of(client_method: ClientMethod, layout: StateLayout) -> tuple[str, ...]:
     return layout.parameters
 
 
@@ -359,8 +359,14 @@ HOOKS = [
 ]
 KINDS = {
     **{hook: (kind(hook, raising(RuntimeError("no"))), "RuntimeError: no") for hook in HOOKS},
-    "its half": (with_half("after_training", raising(RuntimeError("no"))), "RuntimeError: no"),
-    "its half's loss": (with_half("loss", raising(RuntimeError("no"))), "RuntimeError: no"),
+    "its client method": (
+        with_method("after_training", raising(RuntimeError("no"))),
+        "RuntimeError: no",
+    ),
+    "its client method's loss": (
+        with_method("loss", raising(RuntimeError("no"))),
+        "RuntimeError: no",
+    ),
     "exits": (kind("loss", lambda _: sys.exit("done")), "SystemExit: done"),
     "exits at the end": (kind("on_train_end", lambda _: sys.exit()), "SystemExit$"),
     "a generator's end": (kind("on_train_end", raising(GeneratorExit())), "GeneratorExit"),
@@ -390,9 +396,9 @@ KINDS = {
         "changed the shape, type or device of its network.weight",
     ),
     "leaves things": (kind("on_train_end", spoil), "it is done"),
-    "remembers nothing": (with_half("remember", lambda _: {}, keeps_memory=True), "KeyError"),
+    "remembers nothing": (with_method("remember", lambda _: {}, keeps_memory=True), "KeyError"),
     "remembers too little": (
-        with_half(
+        with_method(
             "remember",
             lambda c: {**c.weights, "network.bias": torch.zeros(1)},
             keeps_memory=True,
@@ -401,7 +407,7 @@ KINDS = {
         "its network.bias is of shape",
     ),
     "remembers NaN": (
-        with_half(
+        with_method(
             "remember",
             lambda c: {name: w * torch.nan for name, w in c.weights.items()},
             keeps_memory=True,
@@ -484,7 +490,7 @@ def test_weights_that_explode_are_a_warning(
 # What is evaluated beside the model
 
 
-class StuckHalf(Half):
+class StuckHalf(ClientMethod):
     """Can't train a client without an anchor, as when it is fine-tuned."""
 
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
@@ -498,12 +504,12 @@ class StuckAdapted(StuckHalf, Adapted):
 
 
 class Stuck(Classifier):
-    client_half = StuckHalf()
+    client_method = StuckHalf()
 
 
 def stuck_per_fedavg() -> PerFedAvg:
     callback = PerFedAvg()
-    callback.half = StuckAdapted()
+    callback.client_method = StuckAdapted()
     return callback
 
 

@@ -32,9 +32,9 @@ from pflight.datamodules import TensorClients
 from pflight.engines.stacked.audit import Audit, Witness
 from pflight.engines.stacked.training import StackedTraining
 from pflight.errors import ClientError, ConfigurationError
-from pflight.method import Half, LocalClient, Phase
+from pflight.method import ClientMethod, LocalClient, Phase
 from pflight.models import Classifier
-from pflight.models.halves import Dane
+from pflight.models.client_methods import Dane
 from tests.runs import (
     CLASSES,
     ENGINES,
@@ -89,7 +89,7 @@ class Cools(Classifier):
         return F.cross_entropy(self(batch[0]) / self.temperature, batch[1])
 
 
-class PullsSmallBatches(Half):
+class PullsSmallBatches(ClientMethod):
     averages_samples = False
 
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
@@ -108,19 +108,19 @@ with warnings.catch_warnings():
     scripted_distance = torch.jit.script(distance)
 
 
-class Scripted(Half):
+class Scripted(ClientMethod):
     def penalty(self, c: LocalClient) -> Any:
         if c.anchor is None:
             return None
         return sum(scripted_distance(w, c.anchor[name]) for name, w in c.weights.items())
 
 
-class CountsSteps(Half):
+class CountsSteps(ClientMethod):
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
         return c.task_loss(batch) * (1 + c.num_steps)
 
 
-class FailsAlone(Half):
+class FailsAlone(ClientMethod):
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
         if c.anchor is None:
             raise ValueError("no anchor")
@@ -373,8 +373,8 @@ def client_of(kind: type) -> Classifier:
         return Classifier(kind(), CLASSES, sgd(0.1)).double()
     made: Any = kind if issubclass(kind, L.LightningModule) else Classifier
     client = made(network(), CLASSES, sgd(0.1))
-    if issubclass(kind, Half):
-        client.client_half = kind()
+    if issubclass(kind, ClientMethod):
+        client.client_method = kind()
     return client.double()
 
 
@@ -406,13 +406,13 @@ def test_a_record_is_of_one_mode() -> None:
     """Gradients at the start are of modules that train, those of the epochs of one that rests."""
     layers = nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES)
     client = Classifier(nn.Sequential(*layers), CLASSES, sgd(0.1)).double()
-    client.client_half = RestsItsNorm()
+    client.client_method = RestsItsNorm()
     train = [samples(8, seed, dtype=torch.float64) for seed in range(4)]
     data = TensorClients(train, num_classes=CLASSES, batch_size=None, cohort_size=1)
     states = []
     for engine in ("sequential", "vectorized"):
         callback = FedDANE(same_set=True)
-        callback.half = client.client_half
+        callback.client_method = client.client_method
         federation = run(client, data, callback, rounds=14, engine=engine, clients_at_once=1)
         states.append(federation.server_states()[0])
     torch.testing.assert_close(*states)

@@ -28,7 +28,7 @@ from pflight.datamodules import TensorClients
 from pflight.engines import VectorizedEngine
 from pflight.engines.stacked.steps import StackedOptimizer
 from pflight.errors import ClientError, ConfigurationError
-from pflight.method import OWN, Half, LocalClient
+from pflight.method import OWN, ClientMethod, LocalClient
 from pflight.models import Classifier, ElasticClient, ProximalClient
 from pflight.states.state import StateLayout
 from pflight.states.updates import ClientUpdates
@@ -256,7 +256,7 @@ def test_mixed_precision(make: Callable[..., Classifier], kind: type[Classifier]
     assert_close(single, stacked, 0.02)
 
 
-class CountsSteps(Half):
+class CountsSteps(ClientMethod):
     """Sends how many steps a client took, and remembers twice that."""
 
     keeps_memory = True
@@ -275,9 +275,9 @@ class CountsSteps(Half):
 
 
 class Counting(Classifier):
-    """Names its half itself."""
+    """Names its client method itself."""
 
-    client_half = CountsSteps()
+    client_method = CountsSteps()
 
 
 def test_what_a_client_does_after_training() -> None:
@@ -587,12 +587,12 @@ def test_the_same_run_twice_and_resumed(
     make: Callable[..., Classifier], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also over the call at which operations are recorded."""
-    monkeypatch.setattr("pflight.engines.stacked.client._OFTEN", 4)
+    monkeypatch.setattr("pflight.engines.stacked.stack._OFTEN", 4)
     client = make(ElasticClient)
     fit = partial(run, client, small_data(cohort_size=4), engine="vectorized")
     whole = fit(callback=Reptile(), rounds=8)
-    half = fit(callback=Reptile(), rounds=3)
-    half.trainer.save_checkpoint(tmp_path / "half.ckpt")
+    client_method = fit(callback=Reptile(), rounds=3)
+    client_method.trainer.save_checkpoint(tmp_path / "half.ckpt")
     resumed = fit(callback=Reptile(), rounds=8, ckpt_path=tmp_path / "half.ckpt")
     for other in (fit(callback=Reptile(), rounds=8), resumed):
         for left, right in zip(bits(whole), bits(other), strict=True):
@@ -604,7 +604,7 @@ def test_the_same_run_twice_and_resumed(
 def test_what_is_called_often_is_recorded(
     counts: list[int], make: Callable[..., Classifier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pflight.engines.stacked.client._OFTEN", 4)
+    monkeypatch.setattr("pflight.engines.stacked.stack._OFTEN", 4)
     data = double_data(counts=counts, cohort_size=None)
     engine = both(make().double(), data=data, chunk=6, local_epochs=4).clients.attached_engine
     assert isinstance(engine, VectorizedEngine)

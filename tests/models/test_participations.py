@@ -24,7 +24,7 @@ from pflight.callbacks import (
 from pflight.clients import Clients
 from pflight.datamodules import TensorClients
 from pflight.method import OWN, PERSONAL
-from pflight.models.halves.l2gd import SHARE
+from pflight.models.client_methods.l2gd import SHARE
 from tests.runs import ENGINES, A, B, quadratic_client, run, world_q
 
 IDS = torch.arange(3)
@@ -46,7 +46,7 @@ def sent(**more: Tensor) -> TensorDict:
 
 
 def starts(clients: Clients, what: TensorDict) -> TensorDict:
-    return clients.participation.before_training(clients, IDS, what)
+    return clients.outer_method.before_training(clients, IDS, what)
 
 
 def slopes(theta: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def test_pfedmes_begin_at_what_is_sent_and_newcomers_train_before_they_are_judge
     judged = clients.judged(IDS, sent())[THETA]
     assert_close(judged[new], (SENT - step * slopes(SENT))[new])
     assert_close(judged[~new], (ZERO - step * slopes(ZERO))[~new])
-    clients.participation.train_newcomers = False
+    clients.outer_method.train_newcomers = False
     assert torch.equal(clients.judged(IDS, sent())[THETA][new], SENT[new])
 
 
@@ -154,7 +154,7 @@ def test_fedalas_learn_before_they_train_and_are_judged_by_what_they_learned_las
     assert_close(found[THETA], torch.where(new.unsqueeze(1), SENT, own + weights * (SENT - own)))
     assert torch.equal(clients.judged(IDS, sent())[THETA], SENT)  # nothing has been kept of that
     trained = TensorDict({THETA: ZERO}, batch_size=[3])
-    clients.participation.keep(clients, IDS, found, trained)
+    clients.outer_method.keep(clients, IDS, found, trained)
     assert_close(clients.judged(IDS, sent())[THETA], weights * SENT)
-    kept = clients.participation.kept(clients, IDS, sent())
+    kept = clients.outer_method.kept(clients, IDS, sent())
     assert kept["times"].tolist() == (2 - new.long()).tolist()

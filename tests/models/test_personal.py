@@ -13,11 +13,11 @@ from pflight import Federation
 from pflight.callbacks import APFL, Ditto, PerFedAvg, PFedMe, ServerCallback
 from pflight.engines.alone.copies import ready
 from pflight.engines.alone.models import LocalModels
-from pflight.engines.setting import Setting
-from pflight.engines.stacked.client import ANCHOR, StackedClient
-from pflight.method import OWN, PERSONAL, Half, layout_with
+from pflight.engines.client_setup import ClientSetup
+from pflight.engines.stacked.stack import ANCHOR, Stack
+from pflight.method import OWN, PERSONAL, ClientMethod, layout_with
 from pflight.models import Classifier
-from pflight.models.halves import Personal
+from pflight.models.client_methods import Personal
 from pflight.states.state import StateLayout
 from tests.runs import (
     CLASSES,
@@ -41,9 +41,14 @@ ALL = pytest.mark.parametrize("name", METHODS)
 SCALARS = ("num_samples", "mean_samples", "seen", "num_steps")
 
 
-def setting_of(client: Classifier, half: Half) -> Setting:
-    layout, data = layout_with(half, StateLayout.of(client)), small_data(dtype=torch.float64)
-    return Setting(client, half, layout, data, Precision(), torch.device("cpu"), seed=0)
+def setting_of(client: Classifier, client_method: ClientMethod) -> ClientSetup:
+    layout, data = (
+        layout_with(client_method, StateLayout.of(client)),
+        small_data(dtype=torch.float64),
+    )
+    return ClientSetup(
+        client, client_method, layout, data, Precision(), torch.device("cpu"), seed=0
+    )
 
 
 def changed(layout: StateLayout, seed: int) -> dict[str, Tensor]:
@@ -63,19 +68,19 @@ def batches(count: int, size: int = 9) -> tuple[Tensor, Tensor]:
 
 @ALL
 def test_many_at_once_have_the_gradients_and_buffers_of_each_alone(name: str) -> None:
-    client, half = batchnorm_client().double(), METHODS[name]().half
-    setting = setting_of(client, half)
-    layout = setting.layout
+    client, client_method = batchnorm_client().double(), METHODS[name]().client_method
+    setup = setting_of(client, client_method)
+    layout = setup.layout
     states = [changed(layout, seed) for seed in range(3)]
     x, y = batches(3)
 
-    models = LocalModels(setting)
+    models = LocalModels(setup)
     alone: list[tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]] = []
     for row, state in enumerate(states):
         models.load(state, anchored=True)
         gradients, total = {}, torch.zeros((), dtype=torch.float64)
         for model in models.clients:
-            loss = model.half.loss(model, (x[row], y[row]))
+            loss = model.client_method.loss(model, (x[row], y[row]))
             prefix = "" if model.shared is None else PERSONAL
             found = torch.autograd.grad(loss, list(model.weights.values()), allow_unused=True)
             named = zip(model.weights.items(), found, strict=True)
@@ -85,7 +90,7 @@ def test_many_at_once_have_the_gradients_and_buffers_of_each_alone(name: str) ->
             total = total + loss.detach()
         alone.append((gradients, total, {n: t.clone() for n, t in models.state().items()}))
 
-    stacked = StackedClient(ready(client), half, layout)
+    stacked = Stack(ready(client), client_method, layout)
     stack = {n: torch.stack([state[n] for state in states]) for n in layout.names}
     parameters = {n: stack[n] for n in stacked.trained()}
     others = {n: value for n, value in stack.items() if n not in parameters}
@@ -103,16 +108,19 @@ def test_many_at_once_have_the_gradients_and_buffers_of_each_alone(name: str) ->
 @ALL
 def test_without_an_anchor_their_loss_is_the_clients_own(name: str) -> None:
     """As when they are fine-tuned."""
-    client, half = batchnorm_client().double(), METHODS[name]().half
-    pairs = [LocalModels(setting_of(client, half)) for half in (half, Half())]
+    client, client_method = batchnorm_client().double(), METHODS[name]().client_method
+    pairs = [
+        LocalModels(setting_of(client, client_method))
+        for client_method in (client_method, ClientMethod())
+    ]
     x, y = (part[0] for part in batches(1))
     results = []
     for models in pairs:
         state = changed(StateLayout.of(client), 1)
-        template = models.setting.layout.template
+        template = models.setup.layout.template
         models.load({**template, **state}, anchored=False)
         (model,) = models.clients
-        loss = model.half.loss(model, (x, y))
+        loss = model.client_method.loss(model, (x, y))
         loss.backward()
         results.append({n: w.grad.clone() for n, w in model.weights.items()} | {"loss": loss})
     assert_same(*results)
@@ -155,7 +163,7 @@ def test_the_personal_model_is_a_copy_of_all_that_may_change() -> None:
     client = batchnorm_client()
     client.network[0].requires_grad_(False)
     plain = StateLayout.of(client)
-    layout = layout_with(Personal(Half()), plain)
+    layout = layout_with(Personal(ClientMethod()), plain)
     live = [n for n in plain.names if n not in plain.frozen]
     assert {n for n in layout.own if n.startswith(PERSONAL)} == {f"{PERSONAL}{n}" for n in live}
     for n in live:

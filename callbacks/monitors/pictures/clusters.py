@@ -102,7 +102,7 @@ class ClusterPlot(RepeatedPicture):
             return {}
         clients = torch.tensor(sorted(self._models))
         models = torch.stack([self._models[client] for client in clients.tolist()])
-        assignments = getattr(federation.attached_callback, "assignments", None)
+        assignments = getattr(federation.server_callback, "assignments", None)
         if assignments is None:
             return {"clusters": cluster_figure(models)}
         clusters = assignments[clients]

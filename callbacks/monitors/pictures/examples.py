@@ -68,7 +68,7 @@ class ClusterExamples(RepeatedPicture):
         """Return the picture of the clusters' images."""
         if not self._has_images:
             return {}
-        assignments = getattr(federation.attached_callback, "assignments", None)
+        assignments = getattr(federation.server_callback, "assignments", None)
         clients = federation.clients.trainable
         groups = torch.zeros(len(clients)) if assignments is None else assignments[clients]
         values, sizes = groups[groups >= 0].long().unique(return_counts=True)

@@ -81,7 +81,7 @@ class AggregationWeights(RepeatedPicture):
 
     def start(self, federation: Federation) -> None:
         """Check that there are weights of these layers and clients."""
-        callback = federation.attached_callback
+        callback = federation.server_callback
         if not hasattr(callback, "layer_weights"):
             raise ConfigurationError(
                 "AggregationWeights needs a server callback with a method layer_weights(clients), "
@@ -111,7 +111,7 @@ class AggregationWeights(RepeatedPicture):
     def observe(self, federation: Federation) -> None:
         """Record the client's weights of this round."""
         clients = torch.cat([self._shown, torch.tensor([self.client])])
-        weights: dict[str, Tensor] = federation.attached_callback.layer_weights(clients)  # type: ignore[attr-defined]
+        weights: dict[str, Tensor] = federation.server_callback.layer_weights(clients)  # type: ignore[attr-defined]
         rows = {name: weights[key].detach().float().cpu() for name, key in self._layers.items()}
         self._matrices = {name: row[:-1, self._shown] for name, row in rows.items()}
         now = torch.stack([row[-1] for row in rows.values()])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pflight.data.loaders import labels_of
 from pflight.errors import ConfigurationError
-from pflight.method import Half
+from pflight.method import ClientMethod
 from pflight.states.head import EXTRA, Outputs, head_of, watched
 from pflight.states.state import call_with
 from pflight.task import Task, trains_as_a_task
@@ -24,12 +24,12 @@ from .muting import muted
 from .trainer import loss_of, step_arguments
 
 SCALARS = ("num_samples", "mean_samples", "seen", "num_steps")
-"""Names of the scalars that a half finds at a client."""
+"""Names of the scalars that a client method finds at a client."""
 _NO_LOSS = "its training_step returned no loss"
 
 
 class ClientModel:
-    """A model of a client, as a half sees it: what is the same alone and in a stack."""
+    """A model of a client, as a client method sees it: what is the same alone and in a stack."""
 
     module: L.LightningModule
     weights: Mapping[str, Tensor]
@@ -152,12 +152,12 @@ def _evaluating(module: L.LightningModule) -> Iterator[None]:
 
 
 class AloneClient(ClientModel):
-    """One client by itself, as a half sees it: a :class:`~pflight.method.LocalClient`.
+    """One client by itself, as a client method sees it: a :class:`~pflight.method.LocalClient`.
 
     Args:
         copies: The module's copies.
-        half: The half of this model.
-        own: The half's own entries, without their prefix.
+        client_method: The client method of this model.
+        own: The client method's own entries, without their prefix.
         scalars: ``num_samples`` and the others, by name.
         received: What the server sent, with buffers.
         shared: For a personal copy, the client whose model it stands beside.
@@ -171,14 +171,14 @@ class AloneClient(ClientModel):
     def __init__(
         self,
         copies: Copies,
-        half: Half,
+        client_method: ClientMethod,
         own: Mapping[str, Tensor],
         scalars: Mapping[str, Tensor],
         received: Mapping[str, Tensor] | None,
         shared: AloneClient | None = None,
     ) -> None:
         self.copies = copies
-        self.half = half
+        self.client_method = client_method
         self.module = copies.module
         self.trainer = copies.trainer
         self.own = own
@@ -191,13 +191,13 @@ class AloneClient(ClientModel):
         parameters = {*copies.parameters}
         self.weights = {name: copies.live[name] for name in copies.parameters}
         self.buffers = {name: t for name, t in copies.live.items() if name not in parameters}
-        self.tell(received)
+        self.set_anchor(received)
         self.has_loss = self.skipped = False
         self.num_skipped = 0
         self._own_step: Callable[[], Tensor] | None = None
         self.trainer.penalty = self._penalty
 
-    # What a half asks for
+    # What a client method asks for
 
     def task_loss(self, batch: Any) -> Tensor:
         """See :class:`~pflight.method.LocalClient`."""
@@ -236,27 +236,27 @@ class AloneClient(ClientModel):
 
     # What the engine asks for
 
-    def tell(self, received: Mapping[str, Tensor] | None) -> None:
+    def set_anchor(self, received: Mapping[str, Tensor] | None) -> None:
         """Tell the client what the server sent."""
         self.received = self.anchor = received
         if received is not None:
             self.anchor = {name: received[name] for name in self.copies.parameters}
 
     def remember(self) -> Mapping[str, Tensor]:
-        """Return what the half keeps of this client."""
-        return self.half.remember(self)
+        """Return what the client method keeps of this client."""
+        return self.client_method.remember(self)
 
     def after_training(self) -> None:
-        """Let the half change its own entries."""
-        self.half.after_training(self)
+        """Let the client method change its own entries."""
+        self.client_method.after_training(self)
 
     def step(self, own_step: Callable[[], Any], batch: Any) -> Any:
-        """Run a training step of the module, with what the half makes of its loss."""
+        """Run a training step of the module, with what the client method makes of its loss."""
         if not self.module.automatic_optimization:
             return own_step()
         if trains_as_a_task(self.module):
             self.has_loss = True
-            loss = self.half.loss(self, batch)
+            loss = self.client_method.loss(self, batch)
             self.module.log("train/loss", loss.detach(), batch_size=len(batch[1]))
             return loss
         output: Any = None
@@ -271,7 +271,7 @@ class AloneClient(ClientModel):
 
         self._own_step, self.skipped = run, False
         try:
-            loss = self.half.loss(self, batch)
+            loss = self.client_method.loss(self, batch)
         except _StepSkippedError:
             self.skipped = True
             self.num_skipped += 1
@@ -291,7 +291,7 @@ class AloneClient(ClientModel):
         return self.trainer.loss(batch, size, step)
 
     def _penalty(self) -> Tensor | None:
-        return self.half.penalty(self)
+        return self.client_method.penalty(self)
 
 
 class _StepSkippedError(RuntimeError):

@@ -141,7 +141,7 @@ class Copies:
             columns = [start[f"{prefix}{name}"] for name in self.live]
             torch._foreach_copy_(list(self.live.values()), columns)
 
-    def tell(self, round_index: int) -> None:
+    def set_round(self, round_index: int) -> None:
         """Tell the copy its round, which is no change of it."""
         _, as_it_was = self._attributes[0]
         self.module.round_index = as_it_was["round_index"] = round_index  # type: ignore[assignment]

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from pflight.data.loaders import Split, Visit
 from pflight.engines.base import ONE_THREAD, are_one, finite_rows, threads, what_is_odd
 from pflight.engines.check import check_client
+from pflight.engines.client_setup import ClientSetup
 from pflight.engines.outputs import Samples, evaluate_task
-from pflight.engines.setting import Setting
 from pflight.engines.time_limit import time_limit
 from pflight.history import Logs, merge_logs
-from pflight.method import Half, Measure
+from pflight.method import ClientMethod, Measure
 from pflight.metrics.collection import ClientValues
 from pflight.randomness import Purpose, derive_seed, seed_everything, seed_own
 from pflight.states.state import entries
@@ -42,22 +42,22 @@ class SequentialEngine:
     """Trains and evaluates clients one by one, whatever LightningModule they are.
 
     Each participation begins with a pristine copy of the module and trains by its own
-    ``training_step`` and hooks, with what the client half adds to its loss from outside. A half
-    with a personal model has a second copy of its own, which sees the same batches. A task that
-    has no hooks of its own and is stepped by SGD trains without what Lightning does around a step.
-    Networks too small to gain from several threads train on one. See
+    ``training_step`` and hooks, with what the client method adds to its loss from outside. A client
+    method with a personal model has a second copy of its own, which sees the same batches. A task
+    that has no hooks of its own and is stepped by SGD trains without what Lightning does around a
+    step. Networks too small to gain from several threads train on one. See
     :class:`~pflight.engines.base.Engine` for what it is asked for.
 
     Args:
-        setting: The client module, its half, and its data.
+        setup: The client module, its client method, and its data.
     """
 
     chunk = 1
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.device = setting.device
-        self.models = LocalModels(setting)
+    def __init__(self, setup: ClientSetup) -> None:
+        self.setup = setup
+        self.device = setup.device
+        self.models = LocalModels(setup)
         self.operations = math.inf  # of a sample's forward pass
         self._changes_input = False
         self._threads = torch.get_num_threads()
@@ -65,14 +65,14 @@ class SequentialEngine:
 
     def check_input(self) -> None:
         """See :class:`~pflight.engines.base.Engine`."""
-        self.operations, self._changes_input = check_client(self.setting, self.models.module)
+        self.operations, self._changes_input = check_client(self.setup, self.models.module)
         if self._is_small():
             self._threads = 1
         self.models.try_channels_last()
 
     def _is_small(self) -> bool:
         """Whether a step takes too little arithmetic to gain from several threads."""
-        data, module = self.setting.data, self.setting.client
+        data, module = self.setup.data, self.setup.client
         size = min(data.batch_size or math.inf, int(data.num_samples("train").max()))
         if math.isfinite(self.operations):
             return self.operations * size < ONE_THREAD
@@ -97,10 +97,10 @@ class SequentialEngine:
         on_client_end: Callable[[int], None] | None = None,
     ) -> ClientUpdates:
         """See :class:`~pflight.engines.base.Engine`."""
-        self.setting.round_index = round_index
+        self.setup.round_index = round_index
 
         def train_one(client: int) -> tuple[dict[str, Tensor], Logs]:
-            count = int(self.setting.data.num_samples("train")[client])
+            count = int(self.setup.data.num_samples("train")[client])
             logs, taken = self._training.train(count, visits[client], epochs, steps)
             if purpose is Purpose.TRAIN:
                 self.models.client.num_steps.fill_(taken)
@@ -111,26 +111,26 @@ class SequentialEngine:
             return self.models.state(), logs
 
         def plan(client: int) -> list[Visit]:
-            return training_visits(self.setting, client, round_index, epochs, steps)
+            return training_visits(self.setup, client, round_index, epochs, steps)
 
-        visits = visits_to(clients, self.setting, "train", plan)
+        visits = visits_to(clients, self.setup, "train", plan)
         return self._for_each_client(clients, starts, round_index, purpose, train_one, kept)
 
     def gradients(
         self, clients: Tensor, states: TensorDict, *, round_index: int, batches: int | None = None
     ) -> ClientUpdates:
         """See :class:`~pflight.engines.base.Engine`."""
-        self.setting.round_index = round_index
+        self.setup.round_index = round_index
 
         def gradient(client: int) -> tuple[dict[str, Tensor], Logs]:
-            count = int(self.setting.data.num_samples("train")[client])
+            count = int(self.setup.data.num_samples("train")[client])
             gradients, logs = self._training.gradient(count, visits[client])
             return {**self.models.state(), **gradients}, logs
 
         def plan(client: int) -> list[Visit]:
-            return gradient_visits(self.setting, client, round_index, batches)
+            return gradient_visits(self.setup, client, round_index, batches)
 
-        visits = visits_to(clients, self.setting, "train", plan)
+        visits = visits_to(clients, self.setup, "train", plan)
         return self._for_each_client(clients, states, round_index, Purpose.TRAIN, gradient)
 
     def _for_each_client(
@@ -142,7 +142,7 @@ class SequentialEngine:
         work: Callable[[int], tuple[dict[str, Tensor], Logs]],
         kept: Kept | None = None,
     ) -> ClientUpdates:
-        layout = self.setting.layout
+        layout = self.setup.layout
         columns = {name: starts[name] for name in layout.names}
         results = _like({name: columns[name] for name in layout.moving})
         memories = dict(entries(kept.states)) if kept is not None else {}
@@ -151,7 +151,7 @@ class SequentialEngine:
         failures: list[ClientFailure] = []
         with threads(self._threads):
             for row, client in enumerate(clients.tolist()):
-                seed = derive_seed(purpose, self.setting.seed, round_index, client)
+                seed = derive_seed(purpose, self.setup.seed, round_index, client)
                 seed_everything(seed, self.device)
                 with self.attempt(client, failures):
                     start = {name: column[row] for name, column in columns.items()}
@@ -176,7 +176,7 @@ class SequentialEngine:
         trained = TensorDict(results, batch_size=[len(clients)])
         keep = TensorDict(remembered, batch_size=[len(clients)])
         finite = finite_rows(trained)
-        if remembered and type(self.setting.half).remember is not Half.remember:
+        if remembered and type(self.setup.client_method).remember is not ClientMethod.remember:
             finite = list(map(all, zip(finite, finite_rows(keep), strict=True)))
         for row in [row for row in done if not finite[row]]:
             parts = [trained[row : row + 1], *([keep[row : row + 1]] if remembered else [])]
@@ -193,7 +193,7 @@ class SequentialEngine:
         return ClientUpdates(
             answered,
             TensorDict(states, batch_size=[len(ended)]),
-            self.setting.data.num_samples("train")[answered.cpu()],
+            self.setup.data.num_samples("train")[answered.cpu()],
             failures,
             merge_logs(done.values()),
             keep if memories else None,
@@ -203,7 +203,7 @@ class SequentialEngine:
     def attempt(self, client: int, failures: list[ClientFailure]) -> Iterator[None]:
         """Note the failure of a client that raises or takes too long; the next gets a new copy."""
         try:
-            with time_limit(self.setting.client_timeout):
+            with time_limit(self.setup.client_timeout):
                 yield
         except STOPS:
             raise
@@ -217,10 +217,10 @@ class SequentialEngine:
         self, clients: Tensor, states: TensorDict, split: Split
     ) -> tuple[Evaluation | ClientValues, list[ClientFailure]]:
         """See :class:`~pflight.engines.base.Engine`."""
-        if self.setting.task is None:
+        if self.setup.task is None:
             return self._evaluate_by_steps(clients, states, split)
         return evaluate_task(
-            self.setting,
+            self.setup,
             clients,
             split,
             attempt=self.attempt,
@@ -232,17 +232,17 @@ class SequentialEngine:
     def outputs(self, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return what a client's model gives for its inputs, in evaluation mode."""
         module = self.models.evaluated(state)
-        with self.setting.forward_context():
-            size = self.setting.data.eval_batch_size
+        with self.setup.forward_context():
+            size = self.setup.data.eval_batch_size
             parts = [x] if size is None else x.split(size)
             given = (part.clone() if self._changes_input else part for part in parts)
             return torch.cat([module(part) for part in given])
 
     def outputs_of_one(self, states: TensorDict, samples: Samples) -> dict[int, Tensor] | None:
         """Return the outputs of clients that have one and the same model, by row, or ``None``."""
-        if not are_one(states[name] for name in self.setting.layout.names):
+        if not are_one(states[name] for name in self.setup.layout.names):
             return None
-        task = self.setting.task
+        task = self.setup.task
         assert task is not None
         counts = [len(y) for _, y in samples.values()]
         try:
@@ -259,7 +259,7 @@ class SequentialEngine:
     def _evaluate_by_steps(
         self, clients: Tensor, states: TensorDict, split: Split
     ) -> tuple[ClientValues, list[ClientFailure]]:
-        module = self.setting.client
+        module = self.setup.client
         values, step = ClientValues(), "test_step" if split == "test" else "validation_step"
         if not is_overridden(step, module):  # as Lightning does
             return values, []
@@ -275,7 +275,7 @@ class SequentialEngine:
         self, clients: Tensor, states: TensorDict, split: Split
     ) -> tuple[Evaluation | Predictions, list[ClientFailure]]:
         """See :class:`~pflight.engines.base.Engine`."""
-        if self.setting.predicts_outputs:
+        if self.setup.predicts_outputs:
             outputs, failures = self.evaluate(clients, states, split)
             assert isinstance(outputs, Evaluation)
             return outputs, failures
@@ -297,7 +297,7 @@ class SequentialEngine:
         def measure(row: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
             model = self.models.client
             model.module.eval()
-            model.num_samples.fill_(int(self.setting.data.num_samples("train")[client]))
+            model.num_samples.fill_(int(self.setup.data.num_samples("train")[client]))
             total = torch.zeros((), dtype=torch.double, device=self.device)
             for part, batch in zip(visit.parts, batches, strict=True):
                 loss = model.trainer.loss(batch, len(part), model.task_loss)
@@ -357,7 +357,7 @@ class SequentialEngine:
         """Yield what is measured of the batches of the client at hand."""
         model = self.models.client
         model.module.eval()
-        model.num_samples.fill_(int(self.setting.data.num_samples("train")[client]))
+        model.num_samples.fill_(int(self.setup.data.num_samples("train")[client]))
         for part, batch in zip(visit.parts, batches, strict=True):
             yield model.trainer.loss(batch, len(part), partial(measure, model))
 
@@ -381,10 +381,10 @@ class SequentialEngine:
         failures: list[ClientFailure] = []
 
         def plan(client: int) -> list[Visit]:
-            return evaluation_visits(self.setting, client, split, batch_size)
+            return evaluation_visits(self.setup, client, split, batch_size)
 
-        visits = visits_to(clients, self.setting, split, plan)
-        counts = self.setting.data.num_samples(split)
+        visits = visits_to(clients, self.setup, split, plan)
+        counts = self.setup.data.num_samples(split)
         for row, client in enumerate(clients.tolist()):
             if not counts[client]:
                 continue

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from pflight.engines.setting import Setting
+from pflight.engines.client_setup import ClientSetup
 from pflight.method import OWN, PERSONAL
 from pflight.randomness import generators_of, isolated
 from pflight.runs.allocator import give_freed_memory_back
@@ -33,10 +33,10 @@ _LARGE_KERNEL = 2**20  # weights of a convolution that takes 1.2 times as long c
 
 
 class LocalModels:
-    """A client's copy of the module and, where its half has one, the personal copy beside it.
+    """A client's copy of the module and, where its method has one, the personal copy beside it.
 
     Args:
-        setting: The client module, its half, and its data.
+        setup: The client module, its client method, and its data.
 
     Attributes:
         client: The client at hand.
@@ -49,20 +49,20 @@ class LocalModels:
     client: AloneClient
     clients: list[AloneClient]
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.half = setting.half
+    def __init__(self, setup: ClientSetup) -> None:
+        self.setup = setup
+        self.client_method = setup.client_method
         self._channels_last = False
         self._drifted: set[str] = set()
         self._copies: Any = None
         self.clients = []
         self._personal_copies: Copies | None = None
-        module = setting.client
+        module = setup.client
         self.draws = bool(generators_of(module))
         self.hooks = [hook for hook in HOOKS if is_overridden(hook, module)]
         self.plain = (
             trains_as_a_task(module)
-            and setting.form is not None
+            and setup.form is not None
             and not self.hooks
             and module.automatic_optimization
             and getattr(module, "gradient_clip_val", None) is None
@@ -73,22 +73,22 @@ class LocalModels:
 
     def renew(self) -> None:
         """Forget all that a client may have done to its copies."""
-        setting = self.setting
+        setup = self.setup
         for copies in filter(None, (self._copies, self._personal_copies)):
             copies.close()
         for client in self.clients:
             vars(client).clear()  # what it was sent and remembers
         if self.clients:
             give_freed_memory_back()
-        device = setting.device
-        arguments = setting.client, setting.layout, setting.precision, device, self._channels_last
+        device = setup.device
+        arguments = setup.client, setup.layout, setup.precision, device, self._channels_last
         self._copies = Copies(*arguments)
-        self._personal_copies = None if self.half.personal is None else Copies(*arguments)
-        own = [name for name in setting.layout.own if name.startswith(OWN)]
-        held = StateModule({name.removeprefix(OWN): setting.layout.template[name] for name in own})
-        setting.precision.convert_module(held).to(device)
+        self._personal_copies = None if self.client_method.personal is None else Copies(*arguments)
+        own = [name for name in setup.layout.own if name.startswith(OWN)]
+        held = StateModule({name.removeprefix(OWN): setup.layout.template[name] for name in own})
+        setup.precision.convert_module(held).to(device)
         self._own = held.tensors()
-        dtype = setting.dtype if setting.dtype.is_floating_point else torch.float32
+        dtype = setup.dtype if setup.dtype.is_floating_point else torch.float32
         self._scalars = {name: torch.zeros((), dtype=dtype, device=device) for name in SCALARS}
 
     @property
@@ -116,13 +116,13 @@ class LocalModels:
             tensor.copy_(start[f"{OWN}{name}"])
         for name in ("seen", "num_steps"):
             self._scalars[name].zero_()
-        self._scalars["mean_samples"].fill_(self.setting.mean_samples)
+        self._scalars["mean_samples"].fill_(self.setup.mean_samples)
         received = self._laid_out({n: start[n] for n in self._copies.live}) if anchored else None
         known = self._own, self._scalars, received
-        self.client = AloneClient(self._copies, self.half, *known)
+        self.client = AloneClient(self._copies, self.client_method, *known)
         self.clients = [self.client]
-        if client is not None and self.half.needs_classes:
-            self.client.class_counts = self.setting.class_counts[client]
+        if client is not None and self.client_method.needs_classes:
+            self.client.class_counts = self.setup.class_counts[client]
         if memory is not None:
             self.client.memory = self._laid_out(memory)
             self.client.seen.fill_(1)
@@ -130,14 +130,16 @@ class LocalModels:
             return
         self._load(self._personal_copies, start, PERSONAL)
         if anchored:
-            assert self.half.personal is not None
-            personal = AloneClient(self._personal_copies, self.half.personal, *known, self.client)
+            assert self.client_method.personal is not None
+            personal = AloneClient(
+                self._personal_copies, self.client_method.personal, *known, self.client
+            )
             self.clients = [personal, self.client]
 
     def _load(self, copies: Copies, start: Mapping[str, Tensor], prefix: str) -> None:
         copies.load(start, prefix, reuse=self.plain)
-        if self.setting.tells_round:
-            copies.tell(self.setting.round_index)
+        if self.setup.tells_round:
+            copies.set_round(self.setup.round_index)
 
     def _laid_out(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return tensors of the module in the memory format of its copies."""
@@ -172,37 +174,37 @@ class LocalModels:
         """Keep the channels of a pixel side by side if that is faster, and the module allows it."""
         kernels = [
             part.weight.numel()
-            for part in self.setting.client.modules()
+            for part in self.setup.client.modules()
             if isinstance(part, nn.Conv2d)
         ]
-        on_cpu = self.setting.device.type == "cpu"
+        on_cpu = self.setup.device.type == "cpu"
         if on_cpu and self.plain and 0 < max(kernels, default=0) < _LARGE_KERNEL:
             self._channels_last = True
             self.renew()
-            with isolated(self.setting.device):
+            with isolated(self.setup.device):
                 self._channels_last = self._runs()
             self.renew()
 
     def _runs(self) -> bool:
         """Try a step and an evaluation; a ``view`` in the client may need the usual layout."""
-        setting = self.setting
-        assert setting.form is not None
-        start = {name: t.to(setting.device) for name, t in setting.layout.template.items()}
+        setup = self.setup
+        assert setup.form is not None
+        start = {name: t.to(setup.device) for name, t in setup.layout.template.items()}
         memory = None
-        if self.half.keeps_memory:
-            memory = {name: start[name] for name in self.half.remembered(setting.layout)}
+        if self.client_method.keeps_memory:
+            memory = {name: start[name] for name in self.client_method.remembered(setup.layout)}
         try:
             self.load(start, anchored=True, memory=memory, client=0)
-            batch = setting.form.batch([leaf.clone() for leaf in setting.example])
-            with setting.forward_context(), torch.enable_grad():
+            batch = setup.form.batch([leaf.clone() for leaf in setup.example])
+            with setup.forward_context(), torch.enable_grad():
                 for client in self.clients:
-                    client.half.loss(client, batch).backward()
+                    client.client_method.loss(client, batch).backward()
             with torch.no_grad():
                 self.client.after_training()
                 self.client.remember()
             self.client.module.eval()
-            with setting.forward_context(), torch.no_grad():
-                self.client.module(setting.example[0])
+            with setup.forward_context(), torch.no_grad():
+                self.client.module(setup.example[0])
         except STOPS:
             raise
         except BaseException:

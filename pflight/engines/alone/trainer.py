@@ -175,10 +175,12 @@ class ModuleTrainer:
             max_epochs: Local epochs, or ``None`` for as many as ``max_batches`` takes.
             num_batches: Batches in one epoch.
             max_batches: Batches in all.
-            step: What a client half makes of the module's own step.
+            step: What a client method makes of the module's own step.
             optimizer: What is stepped in place of the module's own optimizers.
-            extra_options: For the parameters of a half's own module in the first optimizer.
-            may_be_muted: Whether the half may take the module's steps where they log nothing.
+            extra_options: For the parameters of a client method's own module in the first
+                optimizer.
+            may_be_muted: Whether the client method may take the module's steps where they log
+                nothing.
             constant: Whether the learning rate has to be constant.
 
         Raises:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from pflight.data.loaders import Visit
 from pflight.engines.phases import paced, phase_of, resting
 from pflight.history import Logs, add_logs
-from pflight.method import Half, Phase
+from pflight.method import ClientMethod, Phase
 from pflight.states.head import step_extra
 
 from .client import AloneClient
@@ -27,7 +27,7 @@ Batches = Iterator[tuple[Visit, Iterator[Any]]]
 
 
 class ClientTraining:
-    """Trains the client at hand by its own steps and hooks, with what its half makes of its loss.
+    """Trains one client by its module's steps and hooks, and by the client method's loss.
 
     Lightning's loops take the steps. A ready-made task that has no hooks of its own and is stepped
     by SGD trains without what Lightning does around a step.
@@ -38,7 +38,7 @@ class ClientTraining:
 
     def __init__(self, models: LocalModels) -> None:
         self.models = models
-        self.setting = models.setting
+        self.setup = models.setup
         self._phases: dict[tuple[int, bool], list[Phase] | None] = {}
 
     def train(
@@ -56,11 +56,11 @@ class ClientTraining:
             RuntimeError: If the module gives no loss, or one that has nothing to do with its
                 weights.
         """
-        setting, models = self.setting, self.models
-        sizes = setting.batch_sizes(count)
+        setup, models = self.setup, self.models
+        sizes = setup.batch_sizes(count)
         limits = None if steps is not None else epochs, len(sizes), steps
         models.client.num_samples.fill_(count)
-        optimizers = [self._optimizer_of_half(client) for client in models.clients]
+        optimizers = [self._own_optimizer(client) for client in models.clients]
         if models.plain and (descents := self._descents(optimizers)):
             return self._descend(visits, descents, epochs, limits)
         for client, optimizer in zip(models.clients, optimizers, strict=True):
@@ -71,9 +71,9 @@ class ClientTraining:
                 *limits,
                 client.step,
                 optimizer,
-                setting.half.extra_options,
-                may_be_muted=type(client.half).loss is not Half.loss,
-                constant=setting.lr_decay != 1,
+                setup.client_method.extra_options,
+                may_be_muted=type(client.client_method).loss is not ClientMethod.loss,
+                constant=setup.lr_decay != 1,
             )
             self._pace(client.trainer.groups)
         for visit, batches in visits:
@@ -84,7 +84,7 @@ class ClientTraining:
                 continue
             with ExitStack() as stack:
                 for client in models.clients:
-                    stack.enter_context(resting(client.module, setting.layout, phase))
+                    stack.enter_context(resting(client.module, setup.layout, phase))
                     stack.enter_context(paced(client.trainer.groups, phase, self._pace))
                     stack.enter_context(client.trainer.epoch())
                 for index, (part, batch) in enumerate(zip(visit.parts, batches, strict=False)):
@@ -119,7 +119,7 @@ class ClientTraining:
                 add_logs(logs, {"train/loss": (loss.detach() * len(part), len(part))})
             if taken and not logs:
                 raise RuntimeError(_NO_LOSS)
-        zero = torch.zeros((), device=self.setting.device)
+        zero = torch.zeros((), device=self.setup.device)
         gradients = {
             name: (zero if weight.grad is None else weight.grad.to_dense()).expand_as(weight)
             for name, weight in client.weights.items()
@@ -132,7 +132,7 @@ class ClientTraining:
         for client, chosen in zip(self.models.clients, optimizers, strict=True):
             optimizer: Any = client.module.configure_optimizers() if chosen is None else chosen
             if chosen is None and isinstance(optimizer, Optimizer):
-                step_extra(client.module, optimizer, self.setting.half.extra_options)
+                step_extra(client.module, optimizer, self.setup.client_method.extra_options)
             own = {id(parameter) for parameter in client.module.parameters()}
             if not Descent.suits([optimizer]) or not steps_only(optimizer, own):
                 return None
@@ -160,15 +160,15 @@ class ClientTraining:
                     continue
                 with ExitStack() as stack:
                     for client in clients if phase is not None else ():
-                        stack.enter_context(resting(client.module, self.setting.layout, phase))
+                        stack.enter_context(resting(client.module, self.setup.layout, phase))
                     for descent in descents:
                         stack.enter_context(paced(descent.options, phase, self._pace))
                     for size, batch in zip(map(len, visit.parts), batches, strict=True):
                         found = []
                         for client, descent, tell in models:
                             tell(visit.epoch, taken, size)
-                            with self.setting.forward_context():
-                                loss = client.half.loss(client, batch)
+                            with self.setup.forward_context():
+                                loss = client.client_method.loss(client, batch)
                             descent.step(loss)
                             found.append(loss.detach())
                         add_logs(losses, {"train/loss": (found[0] * size, size)})
@@ -177,19 +177,19 @@ class ClientTraining:
 
     def _pace(self, groups: Iterable[dict[str, Any]]) -> None:
         """Lower learning rates as the round has it."""
-        self.setting.pace(groups, self.models.client.anchor is not None)
+        self.setup.pace(groups, self.models.client.anchor is not None)
 
     def _stopped(self) -> bool:
         return any(client.trainer.should_stop for client in self.models.clients)
 
-    def _optimizer_of_half(self, client: AloneClient) -> Optimizer | None:
+    def _own_optimizer(self, client: AloneClient) -> Optimizer | None:
         parameters = [p for p in client.module.parameters() if p.requires_grad]
-        return self.setting.half.optimizer(parameters, client.anchor is not None)
+        return self.setup.client_method.optimizer(parameters, client.anchor is not None)
 
     def _phases_of(self, epochs: int) -> list[Phase] | None:
         key = epochs, self.models.client.anchor is not None
         if key not in self._phases:
-            self._phases[key] = self.setting.half.phases(self.setting.client, *key)
+            self._phases[key] = self.setup.client_method.phases(self.setup.client, *key)
         return self._phases[key]
 
     def _logs(self) -> Logs:

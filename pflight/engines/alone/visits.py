@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pflight.data.loaders import Split, Visit
+from pflight.engines.client_setup import ClientSetup
 from pflight.engines.samples import check_order
-from pflight.engines.setting import Setting
 from pflight.task import Task
 
 GRADIENT_BATCH = 512  # samples in one pass where their number does not matter
@@ -20,12 +20,12 @@ Plan = Callable[[int], list[Visit]]
 
 
 def training_visits(
-    setting: Setting, client: int, round_index: int, epochs: int, steps: int | None
+    setup: ClientSetup, client: int, round_index: int, epochs: int, steps: int | None
 ) -> list[Visit]:
     """Return the local epochs of a client: so many or, if they are given, as many as steps take."""
-    data, visits = setting.data, []
+    data, visits = setup.data, []
     count = int(data.num_samples("train")[client])
-    sizes = setting.batch_sizes(count)
+    sizes = setup.batch_sizes(count)
     left = steps if steps is not None else epochs * len(sizes)
     for epoch in range(-(-left // len(sizes)) if sizes else 0):
         used = sizes[: min(left, len(sizes))]
@@ -37,24 +37,24 @@ def training_visits(
 
 
 def gradient_visits(
-    setting: Setting, client: int, round_index: int, batches: int | None
+    setup: ClientSetup, client: int, round_index: int, batches: int | None
 ) -> list[Visit]:
     """Return a visit to a client, with some of its batches or all samples as they lie."""
-    sizes = setting.batch_sizes(int(setting.data.num_samples("train")[client]))[:batches]
+    sizes = setup.batch_sizes(int(setup.data.num_samples("train")[client]))[:batches]
     order = torch.arange(sum(sizes))
     if batches is not None:
-        order = setting.data.order(client, round_index, 0)[: sum(sizes)]
+        order = setup.data.order(client, round_index, 0)[: sum(sizes)]
     # A module that mixes the samples of a batch has to see them all at once.
-    size = max(sum(sizes), 1) if setting.mixes_samples else GRADIENT_BATCH
+    size = max(sum(sizes), 1) if setup.mixes_samples else GRADIENT_BATCH
     return [Visit(client, round_index, 0, order.split(size) if sizes else ())]
 
 
 def evaluation_visits(
-    setting: Setting, client: int, split: Split, batch_size: int | None = None
+    setup: ClientSetup, client: int, split: Split, batch_size: int | None = None
 ) -> list[Visit]:
     """Return a visit to a client that has samples in a split, in batches as for evaluation."""
-    count = int(setting.data.num_samples(split)[client])
-    size = batch_size or setting.data.eval_batch_size or max(count, 1)
+    count = int(setup.data.num_samples(split)[client])
+    size = batch_size or setup.data.eval_batch_size or max(count, 1)
     parts = torch.arange(count).split(size)
     return [Visit(client, None, 0, parts)] if count else []
 
@@ -66,29 +66,29 @@ class Visits(Protocol):
         """Yield the visits to a client, each with its batches."""
 
 
-def visits_to(clients: Tensor, setting: Setting, split: Split, plan: Plan) -> Visits:
+def visits_to(clients: Tensor, setup: ClientSetup, split: Split, plan: Plan) -> Visits:
     """Return the batches of the clients ``[C]``."""
-    if setting.form is not None:
-        return TensorVisits(setting, split, plan)
-    return StreamedVisits(setting, split, [v for client in clients.tolist() for v in plan(client)])
+    if setup.form is not None:
+        return TensorVisits(setup, split, plan)
+    return StreamedVisits(setup, split, [v for client in clients.tolist() for v in plan(client)])
 
 
 class TensorVisits:
     """Batches that are cut out of a client's samples, tensors in memory."""
 
-    def __init__(self, setting: Setting, split: Split, plan: Plan) -> None:
-        self._setting = setting
+    def __init__(self, setup: ClientSetup, split: Split, plan: Plan) -> None:
+        self._setting = setup
         self._split = split
         self._plan = plan
 
     def __getitem__(self, client: int) -> Iterator[tuple[Visit, Iterator[Any]]]:
         """See :class:`Visits`."""
-        visits, setting = self._plan(client), self._setting
+        visits, setup = self._plan(client), self._setting
         leaves = self._samples(client) if visits else []
         for visit in visits:
             seen = leaves
             if visit.round is not None:
-                seen = setting.augmented(leaves, client, visit.round, visit.epoch)
+                seen = setup.augmented(leaves, client, visit.round, visit.epoch)
             yield visit, self._cut(seen, visit)
 
     def _samples(self, client: int) -> list[Tensor]:
@@ -112,8 +112,8 @@ class TensorVisits:
 class StreamedVisits:
     """Batches that the data module's loader collates, and reads ahead."""
 
-    def __init__(self, setting: Setting, split: Split, visits: list[Visit]) -> None:
-        self._data = setting.data
+    def __init__(self, setup: ClientSetup, split: Split, visits: list[Visit]) -> None:
+        self._data = setup.data
         self._split = split
         self._visits = visits
         self._of: dict[int, list[int]] = {}

@@ -13,11 +13,11 @@ from pflight.errors import ConfigurationError
 from pflight.method import Phase
 from pflight.randomness import isolated
 
-from .client import Mode, Stack
 from .exact import takes_tf32
 from .probe import Probe
 from .reasons import reason_of
 from .reference import alike
+from .stack import Columns, Mode
 from .steps import Group
 
 _ODD, _ODD_IN_HALF = 5e-2, 0.3  # of the largest gradient, of a run that goes on
@@ -79,7 +79,7 @@ class Audit:
             found[row] = own, [leaf[row, :count] for leaf in group.leaves]
         return found
 
-    def check(self, selected: Mapping[int, _Before], gradients: Stack, losses: Tensor) -> None:
+    def check(self, selected: Mapping[int, _Before], gradients: Columns, losses: Tensor) -> None:
         """Raise if two clients in a row get something else alone than they got in a stack.
 
         A single one may be next to a kink, of which rounding chooses the side. After a stack of one
@@ -105,7 +105,7 @@ class Audit:
             except Exception as error:
                 why = f"fails alone: {reason_of(error)}"
             if self._doubted:
-                name = type(self.probe.setting.client).__name__
+                name = type(self.probe.setup.client).__name__
                 raise ConfigurationError(
                     f"round {self._round}: a {name} that trained together with others {why}, as "
                     "with numbers that it keeps outside of its tensors and that change from call "
@@ -120,8 +120,8 @@ class Audit:
         What rounding leaves of a gradient that vanishes is not looked at: beside the largest one of
         now, that of the beginning counts.
         """
-        setting = self.probe.setting
-        with isolated(setting.device), torch.enable_grad():
+        setup = self.probe.setup
+        with isolated(setup.device), torch.enable_grad():
             alone, loss = self.probe.reference.gradients(
                 found.mode, found.state, found.leaves, found.phase, steps=True
             )
@@ -129,9 +129,9 @@ class Audit:
         numbers = [*known.values(), loss, found.loss, *(found.gradients[name] for name in known)]
         if not all(bool(number.isfinite().all()) for number in numbers):
             return False  # it will fail by itself
-        mixed = isinstance(setting.precision, MixedPrecision)
-        tf32 = setting.dtype == torch.float32 and takes_tf32(setting.device)
-        precise = setting.dtype.itemsize >= 4 and not mixed and not tf32
+        mixed = isinstance(setup.precision, MixedPrecision)
+        tf32 = setup.dtype == torch.float32 and takes_tf32(setup.device)
+        precise = setup.dtype.itemsize >= 4 and not mixed and not tf32
         stack = {name: found.gradients[name].unsqueeze(0) for name in known}
         tolerance = _ODD if precise else _ODD_IN_HALF
         return not alike(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from pflight.engines.setting import Setting
+from pflight.engines.client_setup import ClientSetup
 
 _LOWER = {
     F.linear,
@@ -104,8 +104,8 @@ def _cast(tree: Any, old: torch.dtype, new: torch.dtype) -> Any:
     return tree_map(cast, tree)
 
 
-def stacked_context(setting: Setting) -> AbstractContextManager[Any]:
+def stacked_context(setup: ClientSetup) -> AbstractContextManager[Any]:
     """Return what stacked passes run in."""
-    if isinstance(setting.precision, MixedPrecision):
+    if isinstance(setup.precision, MixedPrecision):
         return StackedAutocast(torch.bfloat16)  # float16 is refused
-    return setting.forward_context()
+    return setup.forward_context()

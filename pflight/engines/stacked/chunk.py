@@ -9,12 +9,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.engines.setting import Setting
+from pflight.engines.client_setup import ClientSetup
 from pflight.history import Logs, merge_logs
 from pflight.states.state import entries
 from pflight.states.updates import ClientUpdates, Kept
 
-from .client import ANCHOR, MEMORY, Mode, Stack, StackedClient
+from .stack import ANCHOR, MEMORY, Columns, Mode, Stack
 from .steps import Plan
 
 
@@ -52,21 +52,21 @@ class Chunk:
         plans: Their batches.
         starts: What they start from ``[C, ...]``.
         results: What they return ``[C, ...]``, to be filled in.
-        told: Anchor, memory and scalars ``[C, ...]``, by name.
+        inputs: Anchor, memory and scalars ``[C, ...]``, by name.
         kept: What they keep ``[C, ...]``, to be filled in.
         losses: Sums over samples of the losses ``[C]`` that they log, to be added to.
     """
 
     clients: list[int]
     plans: list[Plan]
-    starts: Stack
-    results: Stack
-    told: Stack
-    kept: Stack
+    starts: Columns
+    results: Columns
+    inputs: Columns
+    kept: Columns
     losses: Tensor
 
     def __getitem__(self, rows: slice) -> Chunk:
-        def some(stack: Stack) -> Stack:
+        def some(stack: Columns) -> Columns:
             return {name: tensor[rows] for name, tensor in stack.items()}
 
         return Chunk(
@@ -74,7 +74,7 @@ class Chunk:
             plans=self.plans[rows],
             starts=some(self.starts),
             results=some(self.results),
-            told=some(self.told),
+            inputs=some(self.inputs),
             kept=some(self.kept),
             losses=self.losses[rows],
         )
@@ -84,11 +84,11 @@ class StackedCohort:
     """All clients of a work, stacked: those that train longest come first.
 
     Args:
-        setting: The client module, its half, and its data.
+        setup: The client module, its client method, and its data.
         stacked: The client module that stands for many.
         clients: Their ids ``[C]``.
         starts: What they start from ``[C]``.
-        kept: What they kept ``[C]``, where their half keeps a memory.
+        kept: What they kept ``[C]``, where their client method keeps a memory.
         work: What they are asked for.
 
     Attributes:
@@ -98,19 +98,19 @@ class StackedCohort:
 
     def __init__(
         self,
-        setting: Setting,
-        stacked: StackedClient,
+        setup: ClientSetup,
+        stacked: Stack,
         clients: Tensor,
         starts: TensorDict,
         kept: Kept | None,
         work: Work,
     ) -> None:
-        self.setting = setting
+        self.setup = setup
         self.stacked = stacked
         self.clients = clients
         self.starts = starts
         self.kept = kept
-        counts = setting.data.num_samples("train")[clients.cpu()].tolist()
+        counts = setup.data.num_samples("train")[clients.cpu()].tolist()
         plan_of = {count: work.plan(count) for count in set(counts)}
         plans = [plan_of[count] for count in counts]
         self.order = sorted(
@@ -120,15 +120,15 @@ class StackedCohort:
 
     def _stack(self, plans: list[Plan], mode: Mode) -> Chunk:
         """Stack up all clients, whose plans these are in their own order."""
-        setting, order, starts, kept = self.setting, self.order, self.starts, self.kept
-        layout, data = setting.layout, setting.data
+        setup, order, starts, kept = self.setup, self.order, self.starts, self.kept
+        layout, data = setup.layout, setup.data
         rows = None if order == list(range(len(order))) else torch.tensor(order)
 
         def moved(column: Tensor) -> Tensor:
-            column = column.to(setting.device)  # after a fit, Lightning has left it on the CPU
+            column = column.to(setup.device)  # after a fit, Lightning has left it on the CPU
             if rows is None or column.stride(0) == 0:
                 return column
-            return column[rows.to(setting.device)]
+            return column[rows.to(setup.device)]
 
         columns = {name: moved(starts[name]) for name in layout.names}
         results = {
@@ -136,30 +136,30 @@ class StackedCohort:
             for name, column in columns.items()
             if name not in layout.frozen
         }
-        told: Stack = {}
+        inputs: Columns = {}
         if mode.anchored:
-            told |= {f"{ANCHOR}{name}": columns[name] for name in self.stacked.live}
-        memories: Stack = {}
+            inputs |= {f"{ANCHOR}{name}": columns[name] for name in self.stacked.live}
+        memories: Columns = {}
         if kept is not None:
             memories = {name: moved(value) for name, value in entries(kept.states)}
-            told |= {f"{MEMORY}{name}": value for name, value in memories.items()}
+            inputs |= {f"{MEMORY}{name}": value for name, value in memories.items()}
         scalars = {
             "num_samples": data.num_samples("train")[self.clients.cpu()],
-            "mean_samples": torch.full((len(order),), setting.mean_samples, dtype=torch.double),
+            "mean_samples": torch.full((len(order),), setup.mean_samples, dtype=torch.double),
             "seen": torch.zeros(len(order)) if kept is None else kept.seen,
             "num_steps": torch.tensor([plan.steps for plan in plans]),
         }
-        if setting.half.needs_classes:
-            scalars["class_counts"] = setting.class_counts.cpu()[self.clients.cpu()]
-        told |= {name: moved(value).to(setting.dtype) for name, value in scalars.items()}
+        if setup.client_method.needs_classes:
+            scalars["class_counts"] = setup.class_counts.cpu()[self.clients.cpu()]
+        inputs |= {name: moved(value).to(setup.dtype) for name, value in scalars.items()}
         return Chunk(
             clients=[int(self.clients[row]) for row in order],
             plans=[plans[row] for row in order],
             starts=columns,
             results=results,
-            told=told,
+            inputs=inputs,
             kept={name: torch.empty_like(value) for name, value in memories.items()},
-            losses=torch.zeros(len(order), dtype=torch.double, device=setting.device),
+            losses=torch.zeros(len(order), dtype=torch.double, device=setup.device),
         )
 
     def chunks(self, size: int) -> Iterator[tuple[int, Chunk]]:
@@ -195,7 +195,7 @@ class StackedCohort:
         logs: list[Logs] = [dict.fromkeys(names, (total, seen))] if seen else []
         place = None if order == sorted(order) else torch.tensor(order).argsort()
 
-        def in_order(stack: Stack) -> TensorDict:
+        def in_order(stack: Columns) -> TensorDict:
             columns = {n: v if place is None else v[place.to(v.device)] for n, v in stack.items()}
             return TensorDict(columns, batch_size=[len(order)])
 
@@ -211,12 +211,12 @@ class StackedCohort:
                 keep[rows] = again.kept
         if not answered.all():
             clients, states, keep = clients[answered], states[answered], keep[answered]
-        for name in self.setting.layout.frozen:  # one tensor for all clients
+        for name in self.setup.layout.frozen:  # one tensor for all clients
             states[name] = self.starts[name][: len(clients)]
         return ClientUpdates(
             clients,
             states,
-            self.setting.data.num_samples("train")[clients.cpu()],
+            self.setup.data.num_samples("train")[clients.cpu()],
             [] if again is None else again.failures,
             merge_logs(logs),
             keep if self.kept is not None else None,

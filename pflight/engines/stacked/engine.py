@@ -13,8 +13,8 @@ from pflight.engines.alone.copies import ready
 from pflight.engines.alone.engine import SequentialEngine
 from pflight.engines.alone.visits import GRADIENT_BATCH
 from pflight.engines.base import are_one, finite_rows
+from pflight.engines.client_setup import ClientSetup
 from pflight.engines.outputs import Samples, evaluate_task
-from pflight.engines.setting import Setting
 from pflight.method import Measure
 from pflight.metrics.collection import ClientValues
 from pflight.randomness import Purpose
@@ -29,10 +29,10 @@ from pflight.states.updates import (
 
 from .audit import Audit
 from .chunk import Chunk, StackedCohort, Work
-from .client import Mode, StackedClient
 from .evaluation import StackedEvaluation
 from .probe import Probe
 from .reasons import reason_of
+from .stack import Mode, Stack
 from .steps import Plan, rows_per_call
 from .training import StackedTraining
 from .trial import trial_batches, trial_samples
@@ -43,16 +43,16 @@ class VectorizedEngine:
     """Trains and evaluates clients in chunks, whose parameters are stacked and stepped together.
 
     The losses of a chunk are one call of the module's training step under ``vmap``, with what the
-    half makes of it, and one optimizer steps the stacked parameters. Clients see the batches that
-    they see in the sequential engine and get its results to float tolerance. Those with batches
-    of one size share a call; a client that has come to its end drops out of the stack.
+    client method makes of it, and one optimizer steps the stacked parameters. Clients see the
+    batches that they see in the sequential engine and get its results to float tolerance. Those
+    with batches of one size share a call; a client that has come to its end drops out of the stack.
 
     What can't be run like this is run one by one, for the reason in :attr:`obstacle`. So is a
     client that raises or whose result is not finite, so that failures read the same. See
     :class:`~pflight.engines.base.Engine` for what it is asked for.
 
     Args:
-        setting: The client module, its half, and its data.
+        setup: The client module, its client method, and its data.
         chunk: Clients that are trained at once, at most.
         warned: What has been said of clients that are not stacked, and is not said again.
 
@@ -63,21 +63,21 @@ class VectorizedEngine:
         stacks_evaluation: Whether models of their own are evaluated at once; known then, too.
     """
 
-    def __init__(self, setting: Setting, chunk: int, warned: set[str] | None = None) -> None:
-        self.setting = setting
+    def __init__(self, setup: ClientSetup, chunk: int, warned: set[str] | None = None) -> None:
+        self.setup = setup
         self.chunk = chunk
-        self.device = setting.device
-        self.alone = SequentialEngine(setting)
+        self.device = setup.device
+        self.alone = SequentialEngine(setup)
         self.obstacle: str | None = None
-        self.stacks_evaluation = setting.task is not None
-        module = ready(setting.client)
-        setting.precision.convert_module(module).to(setting.device)
-        self._stacked = StackedClient(module, setting.half, setting.layout)
+        self.stacks_evaluation = setup.task is not None
+        module = ready(setup.client)
+        setup.precision.convert_module(module).to(setup.device)
+        self._stacked = Stack(module, setup.client_method, setup.layout)
         self._probe = Probe(self._stacked, self.alone.models)
         self._audit = Audit(self._probe)
-        self._workspace = workspace = Workspace(setting.device)
-        self._training = StackedTraining(setting, self._stacked, self._audit, workspace)
-        self._evaluation = StackedEvaluation(setting, self._stacked, chunk, workspace)
+        self._workspace = workspace = Workspace(setup.device)
+        self._training = StackedTraining(setup, self._stacked, self._audit, workspace)
+        self._evaluation = StackedEvaluation(setup, self._stacked, chunk, workspace)
         self._warned = set() if warned is None else warned
 
     # Before the start
@@ -85,11 +85,11 @@ class VectorizedEngine:
     def check_input(self) -> None:
         """See :class:`~pflight.engines.base.Engine`; find out whether clients can be stacked."""
         self.alone.check_input()
-        if self.setting.form is None:
+        if self.setup.form is None:
             self.obstacle = "its samples are no tensors that lie in memory"
             self.stacks_evaluation = False
             return
-        samples = self._training.samples = trial_samples(self.setting)
+        samples = self._training.samples = trial_samples(self.setup)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what a module warns of, it says when it trains
             try:
@@ -102,15 +102,15 @@ class VectorizedEngine:
                 self.stacks_evaluation = self._probe.predicts_each_alone(samples[0])
 
     def _find_obstacle(self, samples: list[Tensor]) -> str | None:
-        data, half, probe = self.setting.data, self.setting.half, self._probe
+        data, client_method, probe = self.setup.data, self.setup.client_method, self._probe
         counts = data.num_samples("train")[data.train_clients].unique().tolist()
         if obstacle := probe.declared_obstacle():
             return obstacle
-        batches = trial_batches(self.setting, samples, counts)
+        batches = trial_batches(self.setup, samples, counts)
         if obstacle := probe.training_step(batches):
             return obstacle
         for anchored in (True, False):
-            mode = Mode(anchored, anchored and half.keeps_memory)
+            mode = Mode(anchored, anchored and client_method.keeps_memory)
             if obstacle := probe.obstacle(mode, batches):
                 return obstacle
             dependence = probe.dependence(mode, batches, unequal=len(counts) > 1)
@@ -124,10 +124,10 @@ class VectorizedEngine:
 
     def rows_per_call(self) -> float:
         """Return how many of a chunk's clients have their batches taken at once, in the mean."""
-        data = self.setting.data
+        data = self.setup.data
         clients = data.train_clients[: min(self.chunk, data.cohorts.size)]
         counts = data.num_samples("train")[clients].sort(descending=True).values.tolist()
-        sizes = [tuple(self.setting.batch_sizes(count)) for count in counts]
+        sizes = [tuple(self.setup.batch_sizes(count)) for count in counts]
         plans = [Plan(own, len(own)) for own in sizes]
         return rows_per_call(plans, self.fills_batches)
 
@@ -146,7 +146,7 @@ class VectorizedEngine:
         on_client_end: Callable[[int], None] | None = None,
     ) -> ClientUpdates:
         """See :class:`~pflight.engines.base.Engine`."""
-        self.setting.round_index = round_index
+        self.setup.round_index = round_index
 
         def one_by_one(clients: Tensor, starts: TensorDict, kept: Kept | None) -> ClientUpdates:
             return self.alone.train(
@@ -161,7 +161,7 @@ class VectorizedEngine:
             )
 
         def plan(count: int) -> Plan:
-            sizes = tuple(self.setting.batch_sizes(count))
+            sizes = tuple(self.setup.batch_sizes(count))
             whole = epochs * len(sizes) if steps is None else steps
             return Plan(sizes, whole if sizes else 0)
 
@@ -184,8 +184,8 @@ class VectorizedEngine:
             return self.alone.gradients(clients, states, round_index=round_index, batches=batches)
 
         def plan(count: int) -> Plan:
-            whole = sum(self.setting.batch_sizes(count)[:batches])
-            part = max(whole, 1) if self.setting.mixes_samples else GRADIENT_BATCH
+            whole = sum(self.setup.batch_sizes(count)[:batches])
+            part = max(whole, 1) if self.setup.mixes_samples else GRADIENT_BATCH
             sizes = [part] * (whole // part) + [whole % part] * (whole % part > 0)
             return Plan(tuple(sizes), len(sizes))
 
@@ -225,7 +225,7 @@ class VectorizedEngine:
         """Do a work for the clients ``[C]``, longest first, and what fails once more one by one."""
         if self.obstacle or not len(clients):
             return work.one_by_one(clients, starts, kept)
-        cohort = StackedCohort(self.setting, self._stacked, clients, starts, kept, work)
+        cohort = StackedCohort(self.setup, self._stacked, clients, starts, kept, work)
         self._audit.begin(work.round_index)
         self._stacked.take_frozen(cohort.everyone.starts)
         failed: dict[int, BaseException | None] = {}  # by row of the stack
@@ -292,10 +292,10 @@ class VectorizedEngine:
         self, clients: Tensor, states: TensorDict, split: Split
     ) -> tuple[Evaluation | ClientValues, list[ClientFailure]]:
         """See :class:`~pflight.engines.base.Engine`."""
-        if self.setting.task is None:
+        if self.setup.task is None:
             return self.alone.evaluate(clients, states, split)
         reasons: list[str] = []  # why it fell back
-        names = self.setting.layout.names
+        names = self.setup.layout.names
 
         def at_once(samples: Samples) -> dict[int, Tensor] | None:
             if not self.stacks_evaluation or are_one(states[name] for name in names):
@@ -309,7 +309,7 @@ class VectorizedEngine:
                 return None
 
         evaluation, failures = evaluate_task(
-            self.setting,
+            self.setup,
             clients,
             split,
             attempt=self.alone.attempt,
@@ -318,7 +318,7 @@ class VectorizedEngine:
             operations=self.alone.operations,
         )
         if reasons and not failures:  # else it is the fault of those
-            name = type(self.setting.client).__name__
+            name = type(self.setup.client).__name__
             self.warn_once(f"{name} is evaluated one by one from here on: {reasons[0]}")
             self.stacks_evaluation = False
         return evaluation, failures
@@ -327,7 +327,7 @@ class VectorizedEngine:
         self, clients: Tensor, states: TensorDict, split: Split
     ) -> tuple[Evaluation | Predictions, list[ClientFailure]]:
         """See :class:`~pflight.engines.base.Engine`."""
-        if not self.setting.predicts_outputs:
+        if not self.setup.predicts_outputs:
             return self.alone.predict(clients, states, split)
         outputs, failures = self.evaluate(clients, states, split)
         assert isinstance(outputs, Evaluation)

@@ -8,11 +8,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from pflight.engines.client_setup import ClientSetup
 from pflight.engines.outputs import Samples
-from pflight.engines.setting import Setting
 
 from .autocast import stacked_context
-from .client import Stack, StackedClient
+from .stack import Columns, Stack
 from .workspace import Workspace
 
 _FILLED = 8  # samples that may fill up a client's in any case
@@ -22,16 +22,16 @@ class StackedEvaluation:
     """Evaluates clients in chunks of about equal numbers of samples.
 
     Args:
-        setting: The client module, its half, and its data.
+        setup: The client module, its client method, and its data.
         stacked: The client module that stands for many.
         chunk: Clients at once, at most.
         workspace: Where their samples lie.
     """
 
     def __init__(
-        self, setting: Setting, stacked: StackedClient, chunk: int, workspace: Workspace
+        self, setup: ClientSetup, stacked: Stack, chunk: int, workspace: Workspace
     ) -> None:
-        self.setting = setting
+        self.setup = setup
         self.stacked = stacked
         self.chunk = chunk
         self.workspace = workspace
@@ -45,7 +45,7 @@ class StackedEvaluation:
             states: Their models ``[C]``.
             samples: Their inputs and targets, by row.
         """
-        task, rows = self.setting.task, list(samples)
+        task, rows = self.setup.task, list(samples)
         assert task is not None
         self.stacked.take_frozen(states)
         columns = {name: states[name] for name in self.stacked.live}
@@ -58,7 +58,7 @@ class StackedEvaluation:
             return None
         return dict(zip(samples, stacked, strict=True))
 
-    def _outputs(self, columns: Stack, inputs: list[Tensor]) -> list[Tensor]:
+    def _outputs(self, columns: Columns, inputs: list[Tensor]) -> list[Tensor]:
         counts = [len(x) for x in inputs]
         order = sorted(range(len(counts)), key=lambda row: counts[row], reverse=True)
         moved = order != sorted(order)
@@ -72,8 +72,8 @@ class StackedEvaluation:
             for padded, row in zip(x, rows, strict=True):
                 padded[: counts[row]] = inputs[row]
                 padded[counts[row] :] = 0
-            with stacked_context(self.setting):
-                parts = x.split(self.setting.data.eval_batch_size or shape[1] or 1, dim=1)
+            with stacked_context(self.setup):
+                parts = x.split(self.setup.data.eval_batch_size or shape[1] or 1, dim=1)
                 given = torch.cat([self.stacked.outputs(state, part) for part in parts], dim=1)
             outputs |= {row: given[i, : counts[row]] for i, row in enumerate(rows)}
         return [outputs[row] for row in range(len(order))]

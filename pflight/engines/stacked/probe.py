@@ -15,15 +15,15 @@ from pflight.engines.alone.client import training_step
 from pflight.engines.alone.descent import steps_only
 from pflight.engines.alone.models import LocalModels
 from pflight.engines.alone.trainer import loss_of
-from pflight.method import Half
+from pflight.method import ClientMethod
 from pflight.randomness import isolated
 from pflight.states.state import state_tensors
 from pflight.task import Task, trains_as_a_task
 
-from .client import ANCHOR, MEMORY, Mode, Stack, StackedClient
 from .exact import without_tf32
 from .reasons import failure, reason_of
 from .reference import Reference, alike
+from .stack import ANCHOR, MEMORY, Columns, Mode, Stack
 from .steps import misfit
 from .untouched import left_alone
 
@@ -55,10 +55,10 @@ class Probe:
         largest_gradient: Of a client alone, as it was given; known after :meth:`obstacle`.
     """
 
-    def __init__(self, stacked: StackedClient, models: LocalModels) -> None:
+    def __init__(self, stacked: Stack, models: LocalModels) -> None:
         self.stacked = stacked
         self.models = models
-        self.setting = models.setting
+        self.setup = models.setup
         self.module = stacked.module
         self.reference = Reference(stacked, models)
         self.largest_gradient = 0.0
@@ -95,7 +95,7 @@ class Probe:
         return None
 
     def _step(self, index: int, leaves: list[Tensor]) -> str | None:
-        assert self.setting.form is not None
+        assert self.setup.form is not None
         module: Any = copy.deepcopy(self.module)
         logged: dict[str, Any] = {}
 
@@ -106,9 +106,9 @@ class Probe:
             logged.update(values)
 
         module.log, module.log_dict = log, log_dict
-        with isolated(self.setting.device), torch.no_grad(), left_alone() as touched:
+        with isolated(self.setup.device), torch.no_grad(), left_alone() as touched:
             try:
-                batch = self.setting.form.batch([leaf.clone() for leaf in leaves])
+                batch = self.setup.form.batch([leaf.clone() for leaf in leaves])
                 loss = loss_of(training_step(module, batch, index))
             except Exception as error:
                 return failure("a client alone fails", error)
@@ -138,14 +138,14 @@ class Probe:
         stacked, module = self.stacked, self.module
         stacked.prepare(mode)
         try:
-            optimizer, _ = stacked.optimizer(self.setting)
+            optimizer, _ = stacked.optimizer(self.setup)
         except Exception as error:
             return f"its configure_optimizers() needs a client of its own: {reason_of(error)}"
         if reason := misfit(optimizer):
             return reason
         if not steps_only(optimizer, {id(parameter) for parameter in module.parameters()}):
             return _FOREIGN
-        with isolated(self.setting.device), torch.enable_grad():
+        with isolated(self.setup.device), torch.enable_grad():
             with left_alone(module) as touched:
                 try:
                     alone = [self._alone(mode, batch) for batch in batches]
@@ -193,17 +193,17 @@ class Probe:
                 filled.
         """
         self.stacked.prepare(mode)
-        assert self.setting.form is not None
+        assert self.setup.form is not None
         state = {name: value[1].clone() for name, value in self._two_states(mode).items()}
         noted = _Noting(state)
         with torch.enable_grad():
             for batch in batches:
-                self.stacked.loss(noted, self.setting.form.batch([t.clone() for t in batch]))
-        told = state.keys() - self.setting.layout.template.keys()
+                self.stacked.loss(noted, self.setup.form.batch([t.clone() for t in batch]))
+        inputs = state.keys() - self.setup.layout.template.keys()
         largest = max(batches, key=lambda batch: len(batch[0]))
         return Dependence(
             _untouched(self._alone(mode, batches[0])),
-            frozenset(told - noted.read),
+            frozenset(inputs - noted.read),
             unequal and self._weighs_samples(mode, largest),
         )
 
@@ -239,7 +239,7 @@ class Probe:
                 kept = client.remember() if mode.remembers else {}
                 kept = {f"kept {name}": value.clone() for name, value in kept.items()}
                 after = {n: t.clone() for n, t in self.models.state().items() if n in states}
-                if self.setting.task is not None:
+                if self.setup.task is not None:
                     client.module.eval()
                     kept["its outputs"] = client.module(leaves[0].clone())
             alone.others.append({**after, **kept})
@@ -261,52 +261,52 @@ class Probe:
         self.reference.enter(mode, state)
         module = self.models.client.module
         before = dict(module.named_buffers())
-        assert self.setting.form is not None
-        self.models.client.task_loss(self.setting.form.batch([leaf.clone() for leaf in leaves]))
+        assert self.setup.form is not None
+        self.models.client.task_loss(self.setup.form.batch([leaf.clone() for leaf in leaves]))
         after = dict(module.named_buffers())
         return next((name for name in before if after.get(name) is not before[name]), None)
 
     # And the stack of two
 
-    def _two_states(self, mode: Mode) -> Stack:
+    def _two_states(self, mode: Mode) -> Columns:
         """Return everything that a loss may look at: as given, and with halved parameters."""
-        setting, stacked = self.setting, self.stacked
-        frozen, device = {*setting.layout.frozen}, setting.device
+        setup, stacked = self.setup, self.stacked
+        frozen, device = {*setup.layout.frozen}, setup.device
         given = {
             name: tensor.to(device)
-            for name, tensor in setting.layout.template.items()
+            for name, tensor in setup.layout.template.items()
             if name not in frozen
         }
         given |= {n: t for n, t in state_tensors(self.module).items() if n in given}
         stack = {name: torch.stack([t, t]).detach() for name, t in given.items()}
-        told: Stack = {}
+        inputs: Columns = {}
         if mode.anchored:
-            told |= {f"{ANCHOR}{name}": given[name] for name in stacked.live}
+            inputs |= {f"{ANCHOR}{name}": given[name] for name in stacked.live}
         if mode.remembers:
-            told |= {f"{MEMORY}{name}": given[name] for name in stacked.memory}
-        for name in setting.layout.parameters:
+            inputs |= {f"{MEMORY}{name}": given[name] for name in stacked.memory}
+        for name in setup.layout.parameters:
             stack[name][1] /= 2
-        stack |= {name: torch.stack([value, value]).detach() for name, value in told.items()}
+        stack |= {name: torch.stack([value, value]).detach() for name, value in inputs.items()}
         for name in ("num_samples", "mean_samples", "seen", "num_steps"):
             values = [0 if name == "seen" else 1, 1]
-            stack[name] = torch.tensor(values, dtype=setting.dtype, device=device)
-        if setting.half.needs_classes:
-            counts = torch.arange(1, 1 + setting.class_counts.shape[1], device=device)
-            stack["class_counts"] = torch.stack([counts, counts.flip(0)]).to(setting.dtype)
+            stack[name] = torch.tensor(values, dtype=setup.dtype, device=device)
+        if setup.client_method.needs_classes:
+            counts = torch.arange(1, 1 + setup.class_counts.shape[1], device=device)
+            stack["class_counts"] = torch.stack([counts, counts.flip(0)]).to(setup.dtype)
         return stack
 
     def _agrees(self, mode: Mode, leaves: list[Tensor], alone: _Alone) -> bool:
         """Return whether stacked clients get what single ones do."""
-        stacked, setting = self.stacked, self.setting
-        assert setting.form is not None
+        stacked, setup = self.stacked, self.setup
+        assert setup.form is not None
         states = self._two_states(mode)
         others = dict(states)
         parameters = {name: others.pop(name) for name in stacked.trained()}
         twice = [part.expand(2, *part.shape).clone() for part in leaves]
-        found = stacked.gradients(parameters, others, setting.form.batch(twice))
+        found = stacked.gradients(parameters, others, setup.form.batch(twice))
         afresh = {n: t for n, t in self._two_states(mode).items() if n in others}
         again = [part.clone() for part in twice]
-        repeated = stacked.gradients(parameters, afresh, setting.form.batch(again))
+        repeated = stacked.gradients(parameters, afresh, setup.form.batch(again))
         by_row = [({n: g[row] for n, g in found[0].items()}, found[1][row]) for row in (0, 1)]
         if not alike(*repeated[:2], by_row, _TRACE):
             return False
@@ -316,7 +316,7 @@ class Probe:
             kept = stacked.remember(states) if mode.remembers else {}
             results = {**states, **{f"kept {name}": value for name, value in kept.items()}}
             results = {name: value.clone() for name, value in results.items()}
-            if setting.task is not None:
+            if setup.task is not None:
                 results["its outputs"] = stacked.outputs(states, twice[0])
         stacked.prepare(mode)
         return alike(*found[:2], alone.gradients, _TOLERANCE) and all(
@@ -332,10 +332,10 @@ class Probe:
         symmetry; what fills batches up is partly ten times as large, so that no maximum is found
         elsewhere.
         """
-        stacked, setting = self.stacked, self.setting
-        if not (has_sample_losses(self.module) and _averages_samples(setting.half)):
+        stacked, setup = self.stacked, self.setup
+        if not (has_sample_losses(self.module) and _averages_samples(setup.client_method)):
             return False
-        assert setting.form is not None
+        assert setup.form is not None
         random = torch.Generator().manual_seed(0)
 
         def near(tensor: Tensor) -> Tensor:
@@ -343,7 +343,7 @@ class Probe:
             return tensor + noise.to(tensor) if tensor.is_floating_point() else tensor
 
         count = 2 * min(getattr(self.module, "num_classes", _CLASSES), _CLASSES)
-        place = torch.arange(count, device=setting.device) % len(leaves[0])
+        place = torch.arange(count, device=setup.device) % len(leaves[0])
         real = [near(leaf[place]) for leaf in leaves]
         if classes := getattr(self.module, "num_classes", 0):
             labels = torch.linspace(0, classes - 1, count // 2).round().repeat(2)
@@ -364,7 +364,7 @@ class Probe:
                 for state, n in zip(own, counts, strict=True):
                     alone.append(self.reference.gradients(mode, state, [leaf[:n] for leaf in real]))
                     state |= {name: t.clone() for name, t in self.models.state().items()}
-            weights = torch.zeros(2, 2 * count, dtype=torch.double, device=setting.device)
+            weights = torch.zeros(2, 2 * count, dtype=torch.double, device=setup.device)
             for row, n in enumerate(counts):
                 weights[row, :n] = 1 / n
             scales = (1, 10, -10) if real[0].is_floating_point() else (1,)
@@ -373,10 +373,10 @@ class Probe:
                 filled += [torch.cat([leaf, leaf.roll(1, 0)]) for leaf in real[1:]]
                 batch = [leaf.expand(2, *leaf.shape) for leaf in filled]
                 after = {name: value.clone() for name, value in others.items()}
-                found = stacked.gradients(parameters, after, setting.form.batch(batch), weights)
+                found = stacked.gradients(parameters, after, setup.form.batch(batch), weights)
                 if not alike(*found[:2], alone, _TRACE):
                     return False
-                for name in setting.layout.buffers:
+                for name in setup.layout.buffers:
                     torch.testing.assert_close(after[name], torch.stack([s[name] for s in own]))
         except Exception:
             return False
@@ -410,8 +410,10 @@ def _untouched(alone: _Alone) -> frozenset[str]:
     return frozenset(name for name, gradient in gradients.items() if gradient is None)
 
 
-def _averages_samples(half: Half) -> bool:
-    return half.averages_samples and (half.personal is None or half.personal.averages_samples)
+def _averages_samples(client_method: ClientMethod) -> bool:
+    return client_method.averages_samples and (
+        client_method.personal is None or client_method.personal.averages_samples
+    )
 
 
 def has_sample_losses(module: nn.Module) -> bool:

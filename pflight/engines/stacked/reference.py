@@ -13,7 +13,7 @@ from pflight.engines.phases import resting
 from pflight.method import PERSONAL, Phase
 from pflight.states.state import state_tensors
 
-from .client import ANCHOR, MEMORY, Mode, Stack, StackedClient, no_logs
+from .stack import ANCHOR, MEMORY, Columns, Mode, Stack, no_logs
 
 
 class Reference:
@@ -24,14 +24,14 @@ class Reference:
         models: Those of the client.
     """
 
-    def __init__(self, stacked: StackedClient, models: LocalModels) -> None:
+    def __init__(self, stacked: Stack, models: LocalModels) -> None:
         self.stacked = stacked
         self.models = models
-        self.setting = models.setting
+        self.setup = models.setup
 
     def enter(self, mode: Mode, state: Mapping[str, Tensor]) -> list[AloneClient]:
         """Return the models of a client in a state, with what it is told."""
-        layout, models = self.setting.layout, self.models
+        layout, models = self.setup.layout, self.models
         frozen = state_tensors(self.stacked.module)
         start = {name: state.get(name, frozen.get(name)) for name in layout.names}
         models.load(start, mode.anchored)  # type: ignore[arg-type]
@@ -43,7 +43,7 @@ class Reference:
         for model in models.clients:
             model.module.log = model.module.log_dict = no_logs  # type: ignore[method-assign]
             if mode.anchored:
-                model.tell({n: state[f"{ANCHOR}{n}"] for n in self.stacked.live})
+                model.set_anchor({n: state[f"{ANCHOR}{n}"] for n in self.stacked.live})
             if "class_counts" in state:
                 model.class_counts = state["class_counts"]
         return models.clients
@@ -65,14 +65,18 @@ class Reference:
             phase: Of the parameters that train.
             steps: Whether the loss is that of a training step.
         """
-        assert self.setting.form is not None
-        batch = self.setting.form.batch([leaf.clone() for leaf in leaves])
+        assert self.setup.form is not None
+        batch = self.setup.form.batch([leaf.clone() for leaf in leaves])
         gradients: dict[str, Tensor | None] = {}
-        total = torch.zeros((), device=self.setting.device)
+        total = torch.zeros((), device=self.setup.device)
         for model in self.enter(mode, state):
             prefix = PERSONAL if model.shared is not None else ""
-            with resting(model.module, self.setting.layout, phase):
-                own = model.loss(batch, len(leaves[0])) if steps else model.half.loss(model, batch)
+            with resting(model.module, self.setup.layout, phase):
+                own = (
+                    model.loss(batch, len(leaves[0]))
+                    if steps
+                    else model.client_method.loss(model, batch)
+                )
                 if own is None:
                     raise RuntimeError("its training_step returned no loss")
                 total = total + own.detach()
@@ -84,7 +88,7 @@ class Reference:
 
 
 def alike(
-    stacked: Stack,
+    stacked: Columns,
     losses: Tensor,
     alone: Sequence[tuple[Mapping[str, Tensor | None], Tensor]],
     tolerance: float,

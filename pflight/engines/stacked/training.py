@@ -7,16 +7,16 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from pflight.engines.client_setup import ClientSetup
 from pflight.engines.samples import check_order
-from pflight.engines.setting import Setting
 from pflight.method import PERSONAL, Phase
 from pflight.task import Task
 
 from .audit import Audit
 from .autocast import stacked_context
 from .chunk import Chunk, Work
-from .client import Mode, Stack, StackedClient
 from .probe import Dependence
+from .stack import Columns, Mode, Stack
 from .steps import Batches, Group, Plan, StackedOptimizer, clip
 from .workspace import Workspace
 
@@ -25,7 +25,7 @@ class StackedTraining:
     """Trains the clients of a chunk together: one loss for all, and one optimizer.
 
     Args:
-        setting: The client module, its half, and its data.
+        setup: The client module, its client method, and its data.
         stacked: The client module that stands for many.
         audit: Compares clients of the stack to one alone.
         workspace: Where their batches lie.
@@ -36,9 +36,9 @@ class StackedTraining:
     """
 
     def __init__(
-        self, setting: Setting, stacked: StackedClient, audit: Audit, workspace: Workspace
+        self, setup: ClientSetup, stacked: Stack, audit: Audit, workspace: Workspace
     ) -> None:
-        self.setting = setting
+        self.setup = setup
         self.stacked = stacked
         self.audit = audit
         self.workspace = workspace
@@ -50,7 +50,7 @@ class StackedTraining:
         """Return the phases of local training; a single ``None`` if all epochs are alike."""
         key = epochs, anchored
         if key not in self._phases:
-            phases = self.setting.half.phases(self.setting.client, epochs, anchored)
+            phases = self.setup.client_method.phases(self.setup.client, epochs, anchored)
             self._phases[key] = [*phases] if phases else [None]
         return self._phases[key]
 
@@ -65,7 +65,7 @@ class StackedTraining:
                 continue
             with stacked.phase(phase):
                 self._take_steps(chunk, self._batches(chunk, work, phase), phase)
-        state = self._others(chunk, (), unread=()) | chunk.told  # the number of steps, too
+        state = self._others(chunk, (), unread=()) | chunk.inputs  # the number of steps, too
         if work.mode.anchored and stacked.changes_afterwards:
             stacked.after_training(state)
         if chunk.kept:
@@ -86,7 +86,7 @@ class StackedTraining:
         parameters = {name: chunk.starts[name] for name in names}
         others = self._others(chunk, names, self.dependence[True].unread)
         batches = self._batches(chunk, work)
-        counts = torch.tensor([plan.num_seen for plan in chunk.plans], device=self.setting.device)
+        counts = torch.tensor([plan.num_seen for plan in chunk.plans], device=self.setup.device)
         for step in range(len(batches)):
             for group in batches.groups(step):
                 gradients = self._gradients(group, chunk, parameters, others)
@@ -99,11 +99,11 @@ class StackedTraining:
         """Take the steps of some batches, those of a phase."""
         stacked = self.stacked
         dependence = self.dependence[stacked.mode.anchored]
-        single, by_half = stacked.optimizer(self.setting)
+        single, by_method = stacked.optimizer(self.setup)
         if phase is not None and phase.lr is not None:
             for group in single.param_groups:
                 group["lr"] = phase.lr
-        self.setting.pace(single.param_groups, stacked.mode.anchored)
+        self.setup.pace(single.param_groups, stacked.mode.anchored)
         stepped = {id(p) for group in single.param_groups for p in group["params"]}
         trained = {
             name: parameter
@@ -126,7 +126,7 @@ class StackedTraining:
             StackedOptimizer(single, {trained[name]: parameters[name] for name in names})
             for names in models
         ]
-        limit = None if by_half else getattr(stacked.module, "gradient_clip_val", None)
+        limit = None if by_method else getattr(stacked.module, "gradient_clip_val", None)
         algorithm = getattr(stacked.module, "gradient_clip_algorithm", "norm")
         for step in range(len(batches)):
             last = step + 1 == len(batches)
@@ -143,12 +143,14 @@ class StackedTraining:
                     gradients = clip(gradients, limit, algorithm)
                 optimizer.step(gradients)
 
-    def _others(self, chunk: Chunk, parameters: Collection[str], unread: Collection[str]) -> Stack:
+    def _others(
+        self, chunk: Chunk, parameters: Collection[str], unread: Collection[str]
+    ) -> Columns:
         """Return everything that the loss looks at beside the parameters."""
-        still = {"num_steps": torch.zeros_like(chunk.told["num_steps"])}  # until they are done
+        still = {"num_steps": torch.zeros_like(chunk.inputs["num_steps"])}  # until they are done
         return {
             name: value
-            for name, value in (chunk.results | chunk.told | still).items()
+            for name, value in (chunk.results | chunk.inputs | still).items()
             if name not in parameters and name not in unread
         }
 
@@ -156,11 +158,11 @@ class StackedTraining:
         self,
         group: Group,
         chunk: Chunk,
-        parameters: Stack,
-        others: Stack,
+        parameters: Columns,
+        others: Columns,
         steps: bool = False,
         last: bool = True,
-    ) -> Stack:
+    ) -> Columns:
         """Return the gradients of a group of rows, and add up the losses that are logged.
 
         Args:
@@ -172,16 +174,16 @@ class StackedTraining:
             last: Whether it is their last.
         """
         rows = group.rows
-        assert self.setting.form is not None
+        assert self.setup.form is not None
         selected = {}
         if last and self.audit.due:
             state = {**chunk.results, **self._others(chunk, (), ()), **parameters}
             selected = self.audit.select(group, state)
-        with stacked_context(self.setting):
+        with stacked_context(self.setup):
             gradients, mean_losses, own = self.stacked.gradients(
                 {name: value[rows] for name, value in parameters.items()},
                 {name: value[rows] for name, value in others.items()},
-                self.setting.form.batch(group.leaves),
+                self.setup.form.batch(group.leaves),
                 group.weights,
             )
         chunk.losses[rows] += (own if steps else mean_losses) * group.size
@@ -190,7 +192,7 @@ class StackedTraining:
 
     def _batches(self, chunk: Chunk, work: Work, phase: Phase | None = None) -> Batches:
         """Prepare the batches of a chunk, or those of a phase, in memory that all chunks use."""
-        setting, data = self.setting, self.setting.data
+        setup, data = self.setup, self.setup.data
         plans, first = chunk.plans, 0
         counts = data.num_samples("train")[chunk.clients].tolist()
         if phase is not None:
@@ -210,12 +212,12 @@ class StackedTraining:
             else:
                 orders = [torch.arange(counts[row]) for row in rows]
             for row, client, order, count in zip(rows, clients, orders, needed, strict=True):
-                leaves = cached[row] if row in cached else setting.samples(client, "train")
+                leaves = cached[row] if row in cached else setup.samples(client, "train")
                 if several:
                     cached[row] = leaves
                 check_order(counts[row], order)
-                yield setting.augmented(leaves, client, *when), order[:count].to(setting.device)
-            if isinstance(task := setting.client, Task) and setting.has_loss_of_its_kind:
+                yield setup.augmented(leaves, client, *when), order[:count].to(setup.device)
+            if isinstance(task := setup.client, Task) and setup.has_loss_of_its_kind:
                 labels = [held[1][row, :count] for row, count in zip(rows, needed, strict=True)]
                 task.check_targets(torch.cat(labels))
 

@@ -5,39 +5,41 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pflight.engines.client_setup import ClientSetup
 from pflight.engines.samples import are_finite
-from pflight.engines.setting import Setting
 from pflight.states.updates import STOPS
 
 _TRIAL = 8  # samples on which a client is tried
 _SIZES, _LARGEST = 8, 64  # and the sizes of the batches that they make
 
 
-def trial_samples(setting: Setting) -> list[Tensor]:
+def trial_samples(setup: ClientSetup) -> list[Tensor]:
     """Return a few samples of the largest client, or those of which all are sure."""
-    data = setting.data
+    data = setup.data
     clients = data.train_clients
     largest = clients[data.num_samples("train")[clients].argmax()]
     try:
-        leaves = [leaf[:_TRIAL] for leaf in setting.samples(int(largest), "train")]
+        leaves = [leaf[:_TRIAL] for leaf in setup.samples(int(largest), "train")]
     except STOPS:
         raise
     except BaseException:  # training will say why
-        leaves = setting.example
+        leaves = setup.example
     if not are_finite(leaves):
-        leaves = setting.example
+        leaves = setup.example
     return [leaf[:_TRIAL].clone() for leaf in leaves]
 
 
-def trial_batches(setting: Setting, samples: list[Tensor], counts: list[int]) -> list[list[Tensor]]:
+def trial_batches(
+    setup: ClientSetup, samples: list[Tensor], counts: list[int]
+) -> list[list[Tensor]]:
     """Return batches of sizes that occur, small ones above all, where clients may differ.
 
     Args:
-        setting: The client module, its half, and its data.
+        setup: The client module, its client method, and its data.
         samples: Of which they are made.
         counts: Numbers of samples that clients have.
     """
-    found = {min(size, _LARGEST) for count in counts for size in setting.batch_sizes(count)}
+    found = {min(size, _LARGEST) for count in counts for size in setup.batch_sizes(count)}
     sizes = sorted(found or {1})
     places = (torch.arange(size) % len(samples[0]) for size in {*sizes[:_SIZES], sizes[-1]})
     return [[leaf[place] for leaf in samples] for place in places]

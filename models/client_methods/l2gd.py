@@ -6,14 +6,14 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.method import OWN, LocalWork, Participation
+from pflight.method import OWN, ClientMethod, LocalWork
 from pflight.states.state import entries
 
 SHARE = f"{OWN}share"
 """The entry in which the server says how far to go to the mean that it sends ``[C]``."""
 
 
-class StepsToMean(Participation):
+class StepsToMean(ClientMethod):
     """Starts clients from their own models, some way towards the mean that is sent.
 
     The way is a share of the distance, the same for all (Hanzely and Richtárik 2020, algorithm 1);

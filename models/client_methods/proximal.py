@@ -1,4 +1,4 @@
-"""The client half of FedProx and FeSEM, and of Ditto's personal model."""
+"""The client method of FedProx and FeSEM, and of Ditto's personal model."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pflight.method import Half, LocalClient
+from pflight.method import ClientMethod, LocalClient
 from pflight.options import check_range, checked
 
 
 @checked
-class Proximal(Half):
+class Proximal(ClientMethod):
     r"""Pulls a client's parameters towards what the server sent.
 
     With ``scaling="plain"`` the penalty is :math:`\frac{\mu}{2}\|w - w_{\text{anchor}}\|^2`

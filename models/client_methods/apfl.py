@@ -1,4 +1,4 @@
-"""The client half of APFL."""
+"""The client method of APFL."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.func import grad_and_value
 
-from pflight.method import OWN, Half, LocalClient
+from pflight.method import OWN, ClientMethod, LocalClient
 from pflight.options import check_range, checked
 
 
 @checked
-class Mixed(Half):
+class Mixed(ClientMethod):
     r"""Trains a personal model that is a mixture of its own and the shared one.
 
     With :math:`\bar v = \alpha v + (1 - \alpha) w` the personal copy is stepped on every batch,

@@ -1,4 +1,4 @@
-"""The client half of FedEC."""
+"""The client method of FedEC."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from lightning import LightningModule
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
-from pflight.method import Half, LocalClient
+from pflight.method import ClientMethod, LocalClient
 from pflight.options import check_range, checked
 
 from .proximal import squared_distance
 
 
 @checked
-class Elastic(Half):
+class Elastic(ClientMethod):
     r"""Holds a client to the model that it had after its last participation.
 
     A client that has taken part before minimises, beside its own loss,

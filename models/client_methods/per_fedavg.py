@@ -1,4 +1,4 @@
-"""The client half of Per-FedAvg."""
+"""The client method of Per-FedAvg."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.func import grad
 from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pflight.method import Half, LocalClient, LocalWork
+from pflight.method import ClientMethod, LocalClient, LocalWork
 from pflight.options import check_range, checked
 
 
 @checked
-class Adapted(Half):
+class Adapted(ClientMethod):
     r"""Trains a client for how well its model does after one step of adaptation.
 
     On parts D, D' and D'' of each batch, a step goes down :math:`f_i(\theta')` (Fallah et al. 2020,

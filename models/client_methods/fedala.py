@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from pflight.engines.alone.client import task_loss
 from pflight.engines.alone.copies import ready
 from pflight.errors import ConfigurationError
-from pflight.method import OWN, LocalWork, Participation
+from pflight.method import OWN, ClientMethod, LocalWork
 from pflight.options import check_range, checked
 from pflight.states.state import StateLayout, StateModule, call_with, entries, state_tensors
 
@@ -22,7 +22,7 @@ _SLOT = "fedala"  # of what clients keep
 
 
 @checked
-class AdaptiveMixture(Participation):
+class AdaptiveMixture(ClientMethod):
     r"""Starts clients from a mixture of their own model with the server's, by weights they learn.
 
     A client that has trained before keeps its last model :math:`\theta_i` and weights :math:`W_i`.

@@ -1,4 +1,4 @@
-"""The client half of methods with a personal model beside the shared one."""
+"""The client method of methods with a personal model beside the shared one."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from lightning import LightningModule
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.method import PERSONAL, Half, LocalWork
+from pflight.method import PERSONAL, ClientMethod, LocalWork
 from pflight.options import checked
 from pflight.states.state import StateLayout
 
 
 @checked
-class Personal(Half):
+class Personal(ClientMethod):
     """Trains a personal copy of each client's module beside the shared one, on the same batches.
 
     The shared model trains plainly. The copy has optimizers, buffers and clipping of its own, and
-    a half of its own; the client is judged by what that half makes of the two, by default the copy,
-    and it never travels. A newcomer's copy starts as the shared model.
+    a client method of its own; the client is judged by what that client method makes of the two, by
+    default the copy, and it never travels. A newcomer's copy starts as the shared model.
 
     Args:
-        personal: The half of the personal copy; its anchor is what the server sent.
+        personal: The client method of the personal copy; its anchor is what the server sent.
     """
 
-    def __init__(self, personal: Half) -> None:
+    def __init__(self, personal: ClientMethod) -> None:
         self.personal = personal
 
     def check(self, module: LightningModule) -> None:
-        """Raise if the module lacks what the personal half needs."""
+        """Raise if the module lacks what the personal client method needs."""
         assert self.personal is not None
         self.personal.check(module)
 

@@ -1,4 +1,4 @@
-"""The client half of pFedMe."""
+"""The client method of pFedMe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.func import grad_and_value
 
-from pflight.method import OWN, Half, LocalClient, LocalWork
+from pflight.method import OWN, ClientMethod, LocalClient, LocalWork
 from pflight.options import check_range, checked
 from pflight.states.state import StateLayout
 
@@ -18,7 +18,7 @@ _THETA = f"{OWN}theta."
 
 
 @checked
-class MoreauEnvelope(Half):
+class MoreauEnvelope(ClientMethod):
     r"""Has a client descend the Moreau envelope of its loss.
 
     The envelope is (T. Dinh et al. 2020)

@@ -1,4 +1,4 @@
-"""The client half of FedRep."""
+"""The client method of FedRep."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lightning import LightningModule
 from torch import nn
 
 from pflight.errors import ConfigurationError
-from pflight.method import Half, Phase
+from pflight.method import ClientMethod, Phase
 from pflight.options import check_range, checked
 from pflight.states.head import named_head
 from pflight.states.layers import Layers
@@ -23,7 +23,7 @@ _NO_HEADS = (
 
 
 @checked
-class HeadFirst(Half):
+class HeadFirst(ClientMethod):
     r"""Trains a client's head first and its body afterwards.
 
     Its model is :math:`h \circ \phi`. In the first ``head_epochs`` local epochs it trains the head

@@ -1,4 +1,4 @@
-"""Who says what clients minimise: the server callback, or a client module that names a half."""
+"""Who says what clients minimise: the server callback or the client module."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 
 from pflight.callbacks import APFL, Ditto, FedAvg, FedEC, FedProx, FeSEM, Reptile, ServerCallback
 from pflight.errors import ConfigurationError
-from pflight.method import Half
+from pflight.method import ClientMethod
 from pflight.models import Classifier, ElasticClient, ProximalClient
-from pflight.models.halves import Elastic, Mixed, Personal, Proximal
+from pflight.models.client_methods import Elastic, Mixed, Personal, Proximal
 from tests.runs import assert_same, batchnorm_client, linear_client, run, small_data
 
 
-def naming(half: Half) -> Classifier:
-    """Return a client module that names a half."""
+def naming(client_method: ClientMethod) -> Classifier:
+    """Return a client module that names a client method."""
     client = batchnorm_client()
-    client.client_half = half
+    client.client_method = client_method
     return client
 
 
@@ -57,43 +57,43 @@ TWO: list[tuple[Classifier, ServerCallback, str]] = [
     (
         linear_client(ProximalClient, mu=0.5),
         FedProx(mu=0.1),
-        r"FedProx has the client half Proximal\(mu=0.1, scaling='plain'\), but ProximalClient "
+        r"FedProx has the client method Proximal\(mu=0.1, scaling='plain'\), but ProximalClient "
         r"names Proximal\(mu=0.5, scaling='plain'\)",
     ),
     (
         linear_client(ElasticClient, alpha=0.5),
         FedEC(alpha=1.0),
-        r"FedEC has the client half .*alpha=1.0",
+        r"FedEC has the client method .*alpha=1.0",
     ),
     (
         linear_client(ElasticClient),
         FedEC(constraint="l2"),
-        "FedEC has the client half .*constraint='l2'",
+        "FedEC has the client method .*constraint='l2'",
     ),
     (
         linear_client(ElasticClient),
         FedEC(constraint=None),
-        "FedEC has the client half .*constraint=None",
+        "FedEC has the client method .*constraint=None",
     ),
     (
         linear_client(ElasticClient),
         FedProx(),
-        "FedProx has the client half Proximal.* ElasticClient names Ela",
+        "FedProx has the client method Proximal.* ElasticClient names Ela",
     ),
     (
         linear_client(ProximalClient),
         Ditto(),
-        r"Ditto has the client half Personal\(.* names Proximal\(",
+        r"Ditto has the client method Personal\(.* names Proximal\(",
     ),
     (
         naming(Personal(Mixed())),
         Ditto(),
-        r"Ditto has the client half Personal\(.* names Personal\(",
+        r"Ditto has the client method Personal\(.* names Personal\(",
     ),
     (
         naming(Elastic()),
         FeSEM(2, mu=0.1),
-        r"FeSEM has the client half Proximal\(.* names Elastic\(",
+        r"FeSEM has the client method Proximal\(.* names Elastic\(",
     ),
 ]
 
@@ -109,8 +109,8 @@ def test_two_different_halves_are_an_error_that_names_both(
 
 def test_a_half_that_a_subclass_sets_is_its_own_to_say() -> None:
     class Pulled(FedAvg):
-        half = Proximal(0.3)
+        client_method = Proximal(0.3)
 
-    with pytest.raises(ConfigurationError, match=r"Pulled has the client half Proximal\(mu=0.3"):
+    with pytest.raises(ConfigurationError, match=r"Pulled has the client method Proximal\(mu=0.3"):
         run(linear_client(ProximalClient, mu=0.1), small_data(), Pulled())
     run(linear_client(ProximalClient, mu=0.3), small_data(), Pulled())

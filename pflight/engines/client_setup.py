@@ -1,4 +1,4 @@
-"""What is known of all clients before they train: their module, its half, and their data."""
+"""What an engine knows of the clients before they train: module, client method and data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from pflight.data.data_module import FederatedDataModule
 from pflight.data.loaders import Split
 from pflight.errors import ConfigurationError
-from pflight.method import Half
+from pflight.method import ClientMethod
 from pflight.states.state import StateLayout, resting_parts
 from pflight.task import Task
 
@@ -27,12 +27,12 @@ from .time_limit import check_timer
 _NAMED = 5  # clients in a message about many
 
 
-class Setting:
-    """The client module, its half, and its data.
+class ClientSetup:
+    """The client module, its client method, and its data.
 
     Args:
         client: The client module; engines train copies.
-        half: The client half.
+        client_method: The client method.
         layout: The state layout of both.
         data: Where the clients' samples come from.
         precision: The precision plugin of the federation's Trainer.
@@ -58,7 +58,7 @@ class Setting:
     def __init__(
         self,
         client: LightningModule,
-        half: Half,
+        client_method: ClientMethod,
         layout: StateLayout,
         data: FederatedDataModule,
         precision: Precision,
@@ -68,7 +68,7 @@ class Setting:
         lr_decay: float = 1.0,
     ) -> None:
         self.client = client
-        self.half = half
+        self.client_method = client_method
         self.layout = layout
         self.data = data
         self.precision = precision

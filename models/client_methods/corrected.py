@@ -1,4 +1,4 @@
-"""Client halves that correct every gradient by a direction that is fixed for the round."""
+"""Client methods that correct every gradient by a direction that is fixed for the round."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning import LightningModule
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.method import OWN, Half, LocalClient, LocalWork, half_for
+from pflight.method import OWN, ClientMethod, LocalClient, LocalWork, client_method_for
 from pflight.options import checked
 from pflight.states.state import StateLayout, entries
 
@@ -18,7 +18,7 @@ from .proximal import Proximal
 from .sgd import sgd_of
 
 
-class Corrected(Half):
+class Corrected(ClientMethod):
     r"""Adds :math:`\langle d_i, w - w_{\text{anchor}} \rangle` to a client's loss.
 
     Every gradient is so corrected by the direction :math:`d_i`, which the subclass gives. Without
@@ -68,7 +68,7 @@ class Dane(Corrected):
     temporary = ("correction.",)
 
     def __init__(self, mu: float = 0.1, scaling: Literal["plain", "eq7"] = "plain") -> None:
-        self.proximal = half_for(self, Proximal, mu=mu, scaling=scaling)
+        self.proximal = client_method_for(self, Proximal, mu=mu, scaling=scaling)
 
     def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return corrections of zero."""

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 from pflight.engines.alone.client import ClientModel, training_step
 from pflight.engines.alone.copies import Frozen
 from pflight.engines.alone.trainer import loss_of
+from pflight.engines.client_setup import ClientSetup
 from pflight.engines.phases import resting
-from pflight.engines.setting import Setting
-from pflight.method import OWN, PERSONAL, Half, Phase
+from pflight.method import OWN, PERSONAL, ClientMethod, Phase
 from pflight.states.head import step_extra
 from pflight.states.state import StateLayout, call_with, other_places
 from pflight.task import trains_as_a_task
@@ -34,7 +34,7 @@ from .embeddings import CheckedEmbeddings
 
 _ADVICE = "There is a performance drop because we have not yet implemented the batching rule"
 
-Stack = dict[str, Tensor]
+Columns = dict[str, Tensor]
 """Tensors ``[C, ...]`` by their names in a client, one row for each of ``C`` clients."""
 
 ANCHOR, MEMORY = "anchor.", "memory."
@@ -53,8 +53,8 @@ class Mode(NamedTuple):
     """Whether they know what they kept."""
 
 
-class StackedClient:
-    """A client module and its half, whose tensors are replaced by stacks under ``vmap``.
+class Stack:
+    """A client module and its client method, whose tensors are replaced by stacks under ``vmap``.
 
     What its gradients take is recorded when it is asked for again and again, and then repeated, bit
     for bit, without the module: Python around the operations takes longer than small ones.
@@ -62,20 +62,22 @@ class StackedClient:
     Args:
         module: A copy of the client module that is this object's own, in the modes in which it
             trains.
-        half: The client half.
+        client_method: The client method.
         layout: The state layout of both.
     """
 
-    def __init__(self, module: LightningModule, half: Half, layout: StateLayout) -> None:
+    def __init__(
+        self, module: LightningModule, client_method: ClientMethod, layout: StateLayout
+    ) -> None:
         self.module = module
-        self.half = half
+        self.client_method = client_method
         self.layout = layout
         stay = {*layout.own, *layout.frozen}
         own = {*layout.own}
         self.parameters = [name for name in layout.parameters if name not in own]
         self.live = [name for name in layout.names if name not in stay]
         self.buffers = [name for name in self.live if name not in {*self.parameters}]
-        self.memory = half.remembered(layout) if half.keeps_memory else ()
+        self.memory = client_method.remembered(layout) if client_method.keeps_memory else ()
         self.own = [n.removeprefix(OWN) for n in layout.own if n.startswith(OWN)]
         self.mode = Mode(anchored=True, remembers=False)
         self.training_phase: Phase | None = None
@@ -99,19 +101,26 @@ class StackedClient:
 
     @property
     def changes_afterwards(self) -> bool:
-        """Whether the half changes entries of its own when training is over."""
-        halves = [self.half] if self.half.personal is None else [self.half, self.half.personal]
-        return any(type(half).after_training is not Half.after_training for half in halves)
+        """Whether the client method changes entries of its own when training is over."""
+        client_methods = (
+            [self.client_method]
+            if self.client_method.personal is None
+            else [self.client_method, self.client_method.personal]
+        )
+        return any(
+            type(client_method).after_training is not ClientMethod.after_training
+            for client_method in client_methods
+        )
 
     @property
     def remembers_its_state(self) -> bool:
         """Whether a client keeps its whole model as it is."""
-        return type(self.half).remember is Half.remember
+        return type(self.client_method).remember is ClientMethod.remember
 
     def logged(self, mode: Mode) -> Collection[str]:
         """Return the names under which a training step logs its loss.
 
-        None where the half asks for other losses.
+        None where the client method asks for other losses.
         """
         if not self._logs.get(mode, True):
             return ()
@@ -147,24 +156,24 @@ class StackedClient:
             tuple(parameter.requires_grad for parameter in parameters),
         )
 
-    def optimizer(self, setting: Setting) -> tuple[Any, bool]:
-        """Return what a client is trained by, and whether it is the half that says so.
+    def optimizer(self, setup: ClientSetup) -> tuple[Any, bool]:
+        """Return what a client is trained by, and whether it is the client method that says so.
 
         Args:
-            setting: Which knows the round.
+            setup: Which knows the round.
         """
         module = self.module
         parameters = [p for p in module.parameters() if p.requires_grad]
-        chosen = self.half.optimizer(parameters, self.mode.anchored)
+        chosen = self.client_method.optimizer(parameters, self.mode.anchored)
         if chosen is not None:
             return chosen, True
-        if setting.tells_round:
-            vars(module)["round_index"] = setting.round_index
+        if setup.tells_round:
+            vars(module)["round_index"] = setup.round_index
         own: Any = module.configure_optimizers()
-        if setting.tells_round:  # records of a step are for all rounds
+        if setup.tells_round:  # records of a step are for all rounds
             vars(module)["round_index"] = Refused("its training_step asks for round_index")
         if isinstance(own, Optimizer):
-            step_extra(module, own, self.half.extra_options)
+            step_extra(module, own, self.client_method.extra_options)
         return own, False
 
     def trained(self) -> dict[str, nn.Parameter]:
@@ -174,7 +183,7 @@ class StackedClient:
         """
         parameters = dict(self.module.named_parameters())
         awake = {name: parameters[name] for name in self.parameters}
-        if self.half.personal is None or not self.mode.anchored:
+        if self.client_method.personal is None or not self.mode.anchored:
             return awake
         return {**awake, **{f"{PERSONAL}{name}": p for name, p in awake.items()}}
 
@@ -185,7 +194,7 @@ class StackedClient:
         return self._loss_of(state, batch)[0]
 
     def _loss(
-        self, parameters: Stack, others: Stack, batch: Any, weights: Tensor | None = None
+        self, parameters: Columns, others: Columns, batch: Any, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         return self._loss_of({**parameters, **others}, batch, weights)
 
@@ -195,32 +204,36 @@ class StackedClient:
         """Return what a client minimises, and what its training step would log of it."""
         models = [self._client(tensors, weights)]
         with CheckedEmbeddings(), _attention_on(self.module.device):
-            losses = [self.half.loss(models[0], batch)]
-            if self.half.personal is not None and self.mode.anchored:
+            losses = [self.client_method.loss(models[0], batch)]
+            if self.client_method.personal is not None and self.mode.anchored:
                 # The personal loss may look at the shared model, but does not train it.
                 shared = self._client({n: t.detach() for n, t in tensors.items()}, weights)
-                personal = StackedRow(self, self.half.personal, tensors, weights, shared)
-                losses.append(self.half.personal.loss(personal, batch))
+                personal = StackedClient(
+                    self, self.client_method.personal, tensors, weights, shared
+                )
+                losses.append(self.client_method.personal.loss(personal, batch))
                 models.append(personal)
         loss = sum(losses[1:], losses[0])
         own = [model.own_loss for model in models if model.own_loss is not None]
-        if trains_as_a_task(self.module):  # which logs what its half makes of it
+        if trains_as_a_task(self.module):  # which logs what its client method makes of it
             own = losses
         self._logs[self.mode] = bool(own)
         return loss, own[-1].detach() if own else torch.zeros_like(loss)
 
-    def _client(self, tensors: Mapping[str, Tensor], weights: Tensor | None = None) -> StackedRow:
-        return StackedRow(self, self.half, tensors, weights)
+    def _client(
+        self, tensors: Mapping[str, Tensor], weights: Tensor | None = None
+    ) -> StackedClient:
+        return StackedClient(self, self.client_method, tensors, weights)
 
-    def _output(self, tensors: Stack, x: Tensor) -> Tensor:
+    def _output(self, tensors: Columns, x: Tensor) -> Tensor:
         with CheckedEmbeddings(), _attention_on(self.module.device):
             return self.call(methodcaller("forward", x), {n: tensors[n] for n in self.live})
 
-    def _finish(self, tensors: Stack) -> None:
-        self.half.after_training(self._client(tensors))
+    def _finish(self, tensors: Columns) -> None:
+        self.client_method.after_training(self._client(tensors))
 
-    def _keep(self, tensors: Stack) -> Stack:
-        return dict(self.half.remember(self._client(tensors)))
+    def _keep(self, tensors: Columns) -> Columns:
+        return dict(self.client_method.remember(self._client(tensors)))
 
     def call(self, function: Callable[[Any], Any], tensors: Mapping[str, Tensor]) -> Any:
         """Call a function of the module with other tensors in place of its own."""
@@ -230,11 +243,11 @@ class StackedClient:
 
     def gradients(
         self,
-        parameters: Stack,
-        others: Stack,
+        parameters: Columns,
+        others: Columns,
         batch: Any,
         weights: Tensor | None = None,
-    ) -> tuple[Stack, Tensor, Tensor]:
+    ) -> tuple[Columns, Tensor, Tensor]:
         """Return the gradients ``[C, ...]`` of the parameters, and the losses ``[C]``.
 
         And thirdly what the clients' own training steps would log of these.
@@ -264,7 +277,7 @@ class StackedClient:
         gradients, losses = self._records[key](*arguments)
         return gradients, *losses
 
-    def _record(self, parameters: Stack, others: Stack, *batch: Any) -> Callable[..., Any]:
+    def _record(self, parameters: Columns, others: Columns, *batch: Any) -> Callable[..., Any]:
         """Return the operations behind :meth:`gradients` or, where they can't be had, itself."""
         copies = {name: _copy(value) for name, value in others.items()}
         try:
@@ -275,31 +288,31 @@ class StackedClient:
             )
             return self._gradients
 
-    def outputs(self, state: Stack, x: Tensor) -> Tensor:
+    def outputs(self, state: Columns, x: Tensor) -> Tensor:
         """Return what ``forward`` gives ``[C, batch, ...]`` in evaluation mode."""
         self.module.eval()
         return self._outputs({name: state[name] for name in self.live}, x)
 
-    def after_training(self, state: Stack) -> None:
-        """Let the half change all clients' own entries in place."""
+    def after_training(self, state: Columns) -> None:
+        """Let the client method change all clients' own entries in place."""
         self._after_training(state)
 
-    def remember(self, state: Stack) -> Stack:
+    def remember(self, state: Columns) -> Columns:
         """Return what the clients keep."""
         return self._remember(state)
 
 
-def _told(name: str) -> Any:
+def _input(name: str) -> Any:
     """Return a property that looks up what a client is told, whenever it is asked for."""
     return property(lambda row: row.tensors[name], doc="See :class:`~pflight.method.LocalClient`.")
 
 
-class StackedRow(ClientModel):
-    """One client of a stack, as a half sees it: a :class:`~pflight.method.LocalClient`.
+class StackedClient(ClientModel):
+    """One client of a stack, as a client method sees it: a :class:`~pflight.method.LocalClient`.
 
     Args:
         stacked: All of them.
-        half: The half of this model.
+        client_method: The client method of this model.
         tensors: The client's state, and what it is told, by name.
         sample_weights: Of the samples of a batch ``[batch]``, adding up to 1, or ``None``.
         shared: For a personal copy, the client whose model it stands beside.
@@ -309,20 +322,20 @@ class StackedRow(ClientModel):
         real: Which samples of a batch ``[batch]`` don't only fill it up; ``None`` for all.
     """
 
-    num_samples, mean_samples = _told("num_samples"), _told("mean_samples")
-    class_counts, seen, num_steps = _told("class_counts"), _told("seen"), _told("num_steps")
+    num_samples, mean_samples = _input("num_samples"), _input("mean_samples")
+    class_counts, seen, num_steps = _input("class_counts"), _input("seen"), _input("num_steps")
 
     def __init__(
         self,
-        stacked: StackedClient,
-        half: Half,
+        stacked: Stack,
+        client_method: ClientMethod,
         tensors: Mapping[str, Tensor],
         sample_weights: Tensor | None = None,
-        shared: StackedRow | None = None,
+        shared: StackedClient | None = None,
     ) -> None:
         self.stacked = stacked
         self.module = stacked.module
-        self.half = half
+        self.client_method = client_method
         self.tensors = tensors
         self.sample_weights = sample_weights
         self.shared = shared

@@ -1,4 +1,4 @@
-"""What the steps of a client's SGD are, for halves that draw conclusions from where they led."""
+"""What the steps of a client's SGD are, for methods that draw conclusions from where they led."""
 
 from __future__ import annotations
 
