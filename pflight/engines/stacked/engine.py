@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 
 from tensordict import TensorDict
 from torch import Tensor
@@ -15,7 +15,6 @@ from pflight.engines.alone.visits import GRADIENT_BATCH
 from pflight.engines.base import are_one, finite_rows
 from pflight.engines.client_setup import ClientSetup
 from pflight.engines.outputs import Samples, evaluate_task
-from pflight.method import Measure
 from pflight.metrics.collection import ClientValues
 from pflight.randomness import Purpose
 from pflight.states.updates import (
@@ -24,7 +23,6 @@ from pflight.states.updates import (
     ClientUpdates,
     Evaluation,
     Kept,
-    Predictions,
 )
 
 from .audit import Audit
@@ -39,7 +37,7 @@ from .trial import trial_batches, trial_samples
 from .workspace import Workspace
 
 
-class VectorizedEngine:
+class VectorizedEngine(SequentialEngine):
     """Trains and evaluates clients in chunks, whose parameters are stacked and stepped together.
 
     The losses of a chunk are one call of the module's training step under ``vmap``, with what the
@@ -57,26 +55,23 @@ class VectorizedEngine:
         warned: What has been said of clients that are not stacked, and is not said again.
 
     Attributes:
-        alone: The engine that trains one by one.
         obstacle: Why clients are trained one by one, or ``None``; known after
             :meth:`check_input`.
         stacks_evaluation: Whether models of their own are evaluated at once; known then, too.
     """
 
     def __init__(self, setup: ClientSetup, chunk: int, warned: set[str] | None = None) -> None:
-        self.setup = setup
+        super().__init__(setup)
         self.chunk = chunk
-        self.device = setup.device
-        self.alone = SequentialEngine(setup)
         self.obstacle: str | None = None
         self.stacks_evaluation = setup.task is not None
         module = ready(setup.client)
         setup.precision.convert_module(module).to(setup.device)
         self._stacked = Stack(module, setup.client_method, setup.layout)
-        self._probe = Probe(self._stacked, self.alone.models)
+        self._probe = Probe(self._stacked, self.models)
         self._audit = Audit(self._probe)
         self._workspace = workspace = Workspace(setup.device)
-        self._training = StackedTraining(setup, self._stacked, self._audit, workspace)
+        self._trainer = StackedTraining(setup, self._stacked, self._audit, workspace)
         self._evaluation = StackedEvaluation(setup, self._stacked, chunk, workspace)
         self._warned = set() if warned is None else warned
 
@@ -84,12 +79,12 @@ class VectorizedEngine:
 
     def check_input(self) -> None:
         """See :class:`~pflight.engines.base.Engine`; find out whether clients can be stacked."""
-        self.alone.check_input()
+        super().check_input()
         if self.setup.form is None:
             self.obstacle = "its samples are no tensors that lie in memory"
             self.stacks_evaluation = False
             return
-        samples = self._training.samples = trial_samples(self.setup)
+        samples = self._trainer.samples = trial_samples(self.setup)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what a module warns of, it says when it trains
             try:
@@ -114,13 +109,13 @@ class VectorizedEngine:
             if obstacle := probe.obstacle(mode, batches):
                 return obstacle
             dependence = probe.dependence(mode, batches, unequal=len(counts) > 1)
-            self._training.dependence[anchored] = dependence
+            self._trainer.dependence[anchored] = dependence
         return None
 
     @property
     def fills_batches(self) -> bool:
         """Whether batches of unequal size are taken at once."""
-        return all(dependence.weighs_samples for dependence in self._training.dependence.values())
+        return all(dependence.weighs_samples for dependence in self._trainer.dependence.values())
 
     def rows_per_call(self) -> float:
         """Return how many of a chunk's clients have their batches taken at once, in the mean."""
@@ -149,7 +144,8 @@ class VectorizedEngine:
         self.setup.round_index = round_index
 
         def one_by_one(clients: Tensor, starts: TensorDict, kept: Kept | None) -> ClientUpdates:
-            return self.alone.train(
+            return SequentialEngine.train(
+                self,
                 clients,
                 starts,
                 round_index=round_index,
@@ -166,11 +162,11 @@ class VectorizedEngine:
             return Plan(sizes, whole if sizes else 0)
 
         def run(chunk: Chunk) -> None:
-            self._training.train(chunk, work, phases)
+            self._trainer.train(chunk, work, phases)
 
         mode = Mode(purpose is Purpose.TRAIN, kept is not None)
         work = Work(round_index, mode, plan, run, one_by_one, on_client_end=on_client_end)
-        phases = [None] if self.obstacle else self._training.phases_of(epochs, mode.anchored)
+        phases = [None] if self.obstacle else self._trainer.phases_of(epochs, mode.anchored)
         if phases != [None] and steps is not None:
             return one_by_one(clients, starts, kept)
         return self._in_chunks(clients, starts, kept, work)
@@ -181,7 +177,9 @@ class VectorizedEngine:
         """See :class:`~pflight.engines.base.Engine`."""
 
         def one_by_one(clients: Tensor, states: TensorDict, kept: Kept | None) -> ClientUpdates:
-            return self.alone.gradients(clients, states, round_index=round_index, batches=batches)
+            return SequentialEngine.gradients(
+                self, clients, states, round_index=round_index, batches=batches
+            )
 
         def plan(count: int) -> Plan:
             whole = sum(self.setup.batch_sizes(count)[:batches])
@@ -190,34 +188,11 @@ class VectorizedEngine:
             return Plan(tuple(sizes), len(sizes))
 
         def run(chunk: Chunk) -> None:
-            self._training.add_gradients(chunk, work)
+            self._trainer.add_gradients(chunk, work)
 
         mode, shuffled = Mode(anchored=True, remembers=False), batches is not None
         work = Work(round_index, mode, plan, run, one_by_one, shuffled, steps=False)
         return self._in_chunks(clients, states, None, work)
-
-    def losses(
-        self, clients: Tensor, states: TensorDict, split: Split
-    ) -> tuple[Tensor, list[ClientFailure]]:
-        """See :class:`~pflight.engines.base.Engine`."""
-        return self.alone.losses(clients, states, split)
-
-    def sums(
-        self,
-        clients: Tensor,
-        states: TensorDict,
-        measure: Measure,
-        like: Mapping[str, Tensor],
-        batch_size: int | None = None,
-    ) -> tuple[TensorDict, list[ClientFailure]]:
-        """See :class:`~pflight.engines.base.Engine`."""
-        return self.alone.sums(clients, states, measure, like, batch_size)
-
-    def rows(
-        self, clients: Tensor, states: TensorDict, measure: Measure, split: Split
-    ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
-        """See :class:`~pflight.engines.base.Engine`."""
-        return self.alone.rows(clients, states, measure, split)
 
     def _in_chunks(
         self, clients: Tensor, starts: TensorDict, kept: Kept | None, work: Work
@@ -293,13 +268,13 @@ class VectorizedEngine:
     ) -> tuple[Evaluation | ClientValues, list[ClientFailure]]:
         """See :class:`~pflight.engines.base.Engine`."""
         if self.setup.task is None:
-            return self.alone.evaluate(clients, states, split)
+            return super().evaluate(clients, states, split)
         reasons: list[str] = []  # why it fell back
         names = self.setup.layout.names
 
         def at_once(samples: Samples) -> dict[int, Tensor] | None:
             if not self.stacks_evaluation or are_one(states[name] for name in names):
-                return self.alone.outputs_of_one(states, samples)
+                return self.outputs_of_one(states, samples)
             try:
                 return self._evaluation.outputs(states, samples)
             except STOPS:
@@ -312,26 +287,16 @@ class VectorizedEngine:
             self.setup,
             clients,
             split,
-            attempt=self.alone.attempt,
+            attempt=self.attempt,
             at_once=at_once,
-            alone=lambda row, x: self.alone.outputs({n: states[n][row] for n in names}, x),
-            operations=self.alone.operations,
+            alone=lambda row, x: self.outputs({n: states[n][row] for n in names}, x),
+            operations=self.operations,
         )
         if reasons and not failures:  # else it is the fault of those
             name = type(self.setup.client).__name__
             self.warn_once(f"{name} is evaluated one by one from here on: {reasons[0]}")
             self.stacks_evaluation = False
         return evaluation, failures
-
-    def predict(
-        self, clients: Tensor, states: TensorDict, split: Split
-    ) -> tuple[Evaluation | Predictions, list[ClientFailure]]:
-        """See :class:`~pflight.engines.base.Engine`."""
-        if not self.setup.predicts_outputs:
-            return self.alone.predict(clients, states, split)
-        outputs, failures = self.evaluate(clients, states, split)
-        assert isinstance(outputs, Evaluation)
-        return outputs, failures
 
     def warn_once(self, message: str) -> None:
         """Warn, unless it has been said."""
