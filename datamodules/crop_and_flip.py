@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pflight.data.augmentation import Augmentation
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeInt, checked
 
 
 @checked
@@ -39,13 +39,10 @@ class CropAndFlip(Augmentation):
         K. He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, section 4.2.
     """
 
-    padding: int = 4
+    padding: NonNegativeInt = 4
     flip: bool = True
 
     num_draws: ClassVar[int] = 3
-
-    def __post_init__(self) -> None:
-        check_range(self, "[0, inf)", padding=self.padding)
 
     def __call__(self, x: Tensor, noise: Tensor, fill: Tensor) -> Tensor:
         """See :meth:`Augmentation.__call__`; the draws are for the row, the column, the flip."""

@@ -40,7 +40,7 @@ from pflight.data.loaders import (
 )
 from pflight.errors import ConfigurationError, described, said_by
 from pflight.messages import OWN_BATCHES
-from pflight.options import check_range, checked, whole
+from pflight.options import NonNegativeInt, checked, whole
 from pflight.randomness import Purpose, derive_seed, seed_everything
 
 _ASIDE = np.random.MT19937(0)
@@ -103,7 +103,7 @@ class DatasetClients(FederatedDataModule):
         num_classes: int | None = None,
         client_names: Sequence[str] = (),
         batch_size: int | None = 32,
-        num_workers: int = 0,
+        num_workers: NonNegativeInt = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         **kwargs: Any,
@@ -148,7 +148,6 @@ class DatasetClients(FederatedDataModule):
             warn_of_loader_options(datasets[0], f"{who}: {type(datasets[0]).__name__}")
             self.datasets[split] = datasets
             self._sizes[split] = torch.tensor(sizes)
-        check_range(self, "[0, inf)", num_workers=num_workers)
         self.num_workers = num_workers
         self.collate_fn = collate_fn
         self.pin_memory = pin_memory

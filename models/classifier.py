@@ -12,7 +12,7 @@ from torchmetrics.functional.classification import multiclass_accuracy
 
 from pflight.errors import ConfigurationError
 from pflight.metrics.collection import ClientMetrics, F1Average
-from pflight.options import check_range, checked
+from pflight.options import PositiveInt, checked
 from pflight.task import Batch, OptimizerOf, Task, plain_sgd
 
 
@@ -49,8 +49,6 @@ class Classifier(Task):
         gradient_clip_val: As in :class:`~pflight.task.Task`.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     Example:
         >>> import torch
@@ -64,13 +62,12 @@ class Classifier(Task):
     def __init__(
         self,
         network: nn.Module,
-        num_classes: int,
+        num_classes: PositiveInt,
         optimizer: OptimizerOf = plain_sgd,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
     ) -> None:
         super().__init__(network, optimizer, gradient_clip_val, gradient_clip_algorithm)
-        check_range(self, "[1, inf)", num_classes=num_classes)
         self.num_classes = num_classes
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .options import check_range, checked
+from .options import PositiveFloat, check_range, checked
 
 
 @checked
@@ -29,8 +29,6 @@ class Yogi(Optimizer):
         betas: :math:`\beta_1` and :math:`\beta_2`.
         eps: :math:`\tau`, the degree of adaptivity: the larger, the less adaptive.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor(1.0))
@@ -48,11 +46,10 @@ class Yogi(Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 0.01,
+        lr: PositiveFloat = 0.01,
         betas: tuple[float, float] = (0.9, 0.99),
-        eps: float = 1e-3,
+        eps: PositiveFloat = 1e-3,
     ) -> None:
-        check_range(self, "(0, inf)", lr=lr, eps=eps)
         for beta in betas:
             check_range(self, "[0, 1)", betas=beta)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})

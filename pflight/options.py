@@ -12,7 +12,17 @@ from functools import partial
 from numbers import Integral, Real
 from os import PathLike
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import numpy as np
 import torch
@@ -43,12 +53,40 @@ _RANGES = {  # ranges of optimizers' options
 C = TypeVar("C", bound=type)
 
 
+class Interval(NamedTuple):
+    """The range of a number, as metadata of its annotation.
+
+    Example:
+        >>> @checked
+        ... class Server:
+        ...     def __init__(self, decay: Annotated[float, Interval("(0, 1]")] = 1.0) -> None: ...
+        >>> Server(decay=0)
+        Traceback (most recent call last):
+        ...
+        pflight.errors.ConfigurationError: Server: decay must be in (0, 1], got 0
+    """
+
+    text: str
+    """In mathematical notation, such as ``"(0, 1]"`` or ``"[1, inf)"``."""
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+PositiveInt = Annotated[int, Interval("[1, inf)")]
+NonNegativeInt = Annotated[int, Interval("[0, inf)")]
+PositiveFloat = Annotated[float, Interval("(0, inf)")]
+NonNegativeFloat = Annotated[float, Interval("[0, inf)")]
+ClosedUnitInterval = Annotated[float, Interval("[0, 1]")]
+OpenUnitInterval = Annotated[float, Interval("(0, 1)")]
+
+
 def checked(kind: C) -> C:
     """Make a class check the arguments of its constructor against their annotations.
 
     Each argument is checked before the constructor runs: a ``float`` must be finite in 32 bits, an
-    ``int`` a whole number below 2**32 and no ``bool``, and a ``Literal`` one of its values. Ranges
-    are left to the constructor, which calls :func:`check_range`.
+    ``int`` a whole number below 2**32 and no ``bool``, and a ``Literal`` one of its values. The
+    number of an annotation with an :class:`Interval` must lie in it.
 
     Raises:
         ConfigurationError: From the constructor, naming the class and the option.
@@ -93,8 +131,12 @@ def check_types(function: Callable[..., Any], owner: object, given: Mapping[str,
     """
     hints = _hints(function)
     for name, value in given.items():
-        if name in hints and not _fits(value, hints[name]):
+        if name not in hints:
+            continue
+        if not _fits(value, hints[name]):
             raise _misfit(owner, name, _described(hints[name], value), value)
+        for interval in intervals(hints[name]):
+            check_range(owner, interval.text, **{name: value})
 
 
 def check_range(owner: object, interval: str, **options: Any) -> None:
@@ -125,6 +167,19 @@ def check_range(owner: object, interval: str, **options: Any) -> None:
             if high == math.inf:
                 expected = f"{'at least' if interval[0] == '[' else 'over'} {start}"
             raise _misfit(owner, name, expected, value)
+
+
+def intervals(hint: Any) -> list[Interval]:
+    """Return the intervals of an annotation.
+
+    Example:
+        >>> intervals(NonNegativeFloat | None)
+        [[0, inf)]
+    """
+    if get_origin(hint) is Annotated:
+        return [part for part in get_args(hint) if isinstance(part, Interval)]
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
+    return [interval for part in parts for interval in intervals(part)]
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -271,12 +326,14 @@ def as_list(value: Any) -> list[Any]:
 
 @functools.cache
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    return get_type_hints(function)
+    return get_type_hints(function, include_extras=True)
 
 
 def _fits(value: Any, hint: Any) -> bool:
     """Return whether a value matches an annotation; containers only as far as that is cheap."""
     kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind is Annotated:
+        return _fits(value, parts[0])
     if kind in (Union, UnionType):
         return any(_fits(value, part) for part in parts)
     if kind is Literal:
@@ -308,6 +365,8 @@ def _described(hint: Any, value: Any) -> str:
 
 def _words(hint: Any, value: Any) -> list[str]:
     kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind is Annotated:
+        return _words(parts[0], value)
     if kind in (Union, UnionType):
         return [words for part in parts for words in _words(part, value)]
     if kind is Literal:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torchmetrics import MetricCollection
 
 from .metrics.collection import ClientMetrics, F1Average
-from .options import check_range, checked
+from .options import PositiveFloat, checked
 
 Batch = tuple[Tensor, Tensor]
 OptimizerOf = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -39,8 +39,6 @@ class Task(L.LightningModule):
             Trainer's option of the same name would apply to the server.)
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     Attributes:
         judged_by: The metric that chooses the best round, and whether its ``"max"`` or ``"min"`` is
@@ -61,11 +59,10 @@ class Task(L.LightningModule):
         self,
         network: nn.Module,
         optimizer: OptimizerOf = plain_sgd,
-        gradient_clip_val: float | None = None,
+        gradient_clip_val: PositiveFloat | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
     ) -> None:
         super().__init__()
-        check_range(self, "(0, inf)", gradient_clip_val=gradient_clip_val)
         self.network = network
         self.optimizer = optimizer
         self.gradient_clip_val = gradient_clip_val

@@ -32,7 +32,7 @@ from pflight.datamodules import (
 from pflight.errors import ConfigurationError
 from pflight.models import Classifier
 from pflight.optim import Yogi
-from pflight.options import check_optimizer, check_range, checked
+from pflight.options import Interval, check_optimizer, check_range, checked, intervals
 from pflight.states.layers import Layers
 from tests.runs import linear_client, run, small_data
 
@@ -268,3 +268,32 @@ def test_data_that_no_memory_holds(options: dict[str, int], message: str) -> Non
 def test_clients_that_no_memory_holds(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=r"samples of .* clients take .* GiB"):
         datamodules.Synthetic(**options).setup()
+
+
+def of_ranges() -> Iterator[tuple[type, str, Interval]]:
+    """Yield each class, its options with a range in their annotation, and the range."""
+    for kind in kinds():
+        for name, hint in typing.get_type_hints(kind.__init__, include_extras=True).items():
+            for interval in intervals(hint):
+                yield kind, name, interval
+
+
+RANGES = [pytest.param(*case, id=f"{case[0].__name__}.{case[1]}") for case in of_ranges()]
+
+
+def test_ranges_are_found() -> None:
+    assert len(RANGES) > 100
+
+
+@pytest.mark.parametrize(("kind", "option", "interval"), RANGES)
+def test_the_range_of_an_annotation_is_checked(kind: type, option: str, interval: Interval) -> None:
+    start, end = (float(bound) for bound in interval.text[1:-1].split(", "))
+    outside = [start - 1, *([start] if interval.text[0] == "(" else [])]
+    if math.isfinite(end):
+        outside += [end + 1, *([end] if interval.text[-1] == ")" else [])]
+    whole = "int" in str(typing.get_type_hints(kind.__init__, include_extras=True)[option])
+    for value in outside:
+        wrong = int(value) if whole else value
+        message = rf"{kind.__name__}: {option} must be (at least|over|in) .*, got {wrong}"
+        with pytest.raises(ConfigurationError, match=message):
+            kind(**{option: wrong})

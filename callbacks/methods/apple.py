@@ -13,7 +13,7 @@ from torch.func import grad_and_value
 
 from pflight.method import OWN, ClientMethod, LocalClient, LocalWork
 from pflight.models.client_methods.apfl import inner_product
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeFloat, PositiveInt, checked
 from pflight.runs.host import check_fits
 from pflight.states.state import state_bytes
 
@@ -43,16 +43,13 @@ class MixedCores(ClientMethod):
         cores: The number of cores.
         weights_lr: :math:`\eta_2`, the step of the weights.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
     """
 
     keeps_memory = True
     judged_by_memory = True
     temporary = ("shares", "self", "pull", "bank.")
 
-    def __init__(self, cores: int = 1, weights_lr: float = 1e-3) -> None:
-        check_range(self, "[0, inf)", weights_lr=weights_lr)
+    def __init__(self, cores: int = 1, weights_lr: NonNegativeFloat = 1e-3) -> None:
         self.cores = cores
         self.weights_lr = weights_lr
 
@@ -138,8 +135,6 @@ class APPLE(StoredModels):
     Attributes:
         shares: :math:`p^0`, 0 for clients that never train ``[num_clients]``.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     References:
         Luo and Wu, Adapt to Adaptation: Learning Personalization for Cross-Silo Federated Learning,
@@ -148,14 +143,12 @@ class APPLE(StoredModels):
 
     def __init__(
         self,
-        weights_lr: float = 1e-3,
-        mu: float = 0.1,
+        weights_lr: NonNegativeFloat = 1e-3,
+        mu: NonNegativeFloat = 0.1,
         schedule: Literal["exponential", "cosine"] = "exponential",
-        penalty_rounds: int = 16,
+        penalty_rounds: PositiveInt = 16,
     ) -> None:
         super().__init__()
-        check_range(self, "[0, inf)", weights_lr=weights_lr, mu=mu)
-        check_range(self, "[1, inf)", penalty_rounds=penalty_rounds)
         self.weights_lr = weights_lr
         self.mu = mu
         self.schedule = schedule

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeFloat, NonNegativeInt, PositiveInt, checked
 from pflight.randomness import Purpose, derive_seed
 from pflight.runs.distributed import gather
 from pflight.states.state import expand_state, stack_states
@@ -76,8 +76,6 @@ class CFL(MultiCenter):
             train.
         splits: The tree of splits, in the order in which they happened.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     Example:
         >>> CFL(eps1=0.4, eps2=1.6).linkage
@@ -94,18 +92,16 @@ class CFL(MultiCenter):
 
     def __init__(
         self,
-        eps1: float = 0.4,
-        eps2: float = 1.6,
-        gamma: float = 0.0,
+        eps1: NonNegativeFloat = 0.4,
+        eps2: NonNegativeFloat = 1.6,
+        gamma: NonNegativeFloat = 0.0,
         linkage: Linkage = "single",
-        min_size: int = 2,
-        warmup: int = 20,
+        min_size: PositiveInt = 2,
+        warmup: NonNegativeInt = 20,
         weighting: Literal["uniform", "samples"] = "uniform",
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(1, buffers=buffers, weighting=weighting)
-        check_range(self, "[0, inf)", eps1=eps1, eps2=eps2, gamma=gamma, warmup=warmup)
-        check_range(self, "[1, inf)", min_size=min_size)
         self.eps1, self.eps2, self.gamma = eps1, eps2, gamma
         self.linkage, self.min_size, self.warmup = linkage, min_size, warmup
 

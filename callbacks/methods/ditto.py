@@ -6,7 +6,7 @@ from typing import Literal
 
 from pflight.models.client_methods.personal import Personal
 from pflight.models.client_methods.proximal import Proximal
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeFloat, checked
 
 from .personal import PersonalFedAvg
 
@@ -42,8 +42,7 @@ class Ditto(PersonalFedAvg):
         weighting: Literal["samples", "uniform"] = "samples",
         buffers: Literal["shared", "local", "reset"] = "shared",
         *,
-        lam: float | None = None,
+        lam: NonNegativeFloat | None = None,
     ) -> None:
         super().__init__(weighting, buffers)
-        check_range(self, "[0, inf)", lam=lam)
         self.client_method = Personal(self.use_client_method(Proximal, mu=lam))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,14 @@ from torch import Tensor
 
 from pflight.method import OWN, ClientMethod, LocalClient, LocalWork, client_method_for
 from pflight.models.client_methods.proximal import squared_distance
-from pflight.options import check_range, checked
+from pflight.options import (
+    ClosedUnitInterval,
+    Interval,
+    NonNegativeFloat,
+    PositiveInt,
+    check_range,
+    checked,
+)
 from pflight.states.state import entries, rows
 
 from .hypernetworks import weighted_sums
@@ -40,8 +47,9 @@ class Attracted(ClientMethod):
 
     temporary = ("pull", "cloud.")
 
-    def __init__(self, pull: float = 1e-4, start: Literal["cloud", "personal"] = "cloud") -> None:
-        check_range(self, "[0, inf)", pull=pull)
+    def __init__(
+        self, pull: NonNegativeFloat = 1e-4, start: Literal["cloud", "personal"] = "cloud"
+    ) -> None:
         self.pull = pull
         self.start = start
 
@@ -108,8 +116,6 @@ class FedAMP(StoredModels):
             :math:`\alpha_k` is small, so that from ``"personal"`` clients hardly collaborate.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     References:
         Huang et al., Personalized Cross-Silo Federated Learning on Non-IID Data, AAAI 2021,
@@ -120,18 +126,15 @@ class FedAMP(StoredModels):
 
     def __init__(
         self,
-        lam: float = 1.0,
-        alpha: float = 1e4,
+        lam: NonNegativeFloat = 1.0,
+        alpha: NonNegativeFloat = 1e4,
         sigma: float = 25.0,
-        alpha_decay: float = 0.1,
-        decay_rounds: int = 30,
+        alpha_decay: Annotated[float, Interval("(0, 1]")] = 0.1,
+        decay_rounds: PositiveInt = 30,
         start: Literal["cloud", "personal"] = "cloud",
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(buffers)
-        check_range(self, "[0, inf)", lam=lam, alpha=alpha)
-        check_range(self, "(0, 1]", alpha_decay=alpha_decay)
-        check_range(self, "[1, inf)", decay_rounds=decay_rounds)
         check_range(self, self._sigmas, sigma=sigma)
         self.lam = lam
         self.alpha = alpha
@@ -233,8 +236,6 @@ class HeurFedAMP(FedAMP):
         start: As in :class:`FedAMP`.
         buffers: As in :class:`FedAMP`.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     References:
         Huang et al., Personalized Cross-Silo Federated Learning on Non-IID Data, AAAI 2021,
@@ -246,7 +247,7 @@ class HeurFedAMP(FedAMP):
     def __init__(
         self,
         sigma: float = 10.0,
-        self_weight: float | None = None,
+        self_weight: ClosedUnitInterval | None = None,
         lam: float = 1.0,
         alpha: float = 1e4,
         alpha_decay: float = 0.1,
@@ -255,7 +256,6 @@ class HeurFedAMP(FedAMP):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(lam, alpha, sigma, alpha_decay, decay_rounds, start, buffers)
-        check_range(self, "[0, 1]", self_weight=self_weight)
         self.self_weight = self_weight
 
     def attention(self, clients: Tensor, others: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from pflight.engines.alone.client import task_loss
 from pflight.engines.alone.copies import ready
 from pflight.fedavg import FedAvg
 from pflight.method import ClientMethod, LocalClient, LocalWork
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeInt, PositiveFloat, checked
 from pflight.states.head import EXTRA, Head, watched
 from pflight.states.layers import body_names
 from pflight.states.state import entries
@@ -110,8 +110,6 @@ class Synchronised(ClientMethod):
         align_epochs: Epochs of the alignment; with 0 there is none.
         fisher: ``"batch"`` as above, or ``"sample"`` for the mean over samples.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     References:
         Yang et al., FedAS: Bridging Inconsistency in Personalized Federated Learning, CVPR 2024.
@@ -125,12 +123,10 @@ class Synchronised(ClientMethod):
     def __init__(
         self,
         align: Align = "sample",
-        align_lr: float = 0.01,
-        align_epochs: int = 1,
+        align_lr: PositiveFloat = 0.01,
+        align_epochs: NonNegativeInt = 1,
         fisher: Literal["batch", "sample"] = "batch",
     ) -> None:
-        check_range(self, "(0, inf)", align_lr=align_lr)
-        check_range(self, "[0, inf)", align_epochs=align_epochs)
         self.align: Align = align
         self.align_lr = align_lr
         self.align_epochs = align_epochs

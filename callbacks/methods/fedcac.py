@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.method import ClientMethod
-from pflight.options import check_range, checked
+from pflight.options import ClosedUnitInterval, PositiveFloat, checked
 from pflight.runs.distributed import share_owned
 from pflight.states.state import StateModule, rows
 from pflight.states.updates import ClientUpdates
@@ -62,8 +62,6 @@ class FedCAC(StoredModels):
         stored: :math:`K_i` of all clients, without buffers ``[num_clients, ...]``.
         masks: :math:`M_i`, as 0 and 1 ``[num_clients, ...]``.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     References:
         Wu et al., Bold but Cautious: Unlocking the Potential of Personalized Federated Learning
@@ -72,13 +70,11 @@ class FedCAC(StoredModels):
 
     def __init__(
         self,
-        tau: float = 0.5,
-        beta: float = 100.0,
+        tau: ClosedUnitInterval = 0.5,
+        beta: PositiveFloat = 100.0,
         judged: Literal["received", "local"] = "received",
     ) -> None:
         super().__init__()
-        check_range(self, "[0, 1]", tau=tau)
-        check_range(self, "(0, inf)", beta=beta)
         self.tau = tau
         self.beta = beta
         self.judged = judged

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
 from pflight.method import ClientMethod, LocalClient, LocalWork, Phase
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeFloat, checked
 from pflight.states.head import EXTRA, Head
 from pflight.states.layers import body_names
 
@@ -75,8 +75,6 @@ class Policed(ClientMethod):
         upload_head: What a client sends as its head: ``"half"``, the mean of its own and the one
             that it was sent, or ``"personal"``, its own.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     References:
         Zhang et al., FedCP: Separating Feature Information for Personalized Federated Learning via
@@ -86,8 +84,9 @@ class Policed(ClientMethod):
     needs_head = True
     temporary = ("context",)
 
-    def __init__(self, lam: float = 5.0, upload_head: Literal["half", "personal"] = "half") -> None:
-        check_range(self, "[0, inf)", lam=lam)
+    def __init__(
+        self, lam: NonNegativeFloat = 5.0, upload_head: Literal["half", "personal"] = "half"
+    ) -> None:
         self.lam = lam
         self.upload_head = upload_head
 

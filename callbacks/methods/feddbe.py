@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
 from pflight.method import ClientMethod, LocalClient, LocalWork
-from pflight.options import check_range, checked
+from pflight.options import ClosedUnitInterval, NonNegativeFloat, checked
 from pflight.states.head import EXTRA, Head
 from pflight.states.state import WeightedMean
 
@@ -63,8 +63,6 @@ class WithoutBias(ClientMethod):
         mu: Share :math:`\mu` of a batch in the running mean.
         bias_lr: Step of :math:`\bar z_i` in place of the client's learning rate; 0 leaves it at 0.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     References:
         Zhang et al., Eliminating Domain Bias for Federated Learning in Representation Space,
@@ -74,9 +72,12 @@ class WithoutBias(ClientMethod):
     needs_head = True
     temporary = ("running",)
 
-    def __init__(self, kappa: float = 50.0, mu: float = 1.0, bias_lr: float | None = None) -> None:
-        check_range(self, "[0, inf)", kappa=kappa, bias_lr=bias_lr)
-        check_range(self, "[0, 1]", mu=mu)
+    def __init__(
+        self,
+        kappa: NonNegativeFloat = 50.0,
+        mu: ClosedUnitInterval = 1.0,
+        bias_lr: NonNegativeFloat | None = None,
+    ) -> None:
         self.kappa = kappa
         self.mu = mu
         self.bias_lr = bias_lr

@@ -12,7 +12,7 @@ from torch import Tensor
 from pflight.method import LocalClient
 from pflight.models.client_methods.corrected import Corrected
 from pflight.models.client_methods.proximal import squared_distance
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeFloat, checked
 from pflight.states.state import StateModule, WeightedMean, entries, expand_state
 from pflight.states.updates import ClientUpdates
 
@@ -36,12 +36,9 @@ class Dynamic(Corrected):
         size: Whether it is :math:`a_i = a\,\bar n / n_i` instead, with :math:`\bar n` the mean
             number of samples over all clients.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
     """
 
-    def __init__(self, a: float = 0.01, size: bool = False) -> None:
-        check_range(self, "[0, inf)", a=a)
+    def __init__(self, a: NonNegativeFloat = 0.01, size: bool = False) -> None:
         self.a = a
         self.size = size
 

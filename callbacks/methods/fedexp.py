@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.fedavg import FedAvg
-from pflight.options import check_range, checked
+from pflight.options import Interval, PositiveFloat, checked
 from pflight.runs.distributed import all_sum
 from pflight.states.state import StateModule, expand_state, squared_distance
 from pflight.states.updates import ClientUpdates
@@ -41,8 +41,6 @@ class FedExP(FedAvg):
         previous: The parameters of the server's model before the last step.
         steps: How many steps there have been.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     Example:
         >>> FedExP(eps=0.1).weighting
@@ -55,14 +53,12 @@ class FedExP(FedAvg):
 
     def __init__(
         self,
-        eps: float = 1e-3,
-        eps_decay: float = 1.0,
+        eps: PositiveFloat = 1e-3,
+        eps_decay: Annotated[float, Interval("(0, 1]")] = 1.0,
         weighting: Literal["samples", "uniform"] = "uniform",
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        check_range(self, "(0, inf)", eps=eps)
-        check_range(self, "(0, 1]", eps_decay=eps_decay)
         self.eps = eps
         self.eps_decay = eps_decay
 

@@ -10,7 +10,13 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.datamodules.partitions.held_out import HeldOut
-from pflight.options import check_range, checked
+from pflight.options import (
+    ClosedUnitInterval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OpenUnitInterval,
+    checked,
+)
 from pflight.randomness import Purpose, generator
 from pflight.runs.distributed import share_owned
 from pflight.states.state import entries, rows, state_bytes
@@ -72,15 +78,12 @@ class FedFomo(StoredModels):
 
     def __init__(
         self,
-        num_models: int = 5,
-        held_out: float = 0.2,
-        epsilon: float = 0.3,
-        decay: float = 0.05,
+        num_models: NonNegativeInt = 5,
+        held_out: OpenUnitInterval = 0.2,
+        epsilon: ClosedUnitInterval = 0.3,
+        decay: NonNegativeFloat = 0.05,
     ) -> None:
         super().__init__()
-        check_range(self, "[0, inf)", num_models=num_models, decay=decay)
-        check_range(self, "(0, 1)", held_out=held_out)
-        check_range(self, "[0, 1]", epsilon=epsilon)
         self.num_models = num_models
         self.held_out = held_out
         self.epsilon = epsilon

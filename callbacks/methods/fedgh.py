@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pflight.errors import ConfigurationError
 from pflight.method import LocalWork
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeFloat, PositiveInt, checked
 from pflight.server_callback import ServerCallback
 from pflight.states.head import Head
 from pflight.states.state import call_with
@@ -93,11 +93,12 @@ class FedGH(ServerCallback):
     client_method = Reporting()
 
     def __init__(
-        self, server_lr: float = 0.01, server_batch: int = 1, server_epochs: int = 1
+        self,
+        server_lr: NonNegativeFloat = 0.01,
+        server_batch: PositiveInt = 1,
+        server_epochs: PositiveInt = 1,
     ) -> None:
         super().__init__()
-        check_range(self, "[0, inf)", server_lr=server_lr)
-        check_range(self, "[1, inf)", server_batch=server_batch, server_epochs=server_epochs)
         self.server_lr = server_lr
         self.server_batch = server_batch
         self.server_epochs = server_epochs

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pflight.fedavg import FedAvg
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeFloat, checked
 
 from .logits import AdjustedLogits
 
@@ -30,12 +30,11 @@ class CalibratedLogits(AdjustedLogits):
             softmax, or ``"counted"`` as :math:`10^{-8}` samples, which shifts them by
             :math:`100\,\tau`.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
     """
 
-    def __init__(self, tau: float = 1.0, absent: Literal["masked", "counted"] = "masked") -> None:
-        check_range(self, "[0, inf)", tau=tau)
+    def __init__(
+        self, tau: NonNegativeFloat = 1.0, absent: Literal["masked", "counted"] = "masked"
+    ) -> None:
         self.tau = tau
         self.absent = absent
 

@@ -17,7 +17,7 @@ from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
 from pflight.method import LocalClient, LocalWork, Phase
 from pflight.models.client_methods.fedrep import HeadFirst
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeInt, PositiveFloat, checked
 from pflight.runs.distributed import owned
 from pflight.states.head import EXTRA, Head
 from pflight.states.layers import Layers
@@ -70,8 +70,6 @@ class Aligned(Prototypical):
         head_lr: Learning rate of the head, in place of the client's own; ``None`` for that.
         head_epochs: Epochs in which the head is trained.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     References:
         Xu et al., Personalized Federated Learning with Feature Alignment and Classifier
@@ -81,10 +79,10 @@ class Aligned(Prototypical):
     keeps_memory = True
     further_models = ("local/",)
 
-    def __init__(self, lam: float = 1.0, head_lr: float | None = 0.1, head_epochs: int = 1) -> None:
+    def __init__(
+        self, lam: float = 1.0, head_lr: PositiveFloat | None = 0.1, head_epochs: NonNegativeInt = 1
+    ) -> None:
         super().__init__(lam)
-        check_range(self, "[0, inf)", head_epochs=head_epochs)
-        check_range(self, "(0, inf)", head_lr=head_lr)
         self.head_lr = head_lr
         self.head_epochs = head_epochs
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
 from pflight.method import ClientMethod, LocalClient, LocalWork, Phase
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeFloat, PositiveInt, checked
 from pflight.states.head import EXTRA, Head
 
 _ABSENT = -1e4  # takes the place of ln 0, and leaves nothing of a class in the softmax
@@ -88,8 +88,6 @@ class TwoHeads(ClientMethod):
             network makes of the client's class shares.
         hidden: Width of that network's hidden layer.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     References:
         Chen and Chao, On Bridging Generic and Personalized Federated Learning for Image
@@ -101,12 +99,10 @@ class TwoHeads(ClientMethod):
 
     def __init__(
         self,
-        gamma: float = 1.0,
+        gamma: NonNegativeFloat = 1.0,
         personal: Literal["linear", "hyper"] = "linear",
-        hidden: int = 16,
+        hidden: PositiveInt = 16,
     ) -> None:
-        check_range(self, "[0, inf)", gamma=gamma)
-        check_range(self, "[1, inf)", hidden=hidden)
         self.gamma = gamma
         self.kind = personal
         self.hidden = hidden

@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from pflight.fedavg import FedAvg
-from pflight.options import check_range, checked
+from pflight.options import ClosedUnitInterval, checked
 
 from .logits import AdjustedLogits
 
@@ -26,12 +26,11 @@ class RestrictedSoftmax(AdjustedLogits):
             the paper, or ``"soft"`` for :math:`s_{ic} = a + (1 - a)\, n_{ic} / \max_k n_{ik}`, as
             in the authors' code.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
     """
 
-    def __init__(self, a: float = 0.5, scaling: Literal["hard", "soft"] = "hard") -> None:
-        check_range(self, "[0, 1]", a=a)
+    def __init__(
+        self, a: ClosedUnitInterval = 0.5, scaling: Literal["hard", "soft"] = "hard"
+    ) -> None:
         self.a = a
         self.scaling = scaling
 

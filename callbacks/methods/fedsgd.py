@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pflight.fedavg import FedAvg
-from pflight.options import check_range, checked
+from pflight.options import PositiveFloat, PositiveInt, checked
 
 from .gradients import check_gradients, clipped
 
@@ -32,14 +32,12 @@ class FedSGD(FedAvg):
 
     def __init__(
         self,
-        lr: float = 0.01,
+        lr: PositiveFloat = 0.01,
         weighting: Literal["samples", "uniform"] = "samples",
-        batches: int | None = None,
+        batches: PositiveInt | None = None,
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        check_range(self, "(0, inf)", lr=lr)
-        check_range(self, "[1, inf)", batches=batches)
         self.lr = lr
         self.batches = batches
 

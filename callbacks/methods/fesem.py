@@ -18,7 +18,7 @@ from pflight.data.data_module import FederatedDataModule
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.models.client_methods.proximal import Proximal
-from pflight.options import check_range, checked
+from pflight.options import PositiveInt, check_range, checked
 from pflight.randomness import Purpose, derive_seed
 from pflight.server_callback import ServerCallback
 from pflight.states.state import squared_distance
@@ -103,8 +103,8 @@ class FeSEM(ClusteredMethod):
     def __init__(
         self,
         num_clusters: int | Literal["auto"],
-        num_restarts: int = 20,
-        init_clients: int = 100,
+        num_restarts: PositiveInt = 20,
+        init_clients: PositiveInt = 100,
         matching: Literal["bbp_map"] | BBPMAP | None = None,
         centers: Sequence[Mapping[str, Any]] | None = None,
         buffers: Literal["shared", "local", "reset"] = "shared",
@@ -117,9 +117,7 @@ class FeSEM(ClusteredMethod):
     ) -> None:
         check_candidates(candidates, criterion)
         counts = {} if num_clusters == "auto" else {"num_clusters": num_clusters}
-        check_range(
-            self, "[1, inf)", num_restarts=num_restarts, init_clients=init_clients, **counts
-        )
+        check_range(self, "[1, inf)", **counts)
         most = max(candidates) if num_clusters == "auto" else num_clusters
         if init_clients < most:
             raise ConfigurationError(

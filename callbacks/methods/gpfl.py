@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
 from pflight.method import ClientMethod, LocalClient, LocalWork
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeFloat, checked
 from pflight.states.head import EXTRA, Head
 
 _EMBEDDING = f"{EXTRA}.embedding"
@@ -71,8 +71,6 @@ class Valved(ClientMethod):
         lam: Weight :math:`\lambda` of the distance.
         mu: Weight decay :math:`\mu` of embeddings and valve.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     References:
         Zhang et al., GPFL: Simultaneously Learning Global and Personalized Feature Information for
@@ -83,8 +81,7 @@ class Valved(ClientMethod):
     needs_classes = True
     temporary = ("general", "personal")
 
-    def __init__(self, lam: float = 0.01, mu: float = 0.1) -> None:
-        check_range(self, "[0, inf)", lam=lam, mu=mu)
+    def __init__(self, lam: NonNegativeFloat = 0.01, mu: NonNegativeFloat = 0.1) -> None:
         self.lam = lam
         self.mu = mu
 

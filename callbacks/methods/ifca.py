@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeInt, PositiveInt, checked
 from pflight.randomness import Purpose, generator
 from pflight.states.layers import Layers
 from pflight.states.state import WeightedMean
@@ -78,8 +78,8 @@ class IFCA(MultiCenter):
 
     def __init__(
         self,
-        num_clusters: int = 3,
-        group_rounds: int = 1,
+        num_clusters: PositiveInt = 3,
+        group_rounds: NonNegativeInt = 1,
         centers: Sequence[Mapping[str, Any]] | None = None,
         weighting: Literal["samples", "uniform"] = "samples",
         divide_by: Literal["cluster", "cohort"] = "cluster",
@@ -87,8 +87,6 @@ class IFCA(MultiCenter):
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(num_clusters, buffers=buffers, centers=centers, weighting=weighting)
-        check_range(self, "[1, inf)", num_clusters=num_clusters)
-        check_range(self, "[0, inf)", group_rounds=group_rounds)
         self.group_rounds = 0 if centers else group_rounds
         self.shared = shared
         self.divide_by = divide_by

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
 from pflight.method import ClientMethod, LocalClient, LocalWork
-from pflight.options import check_range, checked
+from pflight.options import ClosedUnitInterval, PositiveFloat, PositiveInt, checked
 from pflight.states.head import EXTRA, Head
 
 _STORE, _LABELS, _SHARE = (f"{EXTRA}.{name}" for name in ("store", "labels", "share"))
@@ -100,8 +100,6 @@ class Nearest(ClientMethod):
         capacity: Samples in the store, at most; of more, some are drawn by seed, round and client.
         kernel: ``"squared"`` as above, or ``"distance"`` for :math:`e^{-\|h - h_j\| / s}`.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     References:
         Marfoq et al., Personalized Federated Learning through Local Memorization, ICML 2022,
@@ -114,15 +112,12 @@ class Nearest(ClientMethod):
 
     def __init__(
         self,
-        k: int = 7,
-        scale: float = 1.0,
-        lam: float | None = None,
-        capacity: int = 1000,
+        k: PositiveInt = 7,
+        scale: PositiveFloat = 1.0,
+        lam: ClosedUnitInterval | None = None,
+        capacity: PositiveInt = 1000,
         kernel: Kernel = "squared",
     ) -> None:
-        check_range(self, "[1, inf)", k=k, capacity=capacity)
-        check_range(self, "(0, inf)", scale=scale)
-        check_range(self, "[0, 1]", lam=lam)
         self.k = k
         self.scale = scale
         self.lam = lam

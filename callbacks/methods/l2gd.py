@@ -11,7 +11,7 @@ from torch import Tensor
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
 from pflight.models.client_methods.l2gd import SHARE, StepsToMean
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeFloat, OpenUnitInterval, PositiveFloat, checked
 from pflight.randomness import Purpose, generator
 from pflight.runs.distributed import all_sum, owned
 from pflight.states.updates import ClientUpdates
@@ -53,11 +53,10 @@ class L2GD(FedAvg):
 
     outer_method = StepsToMean()
 
-    def __init__(self, alpha: float = 1.0, lam: float = 0.5, p: float = 0.9) -> None:
+    def __init__(
+        self, alpha: PositiveFloat = 1.0, lam: NonNegativeFloat = 0.5, p: OpenUnitInterval = 0.9
+    ) -> None:
         super().__init__("uniform", buffers="local")
-        check_range(self, "(0, inf)", alpha=alpha)
-        check_range(self, "[0, inf)", lam=lam)
-        check_range(self, "(0, 1)", p=p)
         self.alpha = alpha
         self.lam = lam
         self.p = p

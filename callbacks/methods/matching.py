@@ -29,7 +29,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeInt, PositiveFloat, checked
 from pflight.randomness import Purpose, generator
 from pflight.runs.distributed import gather
 
@@ -60,27 +60,21 @@ class BBPMAP:
         compat_ibm: With ``grow``, whether to weigh a neuron's popularity as IBM's code does: once
             instead of twice, with counts of at most 10.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     Example:
         >>> BBPMAP(estimate="map").passes
         5
     """
 
-    gamma: float = 7.0
-    sigma: float = 1.0
-    sigma0: float = 1.0
+    gamma: PositiveFloat = 7.0
+    sigma: PositiveFloat = 1.0
+    sigma0: PositiveFloat = 1.0
     mu0: float = 0.0
     bias_mu0: float | None = None
-    passes: int = 5
+    passes: NonNegativeInt = 5
     estimate: Literal["mean", "map"] = "mean"
     grow: bool = False
     compat_ibm: bool = False
-
-    def __post_init__(self) -> None:
-        check_range(self, "(0, inf)", gamma=self.gamma, sigma=self.sigma, sigma0=self.sigma0)
-        check_range(self, "[0, inf)", passes=self.passes)
 
 
 # Moving and matching neurons

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pflight.fedavg import FedAvg
 from pflight.method import ClientMethod, LocalClient
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeFloat, PositiveFloat, checked
 
 _SMALLEST = 1e-8  # product of norms
 
@@ -34,8 +34,6 @@ class Contrastive(ClientMethod):
         mu: Weight of the contrast; 0 gives plain training.
         tau: Temperature.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     References:
         Li et al., Model-Contrastive Federated Learning, CVPR 2021,
@@ -45,9 +43,7 @@ class Contrastive(ClientMethod):
     keeps_memory = True
     needs_head = True
 
-    def __init__(self, mu: float = 1.0, tau: float = 0.5) -> None:
-        check_range(self, "[0, inf)", mu=mu)
-        check_range(self, "(0, inf)", tau=tau)
+    def __init__(self, mu: NonNegativeFloat = 1.0, tau: PositiveFloat = 0.5) -> None:
         self.mu = mu
         self.tau = tau
 

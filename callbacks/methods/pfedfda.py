@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pflight.fedavg import FedAvg
 from pflight.method import ClientMethod, LocalClient, LocalWork, Phase
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeFloat, OpenUnitInterval, checked
 from pflight.states.head import EXTRA, Head
 from pflight.states.layers import body_names
 from pflight.states.updates import ClientUpdates
@@ -75,8 +75,6 @@ class Discriminating(ClientMethod):
         eps: :math:`\epsilon`.
         betas: 2 for one :math:`\beta` of the means and another of the covariance, or 1.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     References:
         Mclaughlin and Su, Personalized Federated Learning via Feature Distribution Adaptation,
@@ -87,9 +85,9 @@ class Discriminating(ClientMethod):
     needs_classes = True
     temporary = ("weight", "bias")
 
-    def __init__(self, ridge: float = 1.0, eps: float = 1e-4, betas: Literal[1, 2] = 2) -> None:
-        check_range(self, "[0, inf)", ridge=ridge)
-        check_range(self, "(0, 1)", eps=eps)
+    def __init__(
+        self, ridge: NonNegativeFloat = 1.0, eps: OpenUnitInterval = 1e-4, betas: Literal[1, 2] = 2
+    ) -> None:
         self.ridge = ridge
         self.eps = eps
         self.betas = betas

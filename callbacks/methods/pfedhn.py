@@ -13,7 +13,14 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from pflight.errors import ConfigurationError
-from pflight.options import check_range, checked
+from pflight.options import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    check_range,
+    checked,
+)
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
 from pflight.runs.distributed import gather, owned
 from pflight.server_callback import ServerCallback
@@ -79,20 +86,17 @@ class PFedHN(ServerCallback):
     def __init__(
         self,
         private_layers: int = 0,
-        embedding_dim: int | None = None,
-        hidden_dim: int = 100,
+        embedding_dim: PositiveInt | None = None,
+        hidden_dim: PositiveInt = 100,
         hidden_layers: int = 3,
-        lr: float = 0.01,
-        embedding_lr: float | None = None,
-        clip: float | None = 50.0,
-        newcomer_steps: int = 20,
+        lr: NonNegativeFloat = 0.01,
+        embedding_lr: NonNegativeFloat | None = None,
+        clip: PositiveFloat | None = 50.0,
+        newcomer_steps: NonNegativeInt = 20,
     ) -> None:
         super().__init__(buffers="local")
         counts = {"private_layers": private_layers, "hidden_layers": hidden_layers}
-        check_range(self, "[0, inf)", newcomer_steps=newcomer_steps, **counts)
-        check_range(self, "[1, inf)", hidden_dim=hidden_dim, embedding_dim=embedding_dim)
-        check_range(self, "[0, inf)", lr=lr, embedding_lr=embedding_lr)
-        check_range(self, "(0, inf)", clip=clip)
+        check_range(self, "[0, inf)", **counts)
         self.private_layers = private_layers
         self.embedding_dim = embedding_dim
         self.lr = lr

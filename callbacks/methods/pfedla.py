@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pflight.errors import ConfigurationError
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeFloat, NonNegativeInt, PositiveInt, checked
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
 from pflight.runs.distributed import all_sum
 from pflight.states.state import rows
@@ -94,16 +94,14 @@ class PFedLA(StoredModels):
 
     def __init__(
         self,
-        retain: int = 0,
+        retain: NonNegativeInt = 0,
         weights: Literal["softmax", "relu_norm"] = "softmax",
-        embedding_dim: int = 100,
-        hidden_dim: int = 100,
-        lr: float = 0.5,
+        embedding_dim: PositiveInt = 100,
+        hidden_dim: PositiveInt = 100,
+        lr: NonNegativeFloat = 0.5,
         scale_free: bool = False,
     ) -> None:
         super().__init__()
-        check_range(self, "[0, inf)", retain=retain, lr=lr)
-        check_range(self, "[1, inf)", embedding_dim=embedding_dim, hidden_dim=hidden_dim)
         self.retain = retain
         self.weights = weights
         self.lr = lr

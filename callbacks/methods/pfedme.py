@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from pflight.fedavg import FedAvg
 from pflight.models.client_methods.pfedme import MoreauEnvelope
-from pflight.options import check_range, checked
+from pflight.options import PositiveFloat, checked
 
 
 @checked
@@ -53,7 +53,7 @@ class PFedMe(FedAvg):
 
     def __init__(
         self,
-        beta: float = 1.0,
+        beta: PositiveFloat = 1.0,
         weighting: Literal["samples", "uniform"] = "samples",
         train_newcomers: bool | None = None,
         train_all: bool = False,
@@ -65,7 +65,6 @@ class PFedMe(FedAvg):
         mu: float | None = None,
     ) -> None:
         super().__init__(weighting, buffers)
-        check_range(self, "(0, inf)", beta=beta)
         self.beta = beta
         self.train_all = train_all
         self.use_client_method(

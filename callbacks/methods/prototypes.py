@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from pflight.method import ClientMethod, LocalClient, LocalWork
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeFloat, checked
 from pflight.runs.distributed import all_sum
 from pflight.states.head import EXTRA
 from pflight.states.updates import ClientUpdates
@@ -58,8 +58,6 @@ class Prototypical(ClientMethod):
         lam: Weight :math:`\lambda` of the distance.
         align: ``"sample"`` or ``"class"``.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     References:
         Tan et al., FedProto: Federated Prototype Learning across Heterogeneous Clients, AAAI 2022,
@@ -70,8 +68,9 @@ class Prototypical(ClientMethod):
     needs_classes = True
     per_sample = ("counts",)
 
-    def __init__(self, lam: float = 1.0, align: Literal["sample", "class"] = "sample") -> None:
-        check_range(self, "[0, inf)", lam=lam)
+    def __init__(
+        self, lam: NonNegativeFloat = 1.0, align: Literal["sample", "class"] = "sample"
+    ) -> None:
         self.lam = lam
         self.align = align
 

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
 from pflight.models.client_methods.elastic import Elastic
-from pflight.options import check_range, checked
+from pflight.options import PositiveFloat, checked
 
 _CONSTRAINED = {"kl": "FedEC", "l2": "FedEC-l2", None: "FedEC-wo"}
 
@@ -41,8 +41,6 @@ class Reptile(FedAvg):
             keeps it constant.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     Example:
         >>> Reptile("samples", lr=0.6).weighting
@@ -56,12 +54,11 @@ class Reptile(FedAvg):
     def __init__(
         self,
         weighting: Literal["uniform", "samples"] = "uniform",
-        lr: float = 1.0,
+        lr: PositiveFloat = 1.0,
         decay: Literal["linear"] | None = None,
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(weighting, buffers)
-        check_range(self, "(0, inf)", lr=lr)
         self.lr = lr
         self.decay = decay
 

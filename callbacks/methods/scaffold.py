@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from pflight.fedavg import FedAvg
 from pflight.method import OWN
 from pflight.models.client_methods.corrected import Controlled
-from pflight.options import check_range, checked
+from pflight.options import PositiveFloat, checked
 
 from .gradients import check_gradients
 
@@ -45,9 +45,8 @@ class SCAFFOLD(FedAvg):
         2020, https://arxiv.org/abs/1910.06378.
     """
 
-    def __init__(self, lr: float = 1.0, option: Literal["I", "II"] | None = None) -> None:
+    def __init__(self, lr: PositiveFloat = 1.0, option: Literal["I", "II"] | None = None) -> None:
         super().__init__("uniform")
-        check_range(self, "(0, inf)", lr=lr)
         self.lr = lr
         self.use_client_method(Controlled, option=option)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.options import check_range, checked
+from pflight.options import Interval, PositiveInt, check_range, checked
 from pflight.randomness import Purpose, derive_seed
 from pflight.server_callback import ServerCallback
 from pflight.states.state import entries, expand_state
@@ -72,22 +72,19 @@ class TrimmedKMeans(MultiCenter):
 
     def __init__(
         self,
-        num_clusters: int = 3,
-        beta: float = 0.2,
-        cluster_beta: float = 0.05,
+        num_clusters: PositiveInt = 3,
+        beta: Annotated[float, Interval("[0, 0.5)")] = 0.2,
+        cluster_beta: Annotated[float, Interval("[0, 0.5)")] = 0.05,
         trim: Literal["coordinate", "radius"] = "coordinate",
         estimate: Literal["mean", "median"] = "mean",
-        init_epochs: int = 10,
+        init_epochs: PositiveInt = 10,
         num_restarts: int = 20,
         num_iterations: int = 8,
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(num_clusters, buffers=buffers)
         iterations = {"num_restarts": num_restarts, "num_iterations": num_iterations}
-        check_range(
-            self, "[1, inf)", num_clusters=num_clusters, init_epochs=init_epochs, **iterations
-        )
-        check_range(self, "[0, 0.5)", beta=beta, cluster_beta=cluster_beta)
+        check_range(self, "[1, inf)", **iterations)
         self.beta = beta
         self.init_epochs = init_epochs
         self.num_restarts = num_restarts

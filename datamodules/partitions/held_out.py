@@ -9,7 +9,7 @@ from pflight.data.cohort import CohortSampler
 from pflight.data.data_module import FederatedDataModule
 from pflight.data.loaders import Split
 from pflight.data.wrapped import WrappedData
-from pflight.options import check_range, checked
+from pflight.options import OpenUnitInterval, checked
 from pflight.randomness import Purpose, generator
 
 
@@ -37,8 +37,7 @@ class HeldOut(WrappedData):
 
     cut = "train", "held_out"
 
-    def __init__(self, data: FederatedDataModule, share: float) -> None:
-        check_range(self, "(0, 1)", share=share)
+    def __init__(self, data: FederatedDataModule, share: OpenUnitInterval) -> None:
         super().__init__(data)
         self.share = share
 

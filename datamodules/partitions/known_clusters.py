@@ -13,7 +13,7 @@ from pflight.data.data_module import FederatedDataModule
 from pflight.data.fingerprint import checksum_of, joined
 from pflight.data.loaders import Split
 from pflight.errors import ConfigurationError
-from pflight.options import check_range, checked
+from pflight.options import PositiveFloat, PositiveInt, checked
 from pflight.randomness import Purpose, generator
 
 Difference = Literal["labels", "rotation", "features"]
@@ -68,14 +68,12 @@ class KnownClusters(FederatedDataModule):
     def __init__(
         self,
         data: FederatedDataModule,
-        num_clusters: int = 4,
+        num_clusters: PositiveInt = 4,
         difference: Difference = "labels",
-        shift: float = 1.0,
+        shift: PositiveFloat = 1.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(num_classes=None, **kwargs)
-        check_range(self, "[1, inf)", num_clusters=num_clusters)
-        check_range(self, "(0, inf)", shift=shift)
         self.data = data
         self.num_clusters = num_clusters
         self.difference = difference

@@ -9,7 +9,14 @@ from typing import Literal
 import numpy as np
 
 from pflight.errors import ConfigurationError
-from pflight.options import check_range, checked
+from pflight.options import (
+    NonNegativeFloat,
+    OpenUnitInterval,
+    PositiveFloat,
+    PositiveInt,
+    check_range,
+    checked,
+)
 from pflight.randomness import Purpose, numpy_generator
 
 from .dealing import (
@@ -127,15 +134,13 @@ class Dirichlet(Partition):
         60
     """
 
-    alpha: float = 0.5
-    min_samples: int = 10
+    alpha: PositiveFloat = 0.5
+    min_samples: PositiveInt = 10
     too_few: Literal["error", "move"] = "error"
-    max_draws: int = 100
+    max_draws: PositiveInt = 100
     samples_per_client: int | None = None
 
     def __post_init__(self) -> None:
-        check_range(self, "(0, inf)", alpha=self.alpha)
-        check_range(self, "[1, inf)", min_samples=self.min_samples, max_draws=self.max_draws)
         if self.samples_per_client is not None and self.samples_per_client < self.min_samples:
             raise ConfigurationError(
                 f"Dirichlet: samples_per_client must be at least min_samples = {self.min_samples}, "
@@ -263,12 +268,11 @@ class DominantClasses(Partition):
     """
 
     k: int = 2
-    share: float = 0.4
+    share: OpenUnitInterval = 0.4
     samples_per_client: int | None = None
 
     def __post_init__(self) -> None:
         _check_k_and_size(self, self.k, self.samples_per_client)
-        check_range(self, "(0, 1)", share=self.share)
 
     def split(
         self, labels: Ints, num_clients: int | None, seed: int, groups: Ints | None = None
@@ -335,11 +339,8 @@ class ClassShards(Partition):
         [60]
     """
 
-    k: int = 2
-    max_samples: int | None = 500
-
-    def __post_init__(self) -> None:
-        check_range(self, "[1, inf)", k=self.k, max_samples=self.max_samples)
+    k: PositiveInt = 2
+    max_samples: PositiveInt | None = 500
 
     def split(
         self, labels: Ints, num_clients: int | None, seed: int, groups: Ints | None = None
@@ -389,18 +390,16 @@ class ConsecutiveClasses(Partition):
         [0, 1, 9]
     """
 
-    k: int = 3
+    k: PositiveInt = 3
     minimum: int = 100
     log_mean: float = 4.0
-    log_std: float = 1.0
+    log_std: NonNegativeFloat = 1.0
 
     def __post_init__(self) -> None:
-        check_range(self, "[1, inf)", k=self.k)
         if self.minimum < self.k:
             raise ConfigurationError(
                 f"ConsecutiveClasses: minimum must be at least k = {self.k}, got {self.minimum}"
             )
-        check_range(self, "[0, inf)", log_std=self.log_std)
 
     def split(
         self, labels: Ints, num_clients: int | None, seed: int, groups: Ints | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from pflight.data.data_module import FederatedDataModule
 from pflight.data.fingerprint import checksum_of
 from pflight.data.loaders import SPLITS, IndexedSamples, Split
 from pflight.errors import ConfigurationError
-from pflight.options import check_range, checked
+from pflight.options import Interval, PositiveInt, checked
 from pflight.randomness import Purpose, numpy_generator
 
 from .dealing import Ints, stratified_splits
@@ -50,20 +50,18 @@ class PartitionedDataModule(FederatedDataModule):
         self,
         *,
         partition: Partition,
-        num_clients: int | None = None,
-        val_fraction: float = 0.1,
-        test_fraction: float = 0.2,
+        num_clients: PositiveInt | None = None,
+        val_fraction: Annotated[float, Interval("[0, 1)")] = 0.1,
+        test_fraction: Annotated[float, Interval("[0, 1)")] = 0.2,
         official_test: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        check_range(self, "[0, 1)", val_fraction=val_fraction, test_fraction=test_fraction)
         if val_fraction + test_fraction >= 1:
             raise ConfigurationError(
                 f"{type(self).__name__}: val_fraction {val_fraction} and test_fraction "
                 f"{test_fraction} leave no training data"
             )
-        check_range(self, "[1, inf)", num_clients=num_clients)
         if num_clients is not None:
             self.num_clients = num_clients
         self.partition = partition

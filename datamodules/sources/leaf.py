@@ -21,7 +21,7 @@ from pflight.datamodules.partitions.partition import ByUser, Partition
 from pflight.datamodules.partitions.partitioned import PartitionedDataModule
 from pflight.datamodules.partitions.samples import Samples
 from pflight.errors import ConfigurationError
-from pflight.options import check_range, checked
+from pflight.options import PositiveInt, checked
 from pflight.randomness import Purpose, numpy_generator
 from pflight.runs.locks import held
 
@@ -85,7 +85,7 @@ class LeafDataModule(PartitionedDataModule):
         root: str,
         download: bool = True,
         cache_dir: str | None = None,
-        min_samples: int = 1,
+        min_samples: PositiveInt = 1,
         dedupe_first: bool = False,
         partition: Partition = ByUser(),  # noqa: B008 (a frozen value object)
         num_clients: int | None = None,
@@ -98,7 +98,6 @@ class LeafDataModule(PartitionedDataModule):
             official_test=bool(official_test),
             **kwargs,
         )
-        check_range(self, "[1, inf)", min_samples=min_samples)
         self.root = root
         self.download = download
         self.cache_dir = cache_dir
@@ -307,7 +306,7 @@ class LeafFEMNIST(LeafDataModule):
         self,
         root: str = "data/femnist",
         classes: list[int] | None = None,
-        samples_per_class: int | None = None,
+        samples_per_class: PositiveInt | None = None,
         **kwargs: Any,
     ) -> None:
         known = range(self._num_labels)
@@ -316,7 +315,6 @@ class LeafFEMNIST(LeafDataModule):
             raise ConfigurationError(
                 f"LeafFEMNIST: classes must be distinct labels of 0 to 61, got {classes}"
             )
-        check_range(self, "[1, inf)", samples_per_class=samples_per_class)
         super().__init__(root=root, num_classes=len(kept), **kwargs)
         self.classes = kept
         self.samples_per_class = samples_per_class
@@ -374,12 +372,11 @@ class LeafCelebA(LeafDataModule):
     def __init__(
         self,
         root: str = "data/celeba",
-        image_size: int = 84,
+        image_size: PositiveInt = 84,
         image_dir: str | None = None,
         scale: bool = True,
         **kwargs: Any,
     ) -> None:
-        check_range(self, "[1, inf)", image_size=image_size)
         super().__init__(root=root, num_classes=2, **kwargs)
         self.image_size = image_size
         self.image_dir = image_dir

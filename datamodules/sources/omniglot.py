@@ -17,7 +17,7 @@ from pflight.datamodules.partitions.partition import ByUser, Partition
 from pflight.datamodules.partitions.partitioned import PartitionedDataModule
 from pflight.datamodules.partitions.samples import Samples
 from pflight.errors import ConfigurationError
-from pflight.options import check_range, checked
+from pflight.options import PositiveInt, checked
 
 from .parquet import decode_image
 from .root import absence, announce_download, check_root, is_file
@@ -71,7 +71,7 @@ class Omniglot(PartitionedDataModule):
         archives: list[str] | None = None,
         target: Literal["character", "alphabet"] = "character",
         drawer: Literal["number", "person"] = "number",
-        image_size: int = 28,
+        image_size: PositiveInt = 28,
         partition: Partition = ByUser(),  # noqa: B008 (a frozen value object)
         num_clients: int | None = None,
         val_fraction: float = 0.1,
@@ -86,7 +86,6 @@ class Omniglot(PartitionedDataModule):
             test_fraction=test_fraction,
             **kwargs,
         )
-        check_range(self, "[1, inf)", image_size=image_size)
         self.root = root
         self.download = download
         self.archives = archives

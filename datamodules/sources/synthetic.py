@@ -16,7 +16,7 @@ from pflight.datamodules.partitions.partition import ByUser
 from pflight.datamodules.partitions.partitioned import PartitionedDataModule
 from pflight.datamodules.partitions.samples import Samples
 from pflight.errors import ConfigurationError
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeFloat, NonNegativeInt, PositiveInt, check_range, checked
 from pflight.randomness import Purpose, numpy_generator
 
 Floats = NDArray[np.float64]
@@ -112,16 +112,16 @@ class Synthetic(_Generated):
 
     def __init__(
         self,
-        alpha: float = 0.5,
-        beta: float = 0.5,
+        alpha: NonNegativeFloat = 0.5,
+        beta: NonNegativeFloat = 0.5,
         num_clients: int = 30,
         iid: bool = False,
-        num_features: int = 60,
+        num_features: PositiveInt = 60,
         num_classes: int = 10,
-        min_samples: int = 50,
+        min_samples: PositiveInt = 50,
         max_samples: int | None = None,
         log_mean: float = 4.0,
-        log_std: float = 2.0,
+        log_std: NonNegativeFloat = 2.0,
         val_fraction: float = 0.1,
         test_fraction: float = 0.2,
         **kwargs: Any,
@@ -134,8 +134,6 @@ class Synthetic(_Generated):
             test_fraction=test_fraction,
             **kwargs,
         )
-        check_range(self, "[0, inf)", alpha=alpha, beta=beta, log_std=log_std)
-        check_range(self, "[1, inf)", num_features=num_features, min_samples=min_samples)
         if max_samples is not None and max_samples < min_samples:
             raise ConfigurationError(
                 f"Synthetic: max_samples must be at least min_samples = {min_samples}, got "
@@ -245,20 +243,19 @@ class ClusteredSynthetic(KnownClusters):
         num_clusters: int = 4,
         difference: Difference = "labels",
         shift: float = 1.0,
-        num_clients: int = 40,
+        num_clients: PositiveInt = 40,
         samples_per_client: int = 100,
         num_features: int = 4,
-        num_classes: int = 10,
-        spread: float = 0.25,
+        num_classes: PositiveInt = 10,
+        spread: NonNegativeFloat = 0.25,
         val_fraction: float = 0.1,
         test_fraction: float = 0.2,
-        seed: int = 0,
+        seed: NonNegativeInt = 0,
         **kwargs: Any,
     ) -> None:
         shares = {"val_fraction": val_fraction, "test_fraction": test_fraction}
         sizes = {"samples_per_client": samples_per_client, "num_features": num_features}
-        check_range(self, "[1, inf)", num_clients=num_clients, num_classes=num_classes, **sizes)
-        check_range(self, "[0, inf)", spread=spread, seed=seed)
+        check_range(self, "[1, inf)", **sizes)
         check_range(self, "[0, 1)", **shares)
         blobs = _Blobs(
             samples_per_client,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from pflight.method import OWN, ClientMethod, LocalClient
-from pflight.options import check_range, checked
+from pflight.options import ClosedUnitInterval, PositiveFloat, checked
 
 
 @checked
@@ -36,17 +36,15 @@ class Mixed(ClientMethod):
         alpha_lr: Step :math:`\eta_\alpha`, in the paper :math:`\eta`; ``None`` leaves
             :math:`\alpha` fixed.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     References:
         Deng et al., Adaptive Personalized Federated Learning, 2020,
         https://arxiv.org/abs/2003.13461.
     """
 
-    def __init__(self, alpha: float = 0.5, alpha_lr: float | None = None) -> None:
-        check_range(self, "[0, 1]", alpha=alpha)
-        check_range(self, "(0, inf)", alpha_lr=alpha_lr)
+    def __init__(
+        self, alpha: ClosedUnitInterval = 0.5, alpha_lr: PositiveFloat | None = None
+    ) -> None:
         self.alpha = alpha
         self.alpha_lr = alpha_lr
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pflight.errors import ConfigurationError
 from pflight.method import ClientMethod, LocalClient
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeFloat, checked
 
 from .proximal import squared_distance
 
@@ -35,8 +35,6 @@ class Elastic(ClientMethod):
         constraint: ``"kl"``, which needs a module whose ``forward`` gives logits, ``"l2"`` or
             ``None``.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     References:
         Lan et al., Elastically-Constrained Meta-Learner for Federated Learning, 2023,
@@ -46,8 +44,9 @@ class Elastic(ClientMethod):
     keeps_memory = True
     judged_by_memory = True
 
-    def __init__(self, alpha: float = 1.0, constraint: Literal["kl", "l2"] | None = "kl") -> None:
-        check_range(self, "[0, inf)", alpha=alpha)
+    def __init__(
+        self, alpha: NonNegativeFloat = 1.0, constraint: Literal["kl", "l2"] | None = "kl"
+    ) -> None:
         self.alpha = alpha
         self.constraint = constraint
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import lightning as L
 import torch
@@ -15,7 +15,7 @@ from pflight.engines.alone.client import task_loss
 from pflight.engines.alone.copies import ready
 from pflight.errors import ConfigurationError
 from pflight.method import OWN, ClientMethod, LocalWork
-from pflight.options import check_range, checked
+from pflight.options import Interval, NonNegativeFloat, PositiveInt, checked
 from pflight.states.state import StateLayout, StateModule, call_with, entries, state_tensors
 
 _SLOT = "fedala"  # of what clients keep
@@ -48,8 +48,6 @@ class AdaptiveMixture(ClientMethod):
         start_epochs: Epochs of which this share is taken the first time; the paper learns until
             the loss does not change any more.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     References:
         Zhang et al., FedALA: Adaptive Local Aggregation for Personalized Federated Learning, AAAI
@@ -57,11 +55,12 @@ class AdaptiveMixture(ClientMethod):
     """
 
     def __init__(
-        self, layers: int = 1, lr: float = 1.0, share: float = 0.8, start_epochs: int = 10
+        self,
+        layers: PositiveInt = 1,
+        lr: NonNegativeFloat = 1.0,
+        share: Annotated[float, Interval("(0, 1]")] = 0.8,
+        start_epochs: PositiveInt = 10,
     ) -> None:
-        check_range(self, "[1, inf)", layers=layers, start_epochs=start_epochs)
-        check_range(self, "[0, inf)", lr=lr)
-        check_range(self, "(0, 1]", share=share)
         self.layers = layers
         self.lr = lr
         self.share = share

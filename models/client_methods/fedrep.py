@@ -7,7 +7,7 @@ from torch import nn
 
 from pflight.errors import ConfigurationError
 from pflight.method import ClientMethod, Phase
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeInt, checked
 from pflight.states.head import named_head
 from pflight.states.layers import Layers
 from pflight.states.state import StateLayout, other_places
@@ -47,8 +47,7 @@ class HeadFirst(ClientMethod):
 
     algorithm = "FedRep"
 
-    def __init__(self, head: Layers | None = None, head_epochs: int = 1) -> None:
-        check_range(self, "[0, inf)", head_epochs=head_epochs)
+    def __init__(self, head: Layers | None = None, head_epochs: NonNegativeInt = 1) -> None:
         self.head = head
         self.head_epochs = head_epochs
 

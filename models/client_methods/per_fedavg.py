@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pflight.method import ClientMethod, LocalClient, LocalWork
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeFloat, NonNegativeInt, checked
 
 
 @checked
@@ -42,8 +42,6 @@ class Adapted(ClientMethod):
         steps: Steps of adaptation before a client is judged; with 0 it is judged by the server's
             model, or as ``finetune_epochs`` of the federation says, also with :math:`\alpha`.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     References:
         Fallah et al., Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic
@@ -52,8 +50,9 @@ class Adapted(ClientMethod):
 
     averages_samples = False
 
-    def __init__(self, alpha: float = 0.01, hessian: bool = False, steps: int = 1) -> None:
-        check_range(self, "[0, inf)", alpha=alpha, steps=steps)
+    def __init__(
+        self, alpha: NonNegativeFloat = 0.01, hessian: bool = False, steps: NonNegativeInt = 1
+    ) -> None:
         self.alpha = alpha
         self.hessian = hessian
         self.steps = steps

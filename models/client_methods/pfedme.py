@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from pflight.method import OWN, ClientMethod, LocalClient, LocalWork
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeFloat, PositiveFloat, PositiveInt, checked
 from pflight.states.state import StateLayout
 
 _THETA = f"{OWN}theta."
@@ -47,8 +47,6 @@ class MoreauEnvelope(ClientMethod):
         train_newcomers: Whether clients that have never taken part train before they are judged;
             if not, they are judged by the server's model.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     References:
         T. Dinh et al., Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020,
@@ -60,15 +58,12 @@ class MoreauEnvelope(ClientMethod):
 
     def __init__(
         self,
-        lam: float = 15.0,
-        personal_lr: float = 0.09,
-        personal_steps: int = 5,
-        mu: float = 0.0,
+        lam: PositiveFloat = 15.0,
+        personal_lr: PositiveFloat = 0.09,
+        personal_steps: PositiveInt = 5,
+        mu: NonNegativeFloat = 0.0,
         train_newcomers: bool = True,
     ) -> None:
-        check_range(self, "(0, inf)", lam=lam, personal_lr=personal_lr)
-        check_range(self, "[1, inf)", personal_steps=personal_steps)
-        check_range(self, "[0, inf)", mu=mu)
         self.lam = lam
         self.personal_lr = personal_lr
         self.personal_steps = personal_steps

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pflight.method import ClientMethod, LocalClient
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeFloat, checked
 
 
 @checked
@@ -27,14 +27,13 @@ class Proximal(ClientMethod):
         mu: Weight of the penalty; 0 gives plain training.
         scaling: ``"plain"`` or ``"eq7"``.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
     """
 
     fedavg_name = "FedProx"
 
-    def __init__(self, mu: float = 0.1, scaling: Literal["plain", "eq7"] = "plain") -> None:
-        check_range(self, "[0, inf)", mu=mu)
+    def __init__(
+        self, mu: NonNegativeFloat = 0.1, scaling: Literal["plain", "eq7"] = "plain"
+    ) -> None:
         self.mu = mu
         self.scaling = scaling
 

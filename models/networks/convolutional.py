@@ -8,11 +8,12 @@ on to ``output``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pflight.options import check_range, checked
+from pflight.options import ClosedUnitInterval, Interval, PositiveInt, check_range, checked
 
 
 @checked
@@ -49,11 +50,10 @@ class McMahanCNN(nn.Module):
         self,
         num_classes: int = 10,
         in_channels: int = 1,
-        image_size: int = 28,
+        image_size: Annotated[int, Interval("[4, inf)")] = 28,
         hidden: int = 512,
     ) -> None:
         super().__init__()
-        check_range(self, "[4, inf)", image_size=image_size)
         sizes = {"num_classes": num_classes, "in_channels": in_channels, "hidden": hidden}
         check_range(self, "[1, inf)", **sizes)
         self.conv1 = nn.Conv2d(in_channels, 32, kernel_size=5, padding=2)
@@ -212,8 +212,6 @@ class FedRepCNN(_LeNet):
         hidden: Width of the two hidden layers.
         dropout: Share of the second hidden layer's units that training drops, from 0 to 1.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     Example:
         >>> import torch
@@ -238,13 +236,12 @@ class FedRepCNN(_LeNet):
         image_size: int = 32,
         channels: tuple[int, int] = (64, 64),
         hidden: tuple[int, int] = (120, 64),
-        dropout: float = 0.0,
+        dropout: ClosedUnitInterval = 0.0,
     ) -> None:
         for width in channels:
             check_range(self, "[1, inf)", channels=width)
         for width in hidden:
             check_range(self, "[1, inf)", hidden=width)
-        check_range(self, "[0, 1]", dropout=dropout)
         super().__init__(num_classes, in_channels, image_size, channels, hidden, dropout=dropout)
 
 
@@ -329,14 +326,12 @@ class FedFomoCNN(nn.Module):
 
     def __init__(
         self,
-        num_classes: int = 10,
-        in_channels: int = 3,
-        image_size: int = 32,
+        num_classes: PositiveInt = 10,
+        in_channels: PositiveInt = 3,
+        image_size: Annotated[int, Interval("[18, inf)")] = 32,
         batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        check_range(self, "[18, inf)", image_size=image_size)
-        check_range(self, "[1, inf)", num_classes=num_classes, in_channels=in_channels)
         side = ((image_size - 2) // 2 - 2) // 2 - 2
         self.conv1 = nn.Conv2d(in_channels, 32, kernel_size=3)
         self.norm1 = nn.BatchNorm2d(32) if batch_norm else nn.Identity()
@@ -388,14 +383,12 @@ class FedBNCNN(nn.Module):
 
     def __init__(
         self,
-        num_classes: int = 10,
-        in_channels: int = 3,
-        image_size: int = 28,
+        num_classes: PositiveInt = 10,
+        in_channels: PositiveInt = 3,
+        image_size: Annotated[int, Interval("[4, inf)")] = 28,
         batch_norm: bool = True,
     ) -> None:
         super().__init__()
-        check_range(self, "[4, inf)", image_size=image_size)
-        check_range(self, "[1, inf)", num_classes=num_classes, in_channels=in_channels)
         self.conv1 = nn.Conv2d(in_channels, 64, kernel_size=5, padding=2)
         self.norm1 = nn.BatchNorm2d(64) if batch_norm else nn.Identity()
         self.conv2 = nn.Conv2d(64, 64, kernel_size=5, padding=2)

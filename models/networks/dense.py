@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pflight.options import check_range, checked
+from pflight.options import PositiveInt, check_range, checked
 
 
 @checked
@@ -34,9 +34,8 @@ class LogisticRegression(nn.Module):
         650
     """
 
-    def __init__(self, in_features: int, num_classes: int) -> None:
+    def __init__(self, in_features: PositiveInt, num_classes: PositiveInt) -> None:
         super().__init__()
-        check_range(self, "[1, inf)", in_features=in_features, num_classes=num_classes)
         self.output = nn.Linear(in_features, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,9 +69,10 @@ class MLP(nn.Module):
         199210
     """
 
-    def __init__(self, in_features: int, hidden: Sequence[int], num_classes: int) -> None:
+    def __init__(
+        self, in_features: PositiveInt, hidden: Sequence[int], num_classes: PositiveInt
+    ) -> None:
         super().__init__()
-        check_range(self, "[1, inf)", in_features=in_features, num_classes=num_classes)
         for width in hidden:
             check_range(self, "[1, inf)", hidden=width)
         widths = [in_features, *hidden]

@@ -9,7 +9,7 @@ from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from pflight.errors import ConfigurationError
-from pflight.options import check_range, checked
+from pflight.options import PositiveInt, checked
 
 
 @checked
@@ -34,8 +34,6 @@ class ResNet18(ResNet):
         small_images: Whether the network begins as described for small images. With ``False``,
             ``norm="batch"`` and 3 channels, torchvision's weights can be loaded.
 
-    Raises:
-        ConfigurationError: If an option is out of range.
 
     Example:
         >>> import torch
@@ -53,13 +51,12 @@ class ResNet18(ResNet):
 
     def __init__(
         self,
-        num_classes: int = 10,
-        in_channels: int = 3,
+        num_classes: PositiveInt = 10,
+        in_channels: PositiveInt = 3,
         norm: Literal["group", "batch"] = "group",
         num_groups: int = 32,
         small_images: bool = True,
     ) -> None:
-        check_range(self, "[1, inf)", num_classes=num_classes, in_channels=in_channels)
         if num_groups < 1 or 64 % num_groups:
             raise ConfigurationError(f"ResNet18: num_groups must divide 64, got {num_groups}")
         normalisation = nn.BatchNorm2d if norm == "batch" else partial(nn.GroupNorm, num_groups)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import lightning as L
 import torch
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from pflight.errors import ConfigurationError, described
-from pflight.options import check_range, checked
+from pflight.options import Interval, NonNegativeInt, PositiveInt, check_range, checked
 from pflight.randomness import Purpose, generator, shuffled
 
 from .augmentation import Augmentation
@@ -91,7 +91,7 @@ class FederatedDataModule(L.LightningDataModule):
     def __init__(
         self,
         *,
-        num_classes: int | None,
+        num_classes: PositiveInt | None,
         cohort_size: int | None = None,
         participation: float | None = None,
         cohort_sampling: Literal["uniform", "samples"] = "uniform",
@@ -99,17 +99,15 @@ class FederatedDataModule(L.LightningDataModule):
         dropout: float = 0.0,
         batch_size: int | None = 32,
         eval_batch_size: int | None = 1024,
-        eval_chunk: int = 64,
-        holdout_clients: float = 0.0,
+        eval_chunk: PositiveInt = 64,
+        holdout_clients: Annotated[float, Interval("[0, 1)")] = 0.0,
         augmentation: Augmentation | None = None,
-        seed: int = 0,
+        seed: NonNegativeInt = 0,
     ) -> None:
         super().__init__()
         check_cohort_options(self, cohort_size, participation, availability, dropout)
         sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size}
-        check_range(self, "[1, inf)", num_classes=num_classes, eval_chunk=eval_chunk, **sizes)
-        check_range(self, "[0, 1)", holdout_clients=holdout_clients)
-        check_range(self, "[0, inf)", seed=seed)
+        check_range(self, "[1, inf)", **sizes)
         if num_classes is not None:
             self.num_classes = num_classes
         self.cohort_size = cohort_size

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from pflight.errors import ConfigurationError
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeInt, checked
 
 from .head import head_of
 from .state import StateLayout, other_places
@@ -49,13 +49,10 @@ class Layers:
     """
 
     names: str | Sequence[str] = ()
-    first: int = 0
-    last: int = 0
+    first: NonNegativeInt = 0
+    last: NonNegativeInt = 0
     types: type[nn.Module] | Sequence[type[nn.Module]] = ()
     head: bool = False
-
-    def __post_init__(self) -> None:
-        check_range(self, "[0, inf)", first=self.first, last=self.last)
 
     def of(self, client: nn.Module) -> tuple[str, ...]:
         """Return the names of these layers of a client, in its order.

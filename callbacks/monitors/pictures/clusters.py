@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import lightning as L
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 from pflight.data.cohort import sample_clients
 from pflight.data.palette import COLORS, FAINT, point_style
 from pflight.federation import Federation
-from pflight.options import check_range, checked
+from pflight.options import Interval, checked
 from pflight.randomness import Purpose, generator
 from pflight.runs.distributed import gather
 from pflight.states.state import rows
@@ -58,9 +58,10 @@ class ClusterPlot(RepeatedPicture):
         Personalization, World Wide Web 2023, https://arxiv.org/abs/2108.08647.
     """
 
-    def __init__(self, max_clients: int = 400, every: int | None = None) -> None:
+    def __init__(
+        self, max_clients: Annotated[int, Interval("[2, inf)")] = 400, every: int | None = None
+    ) -> None:
         super().__init__(every)
-        check_range(self, "[2, inf)", max_clients=max_clients)
         self.max_clients = max_clients
         self._sample = torch.empty(0, dtype=torch.long)
         self._names: tuple[str, ...] = ()

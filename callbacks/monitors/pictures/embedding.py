@@ -19,7 +19,7 @@ from pflight.data.palette import point_style
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
 from pflight.models.classifier import as_classifier
-from pflight.options import check_range, checked
+from pflight.options import PositiveInt, check_range, checked
 from pflight.randomness import Purpose, derive_seed
 from pflight.runs.distributed import gather, owned
 
@@ -70,13 +70,12 @@ class EmbeddingTrajectory(Picture):
     def __init__(
         self,
         rounds: Sequence[int] | None = None,
-        max_clients: int = 10,
-        every: int = 1,
+        max_clients: PositiveInt = 10,
+        every: PositiveInt = 1,
         split: Split = "train",
         color: Color = "client",
     ) -> None:
         super().__init__()
-        check_range(self, "[1, inf)", max_clients=max_clients, every=every)
         for count in rounds or ():
             check_range(self, "[1, inf)", rounds=count)
         self.rounds = rounds

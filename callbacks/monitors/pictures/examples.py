@@ -15,7 +15,7 @@ from pflight.data.client_names import room_for
 from pflight.data.cohort import sample_clients
 from pflight.data.data_module import FederatedDataModule
 from pflight.federation import Federation
-from pflight.options import check_range, checked
+from pflight.options import PositiveInt, checked
 
 from .picture import RepeatedPicture, new_figure
 
@@ -45,9 +45,10 @@ class ClusterExamples(RepeatedPicture):
         ConfigurationError: If an option is below 1.
     """
 
-    def __init__(self, per_cluster: int = 4, images: int = 8, every: int | None = None) -> None:
+    def __init__(
+        self, per_cluster: PositiveInt = 4, images: PositiveInt = 8, every: int | None = None
+    ) -> None:
         super().__init__(every)
-        check_range(self, "[1, inf)", per_cluster=per_cluster, images=images)
         self.per_cluster = per_cluster
         self.images = images
         self._has_images = False

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from pflight.federation import Federation
-from pflight.options import check_range, checked
+from pflight.options import PositiveInt, checked
 from pflight.runs.files import replacing
 from pflight.runs.folder import PICTURES
 
@@ -81,9 +81,8 @@ class RepeatedPicture(Picture):
         ConfigurationError: If ``every`` is below 1.
     """
 
-    def __init__(self, every: int | None = None) -> None:
+    def __init__(self, every: PositiveInt | None = None) -> None:
         super().__init__()
-        check_range(self, "[1, inf)", every=every)
         self.every = every
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

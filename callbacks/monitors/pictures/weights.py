@@ -14,7 +14,7 @@ from pflight.data.client_names import room_for
 from pflight.data.palette import COLORS, FAINT, line_style
 from pflight.errors import ConfigurationError
 from pflight.federation import Federation
-from pflight.options import check_range, checked
+from pflight.options import NonNegativeInt, check_range, checked
 
 from .picture import RepeatedPicture, new_figure, stacked, unstacked
 
@@ -58,12 +58,11 @@ class AggregationWeights(RepeatedPicture):
     def __init__(
         self,
         layers: Sequence[str] | None = None,
-        client: int = 0,
+        client: NonNegativeInt = 0,
         clients: Sequence[int] | None = None,
         every: int | None = None,
     ) -> None:
         super().__init__(every)
-        check_range(self, "[0, inf)", client=client)
         for other in clients or ():
             check_range(self, "[0, inf)", clients=other)
         self.layers = layers
