@@ -111,6 +111,10 @@ def test_what_needs_no_lightning_does_not_import_it() -> None:
             ["compare", "-c", QUICKSTART, "-m", "mine.yaml"],
             "argument --methods/-m: there is no config file 'mine.yaml'",
         ),
+        (
+            ["compare", "-c", QUICKSTART, "-m", "fedavg", "--trainer.max_epochs=3"],
+            "there is no option trainer.max_epochs: give options of runs by --set trainer.max_epochs=",
+        ),
         (["test", "--ckpt_paht=last"], "there is no option ckpt_paht: did you mean ckpt_path?"),
         (["deploy", "sever"], "there is no command sever: did you mean server?"),
         (["deploy", "demo", "--nodes=0"], "argument --nodes: 0 is no positive number"),

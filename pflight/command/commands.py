@@ -66,8 +66,11 @@ class CommandParser(argparse.ArgumentParser):
             options.run_options, rest = rest, []
         if rest:
             name = rest[0].partition("=")[0].lstrip("-")
-            strange = f"unrecognized arguments: {' '.join(rest)}"
-            self.error(no_option(name, known) if rest[0].startswith("-") else strange)
+            if not rest[0].startswith("-"):
+                self.error(f"unrecognized arguments: {' '.join(rest)}")
+            if "set" in known and name.startswith(("trainer.", "data.", "model.")):
+                self.error(f"there is no option {name}: give options of runs by --set {name}=...")
+            self.error(no_option(name, known))
         return options, rest
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -1,0 +1,1 @@
+"""Runs: folders, checkpoints, client memory, ranks and signals."""
