@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from pflight.errors import ConfigurationError
+
 from .files import full_disk, replacing
 from .memory_files import locate, named_by, sync
 

@@ -17,14 +17,15 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .checkpoint import AtomicCheckpointIO
 from pflight.data.client_names import check_names
 from pflight.data.data_module import FederatedDataModule
-from pflight.errors import ConfigurationError
 from pflight.data.loaders import warn_of_loader_options
-from .memory import ClientMemory, MappedMemory
-from pflight.options import described, differing, whole
+from pflight.errors import ConfigurationError
 from pflight.messages import OWN_BATCHES
+from pflight.options import described, differing, whole
+
+from .checkpoint import AtomicCheckpointIO
+from .memory import ClientMemory, MappedMemory
 
 _PROCESSES_PER_CORE = 4
 _HERE = ("127.0.0.1", "localhost")  # which no other machine can reach

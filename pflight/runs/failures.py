@@ -8,9 +8,10 @@ from itertools import chain
 
 import torch
 
-from .distributed import gather, is_distributed
 from pflight.errors import ClientError
 from pflight.states.updates import ClientFailure
+
+from .distributed import gather, is_distributed
 
 
 class Failures:

@@ -16,8 +16,9 @@ from textwrap import indent
 import yaml  # type: ignore[import-untyped]
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from .checkpoint import is_whole, rounds_so_far, steps_so_far
 from pflight.errors import ConfigurationError, TakenError
+
+from .checkpoint import is_whole, rounds_so_far, steps_so_far
 from .files import partial_of, replacing
 from .locks import hold, holder, release
 from .memory_files import MEMORY, TABLES, clear, is_needed, sync

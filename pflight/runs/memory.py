@@ -12,8 +12,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from .distributed import gather, gather_to_first
 from pflight.errors import ConfigurationError
+from pflight.states.state import entries
+
+from .distributed import gather, gather_to_first
 from .memory_files import (
     MEMORY,
     Entry,
@@ -34,7 +36,6 @@ from .memory_files import (
     table_of,
     tensors,
 )
-from pflight.states.state import entries
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pflight.errors import ConfigurationError
+
 from .locks import hold
 
 if TYPE_CHECKING:

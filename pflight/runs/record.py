@@ -9,18 +9,19 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
 
-from .checks import check_record, other_options
 from pflight.clients import Clients
-from .distributed import owned
 from pflight.engines.choice import Choice
 from pflight.errors import ConfigurationError
-from pflight.states.frozen import check_frozen, digests_of
-from pflight.states.head import marked
 from pflight.history import Journal, Traffic, load_history
 from pflight.options import described
-from .same_data import difference, record_of
-from pflight.states.server_models import check_finite
 from pflight.server_callback import ServerCallback
+from pflight.states.frozen import check_frozen, digests_of
+from pflight.states.head import marked
+from pflight.states.server_models import check_finite
+
+from .checks import check_record, other_options
+from .distributed import owned
+from .same_data import difference, record_of
 
 _log = logging.getLogger("lightning.pytorch.pflight")
 

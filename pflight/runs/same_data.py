@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pflight.data.data_module import FederatedDataModule
-from pflight.errors import ConfigurationError
 from pflight.data.loaders import Split
+from pflight.errors import ConfigurationError
 
 _WORDS: dict[Split, str] = {"train": "training", "val": "validation", "test": "test"}
 _NAMED = 5  # clients

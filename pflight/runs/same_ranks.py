@@ -8,14 +8,15 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .checks import settings_of
 from pflight.clients import Clients
-from .distributed import gather, is_distributed
-from pflight.errors import ConfigurationError
 from pflight.data.fingerprint import checksum_of
+from pflight.errors import ConfigurationError
 from pflight.options import described
-from .same_data import record_of
 from pflight.server_callback import ServerCallback
+
+from .checks import settings_of
+from .distributed import gather, is_distributed
+from .same_data import record_of
 
 _SAMPLES, _WEIGHTS = "the clients' samples", "the initial weights"
 

@@ -21,8 +21,9 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from .distributed import all_max, lost_rank
 from pflight.errors import Stopped
+
+from .distributed import all_max, lost_rank
 from .files import causes
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
