@@ -113,7 +113,7 @@ def test_what_needs_no_lightning_does_not_import_it() -> None:
         ),
         (
             ["compare", "-c", QUICKSTART, "-m", "fedavg", "--trainer.max_epochs=3"],
-            "there is no option trainer.max_epochs: give options of runs by --set trainer.max_epochs=",
+            "there is no option trainer.max_epochs: give options of runs by --set ",
         ),
         (["test", "--ckpt_paht=last"], "there is no option ckpt_paht: did you mean ckpt_path?"),
         (["deploy", "sever"], "there is no command sever: did you mean server?"),
