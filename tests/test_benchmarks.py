@@ -31,6 +31,7 @@ from benchmarks.peers.networks import accuracy, load_weights, make_network
 from benchmarks.peers.processes import RowError, Run, marked, run_row
 from benchmarks.peers.table import Result, distance, save, write_table
 from benchmarks.peers.workloads import WORKLOADS, Record, Task, Weights, Workload
+from benchmarks.size import code_lines, files_of_a_round
 from pflight.datamodules import TensorClients
 from pflight.models import McMahanCNN
 
@@ -375,3 +376,15 @@ def test_rounds_of_a_device_are_counted(gpu: Any) -> None:
 def test_cohort_in_a_workloads_name(gpu: Any, data: Path) -> None:
     assert gpu.task_of("W3", data).workload.cohort == 100
     assert gpu.task_of("W3x7", data).workload.cohort == 7
+
+
+def test_lines_are_those_with_code() -> None:
+    code = ["x = (  # what", "    1,", ")", "", "# why", "def f():"]
+    source = ['"""About it,', "", 'at length."""', "", *code, '    """Do."""']
+    assert code_lines("\n".join(source)) == 4
+
+
+def test_a_round_enters_the_federation() -> None:
+    entered = files_of_a_round()
+    assert {"federation.py", "fedavg.py", "clients.py"} < entered
+    assert len(entered) < 60
