@@ -53,8 +53,8 @@ class FedBABU(FedAvg):
     Args:
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`, for the body.
-        head: The layers of the head; by default the last linear layer, or what the client's own
-            client method says.
+        head: The layers of the head; by default those of the module that the client module names,
+            or its last layer, or what the client's own client method says.
         finetune: What is fine-tuned: ``"full"`` for the whole network, the default, ``"head"`` or
             ``"body"``.
 

@@ -30,7 +30,7 @@ class SharedPart(FedAvg):
     - FedPer (Arivazhagan et al. 2019): the head is private, ``private=Layers(head=True)``, or the
       last layers, ``private=Layers(last=2)``.
     - LG-FedAvg (Liang et al. 2020): all but the head is private, ``shared=Layers(head=True)``, or
-      the first layers, ``shared=Layers(last=2)``.
+      the first layers, with ``shared=Layers(last=2)``.
     - FedBN (Li et al. 2021): normalisation is private, ``private=Layers(types=nn.BatchNorm2d)``.
 
     With nothing private it is FedAvg; with nothing shared it is
