@@ -21,7 +21,7 @@ class BodyOnly(HeadFirst):
     evaluation mode.
 
     Args:
-        head: The layers of the head, as of :class:`~pflight.models.HeadFirst`.
+        head: The layers of the head, as of :class:`~pflight.models.client_methods.HeadFirst`.
         finetune: What is fine-tuned: ``"full"``, ``"head"`` or ``"body"``.
     """
 
