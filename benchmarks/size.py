@@ -20,6 +20,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import lightning as L
+
+from pflight import Federation
+from pflight.callbacks import FedAvg
+from pflight.datamodules import Digits
+from pflight.models import MLP, Classifier
+
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "pflight"
 BUDGETS = {"command": 1_000, "runs": 1_000, "deploy": 2_200, "experiments": 2_500}
@@ -74,13 +81,6 @@ def lines_in(folder: Path) -> int:
 
 def files_of_a_round() -> set[str]:
     """Return the files of ``pflight/`` that a round of FedAvg enters."""
-    import lightning as L
-
-    from pflight import Federation
-    from pflight.callbacks import FedAvg
-    from pflight.datamodules import Digits
-    from pflight.models import MLP, Classifier
-
     entered: set[str] = set()
 
     def note(frame: FrameType, event: str, _: Any) -> None:

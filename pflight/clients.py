@@ -432,11 +432,11 @@ class Clients(ClientWork):
         returns: Iterable[str] | None = None,
     ) -> ClientUpdates:
         """Have the clients of a chunk do something with what they are sent; count what travels."""
-        current, client_method = self.current, self.callback
-        assert client_method is not None
+        current, callback = self.current, self.callback
+        assert callback is not None
         entry = current.entry
         entry.clients += clients.tolist()
-        entry.bytes_down += client_method.bytes_down(clients, sent)
+        entry.bytes_down += callback.bytes_down(clients, sent)
         answers = current.answers(clients)
         if not answers.all():
             entry.failed += clients[~answers].tolist()
@@ -444,10 +444,10 @@ class Clients(ClientWork):
         updates = work(clients, sent)
         self.note_failures(updates.failures)
         add_logs(current.logs, updates.logs)
-        returned = client_method.sent_names if returns is None else returns
+        returned = callback.sent_names if returns is None else returns
         updates = replace(updates, states=updates.states.select(*returned))
         self.buffers.look(clients, sent, updates, entry.index)
-        entry.bytes_up += client_method.bytes_up(updates)
+        entry.bytes_up += callback.bytes_up(updates)
         return updates
 
     def _train(

@@ -18,7 +18,6 @@ from pflight.options import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    check_range,
     checked,
 )
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
@@ -85,18 +84,16 @@ class PFedHN(ServerCallback):
 
     def __init__(
         self,
-        private_layers: int = 0,
+        private_layers: NonNegativeInt = 0,
         embedding_dim: PositiveInt | None = None,
         hidden_dim: PositiveInt = 100,
-        hidden_layers: int = 3,
+        hidden_layers: NonNegativeInt = 3,
         lr: NonNegativeFloat = 0.01,
         embedding_lr: NonNegativeFloat | None = None,
         clip: PositiveFloat | None = 50.0,
         newcomer_steps: NonNegativeInt = 20,
     ) -> None:
         super().__init__(buffers="local")
-        counts = {"private_layers": private_layers, "hidden_layers": hidden_layers}
-        check_range(self, "[0, inf)", **counts)
         self.private_layers = private_layers
         self.embedding_dim = embedding_dim
         self.lr = lr

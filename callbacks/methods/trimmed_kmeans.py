@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.options import Interval, PositiveInt, check_range, checked
+from pflight.options import Interval, PositiveInt, checked
 from pflight.randomness import Purpose, derive_seed
 from pflight.server_callback import ServerCallback
 from pflight.states.state import entries, expand_state
@@ -78,13 +78,11 @@ class TrimmedKMeans(MultiCenter):
         trim: Literal["coordinate", "radius"] = "coordinate",
         estimate: Literal["mean", "median"] = "mean",
         init_epochs: PositiveInt = 10,
-        num_restarts: int = 20,
-        num_iterations: int = 8,
+        num_restarts: PositiveInt = 20,
+        num_iterations: PositiveInt = 8,
         buffers: Literal["shared", "local", "reset"] = "shared",
     ) -> None:
         super().__init__(num_clusters, buffers=buffers)
-        iterations = {"num_restarts": num_restarts, "num_iterations": num_iterations}
-        check_range(self, "[1, inf)", **iterations)
         self.beta = beta
         self.init_epochs = init_epochs
         self.num_restarts = num_restarts

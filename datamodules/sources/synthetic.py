@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from pflight.datamodules.partitions.partition import ByUser
 from pflight.datamodules.partitions.partitioned import PartitionedDataModule
 from pflight.datamodules.partitions.samples import Samples
 from pflight.errors import ConfigurationError
-from pflight.options import NonNegativeFloat, NonNegativeInt, PositiveInt, check_range, checked
+from pflight.options import Interval, NonNegativeFloat, NonNegativeInt, PositiveInt, checked
 from pflight.randomness import Purpose, numpy_generator
 
 Floats = NDArray[np.float64]
@@ -244,19 +244,15 @@ class ClusteredSynthetic(KnownClusters):
         difference: Difference = "labels",
         shift: float = 1.0,
         num_clients: PositiveInt = 40,
-        samples_per_client: int = 100,
-        num_features: int = 4,
+        samples_per_client: PositiveInt = 100,
+        num_features: PositiveInt = 4,
         num_classes: PositiveInt = 10,
         spread: NonNegativeFloat = 0.25,
-        val_fraction: float = 0.1,
-        test_fraction: float = 0.2,
+        val_fraction: Annotated[float, Interval("[0, 1)")] = 0.1,
+        test_fraction: Annotated[float, Interval("[0, 1)")] = 0.2,
         seed: NonNegativeInt = 0,
         **kwargs: Any,
     ) -> None:
-        shares = {"val_fraction": val_fraction, "test_fraction": test_fraction}
-        sizes = {"samples_per_client": samples_per_client, "num_features": num_features}
-        check_range(self, "[1, inf)", **sizes)
-        check_range(self, "[0, 1)", **shares)
         blobs = _Blobs(
             samples_per_client,
             num_features,

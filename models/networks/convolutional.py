@@ -48,14 +48,12 @@ class McMahanCNN(nn.Module):
 
     def __init__(
         self,
-        num_classes: int = 10,
-        in_channels: int = 1,
+        num_classes: PositiveInt = 10,
+        in_channels: PositiveInt = 1,
         image_size: Annotated[int, Interval("[4, inf)")] = 28,
-        hidden: int = 512,
+        hidden: PositiveInt = 512,
     ) -> None:
         super().__init__()
-        sizes = {"num_classes": num_classes, "in_channels": in_channels, "hidden": hidden}
-        check_range(self, "[1, inf)", **sizes)
         self.conv1 = nn.Conv2d(in_channels, 32, kernel_size=5, padding=2)
         self.conv2 = nn.Conv2d(32, 64, kernel_size=5, padding=2)
         self.hidden = nn.Linear(64 * (image_size // 4) ** 2, hidden)
@@ -135,10 +133,13 @@ class CelebACNN(nn.Module):
         https://arxiv.org/abs/1812.01097.
     """
 
-    def __init__(self, num_classes: int = 2, in_channels: int = 3, image_size: int = 84) -> None:
+    def __init__(
+        self,
+        num_classes: PositiveInt = 2,
+        in_channels: PositiveInt = 3,
+        image_size: PositiveInt = 84,
+    ) -> None:
         super().__init__()
-        sizes = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
-        check_range(self, "[1, inf)", **sizes)
         self.conv1 = nn.Conv2d(in_channels, 32, kernel_size=3, padding=1)
         self.norm1 = nn.BatchNorm2d(32)
         self.conv2 = nn.Conv2d(32, 32, kernel_size=3, padding=1)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from pflight.errors import ConfigurationError, described
-from pflight.options import Interval, NonNegativeInt, PositiveInt, check_range, checked
+from pflight.options import Interval, NonNegativeInt, PositiveInt, checked
 from pflight.randomness import Purpose, generator, shuffled
 
 from .augmentation import Augmentation
@@ -97,8 +97,8 @@ class FederatedDataModule(L.LightningDataModule):
         cohort_sampling: Literal["uniform", "samples"] = "uniform",
         availability: float = 1.0,
         dropout: float = 0.0,
-        batch_size: int | None = 32,
-        eval_batch_size: int | None = 1024,
+        batch_size: PositiveInt | None = 32,
+        eval_batch_size: PositiveInt | None = 1024,
         eval_chunk: PositiveInt = 64,
         holdout_clients: Annotated[float, Interval("[0, 1)")] = 0.0,
         augmentation: Augmentation | None = None,
@@ -106,8 +106,6 @@ class FederatedDataModule(L.LightningDataModule):
     ) -> None:
         super().__init__()
         check_cohort_options(self, cohort_size, participation, availability, dropout)
-        sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size}
-        check_range(self, "[1, inf)", **sizes)
         if num_classes is not None:
             self.num_classes = num_classes
         self.cohort_size = cohort_size
