@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from pflight import Federation, compare_command
+from pflight import Federation
 from pflight.callbacks import Local
 from pflight.callbacks.monitors.pictures.picture import new_figure
+from pflight.command import compare_command
 from pflight.command.cli import main
 from pflight.command.commands import parser as front_door
 from pflight.experiments.jobs import Jobs

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from pflight import host
 from pflight.callbacks import (
     APPLE,
     L2GD,
@@ -24,6 +23,7 @@ from pflight.callbacks import (
 )
 from pflight.errors import ConfigurationError
 from pflight.models import Classifier, ElasticClient
+from pflight.runs import host
 from tests.runs import linear_client, run, small_data
 
 PARAMETERS = 4 * 15  # bytes of the linear client

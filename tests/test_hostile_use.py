@@ -16,7 +16,7 @@ import torch
 import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from pflight import cli, process
+from pflight.command import cli, process
 from pflight.command.cli import main
 from pflight.engines.time_limit import ClientTimeout, time_limit
 from pflight.errors import ConfigurationError

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pflight import catalogue
+from pflight.command import catalogue
 from pflight.datamodules import TensorClients
 from pflight.datamodules.partitions.held_out import HeldOut
 from pflight.errors import ConfigurationError
