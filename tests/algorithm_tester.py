@@ -182,16 +182,25 @@ class AlgorithmTester:
     """Puts an algorithm through everything that does not depend on its mathematics."""
 
     @pytest.fixture(
+        scope="class",
         params=[
             pytest.param(name, marks=[pytest.mark.fast] if name in ONE_OF_EACH_KIND else [])
             for name in ALGORITHMS
-        ]
+        ],
     )
-    def algorithm(self, request: pytest.FixtureRequest) -> Algorithm:
+    @classmethod
+    def algorithm(cls, request: pytest.FixtureRequest) -> Algorithm:
         return ALGORITHMS[request.param]
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def trained(cls, algorithm: Algorithm) -> Federation:
+        """Return the run that others are compared with. No test changes it."""
+        return cls.train(algorithm)
+
+    @classmethod
     def train(
-        self,
+        cls,
         algorithm: Algorithm,
         rounds: int = 3,
         data: TensorClients | None = None,
@@ -203,28 +212,30 @@ class AlgorithmTester:
         client = make(algorithm.client if kind is None else kind)
         return run(client, data, algorithm.callback(), rounds, **options)
 
-    def test_the_same_seed_gives_the_same_run(self, algorithm: Algorithm) -> None:
-        torch.manual_seed(1)
-        one = self.train(algorithm)
+    def test_the_same_seed_gives_the_same_run(
+        self, algorithm: Algorithm, trained: Federation
+    ) -> None:
         torch.manual_seed(2)
-        assert_equal(one, self.train(algorithm))
+        assert_equal(trained, self.train(algorithm))
 
-    def test_resumed_is_uninterrupted(self, algorithm: Algorithm, tmp_path: Path) -> None:
-        client_method = self.train(algorithm, rounds=2)
-        client_method.trainer.save_checkpoint(tmp_path / "half.ckpt")
+    def test_resumed_is_uninterrupted(
+        self, algorithm: Algorithm, trained: Federation, tmp_path: Path
+    ) -> None:
+        stopped = self.train(algorithm, rounds=2)
+        stopped.trainer.save_checkpoint(tmp_path / "half.ckpt")
         torch.load(tmp_path / "half.ckpt", weights_only=True)
-        resumed = self.train(algorithm, rounds=4, ckpt_path=tmp_path / "half.ckpt")
-        assert_equal(resumed, self.train(algorithm, rounds=4))
+        assert_equal(self.train(algorithm, ckpt_path=tmp_path / "half.ckpt"), trained)
 
-    def test_loaded_is_saved(self, algorithm: Algorithm, tmp_path: Path) -> None:
-        federation = self.train(algorithm)
-        federation.trainer.save_checkpoint(tmp_path / "run.ckpt")
+    def test_loaded_is_saved(
+        self, algorithm: Algorithm, trained: Federation, tmp_path: Path
+    ) -> None:
+        trained.trainer.save_checkpoint(tmp_path / "run.ckpt")
         loaded = Federation.load_from_checkpoint(
             tmp_path / "run.ckpt",
             client=dropout_client(algorithm.client),
             callback=algorithm.callback(),
         )
-        assert_equal(federation, loaded)
+        assert_equal(trained, loaded)
 
     def test_both_engines_agree(self, algorithm: Algorithm) -> None:
         """Also where BatchNorm and momentum keep something of what a client has seen."""
@@ -250,20 +261,20 @@ class AlgorithmTester:
                 left, right, rtol=algorithm.tolerance, atol=algorithm.tolerance
             )
 
-    def test_the_callback_is_pickled_and_copied(self, algorithm: Algorithm) -> None:
-        callback = algorithm.callback()
+    def test_the_callback_is_pickled_and_copied(
+        self, algorithm: Algorithm, trained: Federation
+    ) -> None:
+        callback, data = algorithm.callback(), small_data(cohort_size=3)
         for other in (pickle.loads(pickle.dumps(callback)), copy.deepcopy(callback)):
             assert type(other) is type(callback)
-            assert_equal(
-                run(dropout_client(algorithm.client), small_data(), other, 2),
-                self.train(algorithm, 2, small_data()),
-            )
+            assert_equal(run(dropout_client(algorithm.client), data, other, 3), trained)
 
-    def test_a_callback_that_was_used_before_is_as_a_new_one(self, algorithm: Algorithm) -> None:
-        used, data = algorithm.callback(), small_data()
-        run(dropout_client(algorithm.client), data, used, 3, seed=1)
-        again = run(dropout_client(algorithm.client), data, used)
-        assert_equal(again, self.train(algorithm, 1, data))
+    def test_a_callback_that_was_used_before_is_as_a_new_one(
+        self, algorithm: Algorithm, trained: Federation
+    ) -> None:
+        used, client = algorithm.callback(), dropout_client(algorithm.client)
+        run(client, small_data(), used, 3, seed=1)
+        assert_equal(run(client, small_data(cohort_size=3), used, 3), trained)
 
     def test_every_client_can_be_asked_and_tested(self, algorithm: Algorithm) -> None:
         data = small_data(cohort_size=3, holdout_clients=0.34)
@@ -356,10 +367,11 @@ class AlgorithmTester:
         for one, other in zip(here.history, there.history, strict=True):
             assert (one.bytes_down, one.bytes_up) == (other.bytes_down, other.bytes_up)
 
-    def test_finetuning_changes_no_training(self, algorithm: Algorithm) -> None:
+    def test_finetuning_changes_no_training(
+        self, algorithm: Algorithm, trained: Federation
+    ) -> None:
         tuned = self.train(algorithm, finetune_epochs=1)
-        plain = self.train(algorithm)
-        for left, right in zip(tuned.server_states(), plain.server_states(), strict=True):
+        for left, right in zip(tuned.server_states(), trained.server_states(), strict=True):
             assert_same(left, right)
         assert "val/finetuned/macro_acc" in tuned.history[-1].metrics
 

@@ -1,0 +1,365 @@
+"""Plant defects in the code, and count those that the tests of ``./check`` find.
+
+    python benchmarks/defects.py map          # which test enters which line; as long as ./check all
+    python benchmarks/defects.py plant        # 200 defects, each in a process of its own
+
+A defect changes one place of the core, the methods or the client modules: a comparison, a sign, a
+number, a condition or a statement. It is planted in memory, also in the processes that tests start,
+and no file changes. The tests that enter its line then run, those of the fewest lines first, until
+one fails: first the tests of ``./check``, then those that only ``./check all`` runs. For each part
+``--seconds`` limits the time of its tests. The same ``--seed`` plants the same defects.
+
+The last line says how many of the defects that any test finds the short check finds by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import json
+import multiprocessing
+import os
+import random
+import re
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("pflight", "models", "callbacks/methods")
+WITHOUT = ("pflight/deploy", "pflight/experiments", "pflight/command")
+MAP = ROOT / "build" / "defects"
+PLANTED = "PFLIGHT_PLANTED"
+PRELOADED = [
+    "torch",
+    "lightning.pytorch",
+    "torchmetrics",
+    "tensordict",
+    "sklearn.datasets",
+    "pytest",
+]
+FOUND, MISSED, NONE = "found", "missed", "no test"
+
+_SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Pow: ast.Mult,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+
+
+class Defect(NamedTuple):
+    """One change: the place is the number of the node in the walk of its file's tree."""
+
+    file: str
+    node: int
+    line: int
+    text: str
+
+
+class _Planter(ast.NodeVisitor):
+    """Lists a tree's places for a defect, and plants one in it."""
+
+    def __init__(self, planted: int | None = None) -> None:
+        self.planted, self.found, self._count = planted, [], 0  # type: ignore[var-annotated]
+        self._inside = 0
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        number, self._count = self._count, self._count + 1
+        if self._is_left_out(node):
+            return node
+        function = isinstance(node, ast.FunctionDef)
+        self._inside += function
+        for name, value in ast.iter_fields(node):
+            if name in ("annotation", "returns", "decorator_list", "bases", "msg", "exc"):
+                continue
+            if isinstance(value, list):
+                value[:] = [self.visit(e) if isinstance(e, ast.AST) else e for e in value]
+            elif isinstance(value, ast.AST):
+                setattr(node, name, self.visit(value))
+        self._inside -= function
+        changed = _changed(node) if self._inside else None
+        if changed is None:
+            return node
+        self.found.append((number, node))
+        return ast.copy_location(changed, node) if number == self.planted else node
+
+    @staticmethod
+    def _is_left_out(node: ast.AST) -> bool:
+        """Leave out messages, type checking and texts: few tests ought to hold them."""
+        match node:
+            case ast.Raise() | ast.JoinedStr() | ast.Assert() | ast.Import() | ast.ImportFrom():
+                return True
+            case ast.Call(func=ast.Attribute(attr="warn" | "info" | "debug" | "warning")):
+                return True
+            case ast.Call(func=ast.Name(id="warn" | "cast")):
+                return True
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                return True
+            case ast.FunctionDef(name="__repr__" | "__str__"):
+                return True
+        return False
+
+
+def _changed(node: ast.AST) -> ast.AST | None:
+    """Return a changed copy of a node, or nothing where no defect fits."""
+    new: Any = copy.copy(node)
+    match node:
+        case ast.Compare(ops=[op]) if type(op) in _SWAPPED:
+            new.ops = [_SWAPPED[type(op)]()]
+        case ast.BinOp(op=op) | ast.BoolOp(op=op) | ast.AugAssign(op=op) if type(op) in _SWAPPED:
+            new.op = _SWAPPED[type(op)]()
+        case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
+            new = operand
+        case ast.Constant(value=bool(value)):
+            new.value = not value
+        case ast.Constant(value=int(value) | float(value)):
+            new.value = value + 1
+        case ast.If(test=test):
+            new.test = ast.UnaryOp(ast.Not(), test)
+        case ast.Expr(value=ast.Call()):
+            new = ast.Pass()
+        case _:
+            return None
+    return ast.fix_missing_locations(ast.copy_location(new, node))
+
+
+def defects_of(path: Path) -> list[Defect]:
+    """Return all defects that can be planted in a file."""
+    source = path.read_text()
+    planter = _Planter()
+    planter.visit(ast.parse(source))
+    lines, name = source.splitlines(), str(path.relative_to(ROOT))
+    return [
+        Defect(
+            name, number, node.lineno, f"{type(node).__name__}: {lines[node.lineno - 1].strip()}"
+        )
+        for number, node in planter.found
+    ]
+
+
+def plant(defect: Defect) -> None:
+    """Let this process see a defect wherever it imports the file."""
+    path = ROOT / defect.file
+    code = compile(_Planter(defect.node).visit(ast.parse(path.read_text())), str(path), "exec")
+    usual = SourceFileLoader.get_code
+
+    def get_code(self: SourceFileLoader, fullname: str) -> CodeType | None:
+        return code if Path(self.path).resolve() == path else usual(self, fullname)
+
+    SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+
+
+def plant_from_environment() -> None:
+    """Do it in a process that a test starts: the folder that Python looks into first calls this."""
+    if planted := os.environ.get(PLANTED):
+        plant(Defect(*json.loads(planted)))
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """As a plugin, cover also the tests that the usual coverage leaves out for their time."""
+    for item in items:
+        item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "no_cover"]
+
+
+def run_map(options: argparse.Namespace) -> None:
+    """Run tests, and keep which lines each of them enters and how long it takes."""
+    MAP.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"COVERAGE_FILE": str(MAP / "coverage"), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(ROOT / "benchmarks")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        str(options.workers),
+        "--dist",
+        "loadfile",
+    ]
+    command += ["-p", "defects", "--cov", "--cov-context=test", "--cov-report=", "--cov-append"]
+    command += [f"--junitxml={MAP / 'durations.xml'}", *options.tests]
+    subprocess.run(command, cwd=ROOT, env=environment, check=False)
+
+
+class Tests:
+    """The tests that enter a line, by what :func:`run_map` kept."""
+
+    def __init__(self) -> None:
+        self.kept = sqlite3.connect(MAP / "coverage", check_same_thread=False)
+        self.size: dict[str, int] = defaultdict(int)
+        for context, count in self.kept.execute(
+            "select context, count(*) from arc join context on context.id = context_id group by 1"
+        ):
+            self.size[context.rpartition("|")[0]] += count
+        del self.size[""]  # what imports enter
+        self.seconds = dict(_durations(MAP / "durations.xml"))
+        self.short = set(collected("-m", "not long"))
+
+    def entering(self, file: str) -> dict[int, set[str]]:
+        """Return the tests that enter each line of a file."""
+        entering: dict[int, set[str]] = defaultdict(set)
+        rows = self.kept.execute(
+            "select context, abs(fromno), abs(tono) from arc"
+            " join file on file.id = file_id join context on context.id = context_id"
+            " where path like ?",
+            [f"%/{file}"],
+        )
+        for context, one, other in rows:
+            if test := context.rpartition("|")[0]:
+                entering[one].add(test)
+                entering[other].add(test)
+        return entering
+
+    def chosen(self, entering: set[str], short: bool, seconds: float) -> list[str]:
+        """Return tests that enter a line, of one part: the narrowest first, for some seconds."""
+        files = {test.partition("::")[0] for test in entering}
+        # The tests of a file may share a run, whose lines then count for the first of them.
+        mates = {test for test in self.size if test.partition("::")[0] in files} - entering
+        ordered = sorted(entering, key=self.size.__getitem__) + sorted(mates)
+        chosen, left = [], seconds
+        for test in ordered:
+            if (test in self.short) == short and left > 0:
+                chosen.append(test)
+                left -= self.seconds.get(test, 0.1)
+        return chosen
+
+
+def _durations(path: Path) -> Iterator[tuple[str, float]]:
+    """Return the seconds of tests, by their names for pytest."""
+    for case in ET.parse(path).iter("testcase"):
+        parts = case.attrib["classname"].split(".")
+        classes = [part for part in parts if part[:1].isupper()]
+        file = "/".join(parts[: len(parts) - len(classes)]) + ".py"
+        yield "::".join([file, *classes, case.attrib["name"]]), float(case.attrib["time"])
+
+
+def collected(*options: str) -> list[str]:
+    """Return the names of the tests that pytest collects."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def _run_tests(defect: Defect, tests: list[str], folder: str) -> None:
+    """Run tests with a defect, and end with pytest's status."""
+    import pytest
+
+    os.setsid()
+    os.chdir(ROOT)
+    os.environ |= {PLANTED: json.dumps(defect), "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    plant(defect)
+    sys.path.insert(0, str(ROOT))
+    os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *tests]))
+
+
+def try_tests(defect: Defect, tests: list[str], seconds: float, folder: str) -> str:
+    """Return whether tests find a defect; those that then never end do."""
+    if not tests:
+        return NONE
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=_run_tests, args=(defect, tests, folder))
+    process.start()
+    process.join(3 * seconds + 60)
+    if process.is_alive():
+        os.killpg(process.pid, 9)
+        process.join()
+        return FOUND
+    return MISSED if process.exitcode == 0 else FOUND
+
+
+def run_plant(options: argparse.Namespace) -> None:
+    """Plant defects, and print what finds each of them."""
+    tests = Tests()
+    files = [
+        path
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if not str(path.relative_to(ROOT)).startswith(WITHOUT)
+    ]
+    entering = {
+        str(path.relative_to(ROOT)): tests.entering(str(path.relative_to(ROOT))) for path in files
+    }
+    every = [
+        defect
+        for path in files
+        for defect in defects_of(path)
+        if entering[defect.file][defect.line]
+        and re.search(options.only, f"{defect.file}:{defect.line}")
+    ]
+    defects = random.Random(options.seed).sample(every, min(options.count, len(every)))
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    print(
+        f"{len(defects)} of {len(every)} defects\n\n| defect | ./check | the rest |\n|---|---|---|"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        text = f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n"
+        Path(folder, "sitecustomize.py").write_text(
+            text + "import defects; defects.plant_from_environment()\n"
+        )
+
+        def judge(defect: Defect) -> tuple[str, str]:
+            by = entering[defect.file][defect.line]
+            short, rest = (tests.chosen(by, part, options.seconds) for part in (True, False))
+            by_short = try_tests(defect, short, options.seconds, folder)
+            by_rest = "" if by_short == FOUND else try_tests(defect, rest, options.seconds, folder)
+            print(f"| `{defect.file}:{defect.line}` `{defect.text}` | {by_short} | {by_rest} |")
+            sys.stdout.flush()
+            return by_short, by_rest
+
+        with ThreadPoolExecutor(options.workers) as pool:
+            results = list(pool.map(judge, defects))
+    short = sum(by_short == FOUND for by_short, _ in results)
+    whole = short + sum(by_rest == FOUND for _, by_rest in results)
+    share = f" ({short / whole:.1%})" if whole else ""
+    print(f"\nfound by any test: {whole} of {len(defects)}; by ./check: {short}{share}")
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    kinds = parser.add_subparsers(required=True)
+    mapping = kinds.add_parser("map", help="run tests, and keep which lines they enter")
+    mapping.add_argument("tests", nargs="*", help="for pytest: all tests unless given")
+    mapping.set_defaults(run=run_map)
+    planting = kinds.add_parser("plant", help="plant defects, and run the tests that enter them")
+    planting.add_argument("--count", type=int, default=200)
+    planting.add_argument("--seed", type=int, default=0)
+    planting.add_argument("--seconds", type=float, default=120, help="of tests, for each part")
+    planting.add_argument("--only", default="", help="a pattern of `file:line`")
+    planting.set_defaults(run=run_plant)
+    for each in (mapping, planting):
+        each.add_argument("--workers", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    options.run(options)
+
+
+if __name__ == "__main__":
+    main()
