@@ -175,19 +175,21 @@ ALGORITHMS = {
 
 
 ONE_OF_EACH_KIND = ("FedAvg", "FedSGD", "FeSEM", "FedEC", "pFedLA", "Ditto", "SCAFFOLD", "FedRep")
-"""What `./check fast` runs: those that average, that cluster, that remember, and so on."""
+"""Those that average, that cluster, that remember, and so on: `./check fast` runs these."""
+
+OF_EACH_KIND = [
+    pytest.param(
+        name, id=name, marks=pytest.mark.fast if name in ONE_OF_EACH_KIND else pytest.mark.alike
+    )
+    for name in ALGORITHMS
+]
+"""All algorithms, for tests that `./check` runs with one of each kind."""
 
 
 class AlgorithmTester:
     """Puts an algorithm through everything that does not depend on its mathematics."""
 
-    @pytest.fixture(
-        scope="class",
-        params=[
-            pytest.param(name, marks=[pytest.mark.fast] if name in ONE_OF_EACH_KIND else [])
-            for name in ALGORITHMS
-        ],
-    )
+    @pytest.fixture(scope="class", params=OF_EACH_KIND)
     @classmethod
     def algorithm(cls, request: pytest.FixtureRequest) -> Algorithm:
         return ALGORITHMS[request.param]
@@ -218,6 +220,7 @@ class AlgorithmTester:
         torch.manual_seed(2)
         assert_equal(trained, self.train(algorithm))
 
+    @pytest.mark.each
     def test_resumed_is_uninterrupted(
         self, algorithm: Algorithm, trained: Federation, tmp_path: Path
     ) -> None:
@@ -237,6 +240,7 @@ class AlgorithmTester:
         )
         assert_equal(trained, loaded)
 
+    @pytest.mark.each
     def test_both_engines_agree(self, algorithm: Algorithm) -> None:
         """Also where BatchNorm and momentum keep something of what a client has seen."""
         client_method = algorithm.callback().client_method
@@ -351,6 +355,7 @@ class AlgorithmTester:
                 rounded = {name: value.float() for name, value in state.items()}
                 torch.testing.assert_close(rounded, single.client_state(i), rtol=0, atol=1e-4)
 
+    @pytest.mark.each
     def test_clients_may_be_on_machines_of_their_own(
         self, algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch
     ) -> None:

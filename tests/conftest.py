@@ -22,8 +22,10 @@ callback_connector._load_external_callbacks = cache(callback_connector._load_ext
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out of the coverage what are mostly whole runs, which take half as long again."""
+    """Mark what `./check` leaves out, and whole runs: coverage makes them half as long again."""
     for item in items:
+        if item.get_closest_marker("alike") and not item.get_closest_marker("each"):
+            item.add_marker(pytest.mark.long)
         if item.path.parent == Path(__file__).parent and not item.get_closest_marker("fast"):
             item.add_marker(pytest.mark.no_cover)
 

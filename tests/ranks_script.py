@@ -136,11 +136,11 @@ def different(what: str, **options: Any) -> str | None:
     return None
 
 
-def main(folder: str) -> None:
-    """Run every algorithm on two ranks, from the start and on from one rank's checkpoint."""
+def main(folder: str, *names: str) -> None:
+    """Run algorithms on two ranks, from the start and on from one rank's checkpoint."""
     two = {"strategy": "ddp", "devices": 2}
     results = {}
-    for name in ALGORITHMS:
+    for name in names:
         results[name] = fit(name, Path(folder) / "two", **two)
         saved = Path(folder) / "one" / f"{name}-epoch={SAVED - 1}.ckpt"
         results[f"{name} resumed"] = fit(name, Path(folder) / "resumed", saved, **two)

@@ -10,7 +10,13 @@ import torch
 from torch.testing import assert_close
 
 from tests import ranks_script
+from tests.algorithm_tester import ONE_OF_EACH_KIND
 from tests.ranks_script import ALGORITHMS, DIFFERENT, SAVED, fit
+
+NAMES = [
+    pytest.param(name, marks=() if name in ONE_OF_EACH_KIND else pytest.mark.alike)
+    for name in ALGORITHMS
+]
 
 
 @pytest.fixture(scope="module")
@@ -19,14 +25,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one(folder: Path) -> dict[str, Any]:
-    """What one rank computes; it also saves the checkpoints that two ranks resume."""
-    return {name: fit(name, folder / "one") for name in ALGORITHMS}
+def names(request: pytest.FixtureRequest) -> list[str]:
+    """Return the algorithms that the tests of this session ask for."""
+    cases = [getattr(item, "callspec", None) for item in request.session.items]
+    asked = {case.params.get("name") for case in cases if case is not None}
+    return [name for name in ALGORITHMS if name in {"FedAvg", *asked}]
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path, one: dict[str, Any]) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", ranks_script.__name__, str(folder)]
+def one(folder: Path, names: list[str]) -> dict[str, Any]:
+    """What one rank computes; it also saves the checkpoints that two ranks resume."""
+    return {name: fit(name, folder / "one") for name in names}
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, names: list[str], one: dict[str, Any]) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", ranks_script.__name__, str(folder), *names]
     root = Path(__file__).parents[1]
     done = subprocess.run(command, cwd=root, timeout=320, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -45,21 +59,21 @@ def assert_equal_results(one: dict[str, Any], two: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_rank_ends_as_one_would_alone(
     name: str, rank: int, one: dict[str, Any], two: list[dict[str, Any]]
 ) -> None:
     assert_equal_results(one[name], two[rank][name])
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_ranks_agree_bit_for_bit(name: str, two: list[dict[str, Any]]) -> None:
     assert_close(two[0][name]["server"], two[1][name]["server"], rtol=0, atol=0)
     for left, right in zip(two[0][name]["metrics"], two[1][name]["metrics"], strict=True):
         assert left == pytest.approx(right, rel=0, abs=0, nan_ok=True)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_go_on_from_the_checkpoint_of_one(
     name: str, one: dict[str, Any], two: list[dict[str, Any]]
 ) -> None:
@@ -68,7 +82,7 @@ def test_two_ranks_go_on_from_the_checkpoint_of_one(
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_one_rank_goes_on_from_the_checkpoint_of_two(
     name: str, folder: Path, one: dict[str, Any], two: list[dict[str, Any]]
 ) -> None:

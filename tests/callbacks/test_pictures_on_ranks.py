@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.testing import assert_close
 
@@ -24,6 +25,7 @@ def watched_run(folder: Path, **options: Any) -> dict[str, Any]:
     return {"models": pictures[0].state_dict(), "features": pictures[1].state_dict()}
 
 
+@pytest.mark.long
 def test_two_ranks_draw_what_one_does(tmp_path):
     command = [sys.executable, "-m", "tests.callbacks.test_pictures_on_ranks", str(tmp_path)]
     root = Path(__file__).parents[2]

@@ -115,7 +115,7 @@ def test_a_server_that_is_not_trusted(certificates: Path, tmp_path: Path) -> Non
         check_server(address, certificates / "ca.pem")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_supernode_whose_port_was_taken_meanwhile_ends(
     certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

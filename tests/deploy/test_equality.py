@@ -10,8 +10,6 @@ import torch
 
 from tests.deploy.machines import Machines, history
 
-pytestmark = pytest.mark.slow
-
 METHODS = {
     "FedAvg": "{class_path: FedAvg}",
     "FeSEM": "{class_path: FeSEM, init_args: {num_clusters: 2, mu: 0.1}}",
@@ -23,7 +21,9 @@ METHODS = {
 NODES = 5
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", ["FedAvg", *(pytest.param(name, marks=pytest.mark.long) for name in [*METHODS][1:])]
+)
 def test_five_nodes_over_tls_are_the_simulation(name: str, tmp_path: Path) -> None:
     """Weights, what clients are judged by, who took part, and what travelled."""
     machines = Machines(tmp_path, METHODS[name], NODES)

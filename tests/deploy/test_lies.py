@@ -413,6 +413,7 @@ def fuzzed(draw: random.Random, answer: RecordDict) -> RecordDict:
 
 
 @OF_KIND
+@pytest.mark.long
 def test_random_lies_are_used_or_leave_no_traces(kind: Kind, tmp_path: Path) -> None:
     def fuzz(asked: Asked, answer: RecordDict) -> RecordDict:
         return fuzzed(random.Random(100 * asked.round + asked.client), answer)

@@ -23,7 +23,7 @@ from pflight.deploy.certificates import make_certificates, make_key
 from pflight.deploy.messages import packed
 from tests.deploy.machines import LONG, Machines, history, left_behind
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 class Eavesdropper:

@@ -17,7 +17,7 @@ from pflight.data.loaders import Split
 from pflight.datamodules import FederatedDataModule
 from pflight.deploy.remote import Asked
 from pflight.errors import ConfigurationError
-from tests.algorithm_tester import ALGORITHMS
+from tests.algorithm_tester import ALGORITHMS, OF_EACH_KIND
 from tests.deploy.in_process import Deployed
 from tests.runs import (
     CLASSES,
@@ -45,7 +45,7 @@ def assert_same_run(here: Federation, there: Federation) -> None:
         assert one.metrics == pytest.approx(other.metrics, abs=1e-6, nan_ok=True)
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in REFUSED])
+@pytest.mark.parametrize("name", [case for case in OF_EACH_KIND if case.id not in REFUSED])
 def test_deployed_is_simulated(name: str, tmp_path: Path) -> None:
     algorithm = ALGORITHMS[name]
     data = small_data((5, 12, 7, 9), cohort_size=3)

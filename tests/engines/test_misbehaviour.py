@@ -168,6 +168,7 @@ def test_samples_to_train_on(
 
 @ENGINES
 @pytest.mark.parametrize(("bad", "reason"), SAMPLES.values(), ids=SAMPLES)
+@pytest.mark.long
 def test_samples_to_evaluate_on(
     bad: Callable[..., Any],
     reason: str,

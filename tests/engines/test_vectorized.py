@@ -330,6 +330,7 @@ def networks() -> st.SearchStrategy[nn.Module]:
     kind=st.sampled_from([Classifier, ProximalClient, ElasticClient]),
     epochs=st.integers(1, 2),
 )
+@pytest.mark.long
 def test_random_networks(
     network: nn.Module,
     counts: list[int],
@@ -583,6 +584,7 @@ def test_more_than_none_at_once() -> None:
 
 
 @pytest.mark.parametrize("make", [batchnorm_client, linear_client])
+@pytest.mark.long
 def test_the_same_run_twice_and_resumed(
     make: Callable[..., Classifier], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -658,6 +660,7 @@ class Leftovers(Callback):
     ("callback", "kind"),
     [(partial(FeSEM, 2), ProximalClient), (Reptile, ElasticClient), (FedSGD, Classifier)],
 )
+@pytest.mark.long
 def test_a_chunk_is_freed_before_the_next(
     callback: Callable[[], ServerCallback], kind: type[Classifier], engine: str
 ) -> None:

@@ -150,6 +150,7 @@ class TestFairness:
             ("model.local_epochs=2", set()),
         ],
     )
+    @pytest.mark.long
     def test_the_hashes_tell_what_differs(self, plain, option, kinds, tmp_path):
         (other,) = outcomes(finish(comparison(tmp_path, ["fedavg"], values_of([option]))))
         known = plain[0].fingerprints

@@ -55,6 +55,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results, str]:
 
 
 class TestRows:
+    @pytest.mark.long
     def test_a_method_that_raises_says_why(self, done):
         folder, results, said = done
         (row,) = [row for row in results.findings.rows if row.method == "raising"]
