@@ -2,14 +2,14 @@
 
     python benchmarks/papers.py run fedec --columns cifar10_100_2 --methods fedec_wo fedec_1 \
         --seeds 0 --root data --out runs/papers
-    python benchmarks/papers.py write --out runs/papers --page docs/papers.md
+    python benchmarks/papers.py write --out runs/papers
 
 ``papers.yaml`` has the experiments. A run is what ``pflight fit`` makes of a column's and a
 method's configuration, in a run folder of its own, ``OUT/fedec/cifar10_100_2/fedec_1/0``. As they
 were after each of the last rounds all clients are tested, and what each of them reached becomes a
 file in the folder ``tests`` there. A run that was killed goes on with the same command; one that is
 done is not made again. ``write`` puts the figures of the runs that are done into
-``docs/papers.csv``, and makes the tables of the page from these.
+``docs/papers.csv``, and makes the tables of ``docs/papers.md`` and of its appendix from these.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import lightning as L
 import numpy as np
 import yaml
 from cells import cell
-from claims import ENDS, Figure, claims_table, pairs, published
+from claims import ENDS, Figure, claims_table, details_table, pairs, published
 from lightning.pytorch.callbacks import LambdaCallback
 from numpy.typing import NDArray
 from quiet import quiet
@@ -57,8 +57,10 @@ FIGURE = ("experiment", "column", "method", "seed", "measure", "value")
 MOST_SEEDS = 10
 DIGITS = 4  # decimals in the csv, from which the tables are made
 TABLE = re.compile(
-    r"(<!-- (\w+)(?:/(\w+))?(?:: ([\w.]+ - [\w.]+|claims))? -->\n).*?(<!-- end -->)", re.DOTALL
+    r"(<!-- (\w+)(?:/(\w+))?(?:: ([\w.]+ - [\w.]+|claims|details))? -->\n).*?(<!-- end -->)",
+    re.DOTALL,
 )
+PAGES = [Path("docs/papers.md"), Path("docs/papers-appendix.md")]
 QUIET = [
     "--trainer.accelerator=cpu",
     "--trainer.enable_progress_bar=false",
@@ -366,11 +368,8 @@ def difference_table(experiment: str, column: str, pair: str, figures: dict[Figu
 
 def write(options: argparse.Namespace) -> None:
     """Add the figures of all runs that are done to those of earlier ones, and make the tables."""
-    kept = options.page.with_suffix(".csv")
-    figures: dict[Figure, float] = {}
-    if kept.is_file():
-        with kept.open(newline="", encoding="utf-8") as file:
-            figures = {tuple(row[:5]): float(row[5]) for row in list(csv.reader(file))[1:]}
+    kept = options.page[0].with_suffix(".csv")
+    figures = figures_in(kept) if kept.is_file() else {}
     for experiment in EXPERIMENTS:
         spec = EXPERIMENTS[experiment]
         runs = runs_of(experiment, None, spec["methods"], range(MOST_SEEDS), options)
@@ -389,20 +388,35 @@ def write(options: argparse.Namespace) -> None:
         rows = [(*figure, f"{value:.{DIGITS}f}") for figure, value in figures.items()]
         csv.writer(file, lineterminator="\n").writerows([FIGURE, *rows])
 
+    for page in options.page:
+        page.write_text(filled(page.read_text(encoding="utf-8"), figures), encoding="utf-8")
+
+
+def figures_in(file: Path) -> dict[Figure, float]:
+    """Return the figures in a file that :func:`write` has written."""
+    with file.open(newline="", encoding="utf-8") as lines:
+        return {tuple(row[:5]): float(row[5]) for row in list(csv.reader(lines))[1:]}
+
+
+def filled(page: str, figures: dict[Figure, float]) -> str:
+    """Return the text of a page with its tables made from figures."""
+
     def made(match: re.Match[str]) -> str:
-        start, experiment, column, pair, end = match.groups()
+        start, experiment, column, kind, end = match.groups()
         spec = EXPERIMENTS[experiment]
-        if pair == "claims":
+        if kind == "claims":
             titles = [MEASURES[measure][0] for measure in spec["claims"]["measures"]]
             content = claims_table(experiment, spec, figures, titles)
-        elif pair:
-            content = difference_table(experiment, column, pair, figures)
+        elif kind == "details":
+            titles = [MEASURES[measure][0] for measure in spec["measures"]]
+            content = details_table(experiment, column, spec, figures, titles)
+        elif kind:
+            content = difference_table(experiment, column, kind, figures)
         else:
             content = table(experiment, column, figures)
         return f"{start}\n{content}\n\n{end}"
 
-    page = options.page.read_text(encoding="utf-8")
-    options.page.write_text(TABLE.sub(made, page), encoding="utf-8")
+    return TABLE.sub(made, page)
 
 
 def runs_of(
@@ -455,7 +469,9 @@ def main() -> None:
     running.add_argument("--root", help="folder of the data sets, by default data")
     running.add_argument("--set", nargs="+", default=[], metavar="OPTION=VALUE")
     running.set_defaults(do=make)
-    writing.add_argument("--page", type=Path, default=Path("docs/papers.md"))
+    writing.add_argument(
+        "--page", type=Path, nargs="+", default=PAGES, help="the csv is beside the first"
+    )
     writing.set_defaults(do=write)
     options = parser.parse_args()
     quiet()

@@ -17,9 +17,9 @@ from pflight.options import NonNegativeInt, checked
 class CropAndFlip(Augmentation):
     """Shifts each image by up to ``padding`` pixels, and mirrors it with probability one half.
 
-    An image is padded with ``fill`` on all sides, and a window of its own size is cut out; all of
-    the ``(2 * padding + 1) ** 2`` windows are equally likely. Then, with probability one half, left
-    and right are exchanged. This is the usual augmentation of CIFAR.
+    An image is padded with ``fill`` on all sides, and a window of its own size is cut out. All
+    ``(2 * padding + 1) ** 2`` windows are equally likely. Then, with probability one half, left and
+    right are exchanged. This is the usual augmentation of CIFAR.
 
     Args:
         padding: Pixels that are added on each side; 0 does not shift images.

@@ -1,4 +1,4 @@
-"""Clients whose samples are torch Datasets, read only when they are needed."""
+"""Clients with samples in torch Datasets, which are read only when needed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _CPU = torch.device("cpu")
 _END = object()
 _LOOK = 0.2  # seconds from one look at the workers to the next
 _MASK = (1 << 63) - 1
-_MOMENT = 1.0  # seconds in which a worker that dies is gone
+_MOMENT = 1.0  # seconds until a dying worker is gone
 _STRIDE = 0x9E3779B97F4A7C15  # between the seeds of neighbouring samples
 Datasets = Sequence[Dataset[Any]]
 Key = tuple[int, int, int]
@@ -60,14 +60,14 @@ T = TypeVar("T")
 class DatasetClients(FederatedDataModule):
     """Federated data with one map-style torch ``Dataset`` for each client.
 
-    Where all are a ``TensorDataset`` or a ``Subset`` of one, and there is no ``collate_fn``, their
-    tensors are taken as they are, so that many clients can train at once. Other samples are read
-    when a batch needs them, by one DataLoader for all clients; counting uses a dataset's ``len``
-    and reads none, but classes can only be counted by reading. ``collate_fn`` makes batches, in any
-    form that the client module's steps take; for an ``augmentation`` they must be pairs of images
-    and labels. Random transforms of a sample depend only on ``(seed, round,
-    client, epoch, index)``, so that they are the same with any number of workers and in a resumed
-    run. Random numbers in ``collate_fn`` follow those of the batch's last sample.
+    If all are a ``TensorDataset`` or a ``Subset`` of one, and there is no ``collate_fn``, their
+    tensors are taken as they are. Then many clients can train at once. Other samples are read when
+    a batch needs them, by one DataLoader for all clients. Counting uses a dataset's ``len`` and
+    reads nothing, but classes can only be counted by reading. ``collate_fn`` makes batches, in any
+    form that the client module's steps take. For an ``augmentation`` they must be pairs of images
+    and labels. Random transforms of a sample depend only on
+    ``(seed, round, client, epoch, index)``. So they are the same with any number of workers and in
+    a resumed run. Random numbers in ``collate_fn`` follow those of the batch's last sample.
 
     Args:
         train: Each client's training samples. To deal one Dataset to clients, give a list of
@@ -84,7 +84,7 @@ class DatasetClients(FederatedDataModule):
 
     Raises:
         ConfigurationError: If a list is empty or of another length, two clients have one name, a
-            dataset can't be counted, or a ``Subset`` has samples that there are not.
+            dataset can't be counted, or a ``Subset`` has samples that do not exist.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -132,7 +132,7 @@ class DatasetClients(FederatedDataModule):
                 if isinstance(dataset, DataLoader):
                     raise ConfigurationError(
                         f"{who}: give the dataset of this DataLoader. "
-                        f"{OWN_BATCHES}; sampler and drop_last have no place"
+                        f"{OWN_BATCHES}; sampler and drop_last are not used"
                     )
                 if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
                     raise ConfigurationError(
@@ -157,7 +157,7 @@ class DatasetClients(FederatedDataModule):
         self.setup()
 
     def _as_tables(self) -> list[TensorDataset] | None:
-        """Return the Datasets of tensors that the clients' samples are of, if all are."""
+        """Return the clients' Datasets of tensors, if all have one."""
         tables = []
         for dataset in chain.from_iterable(self.datasets.values()):
             while type(dataset) is Subset:
@@ -194,10 +194,10 @@ class DatasetClients(FederatedDataModule):
         return self._sizes[split]
 
     def labels(self, client: int, split: Split) -> Tensor:
-        """Return one client's classes ``[n]``, for which all its samples are read once.
+        """Return one client's classes ``[n]``. This reads all its samples once.
 
         Raises:
-            ConfigurationError: If they can't be, or are no pairs of an input and a class.
+            ConfigurationError: If they can't be read, or are no pairs of an input and a class.
         """
         if (client, split) not in self._labels:
             size = int(self._sizes[split][client])
@@ -213,10 +213,10 @@ class DatasetClients(FederatedDataModule):
         return self._labels[client, split]
 
     def fingerprint(self) -> Tensor:
-        """Return checksums of what tells samples apart without reading any, ``[num_clients]``.
+        """Return checksums of the samples without reading any, ``[num_clients]``.
 
-        That is which samples a ``Subset`` has, and the last tensor of a ``TensorDataset``. Of other
-        Datasets, only the numbers of samples are compared.
+        They cover the indices of a ``Subset``, and the last tensor of a ``TensorDataset``. For
+        other Datasets, only the numbers of samples are compared.
         """
         sums = [0] * self.num_clients
         for split in SPLITS:
@@ -229,7 +229,8 @@ class DatasetClients(FederatedDataModule):
         """Yield the batches of some visits to clients, made by ``collate_fn`` and augmented.
 
         Raises:
-            ConfigurationError: If they are to be augmented, and are no pairs of images and labels.
+            ConfigurationError: If batches shall be augmented, but are no pairs of images and
+                labels.
         """
         if self.holds_tensors:
             return super().batches(split, visits)
@@ -248,7 +249,7 @@ class DatasetClients(FederatedDataModule):
         split: Split,
         visits: Sequence[Visit],
     ) -> Iterator[Any]:
-        """Yield batches, those of local epochs with changed images."""
+        """Yield batches; images are changed in local epochs."""
         for client, round, epoch, parts in visits:
             if round is None:
                 yield from islice(batches, len(parts))
@@ -286,7 +287,7 @@ class DatasetClients(FederatedDataModule):
 
 
 def _size(dataset: Dataset[Any], who: str) -> int:
-    """Return how many samples a client's dataset says that it has."""
+    """Return the number of samples by a client's dataset."""
     who = f"{who}: the length of {type(dataset).__name__}"
     try:
         size = len(dataset)  # type: ignore[arg-type]
@@ -298,7 +299,7 @@ def _size(dataset: Dataset[Any], who: str) -> int:
 
 
 def _known(dataset: Dataset[Any]) -> Iterator[Tensor]:
-    """Yield what is known of a Dataset's samples without reading any."""
+    """Yield the facts about a Dataset's samples that need no reading."""
     dataset, rows = _chosen(dataset)
     if rows is not None:
         yield rows
@@ -307,10 +308,10 @@ def _known(dataset: Dataset[Any]) -> Iterator[Tensor]:
 
 
 def _chosen(dataset: Dataset[Any]) -> tuple[Dataset[Any], Tensor | None]:
-    """Return the Dataset that a ``Subset`` is of, and which of its samples it has, ``[n]``.
+    """Return the Dataset under a ``Subset``, and the indices of its samples there, ``[n]``.
 
     Raises:
-        IndexError: If they are none of its samples.
+        IndexError: If an index is none of the Dataset's.
     """
     rows = None
     while isinstance(dataset, Subset):
@@ -320,7 +321,7 @@ def _chosen(dataset: Dataset[Any]) -> tuple[Dataset[Any], Tensor | None]:
             break
         rows = chosen if rows is None else chosen[rows]
         dataset = dataset.dataset
-        if isinstance(dataset, Subset | TensorDataset):  # of others, anything may be an index
+        if isinstance(dataset, Subset | TensorDataset):  # other Datasets may have any index
             size = len(dataset)
             if len(outside := rows[(rows < -size) | (rows >= size)]):
                 raise IndexError(
@@ -407,7 +408,7 @@ class _Loader:
             collate_fn=as_gathered,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
-            generator=torch.Generator(),  # or it would draw from a client's numbers
+            generator=torch.Generator(),  # it would draw from a client's numbers otherwise
         )
         self._loader: DataLoader[Any] = self._new()
         self._end: weakref.finalize[..., Any] | None = None
@@ -421,7 +422,7 @@ class _Loader:
         """Yield batches of these samples.
 
         Raises:
-            WorkerEndedError: If it is the next batch that a worker dies of.
+            WorkerEndedError: If a worker dies of the next batch.
         """
         rest = iter(batches)
         while True:
@@ -431,7 +432,7 @@ class _Loader:
                     ahead.popleft()
                     yield batch
                 return
-            except WorkerEndedError:  # of any of the batches that it read ahead
+            except WorkerEndedError:  # any of the batches read ahead may be the cause
                 first, *others = ahead
             yield from self._read([first])
             rest = chain(others, rest)
@@ -440,7 +441,7 @@ class _Loader:
         self._schedule.batches = batches
         try:
             iterator = self._watched(self._begin)
-        except WorkerEndedError:  # of what was read ahead, and is not wanted any more
+        except WorkerEndedError:  # batches were read ahead and are not wanted any more
             iterator = self._watched(self._begin)
         while (batch := self._watched(partial(next, iterator, _END))) is not _END:
             yield batch
@@ -458,7 +459,7 @@ class _Loader:
         return iterator
 
     def _watched(self, work: Callable[[], T]) -> T:
-        """Return what some work with the workers gives, and replace them if it breaks off."""
+        """Return the result of some work with the workers, and replace them if it breaks off."""
         iterator = self._loader._iterator
         try:
             with _drawing_aside():

@@ -1,4 +1,4 @@
-"""Clients whose samples are tensors in memory."""
+"""Clients with samples as tensors in memory."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _check_values(
 
 
 def _blocks(pairs: Pairs) -> Iterator[dict[int, Pair]]:
-    """Divide the clients that have samples into blocks whose features can be copied at once."""
+    """Divide the clients with samples into blocks of features that can be copied at once."""
     block: dict[int, Pair] = {}
     size = 0
     for client, pair in enumerate(pairs):
@@ -184,7 +184,7 @@ def _with_int_labels(pair: Pair) -> Pair:
 
 
 def _fault_of(x: Tensor, y: Tensor, num_classes: int | None) -> str | None:
-    """Return what is wrong with features and labels of some clients, if anything."""
+    """Return the first error in features and labels of some clients, if any."""
     if not _finite(x):
         return "features contain NaN or infinite values"
     if num_classes is None:
@@ -198,7 +198,7 @@ def _fault_of(x: Tensor, y: Tensor, num_classes: int | None) -> str | None:
 
 
 def _finite(x: Tensor) -> bool:
-    """Return whether all values are finite; they are if their sum is, which is faster to check."""
+    """Return whether all values are finite. If their sum is, all are; it is faster to check."""
     if not (x.is_floating_point() or x.is_complex()):
         return True
     total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32))

@@ -13,7 +13,7 @@ from .client_methods.proximal import Proximal
 
 @checked
 class ProximalClient(Classifier):
-    """A classifier with a penalty on the distance of its parameters to what the server sent.
+    """A classifier with a penalty on the distance of its parameters to the server's.
 
     It names :class:`~pflight.models.client_methods.Proximal` as its client method, for server
     callbacks without a client method of their own. By itself it trains like a :class:`Classifier`.

@@ -940,7 +940,7 @@ class TestBadInput:
             (["--ckpt_path=corrupt.ckpt"], "the checkpoint corrupt.ckpt can't be read"),
             (
                 ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/macro_ac"],
-                "EarlyStopping watches 'val/macro_ac', which no round will have: did you mean val/",
+                "EarlyStopping watches 'val/macro_ac', but no round will have it: did you mean ",
             ),
             (["--trainer=latin1.yaml"], "a file among the options is not text: 'utf-8' codec"),
             (["--trainer.default_root_dir=corrupt.ckpt"], "the run folder corrupt.ckpt is a file"),

@@ -183,7 +183,7 @@ def test_a_comparison_stops_at_its_first_run(disk, tmp_path, capfd):
     )
     disk.fill(left=40_000)
     line = assert_one_line(capfd, lambda: compare_command.run(options))
-    assert line.endswith(": the same command goes on")
+    assert line.endswith(": the same command continues")
     assert len([*out.glob("*/seed-*")]) == 1
     assert not [*out.glob("*/seed-*/failure.json")]
     disk.make_room()
@@ -207,7 +207,7 @@ def test_the_files_of_a_comparison(where, named, tmp_path, monkeypatch, capfd):
         ["compare", f"--config={data}", "--methods", "fedavg", "--seeds=1", f"--out={out}"]
     )
     line = assert_one_line(capfd, lambda: compare_command.run(options))
-    assert line.endswith(": the same command goes on")
+    assert line.endswith(": the same command continues")
 
 
 def test_predictions(disk, capfd):

@@ -366,7 +366,7 @@ def texts() -> TensorClients:
 @pytest.mark.parametrize("ties", [True, False])
 @pytest.mark.parametrize("method", [FedRep, FedBABU])
 def test_a_norm_at_the_end_is_no_head(method: Callable[[], FedAvg], ties: bool) -> None:
-    said = "norm, a LayerNorm, which is no head|the output layer has the weight of words"
+    said = "norm, a LayerNorm, and no head|the output layer has the weight of words"
     with pytest.raises(ConfigurationError, match=said) as error:
         run(Language(ties), texts(), method(), local_epochs=2)
     assert ("out.weight is words.weight" in str(error.value)) == ties

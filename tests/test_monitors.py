@@ -76,7 +76,7 @@ class LogsInTraining(Classifier):
 )
 def test_an_unknown_metric(watcher: str, monitor: str, hint: str) -> None:
     trainer = quiet_trainer(2, WATCHERS[watcher](monitor))
-    message = f"{watcher} watches '{monitor}', which no round will have: {hint}"
+    message = f"{watcher} watches '{monitor}', but no round will have it: {hint}"
     refused(message, Federation(linear_client()), trainer, small_data())
 
 

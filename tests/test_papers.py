@@ -121,7 +121,7 @@ def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
         "<!-- toy/digits: fedec_1.5 - fedec_wo -->\n<!-- end -->\n\n"
         "<!-- toy: claims -->\n<!-- end -->\n\nEnd.\n"
     )
-    papers.write(options(once, page=page))
+    papers.write(options(once, page=[page]))
     head, _, *lines = page.read_text().split("-->\n")[1].strip().splitlines()[:6]
     assert head.split(" | ")[:6] == [
         "| method", "paper", "trained in the round", "all clients", "adapted", "micro F1",
@@ -162,13 +162,13 @@ def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
 
     new = tmp_path / "new.md"  # nothing has been run for it
     new.write_text("<!-- toy/digits: fedec_1.5 - fedec_wo -->\n<!-- end -->\n")
-    papers.write(options(tmp_path / "nothing", page=new))
+    papers.write(options(tmp_path / "nothing", page=[new]))
     assert "| seed | trained in the round |" in new.read_text()
     assert "mean" not in new.read_text()
 
     # Figures of runs whose folders are gone stay in the page.
     before = page.read_text()
-    papers.write(options(tmp_path / "nothing", page=page))
+    papers.write(options(tmp_path / "nothing", page=[page]))
     assert page.read_text() == before
 
     # A run that was stopped before its only tests has no time, and old figures lack what is new.
@@ -176,13 +176,13 @@ def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
         file.write_text(json.dumps({**json.loads(file.read_text()), "seconds": None}))
     kept = page.with_suffix(".csv")
     kept.write_text("".join(kept.read_text().splitlines(keepends=True)[:1]))
-    papers.write(options(once, page=page))
+    papers.write(options(once, page=[page]))
     timed, untimed = page.read_text().splitlines()[8:10]
     assert re.search(r"\| 1 \| \d+\.\d \|$", timed)
     assert untimed.endswith("| 1 |  |")
     rows = kept.read_text().splitlines(keepends=True)
     kept.write_text("".join(row for row in rows if ",own," not in row))
-    papers.write(options(tmp_path / "nothing", page=page))
+    papers.write(options(tmp_path / "nothing", page=[page]))
     assert page.read_text().splitlines()[9].split("|")[4] == "  "
 
     # The time of a run on a GPU is that of its host.
@@ -190,8 +190,43 @@ def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
         assert json.loads(file.read_text())["device"] == "cpu"
         file.write_text(json.dumps({**json.loads(file.read_text()), "device": "cuda"}))
     kept.unlink()
-    papers.write(options(once, page=page))
+    papers.write(options(once, page=[page]))
     assert page.read_text().splitlines()[7].endswith("| 1 (1 on a GPU) |  |")
+
+
+PAGES = [ROOT / "docs/papers.md", ROOT / "docs/papers-appendix.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_tables_of_the_pages_are_those_of_the_figures(papers: Any, page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert papers.filled(text, papers.figures_in(PAGES[0].with_suffix(".csv"))) == text
+
+
+def test_the_appendix_has_a_table_of_each_column_that_was_run(papers: Any) -> None:
+    text = PAGES[1].read_text(encoding="utf-8")
+    for experiment, column, *_ in papers.figures_in(PAGES[0].with_suffix(".csv")):
+        assert f"<!-- {experiment}/{column} -->" in text
+        assert f"<!-- {experiment}/{column}: details -->" in text
+
+
+def test_details_have_each_seed(papers: Any, claims: Any) -> None:
+    spec = papers.EXPERIMENTS["toy"] | {
+        "details": [["fedec_1.5", "really"], ["really", "fedavg"], ["fedec_1.5", "fedec_wo"]]
+    }
+    of = {"fedec_1.5": (90.0, 92.0), "really": (50.0, 53.0), "fedavg": (50.0, 53.0)}
+    figures = {
+        ("toy", "digits", method, str(seed), "own"): value
+        for method, values in of.items()
+        for seed, value in enumerate(values)
+    }
+    titles = [papers.MEASURES[measure][0] for measure in spec["measures"]]
+    shown = claims.details_table("toy", "digits", spec, figures, titles).splitlines()
+    # By hand: 40 and 39, of which the standard error is 0.5, and t of one degree 12.7062.
+    assert shown[2:] == [
+        "| FedEC, 1.5 − FedAvg, itself | 49.7 |  | 39.5 (33.1 to 45.9; 40.0, 39.0) |  |  |",
+        "| FedAvg, itself − FedAvg |  |  | 0.0 (0.0 to 0.0; 0.0, 0.0) |  |  |",
+    ]
 
 
 def statistics_of(values: list[float], clients: Any) -> float:

@@ -21,8 +21,8 @@ def deal(kinds: Ints, counts: Ints, random: np.random.Generator) -> list[Ints]:
 
     Args:
         kinds: The class of each sample as a row of ``counts``, ``[n]``.
-        counts: How many samples of each class each client gets, ``[classes, clients]``.
-        random: Generator that decides which samples these are.
+        counts: Number of samples of each class for each client, ``[classes, clients]``.
+        random: Generator that chooses these samples.
 
     Returns:
         For each client the sorted positions of its samples.
@@ -70,9 +70,9 @@ def stratified_splits(
     """Split each client's samples into three parts with the same class proportions.
 
     The test part is taken first, then the validation part out of the rest. In each step, the part
-    that stays gets the floor of its share of each class; what is missing to the client's rounded
-    total goes to the classes with the largest fractions, with ties broken at random. A client keeps
-    at least one training sample.
+    that stays gets the floor of its share of each class. The rest of the client's rounded total
+    goes to the classes with the largest fractions, with ties broken at random. A client keeps at
+    least one training sample.
 
     Args:
         labels: The class of each sample of the data set, ``[n]``.
@@ -141,7 +141,7 @@ def choose_classes(
     """Choose ``k`` distinct classes for each client, the least used first, with random ties.
 
     Returns:
-        A mask ``[classes, clients]`` whose rows have equal sums to within one.
+        A mask ``[classes, clients]`` with equal sums of rows, to within one.
     """
     chosen = np.zeros((num_classes, num_clients), dtype=bool)
     used = np.zeros(num_classes, dtype=np.int64)
@@ -206,7 +206,7 @@ def equal_sizes(
 def _spread(chosen: Bools, rest: Ints, most: Ints) -> Bools | None:
     """Place ones so that each client gets ``rest`` and each class at most ``most`` of them.
 
-    They are found by a flow from the two parts of each client to the classes.
+    A flow from the two parts of each client to the classes finds the places.
 
     Args:
         chosen: The chosen classes of each client, ``[classes, clients]``.
@@ -236,14 +236,14 @@ def _spread(chosen: Bools, rest: Ints, most: Ints) -> Bools | None:
 
 
 def by_owner(owner: Ints, num_clients: int) -> list[Ints]:
-    """Return each client's positions; samples of no client have an owner past the last."""
+    """Return each client's positions; samples without a client have an owner past the last."""
     order = np.argsort(owner, kind="stable")
     ends = np.searchsorted(owner[order], np.arange(num_clients), side="right").tolist()
     return [order[first:last] for first, last in pairwise([0, *ends])]
 
 
 def _class_counts(kinds: Ints, parts: Sequence[Ints], num_classes: int) -> Ints:
-    """Count the samples of each class that each client holds, ``[clients, classes]``."""
+    """Count each client's samples of each class, ``[clients, classes]``."""
     client = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     cells = client * num_classes + kinds[np.concatenate(parts)]
     shape = len(parts), num_classes

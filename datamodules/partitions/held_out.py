@@ -15,7 +15,7 @@ from pflight.randomness import Purpose, generator
 
 @checked
 class HeldOut(WrappedData):
-    """Other data of which each client holds out some training samples, as the split ``held_out``.
+    """Other data, with some training samples of each client held out as the split ``held_out``.
 
     They are drawn by the seed. Validation and test samples are not changed. At least one sample is
     held out and at least one is trained on; a client with a single sample uses it for both.
@@ -74,6 +74,6 @@ class HeldOut(WrappedData):
         return (order[:held] if split == "held_out" else order[held:]).sort().values
 
     def _held(self, counts: Tensor) -> Tensor:
-        """Return how many of two or more samples are held out, in the shape of ``counts``."""
+        """Return the numbers of held-out samples for ``counts`` of two or more samples."""
         held = (self.share * counts.double() + 0.5).floor().long()
         return held.clamp(min=1).minimum(counts - 1)

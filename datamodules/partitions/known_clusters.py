@@ -1,4 +1,4 @@
-"""Data whose clients belong to known clusters, to test methods that find clusters."""
+"""Data with clients in known clusters, to test methods that find clusters."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class KnownClusters(FederatedDataModule):
     Each client belongs to one cluster, drawn at random; the clusters' sizes differ by at most one.
     Cluster 0 has the data unchanged; cluster ``k`` has different
 
-    * ``labels``: class ``y`` becomes ``(y + k) mod num_classes``, so that no two clusters agree on
-      any class, and a model that is right for one is wrong for all others. Permuted labels are the
-      test of Sattler et al. (2021).
+    * ``labels``: class ``y`` becomes ``(y + k) mod num_classes``. So no two clusters agree on any
+      class, and a model that is right for one is wrong for all others. Permuted labels are the test
+      of Sattler et al. (2021).
     * ``rotation``: images ``[n, C, H, W]`` are turned anticlockwise by ``k`` times 90 degrees, as
       in IFCA (Ghosh et al., 2020); they must be square, with at most four clusters. Vectors
       ``[n, d]`` are multiplied by a random orthogonal matrix.
@@ -107,13 +107,13 @@ class KnownClusters(FederatedDataModule):
 
     @cached_property
     def new_clients(self) -> Tensor:
-        """Sorted ids of the newcomers: those drawn, and the wrapped ones that can't train."""
+        """Sorted ids of the newcomers: drawn ones, and wrapped ones that can't train."""
         theirs = self.data.new_clients
         untrained = theirs[self.num_samples("train")[theirs] == 0]
         return torch.cat([super().new_clients, untrained]).unique()
 
     def prepare_data(self) -> None:
-        """Fetch what the wrapped data need."""
+        """Fetch the wrapped data's files."""
         self.data.prepare_data()
 
     def setup(self, stage: str | None = None) -> None:
@@ -161,7 +161,7 @@ class KnownClusters(FederatedDataModule):
 
     @cached_property
     def _offsets(self) -> Tensor:
-        """What is added to each cluster's features, ``[num_clusters, ...]``."""
+        """The offset of each cluster's features, ``[num_clusters, ...]``."""
         offsets = self.shift * self._normal(self._sample.shape[1:])
         offsets[0] = 0
         return offsets
@@ -188,7 +188,7 @@ class KnownClusters(FederatedDataModule):
         if self.difference == "labels":
             if not self.data.knows_classes:
                 raise ConfigurationError(
-                    f"difference='labels' needs known classes, which {self.data} does not have"
+                    f"difference='labels' needs known classes, but {self.data} has none"
                 )
             if self.num_clusters > self.num_classes:
                 raise ConfigurationError(

@@ -247,12 +247,11 @@ class ClassesPerClient(Partition):
 @checked
 @dataclass(frozen=True)
 class DominantClasses(Partition):
-    """Each client has all classes, of which ``k`` dominant ones hold ``share`` of its samples.
+    """Each client has all classes; ``k`` dominant ones hold ``share`` of its samples.
 
-    All clients have the same number of samples, at least so many that each class has one. The
-    numbers of clients in which a class dominates differ by at most one. Amounts are equal among the
-    dominant classes and among the others, to within one sample. This is pFedLA's "non-IID.2" (Ma et
-    al., 2022).
+    All clients have the same number of samples, with at least one of each class. Each class
+    dominates in as many clients, to within one. Amounts are equal among the dominant classes and
+    among the others, to within one sample. This is pFedLA's "non-IID.2" (Ma et al., 2022).
 
     Args:
         k: Number of dominant classes per client.
@@ -303,7 +302,7 @@ class DominantClasses(Partition):
         raise _shortage(self, num_clients, self.samples_per_client or least, classes, supply)
 
     def _smallest_size(self, num_classes: int) -> int:
-        """Return the size at which each class that does not dominate has a sample."""
+        """Return the smallest size with a sample of each class that does not dominate."""
         others = num_classes - self.k
         return int(round((others - 0.5) / (1 - self.share), 9)) + 1
 
@@ -373,9 +372,9 @@ class ConsecutiveClasses(Partition):
     demand, all of them get the same share of their demand.
 
     With the defaults and 150 clients this is FedEC's partition of ten letters of FEMNIST (Lan et
-    al.). The paper generates 200 clients and uses 150; the other 50 are left out here, since they
-    would only take samples away. The sizes add up to about 28,000 samples; the paper states 34,674,
-    which they can't reach.
+    al.). The paper generates 200 clients and uses 150. The other 50 are left out here, since they
+    would only take samples away. The sizes add up to about 28,000 samples. The paper states 34,674,
+    which these sizes can't reach.
 
     Args:
         k: Number of classes per client.
@@ -440,7 +439,7 @@ class ByUser(Partition):
         """See :meth:`Partition.split`."""
         if groups is None:
             raise ConfigurationError(
-                "partition ByUser() needs data that say who made each sample, which these don't"
+                "partition ByUser() needs data with the maker of each sample; these have none"
             )
         people, owner = np.unique(groups, return_inverse=True)
         num_clients = len(people) if num_clients is None else num_clients

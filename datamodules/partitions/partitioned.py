@@ -98,7 +98,7 @@ class PartitionedDataModule(FederatedDataModule):
         super().setup(stage)
 
     def _names_of(self, samples: Samples) -> list[str]:
-        """Return the names of the clients' people, each of whom has a sample."""
+        """Return the names of the clients' people. Each has a sample."""
         assert samples.groups is not None
         parts = zip(*self._indices.values(), strict=True)
         return [samples.names[samples.groups[torch.cat(own)[0]]] for own in parts]
@@ -121,7 +121,7 @@ class PartitionedDataModule(FederatedDataModule):
         return train, val, [part[test[part]] for part in parts]
 
     def _checked(self, parts: Sequence[Any], count: int) -> list[Ints]:
-        """Return what a partition gives, once each of its positions is that of one client alone.
+        """Return a partition's result after checking that each position is of one client alone.
 
         Raises:
             ConfigurationError: Naming a client and a position.
@@ -134,7 +134,7 @@ class PartitionedDataModule(FederatedDataModule):
             part = np.asarray(given)
             if part.ndim != 1 or not (np.issubdtype(part.dtype, np.integer) or not part.size):
                 raise ConfigurationError(
-                    f"{name} gives client {client} what is no list of positions: {part.dtype} of "
+                    f"{name} gives client {client} no list of positions, but {part.dtype} of "
                     f"shape {part.shape}"
                 )
             part = part.astype(np.int64)
@@ -155,7 +155,7 @@ class PartitionedDataModule(FederatedDataModule):
 
     @cached_property
     def new_clients(self) -> Tensor:
-        """Sorted ids of the newcomers: those drawn, and clients of official test samples alone."""
+        """Sorted ids of the newcomers: drawn ones, and clients with official test samples alone."""
         drawn = super().new_clients
         if not self.official_test:
             return drawn

@@ -203,26 +203,25 @@ def cached_samples(
 ) -> Samples:
     """Open the cache of some files; if there is none, build it first.
 
-    Features are read from a file, so that only those in use take memory; the names are sorted.
+    Features are read from a file, so only features in use take memory. The names are sorted.
 
     A cache is identified by the paths of its sources, relative to ``folder``, by their sizes and
-    modification times, and by the options. When the sources change, it is replaced; other options
-    have another cache. It is written to a temporary folder and renamed when it is complete. Of
-    several processes that start at once, one builds and the others wait. Everything in it has
-    checksums: those of the features are verified when a block is first read, all others when the
+    modification times, and by the options. If the sources change, the cache is replaced. Other
+    options have another cache. A cache is written to a temporary folder, and renamed when it is
+    complete. If several processes start at once, one builds and the others wait. All content has
+    checksums. Checksums of features are verified when a block is first read, all others when the
     cache is opened. A damaged cache is built again, with a warning.
 
     Args:
         folder: The folder of all caches, which is created if it is missing.
         name: First part of the cache's name.
         sources: Files that the samples come from; a folder stands for the files in it.
-        options: What else the samples depend on, as JSON values.
+        options: Further values that the samples depend on, as JSON.
         build: Adds all samples to a writer, the same ones each time.
         num_labels: Labels are ``0 .. num_labels - 1``.
 
     Returns:
-        The samples in the order in which they were added; ``test`` is ``None`` if none of them is
-        a test sample.
+        The samples in the order of their addition; ``test`` is ``None`` if none is a test sample.
 
     Raises:
         ConfigurationError: The cache can't be written, or is damaged and can't be built again.
@@ -305,11 +304,11 @@ class _Cache:
         return written
 
     def mended(self, read: Callable[[], _Read], damage: _DamagedError) -> _Read:
-        """Read what was damaged or missing again, after this or another process has rebuilt it.
+        """Read a damaged or missing part again, after this or another process has rebuilt it.
 
         Args:
             read: Reads it; raises a ``_DamagedError`` if it is still damaged.
-            damage: What was found to be damaged.
+            damage: The damage that was found.
 
         Returns:
             The result of ``read``.
@@ -346,7 +345,7 @@ class _Cache:
     def _write(self) -> None:
         """Build the cache in a temporary folder, and move it to its place."""
         if self._place() != self.path:
-            raise ConfigurationError("the files that it is made of have changed; start again")
+            raise ConfigurationError("its source files have changed; start again")
         for leftover in self._folder.glob(f"{self._name}-*.partial"):
             _remove(leftover)
         unfinished = self.path.with_name(f"{self.path.name}.partial")
@@ -428,7 +427,7 @@ def _reason(error: Exception) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or whatever else is there."""
+    """Remove a folder, or anything else in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

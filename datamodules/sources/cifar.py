@@ -21,13 +21,13 @@ from .parquet import decode_image, parquet_columns, parquet_files, read_parquet
 
 @checked
 class CIFARDataModule(ImageDataModule):
-    """What CIFAR-10 and CIFAR-100 have in common: where their 60,000 images come from.
+    """The source of CIFAR-10's and CIFAR-100's 60,000 images.
 
     Args:
-        root: Folder with Hugging Face's parquet files, ``train-*.parquet`` and ``test-*.parquet``
-            (also in its folder ``cifar10`` or ``cifar100``, and inside these in ``plain_text``,
-            ``cifar100`` or ``data``), or else with torchvision's ``cifar-10-batches-py`` or
-            ``cifar-100-python``.
+        root: Folder with Hugging Face's parquet files, ``train-*.parquet`` and ``test-*.parquet``,
+            or else with torchvision's ``cifar-10-batches-py`` or ``cifar-100-python``. The parquet
+            files may also be in a folder ``cifar10`` or ``cifar100``, and inside these in
+            ``plain_text``, ``cifar100`` or ``data``.
         cache_dir: Folder that keeps the images of parquet files decoded; ``null`` decodes them
             anew each time, in four seconds or so.
         **kwargs: Further arguments of :class:`ImageDataModule`.
@@ -39,7 +39,7 @@ class CIFARDataModule(ImageDataModule):
     """The class in torchvision; in lower case, the usual folder."""
 
     label_column: ClassVar[str]
-    """The column of the parquet files that has the labels."""
+    """The column of labels in the parquet files."""
 
     def __init__(self, root: str = "data", cache_dir: str | None = None, **kwargs: Any) -> None:
         super().__init__(root, **kwargs)

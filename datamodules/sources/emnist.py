@@ -32,10 +32,10 @@ class EMNIST(IdxDataModule):
     | ``digits`` | 280,000 | 10 |
     | ``mnist`` | 70,000 | 10 |
 
-    Labels start at 0 in each of them, and characters stand upright, white on black; in the files
+    Labels start at 0 in each version, and characters stand upright, white on black. In the files,
     ``letters`` start at 1, and all characters are transposed. A sample takes 784 bytes in memory.
-    Features are float32 ``[n, 1, 28, 28]``; the usual mean 0.1736 and deviation 0.3248 are those of
-    ``byclass``, for all versions.
+    Features are float32 ``[n, 1, 28, 28]``. For all versions, the usual mean 0.1736 and deviation
+    0.3248 are from ``byclass``.
 
     Args:
         root: Folder with the split's four idx files (``emnist-<split>-train-images-idx3-ubyte`` and

@@ -79,7 +79,7 @@ class IdxDataModule(ImageDataModule):
     shape = (1, 28, 28)
 
     prefixes: tuple[str, str]
-    """What the names of the training files and of the test files start with."""
+    """The prefixes of the names of the training files and of the test files."""
 
     def folders(self) -> list[Path]:
         """Return the folders to look for the files in."""

@@ -23,7 +23,7 @@ from .root import absence, announce_download, check_root
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """What one file of a data set holds, or a pair of files.
+    """The content of one file of a data set, or of a pair of files.
 
     Attributes:
         source: The file or files, in the words of an error.
@@ -72,7 +72,7 @@ class ImageDataModule(PartitionedDataModule):
     """Standard deviation of each channel of the training images."""
 
     elsewhere: ClassVar[str] = ""
-    """What else an error about missing files may propose: ", or ..."."""
+    """A further proposal in an error about missing files: ", or ..."."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class ImageDataModule(PartitionedDataModule):
         self.fill = -self._shift
 
     def missing(self) -> str | None:
-        """Say what is missing and where it was looked for, or ``None`` if all is there."""
+        """Name the missing files and the folders searched; ``None`` if nothing is missing."""
         raise NotImplementedError(f"{type(self).__name__} must define missing()")
 
     def fetch(self) -> None:
@@ -161,7 +161,7 @@ class ImageDataModule(PartitionedDataModule):
         return x.float().mul_(self._scale).sub_(self._shift)
 
     def _misfit(self, part: LabelledImages) -> str | None:
-        """Say what is wrong with some images or labels, if anything is."""
+        """Name an error in some images or labels, if there is one."""
         pixels, labels = part.pixels.shape, part.labels.shape
         if pixels != (*labels, *self.shape):
             return (

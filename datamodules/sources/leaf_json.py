@@ -62,7 +62,7 @@ def people(path: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
 
 
 def _parsed(path: Path, parse: Callable[..., Iterator[Any]], prefix: str) -> Iterator[Any]:
-    """Yield what a parser finds in a JSON file, without reading all of it at once."""
+    """Yield a parser's events for a JSON file, without reading all of it at once."""
     import ijson
 
     if not is_file(path):
@@ -79,7 +79,7 @@ def _parsed(path: Path, parse: Callable[..., Iterator[Any]], prefix: str) -> Ite
 
 
 def _no_number(path: Path, start: int) -> str | None:
-    """Say which value is NaN or infinite: Python writes these, and the parser does not know them.
+    """Name the value that is NaN or infinite. Python writes these; the parser does not know them.
 
     Args:
         path: A file that can't be parsed.

@@ -38,14 +38,13 @@ class Omniglot(PartitionedDataModule):
 
     Images are read straight from the zip archives and kept as bytes; strokes are 1 on a ground of
     0: features are float32 ``[n, 1, image_size, image_size]`` in [0, 1]. An image that is in two
-    archives counts once. With ``ByUser()`` each drawer is a client. As a person has drawn each
-    character only once, the characters in a drawer's test samples are ones that this drawer does
-    not train on, but others do.
+    archives counts once. With ``ByUser()`` each drawer is a client. A person has drawn each
+    character only once. So a drawer is tested on characters that only others train on.
 
-    The archives number the 20 drawers of each alphabet, and a number is not one person: how wide,
-    high and black drawings are agrees between characters of one alphabet, and not between
-    alphabets (``benchmarks/drawers.py``). With ``drawer="number"`` a client has the drawings of
-    one number in all alphabets, with ``"person"`` those in one.
+    The archives number the 20 drawers of each alphabet. A number is not one person: width, height
+    and blackness of drawings agree between characters of one alphabet, and not between alphabets
+    (``benchmarks/drawers.py``). With ``drawer="number"`` a client has the drawings of one number in
+    all alphabets, with ``"person"`` in one alphabet.
 
     Args:
         root: Folder with the image archives (``images_background.zip``, ``images_evaluation.zip``,
@@ -55,7 +54,8 @@ class Omniglot(PartitionedDataModule):
         archives: Names of the archives to read, without ``.zip``; ``null`` means all that are
             there, and the two complete ones if they have to be fetched.
         target: The label: the ``character``, or its ``alphabet``.
-        drawer: Who is one drawer: a ``number`` in all alphabets, or in one, which is a ``person``.
+        drawer: One drawer is a ``number`` in all alphabets, or a ``person``: a number in one
+            alphabet.
         image_size: Width and height that the 105 x 105 pixels are scaled to.
         partition: How samples are dealt to clients.
         num_clients: Number of clients; ``null`` means all drawers.
@@ -199,7 +199,7 @@ def _opened(path: Path) -> zipfile.ZipFile:
 
 
 def _members(path: Path) -> dict[_Drawing, str]:
-    """Return the member of an archive that has each drawing."""
+    """Return each drawing's member of an archive."""
     members: dict[_Drawing, str] = {}
     with _opened(path) as archive:
         infos = archive.infolist()
@@ -222,7 +222,7 @@ def _members(path: Path) -> dict[_Drawing, str]:
 
 
 def _num_members(path: Path) -> int:
-    """Return how many members an archive says that it has, in the record at its end."""
+    """Return an archive's number of members by the record at its end."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - (1 << 16)))
         record = file.read().rpartition(b"PK\5\6")[2]
@@ -230,7 +230,7 @@ def _num_members(path: Path) -> int:
 
 
 def _content(archive: zipfile.ZipFile, member: str) -> bytes:
-    """Return what is in a member of an archive, which is not trusted."""
+    """Return the content of a member of an archive. The archive is not trusted."""
     info = archive.getinfo(member)
     trouble = f"{archive.filename}: {member}"
     if info.flag_bits & 1:

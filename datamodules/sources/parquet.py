@@ -31,12 +31,12 @@ def parquet_files(
     Args:
         folder: The folder; it need not exist.
         pattern: Which of its files; by default all, also those in folders inside it.
-        unfinished: A folder whose files don't count.
+        unfinished: A folder with files that don't count.
 
     Raises:
         ConfigurationError: Files are called ``...-of-00003.parquet``, and one of the three is
-            missing, or is there in another folder or as one of another number, too; other files
-            have one name and one size; or what has such a name is not a file.
+            missing, or is also in another folder or in a set of another number. Or other files
+            share name and size, or something with such a name is not a file.
     """
     found = [path for path in sorted(folder.glob(pattern)) if unfinished not in path.parents]
     files = [
@@ -62,7 +62,7 @@ def parquet_columns(path: Path) -> list[str]:
     parquet = _pyarrow(path)
     try:
         return list(parquet.read_schema(path).names)
-    except Exception as error:  # what the file holds, as text, may be damaged, too.
+    except Exception as error:  # the file's text may be damaged, too.
         raise _damaged(path, error) from error
 
 
@@ -114,7 +114,7 @@ def _rows_at_once(path: Path, metadata: Any) -> int:
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     row = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
     if row > _BYTES_AT_ONCE:
-        raise ConfigurationError(f"{path} has rows of {row >> 20} MiB, which are no images")
+        raise ConfigurationError(f"{path} has rows of {row >> 20} MiB; they are no images")
     return min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // max(row, 1))
 
 
@@ -155,7 +155,7 @@ def decode_image(
 
 
 def _check_png(content: bytes) -> None:
-    """Verify the checksums of a PNG, which Pillow leaves out as it decodes, or doubles its time."""
+    """Verify the checksums of a PNG. In decoding, Pillow skips them or doubles its time."""
     start, kind = 8, b""
     while kind != b"IEND":
         end = start + 8 + int.from_bytes(content[start : start + 4], "big")
@@ -166,7 +166,7 @@ def _check_png(content: bytes) -> None:
 
 
 def _parts(path: Path) -> tuple[str, list[Path]]:
-    """Return what tells a file's data from others, and all files that these are in."""
+    """Return a key of a file's data, and all files with these data."""
     if not (shard := _SHARD.fullmatch(path.name)):
         return f"{path.name} of {path.stat().st_size} bytes", [path]
     name, count = shard["name"], shard["count"]
@@ -184,7 +184,7 @@ def _pyarrow(path: Path) -> Any:
         from pyarrow import parquet
     except ImportError as error:
         raise ConfigurationError(
-            f'{path} is a parquet file, which needs pyarrow: pip install "pflight[hf]"'
+            f'{path} is a parquet file; reading it needs pyarrow: pip install "pflight[hf]"'
         ) from error
     return parquet
 

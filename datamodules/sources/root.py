@@ -29,13 +29,13 @@ def check_root(root: str) -> None:
 
 
 def announce_download(title: str, root: str) -> None:
-    """Say before a download that its folder is not there: there may be a mistake in its name."""
+    """Say before a download that its folder does not exist: its name may have a mistake."""
     if not os.path.isdir(root):
         _log.info(f"root {root} does not exist: downloading {title} to it")
 
 
 def absence(root: str) -> str:
-    """Return what to add to an error about missing files: that their folder is missing, if so."""
+    """Return an addition to an error about missing files: their folder is missing, if so."""
     return "" if os.path.isdir(root) else " (root does not exist)"
 
 

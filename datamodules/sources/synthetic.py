@@ -69,15 +69,15 @@ class _Generated(PartitionedDataModule):
 class Synthetic(_Generated):
     """The synthetic(α, β) data of FedProx: each client labels its own features by its own model.
 
-    Client ``k`` draws ``u_k ~ N(0, α)`` and a linear model ``W_k, b_k ~ N(u_k, 1)``, then
-    ``B_k ~ N(0, β)``, the mean ``v_k ~ N(B_k, 1)`` of its features ``x ~ N(v_k, Σ)``, where ``Σ``
-    is diagonal with ``Σ_jj = j^-1.2``, and labels them with ``y = argmax softmax(W_k x + b_k)``. It
-    has ``floor(s) + min_samples`` samples, ``ln s ~ N(log_mean, log_std²)``. So ``alpha`` controls
-    how much the models differ and ``beta`` how much the features do; with ``iid``, all clients have
+    Client ``k`` draws ``u_k ~ N(0, α)`` and a linear model ``W_k, b_k ~ N(u_k, 1)``. Then it draws
+    ``B_k ~ N(0, β)`` and the mean ``v_k ~ N(B_k, 1)`` of its features ``x ~ N(v_k, Σ)``, with a
+    diagonal ``Σ_jj = j^-1.2``. Labels are ``y = argmax softmax(W_k x + b_k)``. The client has
+    ``floor(s) + min_samples`` samples, ``ln s ~ N(log_mean, log_std²)``. So ``alpha`` controls the
+    difference of models, and ``beta`` the difference of features. With ``iid``, all clients have
     the same model with ``u = 0``, and ``v = 0``.
 
     The paper defines α and β as variances, but its released code uses them as standard deviations.
-    The two agree at 0 and 1; at 0.5 these data are those of the code, which everyone uses.
+    The two agree at 0 and 1. At 0.5 these data are the code's, which everyone uses.
 
     Args:
         alpha: Standard deviation of the mean ``u_k`` of a client's model.
@@ -206,13 +206,13 @@ class _Blobs(_Generated):
 
 @checked
 class ClusteredSynthetic(KnownClusters):
-    """Generated clients of known clusters, whose data differ in one chosen way.
+    """Generated clients of known clusters. The clusters' data differ in one chosen way.
 
     Class ``c`` is a normal cloud ``N(m_c, spread² I)`` around a point ``m_c ~ N(0, I)``. Each
     client has all classes in equal amounts, to within one sample, changed as in its cluster (see
-    :class:`KnownClusters`). The fewer features there are, the less a single model can be right for
-    all clusters; with ``num_classes + num_clusters - 2`` features or more, a linear model can
-    ignore the offsets of ``difference="features"``.
+    :class:`KnownClusters`). With fewer features, a single model is less right for all clusters.
+    With ``num_classes + num_clusters - 2`` features or more, a linear model can ignore the offsets
+    of ``difference="features"``.
 
     Args:
         num_clusters: Number of clusters.
@@ -267,7 +267,7 @@ class ClusteredSynthetic(KnownClusters):
 
 
 def _memory() -> float:
-    """Return the bytes of the machine's memory, infinitely many where it does not say."""
+    """Return the bytes of the machine's memory; infinity if they are unknown."""
     if not hasattr(os, "sysconf"):
         return math.inf
     return float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")

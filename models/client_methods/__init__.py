@@ -1,4 +1,4 @@
-"""The client methods of the algorithms: what they add to the training of a client's module."""
+"""The client methods of the algorithms: their additions to the training of a client's module."""
 
 from .apfl import Mixed
 from .corrected import Controlled, Corrected, Dane

@@ -31,8 +31,8 @@ class Mixed(ClientMethod):
     which counts from the second batch on. A pass of the mixture updates the copy's buffers.
 
     Args:
-        alpha: Share :math:`\alpha` of the client's own model, or where it starts: 1 trains alone,
-            0 follows the server.
+        alpha: Share :math:`\alpha` of the client's own model, or its first value if it adapts: 1
+            trains alone, 0 follows the server.
         alpha_lr: Step :math:`\eta_\alpha`, in the paper :math:`\eta`; ``None`` leaves
             :math:`\alpha` fixed.
 
@@ -54,7 +54,7 @@ class Mixed(ClientMethod):
         return {"alpha": like.new_tensor(self.alpha), "alpha_due": like.new_tensor(1.0)}
 
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
-        """Return the loss of the mixture, which depends on the client's own model alone."""
+        """Return the loss of the mixture. It depends on the client's own model alone."""
         assert c.shared is not None
         shared = {name: w.detach() for name, w in c.shared.weights.items()}
         alpha = c.own["alpha"].clone()
@@ -75,7 +75,7 @@ class Mixed(ClientMethod):
         c.own["alpha_due"].fill_(1)
 
     def personal_value(self, states: TensorDict, shared: str, personal: str) -> Tensor:
-        """Return an entry of the mixtures ``[C, ...]``; counters are those of the clients' own."""
+        """Return an entry of the mixtures ``[C, ...]``; counters come from the own models."""
         own = states[personal]
         if not own.is_floating_point():
             return own

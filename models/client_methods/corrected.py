@@ -21,8 +21,8 @@ from .sgd import sgd_of
 class Corrected(ClientMethod):
     r"""Adds :math:`\langle d_i, w - w_{\text{anchor}} \rangle` to a client's loss.
 
-    Every gradient is so corrected by the direction :math:`d_i`, which the subclass gives. Without
-    an anchor, as in fine-tuning, there is no correction.
+    This corrects every gradient by the direction :math:`d_i`. The subclass gives the direction.
+    Without an anchor, as in fine-tuning, there is no correction.
     """
 
     def direction(self, c: LocalClient) -> Mapping[str, Tensor]:
@@ -49,10 +49,10 @@ class Corrected(ClientMethod):
 class Dane(Corrected):
     r"""FedDANE's second phase: a proximal client, corrected to the mean gradient of several.
 
-    It adds :math:`\langle g - \nabla f_i(\theta),\, w - \theta \rangle
-    + \frac{\mu}{2}\|w - \theta\|^2` (FedDANE, Li et al. 2019, algorithm 2), with :math:`\theta`
-    what the server sent and :math:`g` the mean gradient at :math:`\theta`. Without a gradient from
-    the server the correction is 0.
+    It adds
+    :math:`\langle g - \nabla f_i(\theta),\, w - \theta \rangle + \frac{\mu}{2}\|w - \theta\|^2`
+    (FedDANE, Li et al. 2019, algorithm 2). Here :math:`\theta` is the server's model and :math:`g`
+    the mean gradient at :math:`\theta`. Without a gradient from the server the correction is 0.
 
     Args:
         mu: Weight of the proximal penalty.
@@ -96,16 +96,16 @@ class Dane(Corrected):
 class Controlled(Corrected):
     r"""SCAFFOLD's client: corrects its drift by control variates.
 
-    With the server's control variate :math:`c` and its own, :math:`c_i`, which starts at 0, every
-    step is :math:`y \leftarrow y - \eta\,(g(y) + c - c_i)` (Karimireddy et al. 2020, eq. 3). After
-    :math:`K` steps from :math:`x` its own becomes (eq. 4)
+    The server has a control variate :math:`c`, and the client its own, :math:`c_i`, which starts at
+    0. Every step is :math:`y \leftarrow y - \eta\,(g(y) + c - c_i)` (Karimireddy et al. 2020, eq.
+    3). After :math:`K` steps from :math:`x` the client's becomes (eq. 4)
 
     .. math:: c_i^+ = \nabla f_i(x) \;\text{(option I)}, \qquad
         c_i^+ = c_i - c + \frac{x - y}{K\eta} \;\text{(option II)}
 
-    and it sends :math:`y` and :math:`c_i^+ - c_i`. Control variates are over parameters, not
-    buffers. Option I takes one more pass over the client's samples. Option II takes the mean
-    gradient from the path, which only plain SGD allows; weight decay counts as part of the loss.
+    and the client sends :math:`y` and :math:`c_i^+ - c_i`. Control variates are over parameters,
+    not buffers. Option I takes one more pass over the client's samples. Option II takes the mean
+    gradient from the path. Only plain SGD allows this. Weight decay counts as part of the loss.
 
     Args:
         option: ``"I"`` or ``"II"``.
@@ -133,7 +133,7 @@ class Controlled(Corrected):
             self.lr = sgd_of(module, needs, "use option I").lr
 
     def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``control``, c as it comes and the change of c_i as it goes, and ``gradient``."""
+        """Return ``control`` (first c, later the change of c_i) and ``gradient``."""
         kinds = ("control", "gradient") if self.option == "I" else ("control",)
         return {f"{kind}.{n}": torch.zeros_like(w) for kind in kinds for n, w in weights.items()}
 

@@ -23,17 +23,18 @@ class Elastic(ClientMethod):
 
     .. math:: \alpha\,\mathrm{KL}(\hat p \,\|\, p)
 
-    (FedEC, Lan et al. 2023, eq. 6), with :math:`p` the predictions of its model and
-    :math:`\hat p` those of its historical model, frozen and in evaluation mode, a mean over the
-    batch. With ``constraint="l2"`` the term is :math:`\frac{\alpha}{2}\|\theta - \hat\theta\|^2`
-    over parameters (FedEC-l2), with ``None`` there is none (FedEC-wo). The first participation and
-    fine-tuning are without it. After local training the model, buffers included, becomes the
-    historical one, by which the client is also judged. It never travels.
+    (FedEC, Lan et al. 2023, eq. 6), a mean over the batch. Here :math:`p` are the predictions of
+    its model, and :math:`\hat p` those of its historical model. The historical model is frozen and
+    in evaluation mode. With ``constraint="l2"`` the term is
+    :math:`\frac{\alpha}{2}\|\theta - \hat\theta\|^2` over parameters (FedEC-l2), with ``None``
+    there is none (FedEC-wo). The first participation and fine-tuning are without it. After local
+    training, the model and its buffers become the historical model. The client is judged by the
+    historical model, which never travels.
 
     Args:
         alpha: Weight of the constraint; 0 gives plain training.
-        constraint: ``"kl"``, which needs a module whose ``forward`` gives logits, ``"l2"`` or
-            ``None``.
+        constraint: ``"kl"``, ``"l2"`` or ``None``. ``"kl"`` needs a module with a ``forward`` that
+            gives logits.
 
 
     References:
@@ -51,11 +52,11 @@ class Elastic(ClientMethod):
         self.constraint = constraint
 
     def check(self, module: LightningModule) -> None:
-        """Raise if the divergence is asked of a module that has no classes."""
+        """Raise if the divergence is chosen for a module without classes."""
         if self.constraint == "kl" and not hasattr(module, "num_classes"):
             raise ConfigurationError(
-                "FedEC's constraint 'kl' compares logits, and "
-                f"{type(module).__name__} has no num_classes to say that its forward gives them: "
+                "FedEC's constraint 'kl' compares logits, but "
+                f"{type(module).__name__} has no num_classes, so its forward may give none: "
                 "use constraint='l2'"
             )
 
@@ -80,5 +81,5 @@ class Elastic(ClientMethod):
 
     @property
     def only_adds(self) -> bool:
-        """Whether it adds a penalty and nothing else: not with the divergence."""
+        """Whether it adds only a penalty, as it does without the divergence."""
         return self.constraint != "kl"

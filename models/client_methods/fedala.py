@@ -1,4 +1,4 @@
-"""What FedALA's clients do: each learns how much of the server's model to take."""
+"""FedALA's clients: each learns how much of the server's model to take."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from pflight.method import OWN, ClientMethod, LocalWork
 from pflight.options import Interval, NonNegativeFloat, PositiveInt, checked
 from pflight.states.state import StateLayout, StateModule, call_with, entries, state_tensors
 
-_SLOT = "fedala"  # of what clients keep
+_SLOT = "fedala"  # of the clients' kept entries
 
 
 @checked
 class AdaptiveMixture(ClientMethod):
-    r"""Starts clients from a mixture of their own model with the server's, by weights they learn.
+    r"""Starts clients from a mixture of their own and the server's model, by learned weights.
 
     A client that has trained before keeps its last model :math:`\theta_i` and weights :math:`W_i`.
-    It takes the lower layers of the server's model :math:`\theta` as they are and in the last
-    :math:`p` layers starts from a mixture,
+    It takes the lower layers of the server's model :math:`\theta` as they are. In the last
+    :math:`p` layers it starts from a mixture,
 
     .. math:: \hat\theta_i = \theta_i + (\theta - \theta_i) \odot W_i, \qquad
         W_i \leftarrow \operatorname{clip}(W_i - \eta \nabla_{W_i} f_i(\hat\theta_i), 0, 1)
 
     with a weight in [0, 1] for every number (Zhang et al. 2023, algorithm 1). All weights are 1 at
-    first. They are learned before the client trains, on batches of its training samples: a share
-    of an epoch's in each round, and as much for several epochs when it first has a model of its
-    own. Models and weights are of parameters, not buffers.
+    first. They are learned before the client trains, on a share of an epoch's batches in each
+    round. When a client first has a model of its own, it learns for several such epochs. Models and
+    weights are of parameters, not buffers.
 
-    A client is judged by the mixture of its own model with the server's as it is now, by the
-    weights that it learned last; before its second participation that is the server's model.
+    A client is judged by the mixture of its own model and the server's current one, with the
+    weights that it learned last. Before its second participation, this is the server's model.
 
     Args:
         layers: :math:`p`, the number of last layers with parameters to mix.
         lr: :math:`\eta`, the step of the weights; 0 takes the server's model.
-        share: Share of an epoch's batches on which weights are learned in a round, in (0, 1]; at
-            least one batch.
-        start_epochs: Epochs of which this share is taken the first time; the paper learns until
-            the loss does not change any more.
+        share: Share of an epoch's batches that train the weights in a round, in (0, 1]; at least
+            one batch.
+        start_epochs: Epochs of learning the first time, each with this share. The paper learns
+            until the loss does not change any more.
 
 
     References:
@@ -82,7 +82,7 @@ class AdaptiveMixture(ClientMethod):
         return [name for names in layers[-self.layers :] for name in names]
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return mixtures, by weights that the clients learn now and take along."""
+        """Return mixtures with newly learned weights, which the clients take along."""
         kept = self.learn(work, clients, sent, self.kept(work, clients, sent))
         starts = work.start_states(clients, self.mixtures(work, sent, kept))
         return starts.update({f"{OWN}{name}": value for name, value in entries(kept)})
@@ -98,15 +98,15 @@ class AdaptiveMixture(ClientMethod):
         work.write(_SLOT, clients, TensorDict(kept, batch_size=[len(clients)]))
 
     def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the mixtures, by the weights that were learned last."""
+        """Return the mixtures with the weights that were learned last."""
         kept = self.kept(work, clients, sent)
         return work.start_states(clients, self.mixtures(work, sent, kept))
 
     def kept(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return what the clients keep ``[C]``: under ``own.`` and ``weights.``, and ``times``.
+        """Return the clients' kept entries ``[C]``: under ``own.`` and ``weights.``, and ``times``.
 
-        ``times`` is how often a client has trained so far. What was not kept yet is the model that
-        is sent, with weights of 1.
+        ``times`` counts how often a client has trained. New clients have the model that is sent,
+        with weights of 1.
         """
         start = {"times": torch.zeros(len(clients), dtype=torch.long, device=clients.device)}
         for name in self.mixed(work.layout):
@@ -114,7 +114,7 @@ class AdaptiveMixture(ClientMethod):
         return work.read(_SLOT, clients, TensorDict(start, batch_size=[len(clients)]))
 
     def mixtures(self, work: LocalWork, sent: TensorDict, kept: TensorDict) -> TensorDict:
-        """Return what is sent ``[C]``, mixed with what is kept."""
+        """Return the sent models ``[C]``, mixed with the kept ones."""
         mixed = {
             name: torch.lerp(kept[f"own.{name}"], sent[name], kept[f"weights.{name}"])
             for name in self.mixed(work.layout)
@@ -124,7 +124,7 @@ class AdaptiveMixture(ClientMethod):
     def learn(
         self, work: LocalWork, clients: Tensor, sent: TensorDict, kept: TensorDict
     ) -> TensorDict:
-        """Return what the clients ``[C]`` keep, with the weights that they learn now."""
+        """Return the clients' kept entries ``[C]``, with newly learned weights."""
         names, times = self.mixed(work.layout), kept["times"].cpu()
         epochs = torch.where(times == 1, self.start_epochs, 1)
         batches = self.share * work.num_batches(clients) * epochs
@@ -150,18 +150,18 @@ class AdaptiveMixture(ClientMethod):
 class Mixing(L.LightningModule):
     r"""Learns how to mix two models of a client module, number by number.
 
-    In the parameters with the given names it mixes a model :math:`\theta_i` of the client's own
-    with one that it was sent, :math:`\theta`, by weights :math:`W` in [0, 1], the only parameters
-    that it trains:
+    In the parameters with the given names it mixes the client's own model :math:`\theta_i` with a
+    model :math:`\theta` that was sent. It trains only the weights :math:`W` of this mixture, in [0,
+    1]:
 
     .. math:: \hat\theta = \theta_i + (\theta - \theta_i) \odot W, \qquad
         W \leftarrow \operatorname{clip}(W - \eta \nabla_W f_i(\hat\theta), 0, 1)
 
-    (FedALA, Zhang et al. 2023, algorithm 1). All other tensors are those that were sent. The loss
-    is the given module's, :math:`f_i`.
+    (FedALA, Zhang et al. 2023, algorithm 1). All other tensors are as sent. The loss :math:`f_i` is
+    the given module's.
 
     Args:
-        module: Whose copy the loss is taken of, with what was sent.
+        module: Client module with the sent tensors; a copy of it gives the loss.
         names: The parameters to mix, as in ``module.state_dict()``; the weights are in ``weights``,
             and the own ones in ``own``, under the same names.
         lr: :math:`\eta`.
@@ -185,7 +185,7 @@ class Mixing(L.LightningModule):
         self.lr = lr
 
     def on_train_start(self) -> None:
-        """Let BatchNorm normalise by batches where it trains in the module, and there alone."""
+        """Let BatchNorm normalise by batches only where it trains in the module."""
         for part, mode in zip(self.module.modules(), self._modes, strict=True):
             part.training = mode
 

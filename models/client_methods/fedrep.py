@@ -27,15 +27,15 @@ class HeadFirst(ClientMethod):
     r"""Trains a client's head first and its body afterwards.
 
     Its model is :math:`h \circ \phi`. In the first ``head_epochs`` local epochs it trains the head
-    :math:`h` while the body :math:`\phi` rests, and in all others the body while the head rests
-    (Collins et al. 2021, algorithm 1, its client and server updates). What rests has no gradient,
-    so that neither momentum nor weight decay moves it, and is in evaluation mode, so that BatchNorm
+    :math:`h`, and the body :math:`\phi` rests. In all others it trains the body, and the head rests
+    (Collins et al. 2021, algorithm 1, its client and server updates). A resting part has no
+    gradient, so neither momentum nor weight decay moves it. It is in evaluation mode, so BatchNorm
     uses its running statistics and leaves them as they are.
 
     Args:
-        head: The layers of the head; by default the head of :func:`~pflight.states.head.head_of`
-            or, if none is named and the last layer is not linear, that.
-        head_epochs: Local epochs in which the head is trained.
+        head: The layers of the head; by default the head of :func:`~pflight.states.head.head_of`.
+            If none is named and the last layer is not linear, the last layer.
+        head_epochs: Local epochs that train the head.
 
     Raises:
         ConfigurationError: If ``head_epochs`` is out of range.
@@ -62,7 +62,7 @@ class HeadFirst(ClientMethod):
         if isinstance(part, _NO_HEADS):
             raise ConfigurationError(
                 f"{self.algorithm}: the last layer that has tensors of its own is {name}, a "
-                f"{type(part).__name__}, which is no head: name the module that maps features to "
+                f"{type(part).__name__}, and no head: name the module that maps features to "
                 f"outputs, as in head = 'classifier'{_ties_of(module)}"
             )
         return last
@@ -90,7 +90,7 @@ class HeadFirst(ClientMethod):
         return [phase for phase in found if phase.epochs]
 
     def trained(self, module: LightningModule) -> dict[str, set[str]]:
-        """Return the :meth:`parts`, without the names of those in which no parameter is trained."""
+        """Return the :meth:`parts`, without names of parts that train no parameter."""
         trained, parts = StateLayout.of(module).parameters, self.parts(module)
         return {part: set() if n.isdisjoint(trained) else n for part, n in parts.items()}
 

@@ -1,4 +1,4 @@
-"""What L2GD's clients do: they take steps to the mean before they train."""
+"""L2GD's clients: they take steps to the mean before they train."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pflight.method import OWN, ClientMethod, LocalWork
 from pflight.states.state import entries
 
 SHARE = f"{OWN}share"
-"""The entry in which the server says how far to go to the mean that it sends ``[C]``."""
+"""The server's entry for how far to go to the mean that it sends ``[C]``."""
 
 
 class StepsToMean(ClientMethod):
     """Starts clients from their own models, some way towards the mean that is sent.
 
-    The way is a share of the distance, the same for all (Hanzely and Richtárik 2020, algorithm 1);
-    without one they start from their own models as they are. A newcomer's own model is the mean.
-    Clients are judged by their own models.
+    All go the same share of the distance (Hanzely and Richtárik 2020, algorithm 1). Without a
+    share, they start from their own models as they are. A newcomer's own model is the mean. Clients
+    are judged by their own models.
     """
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:

@@ -20,21 +20,21 @@ from pflight.options import NonNegativeFloat, NonNegativeInt, checked
 class Adapted(ClientMethod):
     r"""Trains a client for how well its model does after one step of adaptation.
 
-    On parts D, D' and D'' of each batch, a step goes down :math:`f_i(\theta')` (Fallah et al. 2020,
+    On parts D, D' and D'' of each batch, a step descends :math:`f_i(\theta')` (Fallah et al. 2020,
     algorithm 1), where
 
     .. math:: \theta' = \theta - \alpha \nabla f_i(\theta; D), \qquad
         g = \nabla f_i(\theta'; D') \;\text{(FO)}, \qquad
         g - \alpha \nabla^2 f_i(\theta; D'')\, g \;\text{(Hessian)},
 
-    the gradient being fed to the optimizer, whose step is the paper's :math:`\beta`. The product
-    with the Hessian is exact, by differentiating twice. The parts are halves of the batch for the
-    first-order method and thirds with the Hessian; where a part would be a single sample, each is
-    the whole batch. Buffers are updated by the pass over D alone.
+    The optimizer takes a step with this gradient; its step size is the paper's :math:`\beta`. The
+    product with the Hessian is exact, by differentiating twice. The parts are halves of the batch
+    for the first-order method, and thirds with the Hessian. If a part would be a single sample,
+    each part is the whole batch. Buffers are updated by the pass over D alone.
 
     A client is judged by the server's model after steps of size :math:`\alpha` on batches of its
-    training samples, for which a federation needs its data; without samples, by the server's model
-    as it is. This adaptation, like fine-tuning, is by SGD whose gradients are not clipped.
+    training samples. So a federation needs the client's data. Without samples, the client is judged
+    by the server's model as it is. This adaptation, like fine-tuning, is by SGD without clipping.
 
     Args:
         alpha: Step :math:`\alpha` of the adaptation; 0 gives plain training on whole batches.
@@ -73,7 +73,7 @@ class Adapted(ClientMethod):
         return c.task_loss_at(adapted, judge, _copies(c))
 
     def optimizer(self, parameters: Sequence[nn.Parameter], anchored: bool) -> Optimizer | None:
-        r"""Return SGD with :math:`\alpha` where a federation adapts the client."""
+        r"""Return SGD with :math:`\alpha` if a federation adapts the client."""
         return None if anchored else SGD(parameters, lr=self.alpha)
 
     def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
@@ -87,7 +87,7 @@ class Adapted(ClientMethod):
 def parts(batch: Any, count: int) -> list[Any]:
     """Split a batch, any nesting of tensors ``[B, ...]``, into parts: D, D' and so on.
 
-    What is no tensor, such as ``None``, is in all parts.
+    Anything else, such as ``None``, is in all parts.
 
     Example:
         >>> [len(y) for _, y in parts((torch.zeros(8, 4), torch.zeros(8)), 3)]

@@ -15,28 +15,28 @@ from pflight.states.state import StateLayout
 class Personal(ClientMethod):
     """Trains a personal copy of each client's module beside the shared one, on the same batches.
 
-    The shared model trains plainly. The copy has optimizers, buffers and clipping of its own, and
-    a client method of its own; the client is judged by what that client method makes of the two, by
-    default the copy, and it never travels. A newcomer's copy starts as the shared model.
+    The shared model trains plainly. The copy has its own optimizers, buffers, clipping and client
+    method, and never travels. The client is judged by the result of that client method, by default
+    the copy. A newcomer's copy starts as the shared model.
 
     Args:
-        personal: The client method of the personal copy; its anchor is what the server sent.
+        personal: The client method of the personal copy; its anchor is the server's model.
     """
 
     def __init__(self, personal: ClientMethod) -> None:
         self.personal = personal
 
     def check(self, module: LightningModule) -> None:
-        """Raise if the module lacks what the personal client method needs."""
+        """Raise if the module does not fit the personal client method."""
         assert self.personal is not None
         self.personal.check(module)
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Have personal models that are not kept yet start as what is sent."""
+        """Have new personal models start as the sent model."""
         return super().before_training(work, clients, _twice(work.layout, sent))
 
     def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the clients' states with what they are judged by as their network ``[C]``."""
+        """Return the clients' states, with the judged models as their networks ``[C]``."""
         assert self.personal is not None
         states = super().judged(work, clients, _twice(work.layout, sent))
         value = self.personal.personal_value
@@ -45,13 +45,13 @@ class Personal(ClientMethod):
 
 
 def _personal(layout: StateLayout) -> list[tuple[str, str]]:
-    """Return the names in a network, each with that in the personal copy."""
+    """Return the names in a network, each with its name in the personal copy."""
     copied = [name for name in layout.own if name.startswith(PERSONAL)]
     return [(name.removeprefix(PERSONAL), name) for name in copied]
 
 
 def _twice(layout: StateLayout, sent: TensorDict) -> TensorDict:
-    """Return what is sent, as the personal model as well."""
+    """Return the sent entries, also under the names of the personal model."""
     there = {*sent.keys()}
     copies = {own: sent[shared] for shared, own in _personal(layout) if shared in there}
     return TensorDict({**copies, **sent}, batch_size=sent.batch_size)

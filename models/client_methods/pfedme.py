@@ -26,24 +26,24 @@ class MoreauEnvelope(ClientMethod):
     .. math:: F_i(w) = \min_\theta f_i(\theta) + \frac{\lambda}{2} \|\theta - w\|^2, \qquad
         \nabla F_i(w) = \lambda\,(w - \theta_i(w)).
 
-    On each batch its minimiser, the personal model :math:`\theta_i`, is approached by K steps
+    On each batch K steps approach the minimiser, the personal model :math:`\theta_i`:
 
     .. math:: \theta \leftarrow \theta - \eta_p
         (\nabla f_i(\theta) + \lambda\,(\theta - w) + \mu\,\theta),
 
-    which start at :math:`w` in a round and go on from batch to batch. Then the optimizer takes a
-    step with the gradient :math:`\lambda\,(w - \theta)` (algorithm 1), with SGD
-    :math:`w \leftarrow w - \eta\lambda\,(w - \theta)`; of all steps it is this one whose gradient
-    is clipped. The client sends :math:`w`, keeps :math:`\theta_i`, and is judged by that. Buffers
-    are those of the inner passes and go with both. One that has never taken part trains aside, as
-    in a round, and is judged by the personal model that this gives, for which a federation needs
-    its data. Fine-tuning is plain.
+    The steps start at :math:`w` in a round, and continue from batch to batch. Then the optimizer
+    takes a step with the gradient :math:`\lambda\,(w - \theta)` (algorithm 1), with SGD
+    :math:`w \leftarrow w - \eta\lambda\,(w - \theta)`. Only the gradient of this step is clipped.
+    The client sends :math:`w`, keeps :math:`\theta_i`, and is judged by :math:`\theta_i`. Buffers
+    come from the inner passes, and belong to both models. A client that has never taken part trains
+    aside, as in a round, and is judged by the resulting personal model. So a federation needs the
+    client's data. Fine-tuning is plain.
 
     Args:
         lam: Weight :math:`\lambda` that holds the personal model to the shared one.
         personal_lr: Inner step :math:`\eta_p`.
         personal_steps: Inner steps K on a batch.
-        mu: Weight decay :math:`\mu` of the inner steps, which the paper has not.
+        mu: Weight decay :math:`\mu` of the inner steps; the paper has none.
         train_newcomers: Whether clients that have never taken part train before they are judged;
             if not, they are judged by the server's model.
 
@@ -75,12 +75,12 @@ class MoreauEnvelope(ClientMethod):
         return {f"theta.{name}": weight.detach().clone() for name, weight in weights.items()}
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        r"""Have :math:`\theta_i` start at what is sent as well."""
+        r"""Have :math:`\theta_i` start at the sent model, too."""
         states = super().before_training(work, clients, sent)
         return states.update({own: states[name] for name, own in _personal(work.layout)})
 
     def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the personal models, those of newcomers from training aside ``[C]``."""
+        """Return the personal models ``[C]``; newcomers train theirs aside."""
         states = work.start_states(clients, sent)
         kept = work.remembered(clients, states)
         states.update(kept.states)
@@ -94,7 +94,7 @@ class MoreauEnvelope(ClientMethod):
         return states
 
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
-        r"""Return the envelope, with the task's loss where the last inner step began."""
+        r"""Return the envelope, with the task's loss at the start of the last inner step."""
         if c.anchor is None:
             return c.task_loss(batch)
         with torch.no_grad():
@@ -124,5 +124,5 @@ class MoreauEnvelope(ClientMethod):
 
 
 def _personal(layout: StateLayout) -> list[tuple[str, str]]:
-    """Return the parameters' names, each with that of its entry in the personal model."""
+    """Return the parameters' names, each with its name in the personal model."""
     return [(name.removeprefix(_THETA), name) for name in layout.own if name.startswith(_THETA)]

@@ -14,14 +14,14 @@ from pflight.options import NonNegativeFloat, checked
 
 @checked
 class Proximal(ClientMethod):
-    r"""Pulls a client's parameters towards what the server sent.
+    r"""Pulls a client's parameters towards the server's.
 
     With ``scaling="plain"`` the penalty is :math:`\frac{\mu}{2}\|w - w_{\text{anchor}}\|^2`
     (FedProx, Li et al. 2020, eq. 2). With ``scaling="eq7"`` it is
-    :math:`\lambda_i\|w - w_{\text{anchor}}\|^2` with :math:`\lambda_i = \mu\,\bar n / n_i`
-    (FeSEM, Long et al. 2022, eq. 7 divided by :math:`\alpha_i`, so that the step size keeps its
-    meaning), where :math:`n_i` is the client's number of samples, :math:`\bar n` the mean number,
-    and :math:`\mu` the paper's :math:`\lambda`. Norms are over parameters, not buffers.
+    :math:`\lambda_i\|w - w_{\text{anchor}}\|^2` with :math:`\lambda_i = \mu\,\bar n / n_i` (FeSEM,
+    Long et al. 2022, eq. 7 divided by :math:`\alpha_i`, so that the step size keeps its meaning).
+    Here :math:`n_i` is the client's number of samples, :math:`\bar n` the mean number, and
+    :math:`\mu` the paper's :math:`\lambda`. Norms are over parameters, not buffers.
 
     Args:
         mu: Weight of the penalty; 0 gives plain training.
@@ -43,7 +43,7 @@ class Proximal(ClientMethod):
         return self.scaling == "eq7"
 
     def penalty(self, c: LocalClient) -> Tensor | None:
-        """Return the scalar penalty; none where nothing was sent, as in fine-tuning."""
+        """Return the scalar penalty; none if nothing was sent, as in fine-tuning."""
         if c.anchor is None:
             return None
         distance = squared_distance(c.weights, c.anchor)

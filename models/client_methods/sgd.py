@@ -1,4 +1,4 @@
-"""What the steps of a client's SGD are, for methods that draw conclusions from where they led."""
+"""The options of a client's SGD, for methods that draw conclusions from its steps."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Descending(NamedTuple):
 def sgd_of(
     module: LightningModule, needs: str, otherwise: str = "", momentum: bool = False
 ) -> Descending:
-    """Return the options of the SGD by which a module trains.
+    """Return the options of a module's SGD.
 
     Args:
         module: The client module.
-        needs: Who needs what, for the message.
+        needs: The method and its need, for the message.
         otherwise: What to do if the module has anything else, for the message.
         momentum: Whether there may be momentum.
 
@@ -43,7 +43,7 @@ def sgd_of(
     try:
         built = module.configure_optimizers()
         changes = _changes_over_rounds(module)
-    except Exception as error:  # it may ask for a Trainer, which it has where it trains
+    except Exception as error:  # it may need a Trainer, which it has in training
         raise ConfigurationError(
             f"{needs}, which {type(module).__name__}.configure_optimizers() does not give before "
             f"the start ({error}){instead}"

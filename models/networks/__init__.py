@@ -1,1 +1,1 @@
-"""Networks: those of the papers, and small ones."""
+"""Networks: the papers' networks, and small ones."""

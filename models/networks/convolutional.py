@@ -1,8 +1,8 @@
 """Convolutional networks for small images, as the papers use them.
 
 Each takes images ``[batch, channels, height, width]`` and returns logits ``[batch, num_classes]``.
-Layers are registered in the order in which they run: ``conv1``, its normalisation ``norm1``, and so
-on to ``output``.
+Layers are registered in the order of their use: ``conv1``, its normalisation ``norm1``, and so on
+to ``output``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pflight.options import ClosedUnitInterval, Interval, PositiveInt, check_ran
 
 @checked
 class McMahanCNN(nn.Module):
-    """The convolutional network with which federated averaging was introduced.
+    """The convolutional network of the first paper on federated averaging.
 
-    Two 5x5 convolutions of 32 and 64 channels, each followed by ReLU and 2x2 max pooling, then 512
-    hidden units with ReLU and the output layer. With the default arguments it has 1,663,370
+    Two 5x5 convolutions of 32 and 64 channels, each followed by ReLU and 2x2 max pooling. Then come
+    512 hidden units with ReLU, and the output layer. With the default arguments it has 1,663,370
     parameters; with the 62 classes of FEMNIST 1,690,046.
 
     Args:
@@ -112,8 +112,8 @@ class CelebACNN(nn.Module):
 
     Four 3x3 convolutions of 32 channels, each followed by BatchNorm, 2x2 max pooling that rounds
     sizes up, and ReLU; then the output layer. With the default arguments it has 31,202 parameters.
-    BatchNorm is PyTorch's: evaluation takes running statistics, where LEAF's own code takes those
-    of the test batch.
+    BatchNorm is PyTorch's: evaluation takes running statistics. LEAF's own code takes the
+    statistics of the test batch.
 
     Args:
         num_classes: Number of logits.
@@ -201,9 +201,9 @@ class FedRepCNN(_LeNet):
     """The network of FedRep and FedEC for CIFAR.
 
     Two 5x5 convolutions, each followed by ReLU and 2x2 max pooling, then two hidden layers with
-    ReLU and the output layer. With the default arguments, which are those for CIFAR-10, it has
-    307,842 parameters. For CIFAR-100 the papers take ``num_classes=100, channels=(64, 128),
-    hidden=(256, 128), dropout=0.6``, which makes 1,075,044.
+    ReLU and the output layer. The default arguments are for CIFAR-10, and give 307,842 parameters.
+    For CIFAR-100 the papers take
+    ``num_classes=100, channels=(64, 128), hidden=(256, 128), dropout=0.6``, which makes 1,075,044.
 
     Args:
         num_classes: Number of logits.
@@ -250,9 +250,9 @@ class FedRepCNN(_LeNet):
 class PFedHNCNN(_LeNet):
     """The network of pFedHN and pFedLA.
 
-    Two 5x5 convolutions of 16 and 32 channels, each followed by ReLU and 2x2 max pooling, then 120
-    and 84 hidden units with ReLU and the output layer. pFedHN has no BatchNorm; pFedLA has it on
-    CIFAR, after each convolution. Parameters:
+    Two 5x5 convolutions of 16 and 32 channels, each followed by ReLU and 2x2 max pooling. Then come
+    120 and 84 hidden units with ReLU, and the output layer. pFedHN has no BatchNorm; pFedLA has it
+    on CIFAR, after each convolution. Parameters:
 
     | | without BatchNorm | with BatchNorm |
     |---|---|---|

@@ -48,9 +48,9 @@ class MLP(nn.Module):
     """Fully connected layers with ReLU between them.
 
     The input is flattened. With widths ``d_0`` (``in_features``), ``d_1, ...`` (``hidden``) and
-    ``d_L`` (``num_classes``) it has ``sum_l (d_{l-1} + 1) * d_l`` parameters: the 784-200-200-10
-    network of McMahan et al. (2017) 199,210, 784-200-10 159,010, and 784-512-256-10, which serves
-    as FedEC's network of three layers for FEMNIST, 535,818.
+    ``d_L`` (``num_classes``) it has ``sum_l (d_{l-1} + 1) * d_l`` parameters. The 784-200-200-10
+    network of McMahan et al. (2017) has 199,210, and 784-200-10 has 159,010. FedEC's network of
+    three layers for FEMNIST is 784-512-256-10 here, with 535,818.
 
     Args:
         in_features: Numbers in one flattened sample.

@@ -16,9 +16,9 @@ from pflight.options import PositiveInt, checked
 class ResNet18(ResNet):
     """torchvision's ResNet-18 with GroupNorm or BatchNorm, for small images or large ones.
 
-    For small images the first convolution is 3x3 with stride 1 and no max pooling follows it, so
-    that a 32x32 image keeps its size up to the second stage. Layers have torchvision's names; the
-    last is ``fc``. Images can have any size. The number of parameters is the same with either
+    For small images the first convolution is 3x3 with stride 1, and no max pooling follows it. So a
+    32x32 image keeps its size up to the second stage. Layers have torchvision's names; the last is
+    ``fc``. Images can have any size. The number of parameters is the same with either
     normalisation:
 
     | | 10 classes | 100 classes | 1000 classes |

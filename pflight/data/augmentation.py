@@ -11,12 +11,12 @@ from torch import Tensor
 class Augmentation(ABC):
     """Changes training images, as a pure function of the images and of random numbers.
 
-    The data module draws the numbers from its seed, the round and the client and passes them in,
-    so that a run sees the same images whichever engine trains the clients.
+    The data module draws the numbers from its seed, the round and the client, and passes them in.
+    So a run sees the same images with any engine.
     """
 
     num_draws: ClassVar[int]
-    """How many random numbers one image takes."""
+    """Number of random numbers for one image."""
 
     @abstractmethod
     def __call__(self, x: Tensor, noise: Tensor, fill: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The clients' names, such as those of hospitals: their check, and their form for people."""
+"""The clients' names, such as names of hospitals: their check, and their form for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LONGEST = 30  # characters
 
 
 def check_names(whose: str, names: Sequence[str], num_clients: int) -> Sequence[str]:
-    """Return the names of clients, once each client has one of its own, or none has one.
+    """Return the names of clients, if all have different ones or none has one.
 
     Args:
         whose: The class of the data, for the message.
@@ -20,8 +20,8 @@ def check_names(whose: str, names: Sequence[str], num_clients: int) -> Sequence[
         num_clients: Number of clients.
 
     Raises:
-        ConfigurationError: Names that are no strings, empty or not unique, or as many as there are
-            no clients.
+        ConfigurationError: Names that are no strings, empty or not unique, or another number than
+            that of clients.
     """
     what = f"{whose}: client_names"
     if isinstance(names, str) or not isinstance(names, Sequence):
@@ -61,12 +61,12 @@ def numbered(names: Sequence[str], client: int) -> str:
 
 
 def drawn(label: str) -> str:
-    """Return a label as Matplotlib draws it as it is, without a formula in it."""
+    """Return a label that Matplotlib draws literally, without formulas."""
     return label.replace("$", r"\$")
 
 
 def room_for(labels: Iterable[str]) -> float:
-    """Return how many inches labels need in a picture beyond those of numbers."""
+    """Return the inches that labels need in a picture, beyond the width of numbers."""
     return 0.08 * max(0, max(map(len, labels)) - 4)
 
 

@@ -1,4 +1,4 @@
-"""Which clients take part in a round, and which of them answer."""
+"""The clients that take part in a round, and the clients that answer."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class CohortSampler:
     r"""Draws the cohort of a round as a pure function of ``(seed, round)``.
 
     The cohort has ``s = max(1, floor(participation * N + 0.5))`` of the ``N`` clients, or ``size``.
-    Each available client draws an exponential waiting time whose rate is its weight (1, or its
-    sample count), and the ``s`` clients with the shortest times are the cohort: uniform sampling
-    without replacement, or successive sampling in proportion to the data (Efraimidis and Spirakis,
-    2006).
+    Each available client draws an exponential waiting time, with its weight (1, or its sample
+    count) as the rate. The ``s`` clients with the shortest times are the cohort. This is uniform
+    sampling without replacement, or successive sampling in proportion to the data (Efraimidis and
+    Spirakis, 2006).
 
     Args:
         clients: Ids of the clients that may be sampled, ``[N]``.
@@ -60,8 +60,8 @@ class CohortSampler:
         sampling: ``"uniform"``, or ``"samples"`` to sample in proportion to the data.
         availability: Probability that a client can be sampled in a round. If fewer than ``s``
             clients can, the cohort is smaller; at least one always can.
-        dropout: Probability that a client that takes part does not answer; at least one of a
-            cohort always does.
+        dropout: Probability that a participating client does not answer; at least one of a cohort
+            always does.
         seed: Seed of all draws.
 
     Raises:
@@ -119,10 +119,10 @@ class CohortSampler:
         return self.clients[first.sort().values]
 
     def answers(self, round: int, clients: Tensor) -> Tensor:
-        """Return which of the clients answer, should they take part.
+        """Return whether clients answer if they take part.
 
-        It depends on ``(seed, round, client)`` alone. Of the round's cohort the one with the
-        highest draw answers in any case.
+        It depends on ``(seed, round, client)`` alone. The client with the highest draw in the
+        round's cohort always answers.
 
         Args:
             round: Index of the round.
@@ -144,11 +144,11 @@ class CohortLoader:
     """Yields the cohort of one round: an epoch of training is a round.
 
     It is not a torch DataLoader, so that Lightning does not replace its sampler under any strategy.
-    It is its own ``sampler``, whose ``set_epoch`` Lightning calls before each epoch.
+    It is its own ``sampler``. Lightning calls the sampler's ``set_epoch`` before each epoch.
 
     Attributes:
-        round: The round whose cohort the next iteration yields. The federation sets it then, which
-            knows how many rounds there have been, under whichever Trainer.
+        round: The round of the next iteration's cohort. The federation sets it, since it knows the
+            number of past rounds under any Trainer.
     """
 
     def __init__(self, cohorts: CohortSampler) -> None:
@@ -157,7 +157,7 @@ class CohortLoader:
 
     @property
     def sampler(self) -> CohortLoader:
-        """The object whose ``set_epoch`` Lightning calls: the loader itself."""
+        """The object with the ``set_epoch`` for Lightning: the loader itself."""
         return self
 
     def set_epoch(self, epoch: int) -> None:

@@ -85,8 +85,8 @@ class FederatedDataModule(L.LightningDataModule):
     """Pixel values outside an image ``[C, H, W]``, in a shape that expands to it."""
 
     id_offset = 0
-    """What is added to a client's id to draw its random numbers; not 0 where a node of a deployment
-    has its client under another id than the federation."""
+    """An addition to a client's id for its random numbers. It is not 0 on a node of a deployment
+    that has its client under another id than the federation."""
 
     def __init__(
         self,
@@ -177,16 +177,16 @@ class FederatedDataModule(L.LightningDataModule):
 
         Args:
             split: The samples to count.
-            num_classes: Number of classes, for data that don't say how many there are.
+            num_classes: Number of classes, for data without this number.
 
         Raises:
-            ConfigurationError: If nobody says how many classes there are, or if labels are no
-                classes or out of range; the message names the client.
+            ConfigurationError: If the number of classes is unknown, or labels are no classes or out
+                of range; the message names the client.
         """
         classes = getattr(self, "num_classes", None) if num_classes is None else num_classes
         if classes is None:
             raise ConfigurationError(
-                f"{self} has no num_classes, without which its samples can't be counted by class"
+                f"{self} has no num_classes, so its samples can't be counted by class"
             )
         parts = [self.labels(client, split) for client in range(self.num_clients)]
         for client, y in enumerate(parts):
@@ -264,7 +264,7 @@ class FederatedDataModule(L.LightningDataModule):
 
     @cached_property
     def cohorts(self) -> CohortSampler:
-        """The sampler that draws which clients train in a round."""
+        """The sampler of the clients that train in a round."""
         return CohortSampler(
             self.train_clients,
             self.num_samples("train")[self.train_clients],
@@ -277,7 +277,7 @@ class FederatedDataModule(L.LightningDataModule):
         )
 
     def order(self, client: int, round: int, epoch: int = 0) -> Tensor:
-        """Return the order in which a client sees its training samples, ``[n]``.
+        """Return the order of a client's training samples, ``[n]``.
 
         Args:
             client: The client's id.
@@ -356,7 +356,7 @@ class FederatedDataModule(L.LightningDataModule):
         return CohortLoader(self.cohorts)
 
     def val_dataloader(self) -> ClientLoader | list[Tensor]:
-        """Return a loader, in chunks, of the clients with validation samples but the newcomers."""
+        """Return a loader, in chunks, of the clients with validation samples, without newcomers."""
         has_samples = self.num_samples("val") > 0
         has_samples[self.new_clients] = False
         return self._chunks(has_samples)
@@ -409,7 +409,7 @@ class _LocalData(L.LightningDataModule):
 
     @property
     def clients(self) -> Tensor:
-        """Ids of the clients whose samples these are."""
+        """Ids of the clients that own these samples."""
         raise NotImplementedError
 
     @property
@@ -468,9 +468,9 @@ class _LocalData(L.LightningDataModule):
 class ClientData(_LocalData):
     """One client's data as an ordinary data module.
 
-    In epoch ``t`` of a plain Trainer it yields the batches that the client sees in the first local
-    epoch of round ``t`` in a federation, in the data's own ``order``. An ``augment`` or ``batches``
-    of the data's own is not used.
+    Epoch ``t`` of a plain Trainer has the client's batches of a federation's round ``t``, in the
+    first local epoch, in the data's own ``order``. An ``augment`` or ``batches`` of the data's own
+    is not used.
 
     Args:
         data: The federation's data.
@@ -495,8 +495,8 @@ class ClientData(_LocalData):
 class Centralized(_LocalData):
     """The union of all clients' data, newcomers excepted, as one ordinary data module.
 
-    Samples are shuffled by the seed and the epoch. With a single client the batches are those of
-    the federation, so that one epoch of a plain Trainer is, up to rounding, one round of FedAvg.
+    Samples are shuffled by the seed and the epoch. With a single client the batches are the
+    federation's. So one epoch of a plain Trainer is one round of FedAvg, up to rounding.
 
     Args:
         data: The federation's data.

@@ -16,7 +16,7 @@ from pflight.randomness import Purpose, shuffled
 
 Batch = tuple[Tensor, Tensor]
 Split = Literal["train", "val", "test", "held_out"]
-"""``held_out`` is what :class:`~pflight.datamodules.HeldOut` keeps out of training."""
+"""``held_out`` are the samples that :class:`~pflight.datamodules.HeldOut` keeps out of training."""
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 
@@ -50,7 +50,7 @@ class ClientLoader:
 
 
 class Visit(NamedTuple):
-    """The batches that a client sees in one local epoch or in an evaluation.
+    """The batches of a client in one local epoch or in an evaluation.
 
     Attributes:
         client: The client's id.
@@ -83,7 +83,7 @@ def sample_order(count: int, seed: int, round: int, client: int = 0, epoch: int 
 
 
 class IndexedSamples(Dataset[Batch]):
-    """Samples whose features are rows of a larger tensor or file; batches are gathered at once.
+    """Samples with features as rows of a larger tensor or file; batches are gathered at once.
 
     Args:
         x: Features ``[N, ...]``.
@@ -119,7 +119,7 @@ class IndexedSamples(Dataset[Batch]):
 
 
 class AugmentedSamples(Dataset[Batch]):
-    """Samples whose features are changed as they are gathered.
+    """Samples with features that change as they are gathered.
 
     Args:
         samples: The samples as they are.
@@ -159,7 +159,7 @@ class EpochSampler(Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose order the next iteration yields; Lightning calls it."""
+        """Set the epoch of the next iteration's order; Lightning calls it."""
         self.epoch = epoch
 
     def __len__(self) -> int:

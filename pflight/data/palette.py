@@ -18,7 +18,7 @@ COLORS = (
     "#92dadd",
 )
 MARKERS = "os^DvPX"
-FAINT = "#c8c8c8"  # for what has no colour of its own
+FAINT = "#c8c8c8"  # for items without a colour of their own
 KINDS = len(COLORS) * len(MARKERS)
 """Pairs of a colour and a marker; neighbours differ in both."""
 

@@ -59,7 +59,7 @@ def partition_figure(
     """Draw each client's samples by class as stacked bars.
 
     More than 10 classes are drawn as 10 ranges of labels. Up to 60 clients are in the order of
-    their ids; more clients are sorted by their most frequent class, and of more than 200 only an
+    their ids. More clients are sorted by their most frequent class. From more than 200, only an
     evenly spaced selection is drawn. Newcomers are drawn pale.
 
     Args:

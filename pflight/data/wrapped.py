@@ -15,18 +15,18 @@ from .fingerprint import joined
 from .loaders import Split, Visit
 
 OPTIONS = tuple(inspect.signature(FederatedDataModule).parameters)
-"""What any federated data can be told, such as ``cohort_size``."""
+"""The options of any federated data, such as ``cohort_size``."""
 
 
 class WrappedData(FederatedDataModule):
-    """Other data, of which a subclass takes some clients or some samples.
+    """Other data. A subclass takes some of its clients or samples.
 
-    What the wrapped data define for themselves, such as an ``order`` or ``augment`` of their own,
-    is what is used. They are set up before they are wrapped, and not by the wrapper.
+    If the wrapped data define methods of their own, such as an ``order`` or ``augment``, these are
+    used. The wrapped data are set up before they are wrapped, and not by the wrapper.
 
     Args:
         data: The wrapped data.
-        **changed: Options that are not those of ``data``.
+        **changed: Options that differ from ``data``'s.
     """
 
     cut: Collection[Split] = ()
@@ -53,12 +53,12 @@ class WrappedData(FederatedDataModule):
 
     @property
     def clusters(self) -> Tensor | None:  # type: ignore[override]
-        """The true cluster of each client, ``[num_clients]``, where the wrapped data know it."""
+        """The true cluster of each client, ``[num_clients]``, if the wrapped data know it."""
         return None if self.data.clusters is None else self.taken(self.data.clusters)
 
     @property
     def client_names(self) -> Sequence[str]:  # type: ignore[override]
-        """The clients' names, where the wrapped data know them."""
+        """The clients' names, if the wrapped data know them."""
         names = self.data.client_names
         return [names[self.origin(i)] for i in range(self.num_clients)] if len(names) else ()
 
@@ -131,7 +131,7 @@ class WrappedData(FederatedDataModule):
         return "train" if split in self.cut else split
 
     def _within(self, client: int, order: Tensor) -> Tensor:
-        """Return an order of all training samples as one of those that are taken."""
+        """Return an order of all training samples as an order of the taken ones."""
         if "train" not in self.cut:
             return order
         rows = self.rows(client, "train")

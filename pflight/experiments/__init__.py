@@ -1,4 +1,4 @@
-"""Comparisons: many methods, settings and seeds, and one table of what they reached."""
+"""Comparisons: many methods, settings and seeds, and one table of their results."""
 
 from .comparing import compare, report
 from .results import Results

@@ -1,4 +1,4 @@
-"""What the commands ``compare`` and ``report`` do; errors that a user can mend are one line."""
+"""The commands ``compare`` and ``report``; errors that a user can mend are one line."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ def _in_one_line() -> Iterator[None]:
         if not (full or error.filename):
             raise
         where = f" ({error.filename})" if error.filename else ""
-        more = ": the same command goes on" if full else ""
+        more = ": the same command continues" if full else ""
         fail(f"{error.strerror}{where}{more}", 1 if full else 2)

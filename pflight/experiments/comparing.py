@@ -40,30 +40,31 @@ def compare(
     """Compare methods: each is trained with every setting and seed, as by ``pflight fit``.
 
     At a seed all methods have the same partition, initial weights, cohorts and batches. A run is a
-    folder of its own in ``out``. What is there is not done again: a comparison that was stopped or
-    killed goes on from the last round of each run, and methods, settings and seeds can be added.
+    folder of its own in ``out``. Runs there are not made again. A comparison that was stopped or
+    killed continues from the last round of each run. Methods, settings and seeds can be added.
     Several processes, also on several machines, can work on the same comparison.
 
     Args:
         configs: Configurations of data, clients and trainer, all but the method.
-        methods: Names of shipped methods, or paths of the configurations of others.
+        methods: Names of shipped methods, or paths of other methods' configurations.
         seeds: Number of seeds, from 0.
         settings: Values of options, such as ``{"model.local_epochs": [1, 5]}``; each combination is
             a row of the table, for the methods that have the options. Options of the data have one
             value.
-        tuning: How the options of the methods' search spaces are chosen; by default not at all.
+        tuning: How the options in the methods' search spaces are chosen; by default not at all.
         out: The folder.
         jobs: How many runs are made side by side, each in a process of its own.
         baseline: The method with which the others are compared, by default the best.
-        target: A value of the metric that chooses rounds; the table says when it is reached.
+        target: A value of the metric that chooses rounds; the table has the rounds and bytes until
+            then.
         console: Where progress is printed; standard output by default.
 
     Returns:
-        The results; they have been saved in ``out`` as well, as tables and figures.
+        The results. They are also saved in ``out``, as tables and figures.
 
     Raises:
-        ConfigurationError: If an option, a configuration or the folder is wrong; nothing has been
-            started then. A run that fails later is a row that says why.
+        ConfigurationError: If an option, a configuration or the folder is wrong. Then nothing has
+            been started. A run that fails later becomes a row with the reason.
     """
     chosen = methods_of(methods)
     fixed, varied = of_data(settings or {})
@@ -95,9 +96,9 @@ def compare(
 def report(folders: Paths, *, baseline: str | None = None, target: float | None = None) -> Results:
     """Return the results of run folders, whoever started them, or of comparisons.
 
-    Runs of one configuration at several seeds are a row of the table; rows of one method are told
-    apart by the options in which they differ. A run that no comparison has made is tested first,
-    after its last round and at its best one, and keeps what came out in its folder.
+    Runs of one configuration at several seeds are a row of the table. Rows of one method are named
+    by the options that differ. A run that no comparison has made is tested first, after its last
+    round and at its best one. The results are kept in its folder.
 
     Args:
         folders: Run folders, with their ``config.yaml`` and checkpoints, or those of comparisons.
@@ -125,7 +126,7 @@ def report(folders: Paths, *, baseline: str | None = None, target: float | None 
 
 
 def _title(name: str | None, methods: Iterable[Method]) -> str | None:
-    """Return the title in tables of the method of a name, or else the name."""
+    """Return the title in tables of a method, by its name; without a title, the name."""
     return next((method.title for method in methods if method.name == name), name)
 
 

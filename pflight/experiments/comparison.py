@@ -1,4 +1,4 @@
-"""Comparisons of methods: what they consist of, what is done of it, and their results."""
+"""Comparisons of methods: their runs, their progress and their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .tuning import FIRST_SEED, Study, Tuning
 
 FILE = "comparison.json"
 Ended = Outcome | Failure | Waiting
-"""A run as far as it is."""
+"""A run, finished or not."""
 TRIALS = "tuning"
 """The folder of the trials."""
 _UNJUDGED = "the metric that chooses rounds has no value on validation samples"
@@ -31,15 +31,15 @@ _UNJUDGED = "the metric that chooses rounds has no value on validation samples"
 
 @dataclass(frozen=True)
 class DescribedRow:
-    """A row, for those who read the results.
+    """A row, for readers of the results.
 
     Attributes:
         key: As in :class:`~pflight.experiments.outcome.Outcome`, like the next two.
         method: Its method's title.
-        settings: By which it differs from its method's configuration.
-        tuned: How these were chosen, if they were.
+        settings: Options that differ from its method's configuration.
+        tuned: How these were chosen, if they were tuned.
         folder: The folder of its runs; ``None`` as long as its settings are being chosen.
-        failed: Why they could not be chosen.
+        failed: Why the choice failed.
     """
 
     key: str
@@ -52,7 +52,7 @@ class DescribedRow:
 
 @dataclass(frozen=True)
 class Described(Record):
-    """What a comparison consists of: ``comparison.json`` in its folder.
+    """The parts of a comparison: ``comparison.json`` in its folder.
 
     Attributes:
         data: The options of its data.
@@ -72,7 +72,7 @@ class Described(Record):
 
 @dataclass
 class Choice:
-    """A row whose settings are chosen by trials, on seeds that are not reported.
+    """A row with settings chosen by trials, on seeds that are not reported.
 
     Attributes:
         row: The row with its method's own settings.
@@ -92,13 +92,14 @@ class Choice:
 class Comparison:
     """All runs of a comparison: an agenda for jobs.
 
-    What has been done is known from the files in the run folders alone, so that any number of
-    processes can work on one comparison, and any of them can be killed.
+    Progress is read only from the files in the run folders. So any number of processes can work on
+    one comparison, and any of them can be killed.
 
     Args:
-        plan: What all runs have in common.
+        plan: The plan that all runs share.
         methods: The methods.
-        settings: Values of options by name; each combination is a row for the methods that have it.
+        settings: Values of options by name; each combination is a row for the methods with these
+            options.
         seeds: Number of seeds, from 0.
         tuning: How further settings are chosen; ``None`` for not at all.
         folder: Where all is kept.
@@ -137,7 +138,7 @@ class Comparison:
         self._folders: dict[tuple[Path, str], Path] = {}
 
     def _with_choice(self, row: Row) -> Row | Choice:
-        # What is declared for all methods comes first, and takes the place of methods' own.
+        # Declarations for all methods come first, and replace methods' own.
         space = self.plan.space | {
             o: t for o, t in row.method.space.items() if o not in self.plan.space
         }
@@ -225,7 +226,7 @@ class Comparison:
             path.unlink(missing_ok=True)
 
     def _runs(self) -> Iterator[Run]:
-        """Yield the runs that are known so far: first trials, then those that wait for no trial."""
+        """Yield the runs that are known so far: first trials, then runs that wait for no trial."""
         for row in self.rows:
             if isinstance(row, Choice) and not row.study.done:
                 for settings in row.study.pending():
@@ -245,7 +246,7 @@ class Comparison:
         return [Run(tried, seed, folder / f"seed-{seed}", False) for seed in self.tuning.used_seeds]
 
     def _folder_of(self, row: Row, root: Path) -> Path:
-        """Return the folder of a row's runs, which may be named by other settings that it had."""
+        """Return the folder of a row's runs. Its name may be from earlier settings of the row."""
         place = root, row.key
         if place not in self._folders:
             known = [root / row.folder, *sorted(root.glob(f"*-{row.key[:8]}"))]
@@ -253,7 +254,7 @@ class Comparison:
         return self._folders[place]
 
     def _advance(self) -> None:
-        """Tell each study what its trials have reached, and take the settings that it chooses."""
+        """Tell each study its trials' results, and take the settings that it chooses."""
         for choice in self.rows:
             if isinstance(choice, Choice) and not choice.study.done:
                 self._tell(choice)
@@ -272,7 +273,7 @@ class Comparison:
             study.tell(worth)
         if study.best is not None:
             choice.tuned = self._chosen(choice)
-        self.save()  # for those who read the results meanwhile
+        self.save()  # for readers of the results meanwhile
 
     def _chosen(self, choice: Choice) -> Row:
         assert self.tuning is not None
@@ -294,7 +295,7 @@ class Comparison:
         return replace(row, tuned=tuned)
 
     def _result(self, run: Run) -> Outcome | Failure | None:
-        """Return what a run has given; ``None`` if it has not ended."""
+        """Return a run's outcome; ``None`` if it has not ended."""
         if run.folder not in self._ended:
             found = ended_in(run.folder, run.row.key)
             if found is None:
@@ -305,7 +306,7 @@ class Comparison:
     # What has been reached
 
     def results(self, **options: Any) -> Results:
-        """Return what has been reached so far.
+        """Return the results so far.
 
         Args:
             **options: Further arguments of :class:`~pflight.experiments.results.Results`.
@@ -313,7 +314,7 @@ class Comparison:
         return results_of(runs_of(self._described(), self.folder), **options)
 
     def save(self) -> None:
-        """Write down which rows and seeds there are, so that others can read the results.
+        """Write down the rows and seeds, so that others can read the results.
 
         Raises:
             ConfigurationError: If that can't be written.
@@ -372,10 +373,10 @@ class Comparison:
 
 
 def runs_of(described: Described, folder: Path) -> list[Ended]:
-    """Return all runs of a comparison, as far as they are.
+    """Return all runs of a comparison, finished or not.
 
     Args:
-        described: What it consists of.
+        described: Its parts.
         folder: Where its runs are.
     """
     found: list[Ended] = []
@@ -407,7 +408,7 @@ def results_of(runs: Iterable[Ended], **options: Any) -> Results:
 
 
 def _worth(outcome: Outcome) -> float:
-    """Return what a trial has reached on validation samples, the more the better."""
+    """Return a trial's value on validation samples; higher is better."""
     moment = outcome.chosen or outcome.last
     if moment.validation is None:
         return math.nan
@@ -415,7 +416,7 @@ def _worth(outcome: Outcome) -> float:
 
 
 def _difference(saved: Any, here: Any, name: str = "data") -> str:
-    """Return the first option that is not the same; nothing if all are."""
+    """Return the first option that differs; nothing if none does."""
     if isinstance(saved, Mapping) and isinstance(here, Mapping):
         parts = (
             _difference(saved.get(key), here.get(key), f"{name}.{key}".replace(".init_args", ""))

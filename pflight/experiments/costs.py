@@ -1,4 +1,4 @@
-"""What runs cost: bytes and time."""
+"""The costs of runs: bytes and time."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MOST = 12  # curves, besides those of the baselines
 _COLOURED = 4  # best curves that have a colour, besides the baselines; the others are grey
 _BASELINES = (LOCAL, "FedAvg")
-_HUES = 0, 2, 4, 1, 6, 5, 9  # of the palette's colours, without the greys
+_HUES = 0, 2, 4, 1, 6, 5, 9  # colours of the palette, without the greys
 _LINE = 0.05  # height of a name, as a share of the frame's
 _FAR = 10.0  # times as many bytes, from which their axis is logarithmic
 _DPI = 150
@@ -120,7 +120,7 @@ class Figures:
         figure = _figure(8.5, 4.8)
         axes = figure.add_subplot()
         ends: list[float] = []
-        later: list[Floats] = []  # what the frame has room for; curves may begin outside
+        later: list[Floats] = []  # values with room in the frame; curves may begin outside
         names: list[tuple[Row, float, float, str]] = []  # with the end and the colour of its line
         named = [row for row in rows if row in rows[:_COLOURED] or self._is_baseline(row)]
         for row in rows:

@@ -1,4 +1,4 @@
-"""What the runs of a comparison say, as numbers."""
+"""The numbers of a comparison's runs."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ LOCAL = "Local"
 
 
 class Findings:
-    """The rows of a comparison in their order, and how they differ.
+    """The rows of a comparison in their order, and their differences.
 
     Args:
         outcomes: The finished runs.
         failures: The runs that failed.
         waiting: The runs that are planned or running.
-        baseline: A row, by its label or its method, from which differences are computed too.
+        baseline: A row, by its label or its method; differences from it are computed, too.
         target: A value of the metric that chooses rounds, in its own unit.
         draws: Number of draws of the bootstrap.
 
@@ -50,7 +50,7 @@ class Findings:
         baseline: The row that was named, if any.
         target: As given.
         draws: As given.
-        common: By seed, the ids of the clients of which all rows have a value.
+        common: By seed, the ids of the clients with a value in all rows.
 
     Raises:
         ResultError: If runs are judged by different metrics, if a configuration has two runs with
@@ -82,7 +82,7 @@ class Findings:
         self.baseline = _named(baseline, self.rows) if baseline else None
 
     def _rank(self, row: Row) -> tuple[bool, bool, float]:
-        """Return by what rows are sorted."""
+        """Return the sort key of a row."""
         mean = self._mean(row)
         unknown = math.isnan(mean)
         return not row.runs, unknown, 0 if unknown else -mean if self.mode == "max" else mean
@@ -118,13 +118,13 @@ class Findings:
 
     @property
     def references(self) -> list[Row]:
-        """The rows from which differences are computed: the best and the baseline."""
+        """The references of differences: the best row and the baseline."""
         named = [self.best, self.baseline]
         return [row for row in self.finished if row in named]
 
     @cached_property
     def differences(self) -> dict[tuple[str, str], Difference]:
-        """How rows differ from each reference, by the keys of the row and the reference."""
+        """Differences of rows from each reference, by the keys of the row and the reference."""
         pairs: dict[tuple[str, str], list[Floats]] = {}
         for reference in self.references:
             for row in self.finished:
@@ -146,7 +146,7 @@ class Findings:
         if found is None:
             return False
         behind = found.high < 0 if self.mode == "max" else found.low > 0
-        return not behind  # without an interval, nothing is
+        return not behind  # without an interval, no row is behind
 
     def below_local(self, row: Row) -> dict[int, float]:
         """Return by seed the share of clients that are worse than alone; empty if unknown."""

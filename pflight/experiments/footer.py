@@ -1,4 +1,4 @@
-"""The notes under the tables: what they rest on, and what they can't show."""
+"""The notes under the tables: their basis and their limits."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def _seeds(findings: Findings) -> Iterator[str]:
     seeds, most = findings.seeds, max(len(row.runs) for row in findings.finished)
     if most == 1:
         yield (
-            "Each row has a single seed: how much results vary from seed to seed is unknown, and "
-            "no deviation is given."
+            "Each row has a single seed. The variation from seed to seed is unknown, and no "
+            "deviation is given."
         )
     else:
         yield f"Mean ± standard deviation (ddof 1) over {len(seeds)} seeds: {_listed(seeds)}."
     if any(len(row.runs) < len(seeds) for row in findings.finished):
         yield (
-            "Rows without all seeds have means over those that they have; two rows are compared at "
-            "the seeds that both have."
+            "Rows without all seeds have means over the seeds that they have. Two rows are "
+            "compared at the seeds that both have."
         )
 
 
@@ -66,32 +66,32 @@ def _measures(findings: Findings) -> Iterator[str]:
     if findings.when == "chosen":
         tags = {run.monitor or f"val/macro_{run.metric}" for run in findings.runs}
         yield (
-            "Values are on test samples, at the round of each run with the "
-            f"{best} {' or '.join(sorted(tags))} on validation samples, or after the last round "
-            "where it says so. No round is chosen on test samples."
+            "Values are on test samples. Each run is tested at its round with the "
+            f"{best} {' or '.join(sorted(tags))} on validation samples, and in some columns after "
+            "the last round. No round is chosen on test samples."
         )
     else:
         yield (
-            "Values are on test samples, after the last round: not every run has kept the round "
+            "Values are on test samples, after the last round. Not every run has kept the round "
             "that was best on validation samples."
         )
     yield (
-        "Macro is the plain mean over clients, micro the mean weighted by their test samples, "
-        "worst decile the mean of the worst tenth of the clients, rounded up. Newcomers, in macro "
-        "mean, are not in the other columns. Clients without test samples or without a value are "
-        "left out."
+        "Macro is the plain mean over clients. Micro is the mean weighted by their test samples. "
+        "Worst decile is the mean of the worst tenth of the clients, rounded up. Newcomers have a "
+        "macro mean of their own, and are in no other column. Clients without test samples or "
+        "without a value are left out."
     )
     lacking = {row.label: _without_value(findings, row) for row in findings.finished}
     if any(lacking.values()):
         listed = ", ".join(f"{label} {number:,}" for label, number in lacking.items() if number)
         yield (
             f"Clients with test samples but without a value of {findings.metric}, at all seeds "
-            f"together: {listed}. Rows are ranked by the clients of which all rows have a value."
+            f"together: {listed}. Rows are ranked by the clients with a value in all rows."
         )
     if any(row.method == LOCAL for row in findings.finished):
         yield (
-            f"Below {LOCAL}: the share of clients whose {findings.metric} is worse than that of "
-            "the same client at the same seed when it trains alone."
+            f"Below {LOCAL}: the share of clients with a worse {findings.metric} than when they "
+            "train alone, at the same seed."
         )
 
 
@@ -107,10 +107,10 @@ def _comparison(findings: Findings) -> Iterator[str]:
     )
     tests = Counter(other for _, other in findings.differences)
     yield (
-        "Differences are those of the same client at the same seed; their mean is over clients and "
-        "then over seeds. Intervals are percentiles of a hierarchical bootstrap, which draws seeds "
-        f"and then clients within each ({findings.draws:,} draws, seed {SEED}); p is two-sided, "
-        "from the same draws, and at least what a sign test over the pairs can give, with Holm's "
+        "A difference is of the same client at the same seed. Its mean is over clients and then "
+        "over seeds. Intervals are percentiles of a hierarchical bootstrap, which draws seeds and "
+        f"then clients within each ({findings.draws:,} draws, seed {SEED}). p is two-sided, from "
+        "the same draws, and at least the smallest p of a sign test over the pairs. It has Holm's "
         f"correction for {_listed(sorted({*tests.values()}))} comparisons."
     )
     if any(found.clients < FEWEST for found in findings.differences.values()):
@@ -133,33 +133,32 @@ def _comparison(findings: Findings) -> Iterator[str]:
     ]
     if unpaired:
         yield (
-            f"Not compared with {best.label}, for want of a seed at which both have values for the "
-            f"same clients' data: {', '.join(unpaired)}."
+            f"Not compared with {best.label}: {', '.join(unpaired)}. There is no seed at which "
+            "both have values for the same clients' data."
         )
 
 
 def _limits(findings: Findings) -> Iterator[str]:
-    """Say what so few seeds can't show."""
+    """Name the limits of so few seeds."""
     seeds = max((found.seeds for found in findings.differences.values()), default=0)
     if seeds == 1:
         yield (
-            "One seed can't show a difference between methods that other seeds would confirm: the "
+            "One seed can't show a difference between methods that other seeds would confirm. The "
             "intervals are of the clients of this one partition, and of this one training run."
         )
     elif seeds and smallest_sign_test(seeds) > 1 - LEVEL:
         yield (
-            f"What {seeds} seeds can't show: that a method is better at other seeds. If it is "
-            f"better at all {seeds}, a two-sided sign test over seeds still gives p = "
-            f"{smallest_sign_test(seeds):g}, and there are only {resamples(seeds)} different ways "
-            "to resample the seeds, so that no interval goes beyond what the clients of a single "
-            f"one of these seeds give. {_needed()} seeds are the fewest at which a sign test can "
-            f"give p below {1 - LEVEL:.2f}."
+            f"{seeds} seeds can't show that a method is better at other seeds. If it is better at "
+            f"all {seeds}, a two-sided sign test over seeds still gives p = "
+            f"{smallest_sign_test(seeds):g}. There are only {resamples(seeds)} different ways to "
+            "resample the seeds. So no interval goes beyond the range that the clients of a single "
+            f"seed give. A sign test needs at least {_needed()} seeds for p below {1 - LEVEL:.2f}."
         )
     data = {run.fingerprints.get("data") for run in findings.runs}
     if seeds > 1 and len(data) == 1 and None not in data:
         yield (
-            "As far as the data's hash tells, all seeds have the same clients with the same data: "
-            "the intervals are then about other training runs with these clients, not about other "
+            "As far as the data's hash tells, all seeds have the same clients with the same data. "
+            "The intervals are then about other training runs with these clients, not about other "
             "clients."
         )
 
@@ -209,7 +208,7 @@ def _tuning(findings: Findings) -> Iterator[str]:
     tuned = [row for row in findings.finished if row.tuned]
     if not tuned:
         return
-    yield "Settings were tuned on validation samples; the last column is what they gave there."
+    yield "Settings were tuned on validation samples. The last column has their value there."
     rest = [row.label for row in findings.finished if not row.tuned]
     if rest:
         yield f"Not tuned: {', '.join(rest)}."
@@ -227,17 +226,17 @@ def _costs(findings: Findings) -> Iterator[str]:
         sorted({*names}) for names in zip(*((r.host, r.device) for r in runs), strict=True)
     )
     yield (
-        "A participation counts what one client receives and sends in one round. The time of a "
-        "round, without evaluation, is the median over rounds and seeds, with so many threads in "
-        f"each run and so many jobs on the machine at once; on {', '.join(devices)} of "
-        f"{', '.join(hosts)}."
+        "A participation counts the bytes that one client receives and sends in one round. The "
+        "time of a round, without evaluation, is the median over rounds and seeds. Further columns "
+        "have the threads of each run, and the jobs on the machine at once. The runs were on "
+        f"{', '.join(devices)} of {', '.join(hosts)}."
     )
     if findings.target is not None:
         tag = f"val/macro_{findings.metric}"
         way = "at least" if findings.mode == "max" else "at most"
         yield (
             f"Target: {tag} of {way} {findings.target:g}, at the rounds that were evaluated. "
-            "Rounds and bytes until then are medians over seeds; a dash means that half of the "
+            "Rounds and bytes until then are medians over seeds. A dash means that half of the "
             "seeds or more never reach it."
         )
     failed = [

@@ -19,20 +19,20 @@ from typing import Any, Protocol
 
 from .measuring import Task, note_failure
 
-_LOOK = 1.0  # seconds between two looks at what others have finished
-_AGAIN = 5.0  # seconds before a run is asked for again that another process makes
-_DEATHS = 2  # of processes, after which their run counts as failed
+_LOOK = 1.0  # seconds between two looks at other processes' results
+_AGAIN = 5.0  # seconds before a run of another process is asked for again
+_DEATHS = 2  # deaths of processes, after which their run counts as failed
 
 
 class Agenda(Protocol):
-    """What is to be done, in the order in which it is."""
+    """The runs to make, in their order."""
 
     def due(self) -> list[Task]:
-        """Return the runs that can be made now and that nobody has finished; none at the end."""
+        """Return the unfinished runs that can be made now; none at the end."""
 
 
 class Watcher(Protocol):
-    """Who is told how the runs go on."""
+    """The listener for the progress of runs."""
 
     def begun(self, task: Task) -> None:
         """A run has begun, or goes on."""
@@ -47,7 +47,7 @@ class Watcher(Protocol):
         """Another process makes a run."""
 
     def stopping(self, signum: int) -> None:
-        """A signal has come; the rounds that go on are the last."""
+        """A signal has come; the current rounds are the last."""
 
 
 class Worker:
@@ -68,7 +68,7 @@ class Worker:
                 [sys.executable, "-m", "pflight.experiments.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                bufsize=0,  # what is read ahead would be missed by a selector
+                bufsize=0,  # a selector would miss data that are read ahead
                 env=own,
             )
         self.task: Task | None = None
@@ -78,7 +78,7 @@ class Worker:
         """Let it make a run."""
         assert self.process.stdin is not None
         self.task = task
-        with suppress(BrokenPipeError):  # it has died, which its output will tell
+        with suppress(BrokenPipeError):  # it has died; its output will tell
             self.process.stdin.write(f"{json.dumps(asdict(task))}\n".encode())
 
     def answers(self) -> list[dict[str, Any]] | None:
@@ -89,7 +89,7 @@ class Worker:
         return [json.loads(line) for line in lines] if read else None
 
     def end(self) -> None:
-        """Let it end after the round that goes on."""
+        """Let it end after its current round."""
         assert self.process.stdin is not None
         self.process.stdin.close()
 
@@ -104,9 +104,9 @@ class Jobs:
     """Makes the runs of an agenda in several processes.
 
     Args:
-        agenda: What is to be done.
+        agenda: The runs to make.
         count: Number of processes.
-        watcher: Who is told.
+        watcher: The listener.
     """
 
     def __init__(self, agenda: Agenda, count: int, watcher: Watcher) -> None:
@@ -125,10 +125,10 @@ class Jobs:
     def work(self) -> None:
         """Make all runs, and wait for those that other processes make.
 
-        A signal ends it after the rounds that go on, with ``SystemExit``; a second Ctrl-C at once.
+        A signal ends it after the current rounds, with ``SystemExit``; a second Ctrl-C at once.
 
         Raises:
-            OSError: If the disk is full; the other runs have ended after the rounds that went on.
+            OSError: If the disk is full. The other runs have then ended after their current rounds.
         """
         with self._signals_noted():
             try:
@@ -190,7 +190,7 @@ class Jobs:
         return worker
 
     def _listen(self) -> None:
-        """Hear the workers until one of them has ended its run, or for a while."""
+        """Listen to the workers until one has ended its run, or for a while."""
         busy, end = self._busy(), time.monotonic() + _LOOK
         while self._busy() == busy and not self._signum and (left := end - time.monotonic()) > 0:
             for key, _ in self._events.select(left):

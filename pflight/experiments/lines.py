@@ -26,11 +26,11 @@ _Line = tuple[int | str, str, str, str, str, Any]
 def to_csv(findings: Findings) -> str:
     """Return a table with a line for each number, in the metrics' own units.
 
-    Its columns are the row's method, settings (as JSON) and key; the seed, empty where a number is
-    of several; the moment, ``chosen`` or ``last``, where it matters; the quantity, such as
-    ``test/macro_acc``; the statistic (``value`` at one seed, else ``mean``, ``std`` with ddof 1,
-    ``median``, or one of a difference); ``against``, the key of the row that a difference is from;
-    and the value, empty if there is none.
+    The first columns are the row's method, settings (as JSON) and key. The seed is empty if a
+    number is of several seeds. The moment is ``chosen`` or ``last`` if it matters. The quantity is
+    a tag such as ``test/macro_acc``. The statistic is ``value`` at one seed. Over seeds it is
+    ``mean``, ``std`` with ddof 1, ``median``, or one of a difference. ``against`` is the key of the
+    difference's reference row. The value is empty if there is none.
     """
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
@@ -96,7 +96,7 @@ def _of_differences(findings: Findings, row: Row) -> Iterator[_Line]:
 
 
 def _values(findings: Findings, run: Outcome, when: When) -> dict[str, float]:
-    """Return what a run gave at a moment: what was reported, and the means over clients."""
+    """Return a run's numbers at a moment: the reported ones, and the means over clients."""
     if (at := moment(run, when)) is None:
         return {}
     reported = {"round": at.round, "validation": at.validation, **at.values}

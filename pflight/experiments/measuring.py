@@ -1,4 +1,4 @@
-"""What a run reached: it is trained as by ``pflight fit``, then its clients are tested."""
+"""A run's results: it is trained as by ``pflight fit``, then its clients are tested."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ from pflight.states.state import StateLayout
 
 from .outcome import Curve, Failure, Moment, Outcome, ResultError, Tuned
 
-_APART = ("server/", "finetuned/", "new/")  # what curves leave out
+_APART = ("server/", "finetuned/", "new/")  # left out of curves
 _NOBODY = {
-    "test": "no client has test samples, on which methods are compared",
-    "val": "no client has validation samples, on which settings are chosen",
+    "test": "no client has test samples, but methods are compared on them",
+    "val": "no client has validation samples, but settings are chosen on them",
 }
 
 
 @dataclass(frozen=True)
 class Task:
-    """A run, as it is given to a worker.
+    """A run, in the form for a worker.
 
     Attributes:
         key: As in :class:`~pflight.experiments.outcome.Outcome`.
         method: Its method's title.
-        settings: By which it differs from its method's configuration.
-        tuned: How these were chosen, if they were.
+        settings: Options that differ from its method's configuration.
+        tuned: How these were chosen, if they were tuned.
         seed: Its seed.
-        arguments: Those of ``pflight fit``.
+        arguments: The arguments of ``pflight fit``.
         folder: Its run folder.
         tests: Whether clients are tested at the end.
         beside: How many jobs run on the machine, this one included.
@@ -69,17 +69,17 @@ class Task:
 
     @property
     def split(self) -> Split:
-        """The samples on which clients are judged at the end."""
+        """The samples for judging clients at the end."""
         return "test" if self.tests else "val"
 
 
 @dataclass
 class Clock(L.Callback):
-    """Takes the time of each round, and tells how many are done.
+    """Measures the time of each round, and counts rounds.
 
     Attributes:
-        on_round_end: Is called with the number of rounds so far and of all.
-        seconds: Of each round that this process trained, without evaluation.
+        on_round_end: Called with the number of rounds so far and of all.
+        seconds: Seconds of each round that this process trained, without evaluation.
     """
 
     on_round_end: Callable[[int, int], None]
@@ -98,7 +98,7 @@ class Clock(L.Callback):
 
 @dataclass
 class SomebodyIsJudged(L.Callback):
-    """Raises before the first round if no client has samples on which it could be judged.
+    """Raises before the first round if no client has samples to judge it by.
 
     Attributes:
         split: The samples.
@@ -165,16 +165,16 @@ class ReadRun(FederationCLI):
 
 
 def measured(run: MeasuredRun | ReadRun, task: Task, last: str | None = None) -> Outcome:
-    """Return what a run has reached, after its last round and at the best one.
+    """Return a run's results, after its last round and at the best one.
 
     Args:
         run: The run.
-        task: What it was.
-        last: The checkpoint of the last round; by default the models are where they should be.
+        task: Its task.
+        last: The checkpoint of the last round; by default the models are already in this state.
 
     Raises:
-        ConfigurationError: If it is no federation, no client has samples on which it is judged, or
-            no metric says which round is best.
+        ConfigurationError: If it is no federation, no client has samples to judge it by, or no
+            metric decides about the best round.
         ClientError: If no client could be trained in any round.
     """
     federation, data, trainer = run.model, run.datamodule, run.trainer
@@ -237,7 +237,7 @@ def measured(run: MeasuredRun | ReadRun, task: Task, last: str | None = None) ->
 
 
 def ended_in(folder: Path, key: str) -> Outcome | Failure | None:
-    """Return how the run with a key has ended; ``None`` if it has not, or its file is damaged."""
+    """Return the end of the run with a key; ``None`` if it goes on or its file is damaged."""
     for kind, name in ((Outcome, RESULTS), (Failure, FAILURE)):
         if (folder / name).is_file():
             try:
@@ -285,7 +285,7 @@ def _monitored(run: FederationCLI) -> ModelCheckpoint | None:
 def _judged_by(
     checkpoint: ModelCheckpoint | None, directions: Mapping[str, Direction | None]
 ) -> tuple[str, Direction, str]:
-    """Return the metric that methods are compared by, its direction, and its tag in validation."""
+    """Return the metric that compares methods, its direction, and its tag in validation."""
     if checkpoint is not None:
         monitor = str(checkpoint.monitor)
         _, _, name = monitor.rpartition("/")
@@ -325,11 +325,11 @@ def _curve(history: Sequence[Round]) -> Curve:
 
 
 def fingerprints(run: FederationCLI) -> dict[str, str]:
-    """Return short hashes of what must be the same for all methods at one seed.
+    """Return short hashes of all that methods must share at one seed.
 
-    ``data``: samples of each client and split; ``weights``: the client module's initial parameters,
-    without what a method adds; ``cohorts``: who trains in which round; ``batches``: batch size, and
-    the order of the samples of the first and the last cohort.
+    ``data`` are the samples of each client and split. ``weights`` are the client module's initial
+    parameters, without a method's additions. ``cohorts`` are the clients of each round. ``batches``
+    are the batch size, and the order of the samples of the first and the last cohort.
     """
     federation, data, rounds = run.model, run.datamodule, max(run.trainer.max_epochs or 0, 0)
     record = record_of(data)

@@ -1,4 +1,4 @@
-"""What one run of a comparison reached, and the files that say so.
+"""The results of one run of a comparison, and their files.
 
 Neither torch nor Lightning is imported here, so that a table is printed at once.
 """
@@ -26,7 +26,7 @@ _CHECKSUM = ', "checksum": "'
 
 
 class ResultError(ValueError):
-    """Results that can't be read or can't be compared; the message names the file or the run."""
+    """Results that can't be read or compared; the message names the file or the run."""
 
 
 def signed(text: str) -> str:
@@ -54,7 +54,7 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what :meth:`write` wrote.
+        """Read a file that :meth:`write` wrote.
 
         Raises:
             ResultError: If there is no such file, or if it is damaged or of another version.
@@ -73,7 +73,7 @@ class Record:
             raise ResultError(f"{path} is damaged: {error}; {cls.remedy}") from error
         try:
             if isinstance(found, dict) and found.get("version", VERSION) != VERSION:
-                raise ResultError(f"version {found['version']!r} is not {VERSION}, which is known")
+                raise ResultError(f"version {found['version']!r} is not the known {VERSION}")
             record: Self = _understood(cls, found, cls.title)
         except ResultError as error:
             raise ResultError(
@@ -84,12 +84,12 @@ class Record:
 
 @dataclass(frozen=True)
 class Moment:
-    """What the test samples gave at one moment of a run.
+    """The results on test samples at one moment of a run.
 
     Attributes:
-        round: Number of rounds that were trained until then.
-        validation: The value by which rounds are chosen, on validation samples.
-        values: What was reported, by tag, such as ``test/new/macro_acc``.
+        round: Number of rounds trained until then.
+        validation: The value that chooses rounds, on validation samples.
+        values: Reported values by tag, such as ``test/new/macro_acc``.
         per_client: Each metric's value at each client, in the order of the run's ``clients``.
     """
 
@@ -101,7 +101,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Curve:
-    """What validation gave in the course of a run.
+    """Validation in the course of a run.
 
     Attributes:
         round: Numbers of rounds that were trained before each evaluation, ascending.
@@ -128,11 +128,11 @@ class Tuned:
 
     Attributes:
         trials: Number of settings that were tried.
-        sampler: How they were proposed.
-        seeds: Seeds on which they were tried.
+        sampler: The source of proposals.
+        seeds: Seeds of the trials.
         chosen: The settings that were best on validation samples.
-        validation: What these reached there.
-        space: What could be chosen.
+        validation: The value of these settings there.
+        space: The ranges of the choice.
     """
 
     trials: int
@@ -150,7 +150,7 @@ class Run:
     Attributes:
         key: Identifies the configuration without seed and folder; the runs of a row share it.
         method: The method's name.
-        settings: Options by which rows differ from their method's configuration, also tuned ones.
+        settings: Options of rows that differ from their method's configuration, also tuned ones.
         seed: The seed.
     """
 
@@ -171,7 +171,7 @@ class Failure(Run, Record):
 
     Attributes:
         reason: Why, in one line.
-        log: File with what the run printed.
+        log: File with the run's output.
     """
 
     title: ClassVar[str] = "failure"
@@ -182,7 +182,7 @@ class Failure(Run, Record):
 
 @dataclass(frozen=True)
 class Outcome(Run, Record):
-    """What one run reached: ``results.json`` in its folder.
+    """The results of one run: ``results.json`` in its folder.
 
     Attributes:
         tuned: How settings were tuned, if they were.
@@ -190,15 +190,15 @@ class Outcome(Run, Record):
         mode: Whether high or low values of it are better.
         directions: The same for all metrics, ``None`` where it isn't known.
         clients: Ids of the clients that may train, ascending.
-        newcomers: Ids of those that are kept out of training.
-        samples: ``test``: how many test samples each of ``clients`` has.
+        newcomers: Ids of the clients that are kept out of training.
+        samples: ``test``: the number of test samples of each of ``clients``.
         last: After the last round.
         chosen: At the round that was best on validation samples, if it was kept.
         curve: Validation in the course of the run.
         bytes_down: Bytes sent to clients in all rounds.
         bytes_up: Bytes received from clients in all rounds.
-        participations: How often a client took part in a round.
-        failed: How many of these failed.
+        participations: Number of participations of clients in rounds.
+        failed: Number of participations that failed.
         seconds: Median time of a training round, without evaluation.
         threads: Number of threads.
         beside: Number of jobs on the machine at the same time, with this one.
@@ -206,8 +206,7 @@ class Outcome(Run, Record):
         host: The machine.
         fingerprints: Short hashes of ``data``, ``weights``, ``cohorts`` and ``batches``.
         version: Version of this format.
-        monitor: Tag of the value by which rounds are chosen, such as ``val/macro_acc``, which it is
-            in files without it.
+        monitor: Tag of the value that chooses rounds. In files without it, ``val/macro_acc``.
     """
 
     title: ClassVar[str] = "run"
@@ -295,7 +294,7 @@ def _understood(kind: Any, value: Any, where: str) -> Any:
         return {key: _understood(parts[1], item, f"{where}.{key}") for key, item in value.items()}
     if origin is list:
         _check(list, value, where)
-        if not {*map(type, value)} <= _types(parts[0]):  # one look at what may be a long list
+        if not {*map(type, value)} <= _types(parts[0]):  # one look at a list that may be long
             return [_understood(parts[0], item, f"an element of {where}") for item in value]
         return value
     _check(kind, value, where)
@@ -304,7 +303,7 @@ def _understood(kind: Any, value: Any, where: str) -> Any:
 
 def _check(kind: type, value: Any, where: str) -> None:
     if type(value) not in _types(kind):
-        raise ResultError(f"{where} is {value!r:.60}, which is not {_NAMES[kind]}")
+        raise ResultError(f"{where} is {value!r:.60}, not {_NAMES[kind]}")
 
 
 @cache

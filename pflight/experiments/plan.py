@@ -42,7 +42,7 @@ class Method:
 
     Attributes:
         name: Its name on the command line and in the names of folders.
-        title: Its name in tables, with which the first line of its configuration begins.
+        title: Its name in tables: the start of the first line of its configuration.
         config: Its configuration.
         space: The search space that the configuration declares.
     """
@@ -59,10 +59,10 @@ class Row:
 
     Attributes:
         method: The method.
-        settings: Options by which it differs from other rows of its method.
+        settings: Options that differ from other rows of its method.
         fixed: Options that are the same in all rows that have them.
-        arguments: Those of ``pflight fit``, without seed and run folder.
-        config: All options, as plain Python, but for those that differ from run to run.
+        arguments: The arguments of ``pflight fit``, without seed and run folder.
+        config: All options, as plain Python, without options that differ from run to run.
         tuned: How its settings were chosen, if they were.
     """
 
@@ -80,13 +80,13 @@ class Row:
 
     @property
     def folder(self) -> str:
-        """The name of the folder of its runs, which tells it from all other rows."""
+        """The name of the folder of its runs, unique among rows."""
         told = ",".join(f"{n.rpartition('.')[2]}={_text(v)}" for n, v in self.settings.items())
         name = ",".join(filter(None, [self.method.name, told[:_MOST]]))
         return re.sub(r"[^\w.,=+-]", "_", f"{name}-{self.key[:8]}")
 
     def trial(self, settings: Mapping[str, Any]) -> Row:
-        """Return the row with settings that are tried, which its runs will check."""
+        """Return the row with settings of a trial. Its runs will check them."""
         return Row(
             self.method,
             {**self.settings, **settings},
@@ -104,7 +104,8 @@ class Run:
         row: The row.
         seed: Its ``seed_everything``.
         folder: Its run folder.
-        tests: Whether clients are judged on test samples at the end: not where options are chosen.
+        tests: Whether clients are judged on test samples at the end; false while options are
+            chosen.
     """
 
     row: Row
@@ -124,7 +125,7 @@ class Run:
 
 
 class Plan:
-    """What all runs of a comparison have in common, and the rows that come of it.
+    """The shared part of all runs of a comparison, and the rows that follow.
 
     Args:
         configs: Configurations of the data, the client and the trainer, without a method.
@@ -163,8 +164,8 @@ class Plan:
             settings: Values of options by their names.
 
         Raises:
-            UnknownOptionError: If a setting is of no method.
-            ConfigurationError: If a value is none that its option can have.
+            UnknownOptionError: If no method has a setting.
+            ConfigurationError: If an option can't have a value.
         """
         if reserved := sorted({*settings} & {*APART, _PLACE}):
             raise ConfigurationError(
@@ -210,7 +211,7 @@ class Plan:
 def methods_of(names: Sequence[str]) -> list[Method]:
     """Return methods by the names of shipped configurations, or by the paths of others.
 
-    ``all`` names those that are shipped.
+    ``all`` names all shipped ones.
 
     Raises:
         ConfigurationError: If there is no such method, or two have one name.
@@ -257,7 +258,7 @@ def declared(configs: Iterable[str | Path]) -> dict[str, Any]:
 
 
 class _Parser(FederationCLI):
-    """Parses and checks the arguments of a fit, without anything made of them."""
+    """Parses and checks the arguments of a fit, without making any object."""
 
     def options(self, arguments: Sequence[str]) -> Any:
         """Return the options of a fit with such arguments, defaults included."""
@@ -282,7 +283,7 @@ class _Parser(FederationCLI):
 
 @cache
 def _parser() -> _Parser:
-    return _Parser([])  # to make it takes as long as to parse a configuration
+    return _Parser([])  # making it takes as long as parsing a configuration
 
 
 def key_of(config: Mapping[str, Any]) -> str:
@@ -292,7 +293,7 @@ def key_of(config: Mapping[str, Any]) -> str:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """Return the options that make a run what it is, as plain Python."""
+    """Return the options that identify a run, as plain Python."""
     return without_place(json.loads(json.dumps(config.as_dict(), default=_in_words)))
 
 
@@ -303,7 +304,7 @@ def _in_words(value: Any) -> str:
 
 
 def without_place(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return plain options without those that say where a run is, and at which seed."""
+    """Return plain options without a run's folder and seed."""
     left = {name: value for name, value in options.items() if name not in APART}
     left["trainer"] = {n: v for n, v in options["trainer"].items() if n != "default_root_dir"}
     return left
@@ -322,7 +323,7 @@ def _text(value: Any) -> str:
 def of_data(
     settings: Mapping[str, Sequence[Any]],
 ) -> tuple[list[str], dict[str, Sequence[Any]]]:
-    """Return the settings of the data as arguments for all runs, and the others.
+    """Return the settings of the data as arguments for all runs, and the other settings.
 
     Raises:
         ConfigurationError: If an option of the data has several values.
@@ -350,7 +351,7 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         {'trainer.callbacks.class_path': 'FedProx', 'trainer.callbacks.mu': 1}
     """
     if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        value = value[-1]  # which the command line means as well
+        value = value[-1]  # the command line means this, too
     if isinstance(value, Mapping):
         for key, part in value.items():
             inner = name if key in ("init_args", "dict_kwargs") else f"{name}.{key}".lstrip(".")

@@ -1,4 +1,4 @@
-"""How a comparison goes on: a bar on a terminal, lines elsewhere."""
+"""The progress of a comparison: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .measuring import Task
 from .rows import settings_text
 from .tuning import FIRST_SEED
 
-_PERIOD = 600.0  # seconds from which the time left is estimated
+_PERIOD = 600.0  # seconds of work that estimate the time left
 
 
 class RunsProgress:
-    """Shows how many runs are done, which go on, and how long it will take.
+    """Shows the number of finished runs, the current runs, and the time left.
 
     Args:
         count: Number of all runs.
-        ended: Returns how many of them have ended, here or elsewhere.
+        ended: Returns the number of ended runs, here or elsewhere.
         console: Where to print.
     """
 
@@ -31,7 +31,7 @@ class RunsProgress:
         self.count = count
         self._ended = ended
         self._taken: set[str] = set()
-        self._parts: dict[str, float] = {}  # how much of each run that goes on is done
+        self._parts: dict[str, float] = {}  # the done share of each current run
         self._since: dict[str, float] = {}
         self._progress = Progress(
             TextColumn("{task.fields[done]}/{task.total:.0f} runs"),
@@ -89,9 +89,9 @@ class RunsProgress:
             self.say(f"{_name(task)}: {by}")
 
     def stopping(self, signum: int) -> None:
-        """A signal has come; the rounds that go on are the last."""
+        """A signal has come; the current rounds are the last."""
         more = "; a second Ctrl-C stops at once" if signum == signal.SIGINT else ""
-        self.say(f"stopping after the rounds that go on: the same command continues{more}")
+        self.say(f"stopping after the current rounds: the same command continues{more}")
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""

@@ -21,7 +21,7 @@ from .plan import flat, key_of, without_place
 
 
 def read_run(folder: Path) -> Ended:
-    """Return what a run has reached; its clients are tested if they have not been since.
+    """Return a run's results, after testing its clients if they have not been tested since.
 
     The settings are all of its options. A run that has rounds to make waits.
     """
@@ -38,22 +38,22 @@ def read_run(folder: Path) -> Ended:
         run = ReadRun(folder)
         if left := _left_of(run):
             warnings.warn(
-                f"{folder} counts as running: {left} of its rounds are missing, with which "
-                "--ckpt_path last goes on",
+                f"{folder} counts as running: {left} of its rounds are missing; --ckpt_path last "
+                "continues it",
                 stacklevel=2,
             )
             return Waiting(*whose)
         outcome = measured(run, task, run.config.test.ckpt_path)
     except Exception as error:
         return Failure(*whose, described(error), str(folder))
-    if not compared:  # whose results are its own
+    if not compared:  # a comparison keeps its own results
         with suppress(OSError):  # the folder may be somebody else's
             outcome.write(folder / RESULTS)
     return replace(outcome, settings=settings)
 
 
 def _left_of(run: ReadRun) -> int:
-    """Return how many rounds a run has still to make; none if it was stopped early.
+    """Return the number of rounds that a run still has to make; 0 if it was stopped early.
 
     A run that does not save each round may have made them all.
     """
@@ -69,7 +69,7 @@ def _left_of(run: ReadRun) -> int:
 
 
 def told_apart(runs: Sequence[Ended]) -> list[Ended]:
-    """Return runs with those options as settings by which runs of their method differ.
+    """Return runs, with the options that differ between runs of their method as settings.
 
     Example:
         >>> told_apart([])
@@ -85,10 +85,10 @@ def told_apart(runs: Sequence[Ended]) -> list[Ended]:
 def tell_rows_apart(comparisons: Mapping[Path, Described]) -> dict[Path, Described]:
     """Return comparisons with other settings for rows that would look the same in one table.
 
-    These are the options in which their configurations differ.
+    These are the options that differ between their configurations.
 
     Args:
-        comparisons: Those of a table, by their folders.
+        comparisons: The comparisons of a table, by their folders.
     """
     rows = [(folder, row) for folder, found in comparisons.items() for row in found.rows]
     options = {row.key: _options_of(folder, row) for folder, row in rows}
@@ -116,11 +116,11 @@ def _options_of(folder: Path, row: DescribedRow) -> dict[str, Any]:
 
 
 def _options_in(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Return the seed of a run, and its options but for that and its place."""
+    """Return the seed of a run, and its options without seed and place."""
     check_config_file(str(folder / CONFIG))
     config = load((folder / CONFIG).read_text("utf-8-sig"))
     if any(not isinstance(config.get(name), Mapping) for name in ("model", "data", "trainer")):
-        raise ConfigurationError(f"{folder / CONFIG} is not that of a run: it lacks options")
+        raise ConfigurationError(f"{folder / CONFIG} is not of a run: it lacks options")
     seed = int(config.get("seed_everything") or 0)
     return seed, _without_seed(without_place(config), seed)
 
@@ -136,6 +136,6 @@ def _without_seed(value: Any, seed: int) -> Any:
 
 
 def _differing(options: dict[str, Any], same: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return those options that are not the same in all."""
+    """Return the options that are not the same in all."""
     names = dict.fromkeys(name for one in same for name in one)
     return {n: options.get(n) for n in names if any(one.get(n) != same[0].get(n) for one in same)}

@@ -41,20 +41,20 @@ _LAST = "last round"
 
 
 class Results:
-    """What a comparison of methods found: it prints as tables, and is saved with figures.
+    """The results of a comparison of methods: they print as tables, and are saved with figures.
 
-    A row of the tables is a method with some settings; rows are sorted by the macro mean of the
-    metric that chose rounds. Rows are compared at the round that was chosen on validation samples
-    if all runs kept it, and else after the last round.
+    A row of the tables is a method with some settings. Rows are sorted by the macro mean of the
+    metric that chose rounds. They are compared at the round that was chosen on validation samples
+    if all runs kept it, and otherwise after the last round.
 
     Args:
         outcomes: The finished runs.
         failures: The runs that failed.
         waiting: The runs that are planned or running.
-        baseline: A row, by its label or its method, from which the differences of the others are
-            reported too. In any case they are reported from the best row.
-        target: A value of the metric that chooses rounds, in its own unit (0.8 for 80 %), for which
-            rounds and bytes are counted.
+        baseline: A row, by its label or its method. Differences from it are reported, too.
+            Differences from the best row are always reported.
+        target: A value of the metric that chooses rounds, in its own unit (0.8 for 80 %). Rounds
+            and bytes until this value are counted.
         draws: Number of draws of the bootstrap.
 
     Attributes:
@@ -104,10 +104,10 @@ class Results:
         return _table("Results", {**columns, "below Local, %": below})
 
     def tables(self, whole: bool = True) -> list[Table]:
-        """Return the tables that have something to show, first the main one.
+        """Return the tables that are not empty, first the main one.
 
         Args:
-            whole: Whether there is one of all means of each metric.
+            whole: Whether to add a table of all means of each metric.
         """
         found = self.findings
         tables = [self._failures()]
@@ -132,7 +132,7 @@ class Results:
         return _table(unit.of(f"Test {metric}"), columns)
 
     def _differences(self, reference: Row) -> Table:
-        """Return how the other rows differ from one."""
+        """Return the differences of the other rows from one."""
         found, unit = self.findings, self.findings.units[self.findings.metric]
         corrected = found.corrected(reference)
         rows = []
@@ -162,7 +162,7 @@ class Results:
         return Table(title, columns, rows)
 
     def _costs(self) -> Table:
-        """Return traffic and time, and what it takes to reach the target."""
+        """Return traffic and time, and the costs of reaching the target."""
         rows = self.findings.finished
         runs = [[*row.runs.values()] for row in rows]
         parts = [stdlib.fmean(map(bytes_of_participation, by_seed)) for by_seed in runs]
@@ -187,7 +187,7 @@ class Results:
         return _table("Costs", columns)
 
     def _tuning(self) -> Table:
-        """Return what tuning chose."""
+        """Return the choices of tuning."""
         unit = self.findings.units.get(self.findings.metric, PERCENT)
         rows = []
         for row in self.findings.rows:
@@ -200,7 +200,7 @@ class Results:
         return Table("Tuning", columns, rows, text=2)
 
     def _failures(self) -> Table:
-        """Return which runs failed, and why."""
+        """Return the failed runs, and the reasons."""
         rows = [
             [row.label, str(seed), failure.reason, failure.log]
             for row in self.findings.rows
@@ -209,7 +209,7 @@ class Results:
         return Table("Runs that failed", ["method", "seed", "why", "log"], rows, text=4)
 
     def __rich__(self) -> Group:
-        """Return what the terminal shows: all but the means of each metric, which files have."""
+        """Return the text for the terminal: all but the means of each metric."""
         from rich.console import Group
 
         return Group(*self.tables(whole=False), terminal_notes(footer(self.findings)))
@@ -224,11 +224,11 @@ class Results:
         return capture.get().rstrip()
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows."""
+        """Return the HTML for a notebook."""
         return self._html_body()
 
     def to_markdown(self) -> str:
-        """Return all tables and what they rest on as Markdown."""
+        """Return all tables and their notes as Markdown."""
         tables = [table.to_markdown() for table in self.tables()]
         notes = markdown_notes(footer(self.findings))
         return "\n\n".join([f"# {_TITLE}", *tables, "## Notes", notes]) + "\n"

@@ -31,7 +31,7 @@ MEANS: dict[Mean, str] = {
     "worst_decile": "worst decile",
     "newcomers": "newcomers",
 }
-"""What is reported of a metric, with its heading."""
+"""The reported means of a metric, with their headings."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Row:
         key: Identifies the configuration.
         method: The method's name.
         settings: Its options, as in :class:`~pflight.experiments.outcome.Outcome`.
-        label: The method with the settings that tell it from other rows.
+        label: The method with the settings that differ from other rows.
         runs: The finished runs by seed, ascending.
         failures: The runs that failed, by seed.
         waiting: Seeds of the runs that are planned or running.
@@ -68,17 +68,17 @@ class Row:
         return {name: value for name, value in self.settings.items() if name not in chosen}
 
     def means(self, mean: Mean, metric: str, when: When) -> list[float]:
-        """Return a mean over clients at each seed; NaN where a run has none."""
+        """Return a mean over clients at each seed; NaN if a run has none."""
         return [mean_of(run, mean, metric, when) for run in self.runs.values()]
 
 
 def moment(run: Outcome, when: When) -> Moment | None:
-    """Return what a run reached at a moment, if it was kept."""
+    """Return a run's results at a moment, if they were kept."""
     return run.chosen if when == "chosen" else run.last
 
 
 def by_client(run: Outcome, metric: str, when: When) -> Floats:
-    """Return a metric's values of a run's clients; NaN of a client without test samples."""
+    """Return a metric's values of a run's clients; NaN for a client without test samples."""
     at = moment(run, when)
     values = at.per_client.get(metric) if at else None
     if values is None:
@@ -106,9 +106,9 @@ def mean_of(run: Outcome, mean: Mean, metric: str, when: When) -> float:
 
 
 def paired(row: Row, other: Row, metric: str, when: When) -> dict[int, Floats]:
-    """Return the differences of a row from another, by seed, of the clients that have both values.
+    """Return a row's differences from another, by seed, for the clients with both values.
 
-    Seeds at which the two have other data are left out, as are seeds without a pair of clients.
+    Seeds with different data in the two rows are left out, as are seeds without a pair of clients.
     """
     found = {}
     for seed in row.runs.keys() & other.runs.keys():
@@ -125,10 +125,10 @@ def paired(row: Row, other: Row, metric: str, when: When) -> dict[int, Floats]:
 
 
 def common_clients(rows: Sequence[Row], metric: str, when: When) -> dict[int, list[int]]:
-    """Return by seed the ids of the clients of which all rows have a value.
+    """Return by seed the ids of the clients with a value in all rows.
 
-    A row without any value at a seed is passed over. All clients are returned where rows have none
-    in common.
+    A row without any value at a seed is passed over. If rows have no client in common, all clients
+    are returned.
     """
     having: dict[int, list[set[int]]] = {}
     for row in rows:

@@ -15,14 +15,14 @@ from .outcome import Curve, Mode
 Floats = NDArray[np.float64]
 
 DRAWS = 10_000
-FEWEST = 6  # pairs with which a sign test can fall below 0.05, and an interval is given
+FEWEST = 6  # pairs for a sign test below 0.05, and for an interval
 SEED = 0
 LEVEL = 0.95
 _AT_ONCE = 2**22  # drawn clients that are held in memory
 
 
 def floats(values: Any) -> Floats:
-    """Return values as an array in which NaN stands for ``None``."""
+    """Return values as an array, with NaN for ``None``."""
     return np.array(values, dtype=np.float64)
 
 
@@ -52,7 +52,7 @@ def worst_decile(values: Floats, mode: Mode) -> float:
 
 
 def share_below(differences: Floats, mode: Mode) -> float:
-    """Return the share of clients for which a difference from another method means worse."""
+    """Return the share of clients with a difference in the worse direction."""
     if not len(differences):
         return math.nan
     return float(((differences < 0) if mode == "max" else (differences > 0)).mean())
@@ -91,12 +91,12 @@ class Difference:
         mean: The difference.
         low: Lower end of its 95 % interval; NaN with fewer than six pairs of clients.
         high: Upper end; likewise.
-        p: Two-sided, of no difference, from the draws that give the interval, and at least what a
-            sign test over the pairs that differ can give.
+        p: Two-sided, of no difference, from the draws of the interval, and at least the smallest p
+            of a sign test over the pairs that differ.
         seeds: Number of seeds that both methods have.
         clients: Number of pairs of clients, of all seeds.
-        above: At how many seeds the difference is positive.
-        below: At how many seeds it is negative.
+        above: Number of seeds with a positive difference.
+        below: Number of seeds with a negative difference.
     """
 
     mean: float
@@ -114,20 +114,20 @@ def differences(
 ) -> list[Difference]:
     """Compare pairs of methods by a hierarchical bootstrap.
 
-    A draw takes as many seeds as there are, with replacement, and for each of these, anew, as many
-    of its clients as there are, with replacement; its value is the mean over the seeds of the means
-    over the clients. The interval is that of the percentiles. With ``B`` draws, ``p`` is twice
-    ``(b + 1) / (B + 1)``, where ``b`` is the smaller number of draws that are at most, or at least,
-    zero. With few pairs the draws say less than they seem to: fewer than six have no interval, and
-    ``p`` is at least that of a sign test in which all ``m`` pairs that differ agree, ``2 ** (1 -
-    m)``.
+    A draw resamples the seeds with replacement. For each drawn seed, it resamples the clients anew,
+    with replacement. Its value is the mean over the seeds of the means over the clients. The
+    interval has the percentiles of the draws. With ``B`` draws, ``p`` is twice
+    ``(b + 1) / (B + 1)``, and ``b`` is the smaller number of draws that are at most, or at least,
+    zero. Few pairs support less than the draws suggest, so fewer than six have no interval. Also,
+    ``p`` is at least ``2 ** (1 - m)``, the value of a sign test with ``m`` differing pairs that all
+    agree.
 
     Args:
         pairs: For each pair of methods, and each seed that both have, the differences of their
             clients; no seed is without clients.
         draws: Number of draws.
-        seed: Seed of the draws. They depend on the numbers of clients alone, so that they are the
-            same for all pairs with the same numbers, and other pairs don't matter.
+        seed: Seed of the draws. Draws depend on the numbers of clients alone. So they are the same
+            for all pairs with the same numbers, and other pairs don't matter.
 
     Example:
         >>> better = [np.array([0.1, 0.2, 0.3]), np.array([0.2, 0.2, 0.2])]
@@ -165,7 +165,7 @@ def _drawn(columns: Sequence[Floats], draws: int, seed: int) -> Floats:
 
 def _difference(columns: Sequence[Floats], drawn: Floats) -> Difference:
     scale = max(np.abs(column).max() for column in columns)
-    drawn = np.where(np.abs(drawn) < 1e-12 * scale, 0, drawn)  # but for rounding, these are zero
+    drawn = np.where(np.abs(drawn) < 1e-12 * scale, 0, drawn)  # these are zero up to rounding
     pairs = np.concatenate(columns)
     low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     if len(pairs) < FEWEST:

@@ -18,9 +18,9 @@ from pflight.messages import markdown, one_line
 
 DASH = "\N{EN DASH}"
 _GAP = 3  # columns of a terminal between two of a table
-_NARROW = 26  # of a column of words in a table that is wider than the terminal
+_NARROW = 26  # width of a column of words in a table that is wider than the terminal
 _LONG = 50  # characters of a cell that has to be broken into lines
-MARK = "* "  # of bold cells, where nothing can be bold
+MARK = "* "  # mark of bold cells if nothing can be bold
 
 _LATEX = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
@@ -30,7 +30,7 @@ _LATEX = {
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
-    **{character: f"{{{character}}}" for character in "[]*"},  # which may follow a line's end
+    **{character: f"{{{character}}}" for character in "[]*"},  # these may follow a line's end
     "±": r"$\pm$",
     DASH: "--",
     "…": r"\ldots{}",
@@ -60,7 +60,7 @@ class Bold(str):
 
 @dataclass(frozen=True)
 class Table:
-    """A table, whose cells are text.
+    """A table with text in its cells.
 
     Args:
         title: What it shows.
@@ -75,7 +75,7 @@ class Table:
     text: int = 1
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the table in parts of whole columns, each of which fits the terminal."""
+        """Yield the table in parts of whole columns that fit the terminal."""
         widths = []
         for place, heading in enumerate(self.columns):  # which is broken between words
             cells = (_marked(row[place]) for row in self.rows)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Sampler = Literal["tpe", "random"]
 FIRST_SEED = 1000
 """Seeds of trials begin here; those of reported runs are below."""
-_FREE = 10  # trials of TPE that don't depend on others, before it learns
+_FREE = 10  # first trials of TPE, independent of other trials
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Tuning:
     """How settings are chosen.
 
     Args:
-        trials: Settings that are tried for each method; the first are those of its configuration.
-        seeds: On how many seeds each is tried.
+        trials: Settings that are tried for each method. The first come from its configuration.
+        seeds: Number of seeds of each trial.
         sampler: Optuna's: ``tpe``, which learns from earlier trials, or ``random``.
 
     Raises:
@@ -57,10 +57,10 @@ class Tuning:
 
     @classmethod
     def of(cls, told: Sequence[str]) -> Tuning:
-        """Return what ``trials=20 seeds=2 sampler=random`` says.
+        """Return the options in ``trials=20 seeds=2 sampler=random``.
 
         Raises:
-            ConfigurationError: If it says something else.
+            ConfigurationError: If the text has another form.
         """
         options: dict[str, Any] = {}
         for item in told:
@@ -86,20 +86,20 @@ class Tuning:
 class Study:
     """The trials of one method.
 
-    Optuna is asked anew in each process, and in the same order it proposes the same: what is kept
-    are the runs of the trials, nothing else. Trials that do not learn from others may run at the
-    same time. TPE's are points of a Halton sequence, so that few of them cover the ranges, and the
-    first options, such as the clients' learning rate, get the same values for all methods. The
-    first trial has the method's own values; Optuna learns from it if it could have drawn them.
+    Optuna is asked anew in each process. In the same order it proposes the same, so only the runs
+    of the trials are kept. Trials that do not learn from others may run at the same time. For TPE
+    they are points of a Halton sequence, so a few of them cover the ranges. The first options, such
+    as the clients' learning rate, get the same values for all methods. The first trial has the
+    method's own values. Optuna learns from it if it could have drawn them.
 
     Args:
         tuning: How settings are chosen.
         space: The options, each with a range or values.
         before: The options' values in the method's configuration.
-        name: The method's, for messages; it also keys what is drawn.
+        name: The method's name, for messages; draws also depend on it.
 
     Raises:
-        ConfigurationError: If a range is none.
+        ConfigurationError: If a range is not valid.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Study:
         self.tuning = tuning
         self.space = {o: _distribution(o, told, before.get(o)) for o, told in space.items()}
         self._own = {option: before.get(option) for option in space}
-        # What is drawn for a method depends on nothing but the method.
+        # A method's draws depend on nothing but the method.
         seed = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16)
         sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=seed)
         self._free = tuning.trials
@@ -135,7 +135,7 @@ class Study:
         return len(self._reached)
 
     def pending(self) -> list[dict[str, Any]]:
-        """Return the settings of the trials that have begun, or can, and of which nothing is told.
+        """Return the settings of trials that have begun or can begin, and have no result yet.
 
         They are in order, and :meth:`tell` takes them in that order.
         """
@@ -151,7 +151,7 @@ class Study:
         return [_settings(t.params) if t.number else self._own for t in self._trials]
 
     def tell(self, value: float) -> None:
-        """Take what the first pending trial reached, the more the better; NaN if it failed."""
+        """Take the value of the first pending trial; higher is better, NaN means failed."""
         from optuna.trial import TrialState
 
         trial = self._trials[self.told]
@@ -171,7 +171,7 @@ class Study:
 
     @property
     def best(self) -> tuple[dict[str, Any], float] | None:
-        """The best settings with what they reached; ``None`` if all trials failed."""
+        """The best settings with their value; ``None`` if all trials failed."""
         told = zip(self._tried, self._reached, strict=False)
         known = [trial for trial in told if math.isfinite(trial[1])]
         return max(known, key=lambda trial: trial[1], default=None)
@@ -237,6 +237,6 @@ def _at(distribution: Any, place: float) -> Any:
 
 
 def _settings(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was drawn as values of options, to three digits, as they will be reported."""
+    """Return drawn values of options, to three digits, as they will be reported."""
     read = {o: json.loads(v) if isinstance(v, str) else v for o, v in params.items()}
     return {o: float(f"{v:.3g}") if isinstance(v, float) else v for o, v in read.items()}

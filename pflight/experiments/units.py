@@ -18,11 +18,11 @@ _BYTES = ("B", "kB", "MB", "GB", "TB")
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit, and the number of decimals with which its numbers are written.
+    """A unit, and the number of decimals of its numbers.
 
     Attributes:
         name: The unit's name, such as ``%``; empty if there is none.
-        factor: By what values are multiplied.
+        factor: Factor of values.
         decimals: The number of decimals; ``None`` for three significant digits.
     """
 
@@ -88,7 +88,7 @@ def unit_of(metric: str, values: Floats) -> Unit:
 
 
 def unit_of_bytes(sizes: Sequence[float]) -> Unit:
-    """Return the decimal unit in which sizes, zeros aside, are numbers of usual length.
+    """Return the decimal unit that gives sizes a usual length, zeros aside.
 
     Example:
         >>> unit_of_bytes([38_480, 76_960, 0])

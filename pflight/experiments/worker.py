@@ -1,9 +1,10 @@
 """A process that makes one run after the other, so that libraries are imported once.
 
-It reads a task, a line of JSON, from standard input, and answers with lines of JSON on standard
-output: ``{"round": [3, 40]}`` after a round, and at the end ``{"done": null}``, ``{"failed":
-"why"}``, ``{"full": "which file"}`` if the disk is, or ``{"taken": "by whom"}`` if another process
-makes that run. It ends with its input, after the round that goes on.
+It reads a task, a line of JSON, from standard input. It answers with lines of JSON on standard
+output: ``{"round": [3, 40]}`` after a round, and at the end ``{"done": null}`` or
+``{"failed": "why"}``. The end is ``{"full": "which file"}`` if the disk is full, and
+``{"taken": "by whom"}`` if another process makes that run. The process ends with its input, after
+its current round.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Say = Callable[[dict[str, Any]], None]
 def main() -> None:
     """Make runs until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is not for the reader of answers
+    os.dup2(2, 1)  # the reader of answers must not see the output of libraries
     quieten()
 
     def say(answer: dict[str, Any]) -> None:

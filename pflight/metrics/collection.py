@@ -24,21 +24,21 @@ Direction = Literal["max", "min"]
 class ClientMetrics(Metric):
     """Accuracy, F1 and loss of all clients, from counts per client and class.
 
-    With the true positives, false positives and false negatives of client ``i`` and class ``c``,
-    ``acc_i = sum_c tp_ic / n_i`` and ``f1_i`` is the mean over classes of
-    ``2 tp_ic / (2 tp_ic + fp_ic + fn_ic)``, which is 0 where the denominator is. Over clients,
-    *micro* is the mean weighted by their sample counts ``n_i``, and *macro* the plain mean over
-    those that have samples. This isn't what scikit-learn calls micro and macro.
+    From the true positives, false positives and false negatives of client ``i`` and class ``c``,
+    ``acc_i = sum_c tp_ic / n_i``. ``f1_i`` is the mean over classes of
+    ``2 tp_ic / (2 tp_ic + fp_ic + fn_ic)``, or 0 if the denominator is 0. Over clients, *micro* is
+    the mean weighted by their sample counts ``n_i``. *Macro* is the plain mean over the clients
+    with samples. These are not scikit-learn's micro and macro.
 
-    The counts are exact, they are summed over processes, and one update takes the samples of many
-    clients at once. Memory grows with ``num_clients * num_classes``, not with the samples.
+    The counts are exact and summed over processes. One update takes the samples of many clients at
+    once. Memory grows with ``num_clients * num_classes``, not with the samples.
 
     Args:
         num_clients: Number of clients; their ids are ``0, ..., num_clients - 1``.
         num_classes: Number of classes of labels and predictions.
-        f1_average: The classes over which a client's F1 is averaged. ``"union"``: those among its
-            labels or its predictions, which is scikit-learn's default; ``"true"``: those among its
-            labels; ``"all"``: all ``num_classes``; ``"binary"``: class 1 alone.
+        f1_average: The classes in the average of a client's F1. ``"union"``: the classes among its
+            labels or its predictions, as is scikit-learn's default. ``"true"``: the classes among
+            its labels. ``"all"``: all ``num_classes``. ``"binary"``: class 1 alone.
 
     Raises:
         ConfigurationError: An argument is out of its range.
@@ -152,10 +152,10 @@ class ClientMetrics(Metric):
             clients: Ids of the clients to report; all of them by default.
 
         Returns:
-            Scalars, NaN if none of the clients has samples: ``micro_acc``, ``macro_acc``,
-            ``micro_f1``, ``macro_f1``; ``pooled_acc``, the accuracy over all samples together;
-            ``worst_decile_acc``, the mean accuracy of the worst tenth of the clients with samples,
-            rounded up; and ``loss``, the mean over samples.
+            Scalars, NaN if none of the clients has samples. They are ``micro_acc``, ``macro_acc``,
+            ``micro_f1`` and ``macro_f1``. ``pooled_acc`` is the accuracy over all samples together.
+            ``worst_decile_acc`` is the mean accuracy of the worst tenth of the clients with
+            samples, rounded up. ``loss`` is the mean over samples.
 
         Raises:
             ConfigurationError: The id of a client is out of range.
@@ -232,7 +232,7 @@ class ClientMetrics(Metric):
 
 
 class ClientScores(ClientMetrics):
-    """The same metrics, of clients that count their answers themselves and tell the sums alone.
+    """The same metrics, of clients that count their answers themselves and send only the sums.
 
     Attributes:
         count: Number of samples of each client ``[num_clients]``.
@@ -285,8 +285,8 @@ class ClientValues:
             client: The client.
             split: Of its samples.
             logged: The values, by the names under which they were logged.
-            higher_is_better: For some of them, whether higher is better.
-            seen: What the metric objects behind some of them have seen.
+            higher_is_better: Whether higher is better, for some of them.
+            seen: The states of the metric objects behind some of them.
 
         Raises:
             ConfigurationError: If two values get the same short name, or one a reserved name.
@@ -297,12 +297,12 @@ class ClientValues:
             short = name.removeprefix(f"{split}/").removeprefix(f"{split}_")
             if short == "num_samples":
                 raise ConfigurationError(
-                    f"the client logs {name!r}, but num_samples is how many samples it has: "
+                    f"the client logs {name!r}, but num_samples is its number of samples: "
                     "log it under another name"
                 )
             if short in shorts:
                 raise ConfigurationError(
-                    f"the client logs {shorts[short]!r} and {name!r}, which are both {short!r} of "
+                    f"the client logs {shorts[short]!r} and {name!r}; both are {short!r} of "
                     f"its {split} samples: log one of them under another name"
                 )
             shorts[short] = name
@@ -342,19 +342,19 @@ class ClientValues:
 class LoggedMetrics:
     """Means over clients of the metrics that their own modules log in an evaluation.
 
-    A metric that a module logs as ``val/X`` gives, over the clients that logged a number (NaN if
-    none did, but NaN or infinity):
-    ``micro_X``, the mean weighted by the clients' samples; ``macro_X``, the plain mean; and, if it
-    is known whether higher is better, ``worst_decile_X``, the mean of the worst tenth of the
-    clients, rounded up. ``X`` itself is the same as ``micro_X``, unless it is the name of such a
-    mean. If it was logged as a torchmetrics object, ``pooled_X`` is its value over the samples of
-    all clients together. This differs from ``micro_X`` unless the metric is a mean over samples.
+    A metric that a module logs as ``val/X`` gives means over the clients that logged a number. They
+    are NaN if clients logged only NaN or infinity. ``micro_X`` is the mean weighted by the clients'
+    samples, and ``macro_X`` the plain mean. If it is known whether higher is better,
+    ``worst_decile_X`` is the mean of the worst tenth of the clients, rounded up. ``X`` itself is
+    the same as ``micro_X``, unless it is the name of such a mean. If it was logged as a
+    torchmetrics object, ``pooled_X`` is its value over the samples of all clients together. This
+    differs from ``micro_X`` unless the metric is a mean over samples.
 
     Args:
-        num_samples: Number of samples of each client of the split that is judged ``[N]``.
+        num_samples: Number of samples of each client in the judged split ``[N]``.
         split: ``"val"`` or ``"test"``.
-        lower_is_better: Names of metrics, with or without the split, of which lower values are
-            better and torchmetrics does not say so.
+        lower_is_better: Names of metrics, with or without the split, with better lower values that
+            torchmetrics does not know about.
     """
 
     weigh: Callable[[Tensor], Tensor] | None = None
@@ -383,17 +383,17 @@ class LoggedMetrics:
 
     @property
     def is_empty(self) -> bool:
-        """Whether clients were judged, and none logged a thing."""
+        """Whether clients were judged, and none logged anything."""
         gathered = self._gathered()
         return bool(gathered.clients) and not gathered.values
 
     @property
     def has_nothing(self) -> bool:
-        """Whether no value is known, be it that nobody was judged."""
+        """Whether no value is known, perhaps because nobody was judged."""
         return not self._gathered().values
 
     def not_finite(self) -> dict[str, list[int]]:
-        """Return the clients whose values are not numbers to take a mean of, by name."""
+        """Return the clients with values that have no mean, by name."""
         odd = {
             name: sorted(client for client, value in values.items() if not math.isfinite(value))
             for name, values in self._gathered().values.items()
@@ -401,7 +401,7 @@ class LoggedMetrics:
         return {name: clients for name, clients in odd.items() if clients}
 
     def per_client(self) -> dict[str, Tensor]:
-        """Return every client's values and ``num_samples`` ``[N]``; NaN where there is none."""
+        """Return every client's values and ``num_samples`` ``[N]``; NaN if there is none."""
         gathered, judged = self._gathered(), torch.zeros_like(self.num_samples)
         judged[gathered.clients] = self.num_samples[gathered.clients]
         columns = {}

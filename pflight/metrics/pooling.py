@@ -1,4 +1,4 @@
-"""Metric objects of many clients: which are undefined, and their values over all samples."""
+"""Metric objects of many clients: undefined ones, and their values over all samples."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _CURVES = (
 
 
 def value_of(metric: Metric) -> Tensor:
-    """Return what a metric computes of the samples that it has seen, or NaN if it is undefined."""
+    """Return a metric's value for the samples that it has seen, or NaN if it is undefined."""
     value = own_value(metric)
     return metric.compute() if value is None else value
 
@@ -63,7 +63,7 @@ def own_value(metric: Metric) -> Tensor | None:
     """Return a value that takes the place of ``compute()``, or ``None``.
 
     It is NaN for an undefined metric. torchmetrics takes targets of a small spread for equal, and
-    R² is 0 then; the R² of these is that of larger numbers.
+    R² is then 0. Here R² of such targets is computed from larger numbers.
     """
     if is_undefined(metric):
         return torch.tensor(torch.nan)
@@ -84,8 +84,8 @@ def is_undefined(metric: Metric) -> bool:
 
     torchmetrics returns 0 or 1 there, or raises. Examples are AUROC of samples of one class, R² of
     one sample or of equal targets, and recall or F1 without positives. A macro average over classes
-    is undefined if one class is, and a metric that is made of others if one of them is. Other
-    metrics and those of users are taken as defined.
+    is undefined if one class is. A metric made of others is undefined if one of them is. Other
+    metrics and users' metrics count as defined.
     """
     inner = [part for part in metric.modules() if isinstance(part, Metric) and part is not metric]
     if any(part.update_called and is_undefined(part) for part in inner):
@@ -122,7 +122,7 @@ def _spread(state: dict[str, Any]) -> Tensor:
 
 
 def _are_equal(spread: Tensor, squares: Tensor, count: Tensor | int) -> bool:
-    """Return whether a spread of targets is no more than the rounding of their squares' sum."""
+    """Return whether a spread of targets is within the rounding of their squares' sum."""
     return bool((spread <= torch.finfo(spread.dtype).eps * count * squares).any())
 
 
@@ -152,17 +152,17 @@ def _sides(metric: Metric, state: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 class Seen(NamedTuple):
-    """What a metric object has seen at one client."""
+    """The state of a metric object at one client."""
 
     metric: Metric
-    """The object, which may since have been reset."""
+    """The object; it may have been reset since."""
     state: dict[str, Any]
 
     @classmethod
     def by(cls, metric: Metric) -> Seen:
-        """Return what a metric has seen; its state is empty if it can't be merged with others.
+        """Return a metric's state. It is empty if it can't be merged with others.
 
-        That is so if it holds other metrics, or was not updated.
+        This is so if the metric holds other metrics, or was not updated.
         """
         inner = any(isinstance(part, Metric) for part in metric.children())
         if inner or not metric.update_called:
@@ -174,7 +174,7 @@ class Seen(NamedTuple):
 
 
 class Pool:
-    """What a metric object has seen at each of some clients.
+    """The states of a metric object at some clients.
 
     Args:
         metric: The object; it is copied.
@@ -186,15 +186,15 @@ class Pool:
         self._states: dict[int, dict[str, Any]] = {}
 
     def add(self, client: int, seen: Seen) -> None:
-        """Note what the client's metric has seen."""
+        """Note the state of the client's metric."""
         self._states[client] = seen.state
 
     def update(self, other: Pool) -> None:
-        """Add what was seen at other clients."""
+        """Add the states at other clients."""
         self._states |= other._states
 
     def without(self, clients: Collection[int]) -> Pool:
-        """Return what was seen at all but some clients."""
+        """Return the states at all but some clients."""
         rest = copy.copy(self)
         rest._states = {i: state for i, state in self._states.items() if i not in clients}
         return rest

@@ -1,4 +1,4 @@
-"""Checks that the metrics which callbacks watch will exist."""
+"""Checks that the metrics watched by callbacks will exist."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def check_monitor(
 ) -> None:
     """Raise if no round will have a metric.
 
-    What the user's own classes log can't be known in advance: if the run has one, only validation
-    metrics are checked, and only for whether there is a validation.
+    The metrics of a user's own classes can't be known in advance. If the run has such a class, only
+    validation metrics are checked, and only for the existence of a validation.
 
     Args:
         federation: The federation.
         clients: Its clients, with their data.
-        watcher: What watches the metric, for the message.
+        watcher: The watcher of the metric, for the message.
         monitor: The tag of the metric.
         more: Further tags that are known, besides those of a round's entry in the history.
 
@@ -96,7 +96,7 @@ def check_monitor(
         return
     alike = get_close_matches(monitor, known, cutoff=0.5)
     hint = f"did you mean {' or '.join(alike)}" if alike else f"there are {', '.join(known[:10])}"
-    raise ConfigurationError(f"{watcher} watches {monitor!r}, which no round will have: {hint}")
+    raise ConfigurationError(f"{watcher} watches {monitor!r}, but no round will have it: {hint}")
 
 
 def _means_of(module: L.LightningModule) -> list[str]:

@@ -219,7 +219,7 @@ NUMBERS = TensorClients([(torch.ones(2, 4), torch.ones(2, 1))] * 4)
         (vectors(), 4, "labels", "at most num_classes=3 clusters, got num_clusters=4"),
         (images(), 5, "rotation", "at most 4 clusters of images, got num_clusters=5"),
         (images(4, 5), 2, "rotation", r"features of TensorClients have the shape \[3, 4, 5\]"),
-        (NUMBERS, 2, "labels", "needs known classes, which TensorClients does not have"),
+        (NUMBERS, 2, "labels", "needs known classes, but TensorClients has none"),
         (WORDS, 2, "features", "those of TensorClients are torch.int64"),
         (WORDS, 2, "rotation", "those of TensorClients are torch.int64"),
     ],

@@ -522,7 +522,7 @@ def test_rounding_breaks_ties_at_random():
         (([0, 1], [2, 99_999]), "gives client 1 sample 99999, of 1797 samples"),
         (([0, 1], [-1]), "gives client 1 sample -1"),
         (([0, 1, 1], [2]), "gives client 0 a sample twice"),
-        (([0.5], [1]), "gives client 0 what is no list of positions"),
+        (([0.5], [1]), "gives client 0 no list of positions"),
         (([0],), "gives 1 clients, not 2"),
     ],
 )

@@ -127,7 +127,7 @@ def test_without_test_samples_nothing_is_trained(tmp_path):
     found = comparison(tmp_path, ["fedavg"], text=text)
     (task,) = finish(found)
     (row,) = found.results().findings.rows
-    assert row.failures[0].reason == "no client has test samples, on which methods are compared"
+    assert row.failures[0].reason == "no client has test samples, but methods are compared on them"
     assert not [*Path(task.folder).glob("checkpoints/*")]
 
 

@@ -224,7 +224,7 @@ def test_a_signal_ends_it_after_the_round_and_leaves_no_process(signum, long):
     out, err = process.communicate(timeout=120)
     assert process.returncode == STATUS[signum]
     assert err == ""
-    assert out.splitlines()[-1].startswith("pflight: stopping after the rounds that go on: the")
+    assert out.splitlines()[-1].startswith("pflight: stopping after the current rounds: the")
     assert not processes_of(process.pid)
     assert not [*(long / "out").glob("*/seed-0/results.json")]
 

@@ -222,8 +222,8 @@ def test_centralized_training_is_a_row_that_says_that_it_is_no_federation(tmp_pa
     ("text", "message"),
     [
         (None, "has neither a config.yaml of a run nor a comparison.json"),
-        ("jobs: 3\n", "is not that of a run"),
-        ("model: {}\ndata: null\ntrainer: {}\n", "is not that of a run"),
+        ("jobs: 3\n", "is not of a run"),
+        ("model: {}\ndata: null\ntrainer: {}\n", "is not of a run"),
         ("a: [", "is not YAML"),
         ("", "is empty"),
     ],

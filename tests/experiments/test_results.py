@@ -188,7 +188,7 @@ def test_rows_are_ranked_by_the_clients_that_all_have() -> None:
     nothing = outcome("C", 0, {"acc": [None] * 3})
     results = Results([flattered, better, nothing])
     assert [row.method for row in results.findings.rows] == ["B", "A", "C"]
-    assert "ranked by the clients of which all rows have a value" in notes(results)
+    assert "ranked by the clients with a value in all rows" in notes(results)
     assert column(results.table(), "macro acc, %") == {"A": "80.0", "B": "63.3", "C": DASH}
 
 
@@ -266,7 +266,7 @@ def test_one_seed_has_no_deviation() -> None:
     assert "±" not in "".join(
         cell for table in results.tables() for row in table.rows for cell in row
     )
-    assert "how much results vary from seed to seed is unknown" in notes(results)
+    assert "The variation from seed to seed is unknown" in notes(results)
     assert "One seed can't show" in notes(results)
 
 
