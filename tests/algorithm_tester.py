@@ -62,6 +62,7 @@ from pflight.callbacks import (
     TrimmedKMeans,
 )
 from pflight.datamodules import TensorClients
+from pflight.method import PERSONAL
 from pflight.models import Classifier, ElasticClient, ProximalClient
 from pflight.models.client_methods import Controlled
 from pflight.states.layers import Layers
@@ -375,7 +376,8 @@ class AlgorithmTester:
             )
             for decoy in (False, True)
         )
-        assert {*decoyed.layout.private} - {*plain.layout.private} == {DECOY}
+        added = {*decoyed.layout.private} - {*plain.layout.private}
+        assert {name.removeprefix(PERSONAL) for name in added} == {DECOY}
         if engine == "vectorized":
             assert decoyed.clients.attached_engine.obstacle is None
         # FedFomo weighs by differences of losses, which round otherwise beside another.
