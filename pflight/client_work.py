@@ -38,9 +38,18 @@ MEMORY = "memory"
 class ServerSide(Protocol):
     """What the clients have to know of the server callback of an algorithm."""
 
+    sends_model: bool
+
     @property
-    def private(self) -> tuple[str, ...]:
-        """Names of the entries of a state that stay with the client."""
+    def needs_head(self) -> bool:
+        """Whether the head of the clients' network has to be known."""
+
+    def private_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
+        """Return the names of the entries of a state that stay with the client."""
+
+    @property
+    def kept_names(self) -> tuple[str, ...]:
+        """Names of the entries of a state that clients keep between rounds."""
 
     @property
     def sent_names(self) -> tuple[str, ...]:
@@ -231,8 +240,8 @@ class ClientWork:
         """Return full states ``[C]``: what was kept, over what is sent, over the initial model."""
         assert self.callback is not None
         states = self.completed(clients, sent)
-        if private := self.callback.private:
-            states.update(self.memory.read(PRIVATE, clients, states.select(*private)))
+        if kept := self.callback.kept_names:
+            states.update(self.memory.read(PRIVATE, clients, states.select(*kept)))
         return states
 
     def completed(self, clients: Tensor, sent: TensorDict) -> TensorDict:

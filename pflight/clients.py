@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from tensordict import TensorDict
 from torch import Tensor
 
-from .client_work import MEMORY, PRIVATE, ClientWork, CurrentRound, TrainingOptions
+from .client_work import MEMORY, PRIVATE, ClientWork, CurrentRound, ServerSide, TrainingOptions
 from .data.cohort import CohortSampler
 from .data.data_module import FederatedDataModule
 from .data.loaders import Split
@@ -153,26 +153,33 @@ class Clients(ClientWork):
             raise ConfigurationError(f"unknown client {client}: {known}")
 
     def prepare(
-        self, needs_head: bool, trainer: L.Trainer | None, head: Sequence[Any] | None
+        self, callback: ServerSide, trainer: L.Trainer | None, head: Sequence[Any] | None
     ) -> StateLayout:
         """Add to the client module what its client method needs, and return the layout of both.
 
         Args:
-            needs_head: Whether the server callback needs to know the module's head.
+            callback: The server callback, which says what is private.
             trainer: The Trainer that runs the federation, if it has one.
             head: What the checkpoint says of it that the federation is loaded from otherwise.
 
         Raises:
             ConfigurationError: If the client method needs classes or a head that the module does
-                not have.
+                not have, or nothing is shared of what is trained.
         """
         adds = type(self.client_method).extra is not ClientMethod.extra
-        if adds or (
-            (needs_head or self.client_method.needs_head) and not has_plain_head(self.module)
-        ):
+        needs_head = callback.needs_head or self.client_method.needs_head
+        if adds or (needs_head and not has_plain_head(self.module)):
             mark(self.module, head if trainer is None else self._find_head(trainer.strategy))
         add_what_it_needs(self.client_method, self.module, self.seed)
-        self.layout = layout_with(self.client_method, StateLayout.of(self.module))
+        layout = StateLayout.of(self.module)
+        layout = layout.with_private(callback.private_names(self.module, layout))
+        if callback.sends_model and not layout.shared_parameters:
+            raise ConfigurationError(
+                f"{type(callback).__name__}: nothing is sent, since all parameters that are "
+                "trained stay with the clients: take Local"
+            )
+        layout = layout_with(self.client_method, layout)
+        self.layout = layout.with_private(callback.private_names(self.module, layout))
         self.buffers = BufferWatch(self.module, self.layout)
         return self.layout
 
@@ -444,7 +451,12 @@ class Clients(ClientWork):
         updates = work(clients, sent)
         self.note_failures(updates.failures)
         add_logs(current.logs, updates.logs)
-        returned = callback.sent_names if returns is None else returns
+        returned = (*callback.sent_names,) if returns is None else (*returns,)
+        if leaking := {*self.layout.private} & {*sent.keys(), *returned}:
+            raise ConfigurationError(
+                f"{type(callback).__name__} sends what stays with the clients: "
+                f"{', '.join(sorted(leaking))}"
+            )
         updates = replace(updates, states=updates.states.select(*returned))
         self.buffers.look(clients, sent, updates, entry.index)
         entry.bytes_up += callback.bytes_up(updates)
@@ -486,17 +498,24 @@ class Clients(ClientWork):
         starts = self.start_states(clients, sent)
         updates = engine.gradients(clients, starts, round_index=index, batches=batches)
         updates = updates.where(engine.setup.has_batches(updates.clients))
-        self._keep(clients, starts, updates)
+        gradients = {*self.layout.parameters}
+        self._keep(clients, starts, updates, but=gradients)
         return updates
 
-    def _keep(self, clients: Tensor, starts: TensorDict, updates: ClientUpdates) -> TensorDict:
+    def _keep(
+        self,
+        clients: Tensor,
+        starts: TensorDict,
+        updates: ClientUpdates,
+        but: Collection[str] = (),
+    ) -> TensorDict:
         """Keep the private entries of those that answered; return where they started."""
         assert self.callback is not None
         if len(updates.clients) < len(clients):
             starts = starts[torch.isin(clients, updates.clients)]
         self._warn_of_explosions(updates, starts)
-        if private := self.callback.private:
-            self.memory.write(PRIVATE, updates.clients, updates.states.select(*private))
+        if kept := [name for name in self.callback.kept_names if name not in but]:
+            self.memory.write(PRIVATE, updates.clients, updates.states.select(*kept))
         return starts
 
     def _warn_of_explosions(self, updates: ClientUpdates, starts: TensorDict) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from lightning import LightningModule
@@ -48,7 +48,11 @@ class LocalClient(Protocol):
 
     @property
     def anchor(self) -> Mapping[str, Tensor] | None:
-        """The trainable parameters as the server sent them; ``None`` in fine-tuning."""
+        """The trainable parameters as the server sent them; ``None`` in fine-tuning.
+
+        Those that stay with the client are not among them, so that distances and corrections are
+        sums over these names.
+        """
 
     @property
     def received(self) -> Mapping[str, Tensor] | None:
@@ -369,6 +373,8 @@ class ClientMethod:
         needs_constant_lr: Whether it needs a step size that is the same in all rounds.
         needs_mean_samples: Whether it looks at :attr:`LocalClient.mean_samples`. Clients on other
             machines are told this number only then, and NaN otherwise.
+        own_of: Which weights :meth:`state` gets: of the parameters that are ``"shared"`` with the
+            server, or ``"all"``.
         per_sample: Names of own and extra entries that grow with a client's number of samples.
             Before a server compares clients by them, it divides by it.
     """
@@ -384,6 +390,7 @@ class ClientMethod:
     per_sample: tuple[str, ...] = ()
     needs_mean_samples: bool = False
     needs_constant_lr: bool = False
+    own_of: Literal["shared", "all"] = "shared"
     personal: ClientMethod | None = None
     fedavg_name: str | None = None
 
@@ -412,7 +419,8 @@ class ClientMethod:
         """Return the entries that it adds to each client's state, as they are at first.
 
         Args:
-            weights: The module's trainable parameters, by name.
+            weights: The module's trainable parameters by name, but for those that are private;
+                all with :attr:`own_of` ``"all"``, or if none is shared.
         """
         return {} if self.personal is None else self.personal.state(weights)
 
@@ -644,9 +652,10 @@ def layout_with(client_method: ClientMethod, layout: StateLayout) -> StateLayout
 
     Args:
         client_method: The client method.
-        layout: The layout of the client module alone.
+        layout: The layout of the client module alone, which knows its private entries.
     """
-    weights = {name: layout.template[name] for name in layout.parameters}
+    shared = client_method.own_of == "shared" and layout.shared_parameters
+    weights = {name: layout.template[name] for name in shared or layout.parameters}
     own = {f"{OWN}{name}": tensor for name, tensor in client_method.state(weights).items()}
     if client_method.personal is not None:
         layout = layout.with_copy(PERSONAL)

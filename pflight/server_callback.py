@@ -22,7 +22,7 @@ from .runs.checks import check_same_options
 from .states.buffers import unit_vectors
 from .states.head import EXTRA
 from .states.server_models import ServerModels
-from .states.state import state_bytes
+from .states.state import StateLayout, state_bytes
 from .states.updates import ClientUpdates
 
 
@@ -62,8 +62,8 @@ class ServerCallback(L.Callback):
             ``None`` if the client method decides on that.
         chooses_client_method: Whether this callback decides on the client method; otherwise a
             client method that the client module names takes its place.
-        private: Names of the entries of a state that stay with the client and never travel, in the
-            layout's order.
+        sends_model: Whether clients send models that the server makes models of. If so, a run in
+            which all trainable parameters are private is refused.
     """
 
     clients: Clients
@@ -71,6 +71,7 @@ class ServerCallback(L.Callback):
     client_method: ClientMethod = ClientMethod()
     outer_method: ClientMethod | None = None
     chooses_client_method: bool = True
+    sends_model: bool = True
     _given: dict[str, Any]
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
@@ -87,7 +88,6 @@ class ServerCallback(L.Callback):
 
     def __init__(self, buffers: Literal["shared", "local", "reset"] = "shared") -> None:
         self.buffers = buffers
-        self.private: tuple[str, ...] = ()
         self.modules: dict[str, nn.Module] = {}
 
     def use_client_method(self, kind: type[ClientMethodT], **options: Any) -> ClientMethodT:
@@ -170,14 +170,44 @@ class ServerCallback(L.Callback):
         :class:`~pflight.errors.ConfigurationError` for options that don't fit them.
         """
         self.server.add(1)
-        self.private = self._module_buffers if self.buffers == "local" else ()
+
+    def private_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
+        """Return the names of the entries that stay with the client and never travel.
+
+        It is called before there are entries of the client method, and again with these. Neither
+        :attr:`clients` nor :attr:`server` is known by then.
+
+        Args:
+            module: The client module.
+            layout: The layout of the clients' states.
+        """
+        return {*layout.module_buffers} if self.buffers == "local" else set()
+
+    @property
+    def private(self) -> tuple[str, ...]:
+        """The :meth:`private_names` in the layout's order, without what is frozen."""
+        return self.clients.layout.private
+
+    @property
+    def kept_names(self) -> tuple[str, ...]:
+        """Names of the entries that clients keep between rounds, by default the private ones."""
+        return self.private
+
+    @property
+    def shared_parameters(self) -> tuple[str, ...]:
+        """Names of the trainable parameters that travel.
+
+        A method compares and combines clients' models by these alone, since it never sees others.
+        """
+        sent = {*self.sent_names}
+        return tuple(name for name in self.clients.layout.shared_parameters if name in sent)
 
     @property
     def bytes_kept(self) -> int:
         """Bytes that each client keeps in memory from its first participation on."""
         layout, client_method = self.clients.layout, self.clients.client_method
         kept = client_method.remembered(layout) if client_method.keeps_memory else ()
-        return sum(layout.template[name].nbytes for name in (*kept, *self.private))
+        return sum(layout.template[name].nbytes for name in (*kept, *self.kept_names))
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return the server optimizer, by default SGD with step 1: models become the aggregate."""
@@ -239,7 +269,7 @@ class ServerCallback(L.Callback):
     def personalizes(self) -> bool:
         """Whether a client may be judged by another model than what the server sends."""
         by_memory = self.clients.outer_method.judged_by_memory
-        return self.judges_otherwise or bool(self.private) or by_memory
+        return self.judges_otherwise or bool(self.kept_names) or by_memory
 
     @property
     def judges_otherwise(self) -> bool:
@@ -259,13 +289,6 @@ class ServerCallback(L.Callback):
         """Return the number of bytes sent to the clients ``[C]``, by default that of ``sent``."""
         return len(clients) * state_bytes(sent)
 
-    @property
-    def _module_buffers(self) -> tuple[str, ...]:
-        """Names of the client module's own buffers, without all that the client method adds."""
-        layout = self.clients.layout
-        added = {*layout.own, *layout.extra}
-        return tuple(name for name in layout.buffers if name not in added)
-
     def bytes_up(self, updates: ClientUpdates) -> int:
         """Return the number of bytes that clients sent, by default that of their states."""
         return len(updates.clients) * state_bytes(updates.states)
@@ -279,7 +302,7 @@ class ServerCallback(L.Callback):
     def sent_names(self) -> tuple[str, ...]:
         """Names of the entries of a state that travel."""
         layout = self.clients.layout
-        reset = self._module_buffers if self.buffers == "reset" else ()
+        reset = layout.module_buffers if self.buffers == "reset" else ()
         temporary = self.clients.client_method.temporary
         begin = tuple(f"{where}{name}" for name in temporary for where in (OWN, f"{EXTRA}."))
         passing = [name for name in (*layout.own, *layout.extra) if name.startswith(begin)]
@@ -319,20 +342,12 @@ def attached(callback: ServerCallback | None, clients: Clients) -> ServerCallbac
     return callback
 
 
-def chosen_client_method(
-    callback: ServerCallback, module: L.LightningModule, num_clients: int
-) -> ClientMethod:
+def chosen_client_method(callback: ServerCallback, module: L.LightningModule) -> ClientMethod:
     """Return the client method of a server callback, or the one that the client module names.
-
-    Args:
-        callback: The server callback, which is told how many clients there are.
-        module: The client module.
-        num_clients: How many there are.
 
     Raises:
         ConfigurationError: If both have one with options of its own, and they differ.
     """
-    callback.on_num_clients(num_clients)
     brought, named = callback.client_method, client_method_of(module)
     if named is None or brought == named:
         return brought

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import lightning as L
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pflight import Federation
 from pflight.callbacks import (
@@ -61,9 +62,11 @@ from pflight.callbacks import (
     TrimmedKMeans,
 )
 from pflight.datamodules import TensorClients
+from pflight.method import PERSONAL
 from pflight.models import Classifier, ElasticClient, ProximalClient
 from pflight.models.client_methods import Controlled
 from pflight.states.layers import Layers
+from pflight.states.state import StateLayout
 from tests import own_methods
 from tests.remote_clients import ask_remote_clients
 from tests.runs import (
@@ -72,6 +75,7 @@ from tests.runs import (
     dropout_client,
     failing,
     linear_client,
+    network_client,
     quiet_trainer,
     run,
     sgd,
@@ -372,6 +376,39 @@ class AlgorithmTester:
         for one, other in zip(here.history, there.history, strict=True):
             assert (one.bytes_down, one.bytes_up) == (other.bytes_down, other.bytes_up)
 
+    @pytest.mark.each
+    @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+    def test_a_private_decoy_changes_nothing_else(self, algorithm: Algorithm, engine: str) -> None:
+        """Distances, norms, corrections and what is stored are of entries that travel."""
+        if algorithm in [ALGORITHMS[name] for name in NO_DECOY]:
+            pytest.skip("it mixes or matches all entries")
+        plain, decoyed = (
+            run(
+                beside(algorithm.client, decoy),
+                small_data(cohort_size=4, dtype=torch.float64),
+                with_private(algorithm.callback(), {DECOY}),
+                3,
+                engine=engine,
+                trainer={"limit_val_batches": 0},
+            )
+            for decoy in (False, True)
+        )
+        added = {*decoyed.layout.private} - {*plain.layout.private}
+        assert {name.removeprefix(PERSONAL) for name in added} == {DECOY}
+        if engine == "vectorized":
+            assert decoyed.clients.attached_engine.obstacle is None
+        # FedFomo weighs by differences of losses, which round otherwise beside another.
+        tolerance = 1e-12 if isinstance(decoyed.callback, FedFomo) else 0.0
+        pairs = [*zip(plain.server_states(), decoyed.server_states(), strict=True)]
+        pairs += [(plain.client_state(i), decoyed.client_state(i)) for i in range(6)]
+        for left, right in pairs:
+            del right[DECOY]
+            torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
+        for one, other in zip(plain.history, decoyed.history, strict=True):
+            assert (one.clients, one.failed) == (other.clients, other.failed)
+            if decoyed.callback.sends_model:  # others send the whole initial model once
+                assert (one.bytes_down, one.bytes_up) == (other.bytes_down, other.bytes_up)
+
     def test_finetuning_changes_no_training(
         self, algorithm: Algorithm, trained: Federation
     ) -> None:
@@ -385,6 +422,43 @@ class AlgorithmTester:
         before = {name: value.clone() for name, value in client.state_dict().items()}
         run(client, small_data(), algorithm.callback(), 2)
         assert_same(dict(client.state_dict()), before)
+
+
+DECOY = "aside"
+"""The parameter of :func:`beside`."""
+
+NO_DECOY = {
+    "APPLE": "clients mix all entries of their models",
+    "FeSEM-MA": "matching knows no such layer",
+}
+"""Algorithms that don't take a private parameter beside the network, and why."""
+
+
+def beside(kind: type[Classifier], decoy: bool) -> Classifier:
+    """Return a client with a parameter that has a loss of its own beside the network, or not.
+
+    Whatever a method computes of the network must not depend on this parameter if it is private.
+    """
+
+    class Beside(kind):  # type: ignore[misc, valid-type]
+        def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            loss = super().loss(batch)
+            return loss if self.aside is None else loss + (self.aside - 3).square().sum()
+
+    client = network_client(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), Beside)
+    client.register_parameter(DECOY, nn.Parameter(torch.ones(5)) if decoy else None)
+    return client.double()
+
+
+def with_private(callback: ServerCallback, names: set[str]) -> ServerCallback:
+    """Have further entries stay with the clients."""
+
+    class More(type(callback)):  # type: ignore[misc]
+        def private_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
+            return super().private_names(module, layout) | (names & {*layout.names})
+
+    callback.__class__ = More
+    return callback
 
 
 def assert_equal(one: Federation, other: Federation) -> None:

@@ -405,7 +405,6 @@ def test_an_output_layer_that_is_the_embedding_is_not_split_off(by: str) -> None
     [
         ({"private": Layers(types=nn.LayerNorm)}, "SharedPart is FedAvg here: its private part"),
         ({"private": Layers("network.1")}, r"is FedAvg here: .* it has network.1.weight, network"),
-        ({"private": Layers("*")}, "SharedPart is Local here: its shared part"),
     ],
 )
 def test_a_part_without_a_trained_parameter_is_said(layers: Any, said: str) -> None:

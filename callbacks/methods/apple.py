@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+from lightning import LightningModule
 from tensordict import TensorDict
 from torch import Tensor
 from torch.func import grad_and_value
@@ -15,7 +16,7 @@ from pflight.method import OWN, ClientMethod, LocalClient, LocalWork
 from pflight.models.client_methods.apfl import inner_product
 from pflight.options import NonNegativeFloat, PositiveInt, checked
 from pflight.runs.host import check_fits
-from pflight.states.state import state_bytes
+from pflight.states.state import StateLayout, state_bytes
 
 from .gradients import check_gradients
 from .stored import StoredModels
@@ -48,6 +49,7 @@ class MixedCores(ClientMethod):
     keeps_memory = True
     judged_by_memory = True
     temporary = ("shares", "self", "pull", "bank.")
+    own_of = "all"
 
     def __init__(self, cores: int = 1, weights_lr: NonNegativeFloat = 1e-3) -> None:
         self.cores = cores
@@ -163,12 +165,15 @@ class APPLE(StoredModels):
         """Store the initial model as every client's core."""
         check_gradients(self.clients.module, "APPLE")
         super().setup_server()
-        self.private = (*self.private, _SHIFT)
         self.shares = torch.zeros(self.clients.num_clients, dtype=torch.double)
         if self.clients.data is not None:
             able = self.clients.trainable.cpu()
             self.shares[able] = self.clients.weights_of(able).double()
             self.shares /= self.shares.sum()
+
+    def private_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
+        """Return the names of what stays with the clients, with that of the weights."""
+        return super().private_names(module, layout) | {_SHIFT}
 
     def more_memory(self) -> dict[str, int]:
         """Return the bytes of all cores at the clients that train at once, at start and end."""

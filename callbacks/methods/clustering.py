@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.runs.distributed import all_sum, gather, is_distributed
-from pflight.states.state import StateLayout, rows
+from pflight.states.state import rows
 from pflight.states.updates import ClientUpdates
 
 Linkage = Literal["single", "complete", "average", "spectral"]
@@ -52,7 +52,7 @@ def gather_states(
 def cluster_updates(
     clients: Tensor,
     updates: Iterable[ClientUpdates],
-    layout: StateLayout,
+    like: Mapping[str, Tensor],
     *,
     num_clusters: int,
     restarts: int,
@@ -63,7 +63,7 @@ def cluster_updates(
     Args:
         clients: Ids of the clients that were asked to train, on any rank, ascending ``[M]``.
         updates: The updates of this rank's clients.
-        layout: The layout of their states.
+        like: The entries that count, of one model.
         num_clusters: K.
         restarts: As in :func:`kmeans`.
         seed: As in :func:`kmeans`.
@@ -72,12 +72,12 @@ def cluster_updates(
         The cluster of each client ``[M]``, -1 if it did not answer; ``None`` if fewer than K
         clients answered.
     """
-    size = sum(layout.template[name].numel() for name in layout.parameters)
+    size = sum(value.numel() for value in like.values())
     points = torch.zeros(len(clients), size, dtype=torch.double)
     answers = torch.zeros(len(clients), dtype=torch.long)
     for update in updates:
         members = torch.searchsorted(clients, update.clients.cpu())
-        points[members] = parameter_vectors(update.states, layout.parameters).cpu().double()
+        points[members] = parameter_vectors(update.states, like).cpu().double()
         answers[members] = 1
     all_sum(points)
     answered = all_sum(answers) > 0

@@ -82,7 +82,7 @@ class Attracted(ClientMethod):
             return None
         cloud = c.anchor
         if self.start == "personal":
-            cloud = {name: c.own[f"cloud.{name}"] for name in c.weights}
+            cloud = {name: c.own[f"cloud.{name}"] for name in c.anchor}
         return c.own["pull"] / 2 * squared_distance(c.weights, cloud)
 
 
@@ -192,7 +192,7 @@ class FedAMP(StoredModels):
     def squared_distances(self, clients: Tensor) -> Tensor:
         """Return those of the clients' models to all models, over parameters ``[C, N]``."""
         squares = []
-        for name in self.clients.layout.parameters:
+        for name in self.shared_parameters:
             leaf = rows(self.stored.tensors()[name])
             leaf = leaf.to(torch.promote_types(leaf.dtype, torch.float32))  # half has no cdist
             # From differences, and pair by pair: the same whichever other clients are asked.
@@ -261,7 +261,7 @@ class HeurFedAMP(FedAMP):
     def attention(self, clients: Tensor, others: Tensor) -> Tensor:
         """Return the others' shares of what the own model leaves ``[C, N]``."""
         own = 1 / len(self.clients.trainable) if self.self_weight is None else self.self_weight
-        leaves = [rows(self.stored.tensors()[n]).double() for n in self.clients.layout.parameters]
+        leaves = [rows(self.stored.tensors()[n]).double() for n in self.shared_parameters]
         norms = torch.stack([leaf.square().sum(dim=1) for leaf in leaves]).sum(dim=0)
         products = (norms[clients].unsqueeze(1) + norms - self.squared_distances(clients)) / 2
         lengths = norms[clients].unsqueeze(1).sqrt() * norms.sqrt()

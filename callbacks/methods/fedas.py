@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
@@ -17,8 +18,8 @@ from pflight.fedavg import FedAvg
 from pflight.method import ClientMethod, LocalClient, LocalWork
 from pflight.options import NonNegativeInt, PositiveFloat, checked
 from pflight.states.head import EXTRA, Head, watched
-from pflight.states.layers import body_names
-from pflight.states.state import entries
+from pflight.states.layers import body_names, head_entries
+from pflight.states.state import StateLayout, entries
 from pflight.states.updates import ClientUpdates
 
 from .prototypes import own_prototypes
@@ -101,7 +102,7 @@ class Synchronised(ClientMethod):
 
     .. math:: F_i = \sum_B \|\nabla f_i(B)\|^2
 
-    over all parameters and batches, in evaluation mode (eq. 8). In its first participation there is
+    over body, head and all batches, in evaluation mode (eq. 8). In its first participation there is
     nothing to align with. It keeps its model, by which it is judged.
 
     Args:
@@ -178,16 +179,20 @@ class Synchronised(ClientMethod):
         """Put how large the clients' gradients are."""
         alone = self.fisher == "sample"
         size, like = 1 if alone else work.batch_size, {"fisher": trained[_FISHER][0]}
-        fisher = work.sums(clients, trained, _squared_gradient, like, size)["fisher"]
+        layout, head = work.layout, f"{work.head.name}."
+        counted = {*layout.shared_parameters, *(n for n in layout.parameters if n.startswith(head))}
+        squares = partial(_squared_gradient, counted)
+        fisher = work.sums(clients, trained, squares, like, size)["fisher"]
         if alone:
             fisher = fisher / work.num_samples_of(clients)
         return trained.update({_FISHER: fisher})
 
 
-def _squared_gradient(c: LocalClient, batch: Any) -> dict[str, Tensor]:
+def _squared_gradient(counted: set[str], c: LocalClient, batch: Any) -> dict[str, Tensor]:
     buffers = {name: buffer.clone() for name, buffer in c.buffers.items()}
     slopes = grad(c.task_loss_at)({**c.weights}, batch, buffers)
-    return {"fisher": torch.stack([slope.square().sum() for slope in slopes.values()]).sum()}
+    squares = [slope.square().sum() for name, slope in slopes.items() if name in counted]
+    return {"fisher": torch.stack(squares).sum()}
 
 
 @checked
@@ -231,12 +236,9 @@ class FedAS(FedAvg):
         how = {"align": align, "align_lr": align_lr, "align_epochs": align_epochs}
         self.use_client_method(Synchronised, **how, fisher=fisher)
 
-    def setup_server(self) -> None:
-        """Make the server's model; heads are private."""
-        super().setup_server()
-        layout, head = self.clients.layout, f"{self.clients.head.name}."
-        own = {*self.private, *(n for n in layout.moving if n.startswith(head))}
-        self.private = tuple(name for name in layout.names if name in own)
+    def private_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
+        """Return the names of what stays with the clients, with those of the head."""
+        return super().private_names(module, layout) | head_entries(module, layout)
 
     def receive(self, updates: ClientUpdates) -> None:
         """Add a chunk's bodies to the mean, by their gradients."""

@@ -17,6 +17,7 @@ from pflight.method import ClientMethod, LocalClient, LocalWork, Phase
 from pflight.options import NonNegativeFloat, checked
 from pflight.states.head import EXTRA, Head
 from pflight.states.layers import body_names
+from pflight.states.state import StateLayout
 
 _CONTEXT = f"{EXTRA}.context"
 _SCALES = 10.0, 15.0, 20.0, 50.0  # of the kernels
@@ -189,11 +190,10 @@ class FedCP(FedAvg):
         super().__init__(weighting, buffers)
         self.use_client_method(Policed, lam=lam, upload_head=upload_head)
 
-    def setup_server(self) -> None:
-        """Make the server's model; personal heads are private."""
-        super().setup_server()
-        own = {*self.private, *heads(self.clients).values()}
-        self.private = tuple(name for name in self.clients.layout.names if name in own)
+    def private_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
+        """Return the names of what stays with the clients, with those of the personal head."""
+        own = {name for name in layout.extra if name.startswith(f"{EXTRA}.head.")}
+        return super().private_names(module, layout) | own
 
     def aggregate(self, mean: TensorDict) -> TensorDict:
         """Return the mean, with the head that a newcomer has for its own."""

@@ -14,7 +14,7 @@ from pflight.fedavg import FedAvg
 from pflight.method import ClientMethod, LocalClient, LocalWork
 from pflight.options import ClosedUnitInterval, NonNegativeFloat, checked
 from pflight.states.head import EXTRA, Head
-from pflight.states.state import WeightedMean
+from pflight.states.state import StateLayout, WeightedMean
 
 _MEAN, _KNOWN = f"{EXTRA}.mean", f"{EXTRA}.known"
 
@@ -165,11 +165,9 @@ class FedDBE(FedAvg):
         self.init = init
         self.use_client_method(WithoutBias, kappa=kappa, mu=mu, bias_lr=bias_lr)
 
-    def setup_server(self) -> None:
-        """Make the server's model; biases are private."""
-        super().setup_server()
-        own = {*self.private, f"{EXTRA}.bias"}
-        self.private = tuple(name for name in self.clients.layout.names if name in own)
+    def private_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
+        """Return the names of what stays with the clients, with that of the bias."""
+        return super().private_names(module, layout) | {f"{EXTRA}.bias"}
 
     def round(self, cohort: Tensor) -> None:
         """Run one round, the first of which begins with the global mean."""

@@ -53,7 +53,7 @@ class Dynamic(Corrected):
 
     def direction(self, c: LocalClient) -> Mapping[str, Tensor]:
         """Return :math:`-g_i` by parameter name."""
-        return {name: -c.own[f"g.{name}"] for name in c.weights}
+        return {name: -c.own[f"g.{name}"] for name in c.anchor or ()}
 
     def penalty(self, c: LocalClient) -> Tensor | None:
         """Return the linear term and the proximal one."""
@@ -126,7 +126,7 @@ class FedDyn(PersonalFedAvg):
     def setup_server(self) -> None:
         """Make the server's model, and H."""
         super().setup_server()
-        models = self.server.tensors(0, self.clients.layout.parameters)
+        models = self.server.tensors(0, self.shared_parameters)
         self.lead = StateModule({name: torch.zeros_like(theta) for name, theta in models.items()})
         self.modules["lead"] = self.lead
         if self.judged == "mean":
@@ -137,7 +137,7 @@ class FedDyn(PersonalFedAvg):
     def bytes_kept(self) -> int:
         """Bytes that are kept for each client, with the model that it returned last."""
         layout = self.clients.layout
-        last = sum(layout.template[name].nbytes for name in layout.parameters)
+        last = sum(layout.template[name].nbytes for name in self.shared_parameters)
         return super().bytes_kept + last * (self.judged == "mean")
 
     @property
@@ -153,7 +153,7 @@ class FedDyn(PersonalFedAvg):
     def receive(self, updates: ClientUpdates) -> None:
         """Add a chunk's models to the mean, and store them if need be."""
         if self.judged == "mean":
-            ids, models = updates.clients, updates.states.select(*self.clients.layout.parameters)
+            ids, models = updates.clients, updates.states.select(*self.shared_parameters)
             initial = {n: self.clients.layout.template[n].to(model) for n, model in entries(models)}
             before = self.clients.stored(ids, expand_state(initial, len(ids)))
             self._moved.add(models - before, torch.ones(len(ids)))
@@ -178,7 +178,7 @@ class FedDyn(PersonalFedAvg):
         assert isinstance(client_method, Dynamic)
         if not client_method.a:
             return mean
-        for name, theta in self.server.tensors(0, self.clients.layout.parameters).items():
+        for name, theta in self.server.tensors(0, self.shared_parameters).items():
             lead[name] += share.to(theta) * (mean[name] - theta)
             mean[name] = mean[name] + lead[name]
         return mean

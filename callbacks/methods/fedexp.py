@@ -66,7 +66,7 @@ class FedExP(FedAvg):
         """Make the server's model, and room for the one before."""
         super().setup_server()
         self.steps = 0
-        self.previous = StateModule(self.server.tensors(0, self.clients.layout.parameters))
+        self.previous = StateModule(self.server.tensors(0, self.shared_parameters))
         self.modules["previous"] = self.previous
 
     def on_round_start(self) -> None:
@@ -77,14 +77,14 @@ class FedExP(FedAvg):
     def receive(self, updates: ClientUpdates) -> None:
         """Add a chunk's models and the squared norms of their changes."""
         super().receive(updates)
-        models = self.server.tensors(0, self.clients.layout.parameters)
+        models = self.server.tensors(0, self.shared_parameters)
         squares = squared_distance(updates.states, models).to(self._squares)
         weights = updates.num_samples if self.weighting == "samples" else torch.ones(len(squares))
         self._squares += (squares * weights.to(squares)).sum()
 
     def aggregate(self, mean: TensorDict) -> TensorDict:
         """Return the mean, with the parameters where the longer step leads."""
-        models = self.server.tensors(0, self.clients.layout.parameters)
+        models = self.server.tensors(0, self.shared_parameters)
         spread = all_sum(self._squares) / self.mean.weights[0]
         changes = {name: mean[name] - theta for name, theta in models.items()}
         square = torch.stack([change.double().square().sum() for change in changes.values()]).sum()

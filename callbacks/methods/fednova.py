@@ -149,7 +149,7 @@ class FedNova(FedAvg):
     def on_round_start(self) -> None:
         """Start the means."""
         super().on_round_start()
-        self.normalised = WeightedMean(self.server.tensors(0, self.clients.layout.parameters))
+        self.normalised = WeightedMean(self.server.tensors(0, self.shared_parameters))
 
     def receive(self, updates: ClientUpdates) -> None:
         """Add a chunk's models to the means."""
@@ -163,6 +163,6 @@ class FedNova(FedAvg):
         self.normalised.all_reduce()
         models, share = self.normalised.compute()[0], self.normalised.weights / self.mean.weights
         tau = share[0] * mean[_STEPS if self.tau_eff == "steps" else _PATH]
-        for name, theta in self.server.tensors(0, self.clients.layout.parameters).items():
+        for name, theta in self.server.tensors(0, self.shared_parameters).items():
             mean[name] = theta + tau.to(theta) * (models[name] - theta)
         return mean

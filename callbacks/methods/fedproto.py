@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pflight.method import LocalWork
 from pflight.options import checked
 from pflight.states.head import EXTRA, Head
+from pflight.states.state import StateLayout
 from pflight.states.updates import ClientUpdates
 
 from .local import Local
@@ -124,11 +125,9 @@ class FedProto(Local):
         self.weighting = weighting
         self.use_client_method(ByPrototypes, lam=lam, align=align)
 
-    def setup_server(self) -> None:
-        """Keep the initial model and the global prototypes; all else is private to the clients."""
-        super().setup_server()
-        shared = MEANS, COUNTS, _OWN, _NEAREST
-        self.private = tuple(name for name in self.private if name not in shared)
+    def private_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
+        """Return the names of all entries but for those of the prototypes."""
+        return super().private_names(module, layout) - {MEANS, COUNTS, _OWN, _NEAREST}
 
     @property
     def sent_names(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from pflight.fedavg import FedAvg
 from pflight.method import ClientMethod, LocalClient, LocalWork, Phase
 from pflight.options import NonNegativeFloat, PositiveInt, checked
 from pflight.states.head import EXTRA, Head
+from pflight.states.state import StateLayout
 
 _ABSENT = -1e4  # takes the place of ln 0, and leaves nothing of a class in the softmax
 _SHARES = f"{EXTRA}.shares"
@@ -198,10 +199,7 @@ class FedRoD(FedAvg):
         assert isinstance(client_method, TwoHeads)
         return "FedRoD" + " (hyper)" * (client_method.kind == "hyper")
 
-    def setup_server(self) -> None:
-        """Make the server's model; personal heads, or class shares, are private."""
-        super().setup_server()
-        client_method, layout = self.clients.client_method, self.clients.layout
-        assert isinstance(client_method, TwoHeads)
-        own = layout.extra if client_method.kind == "linear" else (_SHARES,)
-        self.private = tuple(n for n in layout.names if n in {*self.private, *own})
+    def private_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
+        """Return the names of what stays with the clients, with personal head or class shares."""
+        own = {_SHARES} if _SHARES in layout.extra else {*layout.extra}
+        return super().private_names(module, layout) | own

@@ -177,8 +177,7 @@ class FeSEM(ClusteredMethod):
 
     def distances(self, states: TensorDict, center: int) -> Tensor:
         """Return the distances ``[C]`` of states ``[C]`` to a center."""
-        parameters = [n for n in self.clients.layout.parameters if n in self.sent_names]
-        target = self.server.tensors(center, parameters)
+        target = self.server.tensors(center, self.shared_parameters)
         return self.distance(self.align(states, target), target)
 
     def _initialize(self) -> None:
@@ -191,7 +190,7 @@ class FeSEM(ClusteredMethod):
         clusters = cluster_updates(
             sample,
             updates,
-            self.clients.layout,
+            self.server.tensors(0, self.shared_parameters),
             num_clusters=self.num_clusters,
             restarts=self.num_restarts,
             seed=derive_seed(Purpose.SERVER, self.clients.seed),

@@ -14,6 +14,8 @@ from pflight.fedavg import FedAvg
 from pflight.method import ClientMethod, LocalClient, LocalWork
 from pflight.options import NonNegativeFloat, checked
 from pflight.states.head import EXTRA, Head
+from pflight.states.layers import head_entries
+from pflight.states.state import StateLayout
 
 _EMBEDDING = f"{EXTRA}.embedding"
 _GENERAL, _PERSONAL, _SHARES = (f"{EXTRA}.{name}" for name in ("general", "personal", "shares"))
@@ -171,9 +173,6 @@ class GPFL(FedAvg):
         super().__init__(weighting, buffers)
         self.use_client_method(Valved, lam=lam, mu=mu)
 
-    def setup_server(self) -> None:
-        """Make the server's model; heads and class shares are private."""
-        super().setup_server()
-        layout, head = self.clients.layout, f"{self.clients.head.name}."
-        own = {*self.private, _SHARES, *(n for n in layout.moving if n.startswith(head))}
-        self.private = tuple(name for name in layout.names if name in own)
+    def private_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
+        """Return the names of what stays with the clients, with those of head and class shares."""
+        return super().private_names(module, layout) | {_SHARES} | head_entries(module, layout)

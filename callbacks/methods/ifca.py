@@ -104,7 +104,7 @@ class IFCA(MultiCenter):
         layers, server = self.clients.layout.layers, self.server
         names = {name for layer in self.shared.of(self.clients.module) for name in layers[layer]}
         self.common = tuple(name for name in self.sent_names if name in names)
-        first = server.tensors(0, self.clients.layout.parameters)
+        first = server.tensors(0, self.shared_parameters)
         for k in range(1, self.num_clusters):
             own = server.tensors(k, first)
             if shuffled := not self.centers and not self.group_rounds:
@@ -141,7 +141,7 @@ class IFCA(MultiCenter):
         if self.divide_by == "cohort":
             shares = self.mean.weights / self.mean.weights.sum()
             for k, mean in means.items():
-                start = self.server.tensors(k, self.clients.layout.parameters)
+                start = self.server.tensors(k, self.shared_parameters)
                 for name, value in start.items():
                     mean[name] = torch.lerp(value, mean[name], shares[k].item())
         if means and self.common:

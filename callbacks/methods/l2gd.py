@@ -62,9 +62,8 @@ class L2GD(FedAvg):
         self.p = p
 
     def setup_server(self) -> None:
-        """Keep the common initial model as the first mean; everything is private to the clients."""
+        """Keep the common initial model as the first mean."""
         super().setup_server()
-        self.private = self.clients.layout.moving
         clients = len(self.clients.trainable)
         self.c = self.alpha * self.lam / (clients * self.p)
         if self.c > 1:
@@ -72,6 +71,11 @@ class L2GD(FedAvg):
                 f"L2GD: c = alpha lam / (N p) must not be over 1, got {self.c:.4g} with "
                 f"alpha={self.alpha}, lam={self.lam}, N={clients}, p={self.p}"
             )
+
+    @property
+    def kept_names(self) -> tuple[str, ...]:
+        """Names of the entries that clients keep between rounds: all, also those that travel."""
+        return self.clients.layout.moving
 
     @property
     def bytes_kept(self) -> int:
@@ -135,9 +139,9 @@ class L2GD(FedAvg):
         asking = clients
         if not self.share(self.clients.rounds):
             asking = clients[~self.clients.has_memory(clients)]
-        return len(asking) * sum(layout.template[name].nbytes for name in layout.parameters)
+        return len(asking) * sum(layout.template[name].nbytes for name in self.sent_names)
 
     @property
     def sent_names(self) -> tuple[str, ...]:
         """Names of the entries of a state that travel, its parameters."""
-        return self.clients.layout.parameters
+        return self.clients.layout.shared_parameters

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import lightning as L
 from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.server_callback import ServerCallback
+from pflight.states.state import StateLayout
 from pflight.states.updates import ClientUpdates
 
 
@@ -17,10 +19,11 @@ class Local(ServerCallback):
     Held-out clients use the common initial model.
     """
 
-    def setup_server(self) -> None:
-        """Keep the common initial model; everything is private to the clients."""
-        super().setup_server()
-        self.private = self.clients.layout.moving
+    sends_model = False
+
+    def private_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
+        """Return the names of all entries."""
+        return {*layout.moving}
 
     def receive(self, updates: ClientUpdates) -> None:
         """Do nothing: clients keep their models."""

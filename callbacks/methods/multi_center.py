@@ -182,7 +182,7 @@ class MultiCenter(ServerCallback):
 
     def vectors(self, states: TensorDict) -> Tensor:
         """Return the parameters of a stack of states ``[C]`` as vectors ``[C, d]``."""
-        return parameter_vectors(states, self.clients.layout.parameters)
+        return parameter_vectors(states, self.shared_parameters)
 
     def client_weights(self, clients: Tensor) -> Tensor:
         """Return the weight of each of the clients ``[C]`` in the mean of its cluster."""

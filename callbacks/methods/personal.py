@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import lightning as L
+
 from pflight.fedavg import FedAvg
+from pflight.states.state import StateLayout
 
 
 class PersonalFedAvg(FedAvg):
@@ -17,9 +20,6 @@ class PersonalFedAvg(FedAvg):
 
     """
 
-    def setup_server(self) -> None:
-        """Make the server's model; the client method's own entries are private."""
-        super().setup_server()
-        layout = self.clients.layout
-        private = {*self.private, *layout.own}
-        self.private = tuple(name for name in layout.names if name in private)
+    def private_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
+        """Return the names of all that the client method adds."""
+        return super().private_names(module, layout) | {*layout.own}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import lightning as L
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from pflight.options import (
 from pflight.randomness import Purpose, derive_seed, isolated, seed_everything
 from pflight.runs.distributed import gather, owned
 from pflight.server_callback import ServerCallback
-from pflight.states.state import stack_states
+from pflight.states.state import StateLayout, stack_states
 from pflight.states.updates import ClientUpdates
 
 
@@ -114,15 +115,7 @@ class PFedHN(ServerCallback):
         """Draw the hypernetwork and the embeddings."""
         super().setup_server()
         layout, count = self.clients.layout, self.clients.num_clients
-        layers = [names for names in layout.layers.values() if {*names} & {*layout.parameters}]
-        if self.private_layers >= len(layers):
-            raise ConfigurationError(
-                f"PFedHN: private_layers={self.private_layers} leaves nothing to generate of "
-                f"{len(layers)} layers"
-            )
-        kept = {name for names in layers[len(layers) - self.private_layers :] for name in names}
-        self.generated = tuple(name for name in layout.parameters if name not in kept)
-        self.private = tuple(n for n in layout.names if n in {*kept, *layout.buffers})
+        self.generated = tuple(n for n in layout.parameters if n not in {*self.private})
         initial = [layout.template[name] for name in self.generated]
         dim = self.embedding_dim or 1 + count // 4
         self._check_memory(dim, sum(value.numel() for value in initial))
@@ -133,6 +126,21 @@ class PFedHN(ServerCallback):
         self.modules |= {"embeddings": self.embeddings, "hypernetwork": self.network}
         for module in self.modules.values():
             module.to(torch.promote_types(initial[0].dtype, torch.float))
+
+    def private_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
+        """Return the names of buffers and of the last layers.
+
+        Raises:
+            ConfigurationError: If nothing is left to generate.
+        """
+        layers = [names for names in layout.layers.values() if {*names} & {*layout.parameters}]
+        if self.private_layers >= len(layers):
+            raise ConfigurationError(
+                f"PFedHN: private_layers={self.private_layers} leaves nothing to generate of "
+                f"{len(layers)} layers"
+            )
+        kept = layers[len(layers) - self.private_layers :]
+        return {*layout.buffers, *(name for names in kept for name in names)}
 
     def _check_memory(self, dim: int, size: int) -> None:
         """Raise unless embeddings of a given size and the hypernetwork fit into memory."""

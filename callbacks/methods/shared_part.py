@@ -13,7 +13,9 @@ from pflight.errors import ConfigurationError
 from pflight.fedavg import FedAvg
 from pflight.models.client_methods.fedrep import HeadFirst
 from pflight.options import checked
+from pflight.server_callback import chosen_client_method
 from pflight.states.layers import Layers
+from pflight.states.state import StateLayout
 
 
 @checked
@@ -33,7 +35,7 @@ class SharedPart(FedAvg):
       the first layers, with ``shared=Layers(last=2)``.
     - FedBN (Li et al. 2021): normalisation is private, ``private=Layers(types=nn.BatchNorm2d)``.
 
-    With nothing private it is FedAvg; with nothing shared it is
+    With nothing private it is FedAvg. Nothing shared is an error: take
     :class:`~pflight.callbacks.Local`.
 
     Args:
@@ -43,11 +45,8 @@ class SharedPart(FedAvg):
         buffers: As in :class:`ServerCallback`, for the shared layers.
 
     Raises:
-        ConfigurationError: If neither part is given, or both are and a layer is not in exactly one.
-
-    Attributes:
-        parts: ``"private"`` or ``"shared"`` for every layer by name; known once the federation is
-            set up.
+        ConfigurationError: If neither part is given, or both are and a layer is not in exactly one,
+            or no parameter of the shared layers is trained.
 
     Example:
         >>> callback = SharedPart(private=Layers(head=True))
@@ -74,7 +73,11 @@ class SharedPart(FedAvg):
             )
         self.private_layers = private
         self.shared_layers = shared
-        self.parts: dict[str, str] = {}
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """``"private"`` or ``"shared"`` for every layer by name."""
+        return self._divide(self.clients.module, self.clients.layout)
 
     @property
     def algorithm_name(self) -> str:
@@ -100,46 +103,41 @@ class SharedPart(FedAvg):
         given = self.private_layers, self.shared_layers
         return super().needs_head or any(layers is not None and layers.head for layers in given)
 
-    def setup_server(self) -> None:
-        """Divide the layers, and make the server's model."""
-        super().setup_server()
-        layout = self.clients.layout
-        self.parts = self._divide()
-        stay = {*self.private}
-        for layer, names in layout.layers.items():
-            if self.parts[layer] == "private":
-                stay.update(names)
-        self.private = tuple(n for n in layout.names if n in stay and n not in layout.frozen)
-        if self.shared_layers is not None and not {*self.sent_names} & {*layout.parameters}:
-            raise ConfigurationError("SharedPart: no parameter of the shared layers is trained")
+    def private_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
+        """Return the names of the entries of private layers."""
+        parts = self._divide(module, layout)
+        private = [names for layer, names in layout.layers.items() if parts[layer] == "private"]
+        return super().private_names(module, layout).union(*private)
 
-    def _warn_if_it_is_another(self) -> None:
-        """Warn if layers are named, and none of the parameters that stay or travel is trained."""
-        given = self.private_layers, self.shared_layers
-        if all(layers in (None, Layers()) for layers in given):
+    def layers_in(self, module: L.LightningModule) -> tuple[Layers | None, Layers | None]:
+        """Return the layers of a client module that are private, and those that are shared."""
+        return self.private_layers, self.shared_layers
+
+    def _warn_if_it_is_fedavg(self) -> None:
+        """Warn if layers are named, and none of the parameters that stay is trained."""
+        if all(layers in (None, Layers()) for layers in self.layers_in(self.clients.module)):
             return
-        layout, name = self.clients.layout, self.name_in_results
-        for part, other in (("private", "FedAvg"), ("shared", "Local")):
-            layers = (names for n, names in layout.layers.items() if self.parts[n] == part)
-            held = [*chain.from_iterable(layers)]
-            if {*layout.parameters}.isdisjoint(held):
-                rank_zero_warn(
-                    f"{name} is {other} here: its {part} part has no parameter that is trained; it "
-                    f"has {', '.join(held) or 'no tensor'}"
-                )
+        layout, parts = self.clients.layout, self.parts
+        layers = [names for layer, names in layout.layers.items() if parts[layer] == "private"]
+        held = [*chain.from_iterable(layers)]
+        if {*layout.parameters}.isdisjoint(held):
+            rank_zero_warn(
+                f"{self.name_in_results} is FedAvg here: its private part has no parameter that is "
+                f"trained; it has {', '.join(held) or 'no tensor'}"
+            )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Print which layers are shared and which are private, and warn if one part is empty."""
-        self._warn_if_it_is_another()
+        """Print which layers are shared and which are private, and warn if these train nothing."""
+        self._warn_if_it_is_fedavg()
         if not trainer.is_global_zero:
             return
         from rich.console import Console
         from rich.table import Table
 
-        layout = self.clients.layout
+        layout, parts = self.clients.layout, self.parts
         table = Table("part", "layers", "parameters", title=type(self).__name__)
         for part in ("shared", "private"):
-            layers = [layer for layer in self.parts if self.parts[layer] == part]
+            layers = [layer for layer in parts if parts[layer] == part]
             names = {name for layer in layers for name in layout.layers[layer]}
             size = sum(layout.template[n].numel() for n in layout.parameters if n in names)
             table.add_row(part, ", ".join(layers), f"{size:,}")
@@ -157,12 +155,11 @@ class SharedPart(FedAvg):
                 f"{', '.join(sorted(differing))}"
             )
 
-    def _divide(self) -> dict[str, str]:
+    def _divide(self, module: L.LightningModule, layout: StateLayout) -> dict[str, str]:
         """Return the part of every layer."""
-        layers = self.clients.layout.layers
+        layers = layout.layers
         private, shared = (
-            None if given is None else {*given.of(self.clients.module)}
-            for given in (self.private_layers, self.shared_layers)
+            None if given is None else {*given.of(module)} for given in self.layers_in(module)
         )
         if private is None:
             private = {*layers} - (shared or set())
@@ -215,8 +212,14 @@ class FedRep(SharedPart):
         layers = getattr(self.client_method, "head", None)
         return layers is None or layers.head
 
+    def layers_in(self, module: L.LightningModule) -> tuple[Layers | None, Layers | None]:
+        """Return the client's head as what is private."""
+        client_method = chosen_client_method(self, module)
+        assert isinstance(client_method, HeadFirst)
+        return client_method.head_in(module), None
+
     def setup_server(self) -> None:
-        """Make the client's head private."""
+        """Make the server's model."""
         client_method = self.clients.client_method
         assert isinstance(client_method, HeadFirst)
         if self.clients.training.steps is not None:
@@ -228,8 +231,4 @@ class FedRep(SharedPart):
                 f"FedRep: local_epochs={self.clients.training.epochs} must be at least "
                 f"head_epochs={client_method.head_epochs}"
             )
-        self.private_layers = client_method.head_in(self.clients.module)
         super().setup_server()
-        trained = {*self.sent_names} & {*self.clients.layout.parameters}
-        if self.clients.training.epochs > client_method.head_epochs and not trained:
-            raise ConfigurationError("FedRep: no parameter of the body is trained")

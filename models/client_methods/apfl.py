@@ -64,7 +64,8 @@ class Mixed(ClientMethod):
         fixed = {name: value.detach() for name, value in mixed.items()}
         with torch.no_grad():
             gradients, loss = grad_and_value(c.task_loss_at)(fixed, batch, c.buffers)
-            slope = inner_product(gradients, {n: v - shared[n] for n, v in c.weights.items()})
+            moved = {n: c.weights[n] - shared[n] for n in c.anchor or ()}
+            slope = inner_product(moved, gradients)
             stepped = (alpha - self.alpha_lr * slope).clamp(0, 1)
             c.own["alpha"].copy_(torch.where(c.own["alpha_due"] > 0, stepped, alpha))
             c.own["alpha_due"].zero_()

@@ -40,9 +40,10 @@ class Corrected(ClientMethod):
         return total
 
     def own_gradients(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Return the clients' gradients at their states, uncorrected, by parameter ``[C]``."""
+        """Return the clients' gradients at their states, uncorrected, by shared parameter."""
         nothing = {name: torch.zeros_like(states[name]) for name in work.layout.own}
-        return work.own_gradients(clients, states.clone(recurse=False).update(nothing))
+        gradients = work.own_gradients(clients, states.clone(recurse=False).update(nothing))
+        return gradients.select(*work.layout.shared_parameters)
 
 
 @checked
@@ -84,7 +85,7 @@ class Dane(Corrected):
 
     def direction(self, c: LocalClient) -> Mapping[str, Tensor]:
         r"""Return :math:`g - \nabla f_i(\theta)` by parameter name."""
-        return {name: c.own[f"correction.{name}"] for name in c.weights}
+        return {name: c.own[f"correction.{name}"] for name in c.anchor or ()}
 
     def penalty(self, c: LocalClient) -> Tensor | None:
         """Return the proximal penalty and the linear term."""
@@ -148,7 +149,7 @@ class Controlled(Corrected):
     def direction(self, c: LocalClient) -> Mapping[str, Tensor]:
         """Return :math:`c - c_i` by parameter name."""
         own = _own_control(c)
-        return {name: c.own[f"control.{name}"] - own[name] for name in c.weights}
+        return {name: c.own[f"control.{name}"] - own[name] for name in c.anchor or ()}
 
     def after_training(self, c: LocalClient) -> None:
         """Put the change of :math:`c_i` where :math:`c` was; none if no step was taken."""
@@ -174,6 +175,7 @@ class Controlled(Corrected):
 
 def _own_control(c: LocalClient) -> dict[str, Tensor]:
     """Return :math:`c_i` by parameter name, as it was before this round."""
+    names = [name for name in c.weights if f"control.{name}" in c.own]
     if c.memory is None:
-        return {name: torch.zeros_like(weight) for name, weight in c.weights.items()}
-    return {name: c.seen * c.memory[f"{OWN}control.{name}"] for name in c.weights}
+        return {name: torch.zeros_like(c.weights[name]) for name in names}
+    return {name: c.seen * c.memory[f"{OWN}control.{name}"] for name in names}

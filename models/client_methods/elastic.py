@@ -64,7 +64,8 @@ class Elastic(ClientMethod):
         """Return the l2 constraint; none without a history."""
         if self.constraint != "l2" or c.memory is None or not self.alpha:
             return None
-        return self.alpha / 2 * c.seen * squared_distance(c.weights, c.memory)
+        history = {name: c.memory[name] for name in c.anchor or ()}
+        return self.alpha / 2 * c.seen * squared_distance(c.weights, history)
 
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
         """Return the client's own loss plus the constraint."""

@@ -67,12 +67,12 @@ class AdaptiveMixture(ClientMethod):
         self.start_epochs = start_epochs
 
     def mixed(self, layout: StateLayout) -> list[str]:
-        """Return the names of the parameters that are mixed.
+        """Return the names of the parameters that are mixed, of the last layers that travel.
 
         Raises:
             ConfigurationError: If there are not so many layers.
         """
-        parameters = {*layout.parameters}
+        parameters = {*layout.shared_parameters}
         layers = [[n for n in names if n in parameters] for names in layout.layers.values()]
         layers = [names for names in layers if names]
         if self.layers > len(layers):

@@ -54,6 +54,7 @@ class MoreauEnvelope(ClientMethod):
     """
 
     keeps_memory = True
+    own_of = "all"
     temporary = ("theta.",)
 
     def __init__(

@@ -21,7 +21,7 @@ class Proximal(ClientMethod):
     :math:`\lambda_i\|w - w_{\text{anchor}}\|^2` with :math:`\lambda_i = \mu\,\bar n / n_i` (FeSEM,
     Long et al. 2022, eq. 7 divided by :math:`\alpha_i`, so that the step size keeps its meaning).
     Here :math:`n_i` is the client's number of samples, :math:`\bar n` the mean number, and
-    :math:`\mu` the paper's :math:`\lambda`. Norms are over parameters, not buffers.
+    :math:`\mu` the paper's :math:`\lambda`. Norms are over parameters that are sent.
 
     Args:
         mu: Weight of the penalty; 0 gives plain training.
@@ -53,8 +53,8 @@ class Proximal(ClientMethod):
 
 
 def squared_distance(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Tensor:
-    """Return the squared L2 distance, a scalar, of parameters to others of the same names."""
+    """Return the squared L2 distance, a scalar, of parameters to others, over their names."""
     distance = torch.zeros((), device=next(iter(weights.values())).device)
-    for name, weight in weights.items():
-        distance = distance + (weight - others[name]).square().sum()
+    for name in others:
+        distance = distance + (weights[name] - others[name]).square().sum()
     return distance

@@ -82,6 +82,8 @@ class Seat(ServerCallback):
         self.callback = callback
         self.client_method, self.outer_method = callback.client_method, callback.outer_method
         self.chooses_client_method = callback.chooses_client_method
+        self.sends_model = callback.sends_model
+        self.kept: tuple[str, ...] = ()
         self.names: tuple[str, ...] = ()
         self.own_rule = False
         self.sent = self.judged = TensorDict({}, batch_size=[1])
@@ -101,12 +103,21 @@ class Seat(ServerCallback):
         """Whether the head of the client's network has to be known."""
         return self.callback.needs_head
 
+    def private_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
+        """Return the names of the entries that never travel."""
+        return self.callback.private_names(module, layout)
+
+    @property
+    def kept_names(self) -> tuple[str, ...]:
+        """Names of the entries that the client keeps between rounds."""
+        return self.kept
+
     def learn_rules(self, clients: Clients) -> None:
         """Find out what travels and by which models clients are judged, as the server does."""
         server, everyone = copy.deepcopy(self.callback), copy.copy(clients)
         everyone.data = None  # which is of one client alone
         server.attach(everyone, ServerModels(clients.layout), None)
-        self.private, self.names = server.private, server.sent_names
+        self.kept, self.names = server.kept_names, server.sent_names
         self.own_rule = server.judges_otherwise
 
     @property
@@ -368,7 +379,7 @@ class Node:
         """Whether the client keeps anything from one round to the next."""
         outer = type(self.clients.outer_method)
         keeps = outer.keep is not ClientMethod.keep
-        return self.clients.client_method.keeps_memory or bool(self.seat.private) or keeps
+        return self.clients.client_method.keeps_memory or bool(self.seat.kept) or keeps
 
     @property
     def _client(self) -> Tensor:

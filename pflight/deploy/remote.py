@@ -327,7 +327,7 @@ class RemoteClients(Clients):
         """Return a mask ``[C]`` of the clients that keep private entries from an earlier round."""
         assert self.callback is not None
         known = self.after[clients.cpu()] != NEVER
-        return known & bool(self.callback.private)
+        return known & bool(self.callback.kept_names)
 
     def remembered(self, clients: Tensor, states: TensorDict) -> Any:
         """Raise, since what clients remember stays with them."""

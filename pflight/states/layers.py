@@ -104,6 +104,12 @@ def own_head(module: nn.Module) -> str:
     return name
 
 
+def head_entries(module: nn.Module, layout: StateLayout) -> set[str]:
+    """Return the names of the entries of the head, with buffers."""
+    head = f"{head_of(module).name}."
+    return {name for name in layout.names if name.startswith(head)}
+
+
 def body_names(module: nn.Module) -> list[str]:
     """Return the names of the parameters that train, but for those of the head.
 

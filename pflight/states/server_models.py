@@ -192,10 +192,10 @@ class ServerModels(nn.ModuleList):
         """Replace a model, without the server optimizer; by one that is finite.
 
         Raises:
-            ConfigurationError: If a parameter is missing, or an entry is not the network's.
+            ConfigurationError: If a shared parameter is missing, or an entry is not the network's.
         """
         tensors = self.tensors(index)
-        for name in self.layout.parameters:
+        for name in self.layout.shared_parameters:
             if name not in state:
                 raise ConfigurationError(f"a state given for the server's model lacks {name!r}")
         for name, value in state.items():

@@ -88,6 +88,7 @@ class StateLayout:
         aliases: Further names of tied tensors in ``state_dict()``, with the first name of each.
         own: Names of tensors that a client method keeps besides the client module's
             ``state_dict()``.
+        private: Names of entries that stay with the client, as the server callback declares them.
     """
 
     template: dict[str, Tensor]
@@ -97,6 +98,7 @@ class StateLayout:
     frozen: tuple[str, ...]
     aliases: dict[str, str]
     own: tuple[str, ...] = ()
+    private: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, client: nn.Module) -> StateLayout:
@@ -139,6 +141,11 @@ class StateLayout:
             own=(*self.own, *entries),
         )
 
+    def with_private(self, names: Collection[str]) -> StateLayout:
+        """Return this layout with the entries that stay with the client; frozen ones don't move."""
+        chosen = {*names} - {*self.frozen}
+        return replace(self, private=tuple(name for name in self.template if name in chosen))
+
     def with_copy(self, prefix: str) -> StateLayout:
         """Return this layout with a second copy of all tensors that can change.
 
@@ -176,6 +183,18 @@ class StateLayout:
         """Names of all buffers."""
         held = {*self.averaged, *self.counters}
         return tuple(name for name in self.template if name in held)
+
+    @property
+    def shared_parameters(self) -> tuple[str, ...]:
+        """Names of the client module's trainable parameters that are not private."""
+        stay = {*self.private, *self.own}
+        return tuple(name for name in self.parameters if name not in stay)
+
+    @property
+    def module_buffers(self) -> tuple[str, ...]:
+        """Names of the client module's own buffers, without all that a client method adds."""
+        added = {*self.own, *self.extra}
+        return tuple(name for name in self.buffers if name not in added)
 
     @property
     def extra(self) -> tuple[str, ...]:

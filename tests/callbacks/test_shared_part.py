@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock
 
 from pflight import Federation
-from pflight.callbacks import FedAvg, Local, ServerCallback, SharedPart
+from pflight.callbacks import FedAvg, ServerCallback, SharedPart
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.method import ClientMethod, LocalClient
@@ -216,18 +216,6 @@ def test_with_nothing_private_it_is_fedavg(engine: str, layers: Layers) -> None:
     ]
 
 
-@ENGINES
-def test_with_everything_private_it_is_local(engine: str) -> None:
-    data = small_data(cohort_size=3)
-    part, alone = (
-        run(batchnorm_client(), data, callback, 4, engine=engine)
-        for callback in (SharedPart(Layers("network")), Local())
-    )
-    for i in range(6):
-        assert_same(part.client_state(i), alone.client_state(i))
-    assert all(entry.bytes_down == entry.bytes_up == 0 for entry in part.history)
-
-
 def test_either_part_can_be_named() -> None:
     data = small_data(cohort_size=3)
     first, last = Layers(first=1), Layers(last=2)
@@ -331,7 +319,7 @@ def test_parameters_that_are_not_trained_are_in_neither_traffic_nor_memory() -> 
     federation = run(client, small_data(), callback, 2)
     assert callback.private == ()
     assert_same(federation.client_state(0), federation.server_states()[0])
-    with pytest.raises(ConfigurationError, match="no parameter of the shared layers is trained"):
+    with pytest.raises(ConfigurationError, match="SharedPart: nothing is sent"):
         run(client, small_data(), SharedPart(shared=Layers(first=1)))
 
 
@@ -341,7 +329,10 @@ def test_parameters_that_are_not_trained_are_in_neither_traffic_nor_memory() -> 
         (lambda: SharedPart(), "SharedPart: give the layers that are private, or those"),
         (lambda: SharedPart(HEAD, Layers(first=1)), "layer network.1 is in neither part"),
         (lambda: SharedPart(HEAD, Layers(last=3)), "layer network.3 is both private and shared"),
-        (lambda: SharedPart(shared=Layers()), "no parameter of the shared layers is trained"),
+        (
+            lambda: SharedPart(shared=Layers()),
+            "SharedPart: nothing is sent, since all parameters that are trained stay",
+        ),
         (
             lambda: SharedPart(Layers("output")),
             "'output' matches none of the 3 layers: network.0",

@@ -240,7 +240,7 @@ class AloneClient(ClientModel):
         """Tell the client what the server sent."""
         self.received = self.anchor = received
         if received is not None:
-            self.anchor = {name: received[name] for name in self.copies.parameters}
+            self.anchor = {name: received[name] for name in self.copies.shared}
 
     def remember(self) -> Mapping[str, Tensor]:
         """Return what the client method keeps of this client."""

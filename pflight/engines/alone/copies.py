@@ -97,6 +97,7 @@ class Copies:
         self._frozen = {name: tensors[name] for name in layout.frozen}
         self._shared = {id(t): t for t in [*tensors.values(), *self._pristine.parameters()]}
         self.parameters = [name for name in layout.parameters if name in self.live]
+        self.shared = layout.shared_parameters
         self._required = [(p, p.requires_grad) for p in self._pristine.parameters()]
         self.trainer = ModuleTrainer(precision, device)
         self.fresh()

@@ -75,6 +75,7 @@ class Stack:
         stay = {*layout.own, *layout.frozen}
         own = {*layout.own}
         self.parameters = [name for name in layout.parameters if name not in own]
+        self.shared = layout.shared_parameters
         self.live = [name for name in layout.names if name not in stay]
         self.buffers = [name for name in self.live if name not in {*self.parameters}]
         self.memory = client_method.remembered(layout) if client_method.keeps_memory else ()
@@ -344,7 +345,7 @@ class StackedClient(ClientModel):
         self.buffers = {name: tensors[f"{prefix}{name}"] for name in stacked.buffers}
         self.own = {name: tensors[f"{OWN}{name}"] for name in stacked.own}
         mode = stacked.mode
-        self.anchor = Part(tensors, ANCHOR, stacked.parameters) if mode.anchored else None
+        self.anchor = Part(tensors, ANCHOR, stacked.shared) if mode.anchored else None
         self.received = Part(tensors, ANCHOR, stacked.live) if mode.anchored else None
         self.memory = Part(tensors, MEMORY, stacked.memory) if mode.remembers else None
         self.own_loss: Tensor | None = None
@@ -418,6 +419,9 @@ class Part(Mapping[str, Tensor]):
         self._tensors = tensors
         self._prefix = prefix
         self._names = names
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[f"{self._prefix}{name}"]
