@@ -46,6 +46,7 @@ def faults(*arguments: str, **environ: str) -> tuple[bool, int]:
     return bool(int(told)), int(count)
 
 
+@pytest.mark.long
 def test_blocks_of_each_step_come_from_what_the_step_before_freed() -> None:
     told, few = faults("tell")
     assert told
@@ -54,11 +55,13 @@ def test_blocks_of_each_step_come_from_what_the_step_before_freed() -> None:
     assert many > 10_000
 
 
+@pytest.mark.long
 def test_the_command_keeps_what_is_freed() -> None:
     _, few = faults("command")
     assert few < 1000
 
 
+@pytest.mark.long
 def test_the_environment_has_the_last_word() -> None:
     told, _ = faults("tell", MALLOC_TRIM_THRESHOLD_="131072")
     assert not told

@@ -103,6 +103,7 @@ def configured(path: Path) -> Namespace:
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of Lightning, as it loads
 @pytest.mark.parametrize("data", [in_memory, lazy])
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.long
 def test_on_regression(name: str, data) -> None:
     config = configured(CONFIGS[name])
     federation = Federation(Diabetes(), **config.model)

@@ -1256,6 +1256,7 @@ STACKED = [method for method in METHODS if type(method) is not SCAFFOLD]  # whic
 
 @pytest.mark.parametrize("kind", [Stackable, Filling])
 @pytest.mark.parametrize("method", STACKED, ids=lambda method: type(method).__name__)
+@pytest.mark.long
 def test_a_module_with_a_loss_is_stacked(method: ServerCallback, kind: type[Stackable]) -> None:
     def fit(engine: str) -> Federation:
         torch.manual_seed(3)

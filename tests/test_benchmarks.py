@@ -175,6 +175,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_processes(data: Path) -> None:
     run = run_row(Path(sys.executable), "raw.two_processes", "W3", data=data, rounds=2, watch=True)
     expected, _ = trained(raw.loop, Task.load("W3", data))
@@ -349,6 +350,7 @@ def test_missing_python(tmp_path: Path) -> None:
 # On a GPU, or without one
 
 
+@pytest.mark.long
 def test_all_rows_run_without_a_gpu(gpu: Any) -> None:
     device = torch.device("cpu")
     header, _, *lines = gpu.table(random_task(LOGISTIC), 2, device)

@@ -391,6 +391,7 @@ class TestAtomicWriting:
 
 
 @pytest.mark.parametrize("algorithm", ["local", "fesem"])
+@pytest.mark.long
 def test_a_killed_run_resumes_to_the_same_weights(algorithm: str, tmp_path: Path) -> None:
     """The script prints a line per trained client: the parent kills after a random one."""
     rounds, chance = 12, random.Random(2)

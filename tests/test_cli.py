@@ -217,6 +217,7 @@ class TestRunFolder:
         assert events.hparams["rounds"] == 2
         assert {"val/macro_acc", "best/val/macro_acc"} <= events.compared
 
+    @pytest.mark.long
     def test_last_checkpoint_of_every_round_however_rare_validation_is(self):
         pflight("fit", "--trainer.check_val_every_n_epoch=3", rounds=4)
         last = torch.load("run/checkpoints/last.ckpt", weights_only=True)
@@ -238,6 +239,7 @@ class TestRunFolder:
             assert Path(root, "config.yaml").is_file()
         assert Path("run", "notes.txt").read_text() == "mine"
 
+    @pytest.mark.long
     def test_all_that_the_run_wrote_moves(self):
         for do in ("fit", "predict"):
             pflight(do, "--config", "configs/trainer/pictures.yaml", rounds=1)
@@ -248,12 +250,14 @@ class TestRunFolder:
         assert not Path("run/pictures").exists()
         assert not Path("run/predictions.csv").exists()
 
+    @pytest.mark.long
     def test_pictures_alone_are_a_run(self):
         alone = ["--trainer.logger=false", "--trainer.enable_checkpointing=false"]
         for _ in range(2):
             pflight("fit", "--config", "configs/trainer/pictures.yaml", *alone, rounds=1)
         assert Path("run.1/pictures/convergence-0000.png").is_file()
 
+    @pytest.mark.long
     def test_bad_input_leaves_the_earlier_run_where_it_was(self, capsys):
         pflight("fit", rounds=3, root="other")
         pflight("fit", rounds=1)
@@ -274,6 +278,7 @@ class TestRunFolder:
         assert contents("run") == before
 
     @pytest.mark.parametrize("kind", [ConfigurationError, RuntimeError])
+    @pytest.mark.long
     def test_an_error_in_the_first_round_puts_the_earlier_run_back(self, kind, monkeypatch, capsys):
         pflight("fit", rounds=1)
         before, config = weights("run"), Path("run/config.yaml").read_text()
@@ -292,6 +297,7 @@ class TestRunFolder:
         assert read_events("run").scalars["train/loss"] == [0]
         assert not Path("run.1").exists()
 
+    @pytest.mark.long
     def test_the_config_of_a_run_that_moved_is_still_one(self):
         root = (
             "a: # folder, the name of which is so long that YAML folds it at one of its spaces - é"
@@ -309,6 +315,7 @@ class TestRunFolder:
         )
         assert read_events(f"{root}.1").scalars["train/loss"] == [0, 1]
 
+    @pytest.mark.long
     def test_home_is_where_the_trainer_thinks(self, monkeypatch, capsys):
         monkeypatch.setenv("HOME", str(Path("home").resolve()))
         pflight("fit", rounds=1, root="~/run")
@@ -350,6 +357,7 @@ class TestRunFolder:
         assert not Path("run/checkpoints").exists()
         assert not list(Path("run").glob("events*"))
 
+    @pytest.mark.long
     def test_fast_dev_run_touches_nothing(self):
         pflight("fit", rounds=1)
         before = sorted(Path().rglob("*"))
@@ -358,6 +366,7 @@ class TestRunFolder:
 
 
 class TestTwoInOneFolder:
+    @pytest.mark.long
     def test_the_second_fit_touches_nothing(self, capsys):
         pflight("fit", rounds=1)
         with RunFolder("run").claimed("fit"):
@@ -372,6 +381,7 @@ class TestTwoInOneFolder:
         pflight("fit", "--ckpt_path=last", rounds=2)
         assert not list(Path("run").glob(".*"))
 
+    @pytest.mark.long
     def test_others_may_read_and_one_may_test(self, capsys):
         pflight("fit", rounds=1)
         with RunFolder("run").claimed("fit"):
@@ -445,6 +455,7 @@ class TestResume:
         assert events.hparams["rounds"] == 4
         assert len(RunFolder("run").events(".hparams")) == 1
 
+    @pytest.mark.long
     def test_an_earlier_checkpoint_of_the_run_drops_what_came_later(self):
         pflight("fit", "--trainer.check_val_every_n_epoch=2", rounds=3)
         pflight("fit", "--trainer.check_val_every_n_epoch=2", "--ckpt_path=best", rounds=4)
@@ -470,6 +481,7 @@ class TestResume:
         assert "run holds other files, but not this one" in capsys.readouterr().err
         assert [path.name for path in Path("run").iterdir()] == ["notes.txt"]
 
+    @pytest.mark.long
     def test_last_without_a_checkpoint_is_an_error(self, capsys):
         pflight("fit", "--trainer.enable_checkpointing=false", rounds=2)
         with pytest.raises(SystemExit) as exit_:
@@ -478,6 +490,7 @@ class TestResume:
         assert "there is no 'last' checkpoint" in capsys.readouterr().err
         assert read_events("run").scalars["train/loss"] == [0, 1]
 
+    @pytest.mark.long
     def test_fewer_rounds_than_there_were_are_an_error(self, capsys):
         pflight("fit", rounds=3)
         with pytest.raises(SystemExit) as exit_:
@@ -486,6 +499,7 @@ class TestResume:
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("pflight: error: You restored a checkpoint with current_epoch=")
 
+    @pytest.mark.long
     def test_a_run_that_ended_before_its_first_last_checkpoint_goes_on_from_its_best(
         self, monkeypatch, capsys
     ):
@@ -532,6 +546,7 @@ class TestResume:
             "no undamaged checkpoint in run/checkpoints: best.ckpt is damaged, last.ckpt is" in line
         )
 
+    @pytest.mark.long
     def test_a_resume_that_fails_drops_no_points(self, capsys):
         pflight("fit", "--trainer.check_val_every_n_epoch=2", rounds=3)
         before = contents("run")
@@ -550,6 +565,7 @@ class TestResume:
         )
 
     @pytest.mark.filterwarnings("ignore:round .* client:UserWarning")
+    @pytest.mark.long
     def test_a_run_in_which_all_clients_fail_says_so_at_its_end(self, capsys):
         with pytest.raises(SystemExit) as exit_:
             pflight("fit", "--model.client.optimizer.lr=1e38", rounds=2)
@@ -597,6 +613,7 @@ class TestResume:
         said = error(capsys, "fit", *resume)
         assert said.startswith("run/config.yaml is a folder, but the run needs a file of")
 
+    @pytest.mark.long
     def test_a_keyboard_interrupt_says_how_to_go_on(self, monkeypatch, capfd):
         step = Federation.training_step
 
@@ -618,6 +635,7 @@ class TestResume:
         assert read_events("run").scalars["train/loss"] == [0, 1, 2, 3]
 
     @pytest.mark.filterwarnings("ignore:last.ckpt is older")  # killed between the two
+    @pytest.mark.long
     def test_a_killed_run_has_each_point_once(self):
         command = [sys.executable, "-m", "pflight", "fit", "--config", DIGITS]
         command += ["--trainer.max_epochs=300", "--data.num_clients=6"]
@@ -656,6 +674,7 @@ class TestEvaluation:
         pflight("fit", rounds=2)
         capsys.readouterr()
 
+    @pytest.mark.long
     def test_test_replaces_lightnings_table_and_an_earlier_test(self, capsys):
         for _ in range(2):
             pflight("test", "--ckpt_path=last")
@@ -668,6 +687,7 @@ class TestEvaluation:
         assert yaml.safe_load(Path("run/config.yaml").read_text())["trainer"]["max_epochs"] == 2
 
     @pytest.mark.parametrize("command", ["validate", "test", "predict"])
+    @pytest.mark.long
     def test_the_best_is_taken_unless_another_is_named(self, command, capsys):
         pflight(command)
         said = capsys.readouterr().out
@@ -677,6 +697,7 @@ class TestEvaluation:
         assert "there is no 'best' checkpoint" in said
         assert said.endswith("run holds last.ckpt, but not this one; name another with --ckpt_path")
 
+    @pytest.mark.long
     def test_a_test_that_fails_leaves_the_earlier_one(self, capsys):
         pflight("test")
         before = contents("run")
@@ -684,6 +705,7 @@ class TestEvaluation:
         assert contents("run") == before
         assert read_events("run").scalars["test/macro_acc"] == [1]
 
+    @pytest.mark.long
     def test_predictions_stay_until_there_are_others(self, monkeypatch):
         pflight("predict")
         before = contents("run")
@@ -698,6 +720,7 @@ class TestEvaluation:
             path: then for path, then in before.items() if path.is_file()
         }
 
+    @pytest.mark.long
     def test_predictions_that_can_not_be_written(self, capsys, monkeypatch):
         Path("run/predictions.csv").mkdir()
         monkeypatch.setattr(Federation, "predict_step", lambda *_: pytest.fail("too late"))
@@ -717,16 +740,19 @@ class TestEvaluation:
         Path("run/clients.md").mkdir()
         assert "clients.md is a folder" in error(capsys, "test")
 
+    @pytest.mark.long
     def test_newcomers_have_a_row(self, capsys):
         pflight("fit", "--data.holdout_clients=0.34", rounds=1)
         pflight("test", "--data.holdout_clients=0.34", "--ckpt_path=last")
         assert "newcomers: used" in capsys.readouterr().out
 
+    @pytest.mark.long
     def test_finetuned_models_have_a_row(self, capsys):
         pflight("validate", "--model.finetune_epochs=1", "--ckpt_path=last")
         assert "fine-tuned" in capsys.readouterr().out
         assert read_events("run").scalars["val/macro_acc"] == [0, 1]
 
+    @pytest.mark.long
     def test_predictions_agree_with_the_model(self):
         pflight("predict", "--ckpt_path=last")
         with Path("run/predictions.csv").open() as file:
@@ -813,6 +839,7 @@ class TestConfigs:
         assert (class_name(stop), class_name(fesem)) == ("EarlyStopping", "FeSEM")
         assert fesem["init_args"]["num_clusters"] == 7
 
+    @pytest.mark.long
     def test_a_run_that_moved_aside_goes_on_where_it_is_now(self):
         pflight("fit", rounds=2)
         pflight("fit", rounds=1)
@@ -820,7 +847,13 @@ class TestConfigs:
         assert read_events("run.1").scalars["train/loss"] == [0, 1, 2]
         assert read_events("run").scalars["train/loss"] == [0]
 
-    @pytest.mark.parametrize("algorithm", ALGORITHMS)
+    @pytest.mark.parametrize(
+        "algorithm",
+        [
+            pytest.param(name, marks=() if name in {"fedavg", "fesem"} else pytest.mark.long)
+            for name in ALGORITHMS
+        ],
+    )
     def test_every_algorithm_runs(self, algorithm, capsys):
         """In either order of files, and results call it as its configuration's first line does."""
         small = ["--trainer.max_epochs=1", "--trainer.default_root_dir=run"]
@@ -967,6 +1000,7 @@ class TestBadInput:
         assert {path.name for path in Path().iterdir()} == {"corrupt.ckpt", "latin1.yaml"}
         assert Path("corrupt.ckpt").read_text() == "no checkpoint"
 
+    @pytest.mark.long
     def test_a_folder_that_is_read_only(self, read_only, capsys):
         for options in (["fit"], ["fit", "--ckpt_path=last"], ["test"]):
             said = error(capsys, *options, root=read_only)

@@ -78,6 +78,7 @@ def test_the_python_blocks_run(page: Path) -> None:
 
 
 @having("console")
+@pytest.mark.long
 def test_the_commands_are_understood(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_files(page)
     for arguments in commands(page):

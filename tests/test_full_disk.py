@@ -119,6 +119,7 @@ class TestFit:
         assert_same_runs(Path("disk/run"), straight)
 
     @pytest.mark.parametrize("call", [1, 3])
+    @pytest.mark.long
     def test_before_a_round(self, call, disk, straight, monkeypatch, capfd):
         """What is logged of it does not fit."""
         with monkeypatch.context() as patch:
@@ -128,6 +129,7 @@ class TestFit:
         pflight("fit", "--ckpt_path=last")
         assert_same_runs(Path("disk/run"), straight)
 
+    @pytest.mark.long
     def test_in_client_memory(self, disk, monkeypatch, capfd):
         options = ["fit", "--config=configs/data/digits.yaml", "--model.client_memory=disk"]
         options += ["--config=configs/algorithm/local.yaml", "--trainer.accelerator=cpu"]
@@ -143,6 +145,7 @@ class TestFit:
         assert_same_runs(Path("disk/run"), Path("straight"))
 
     @pytest.mark.parametrize("left", [0, 8192])
+    @pytest.mark.long
     def test_in_the_set_up(self, left, disk, straight, capfd):
         disk.fill(left)
         assert_one_line(capfd, lambda: pflight("fit"))
@@ -150,6 +153,7 @@ class TestFit:
         pflight("fit", "--ckpt_path=last")
         assert_same_runs(Path("disk/run"), straight)
 
+    @pytest.mark.long
     def test_in_a_picture(self, disk, monkeypatch, capfd):
         picture = "--trainer.callbacks+=pflight.callbacks.monitors.pictures.ConvergencePlot"
         pflight("fit", picture, rounds=1)
@@ -157,6 +161,7 @@ class TestFit:
         assert_one_line(capfd, lambda: pflight("fit", picture, "--ckpt_path=last", rounds=2))
 
 
+@pytest.mark.long
 def test_a_run_of_a_comparison(disk, tmp_path, monkeypatch):
     (tmp_path / "out").symlink_to(disk.folder)
     found = comparison(tmp_path, ["fedavg"])
@@ -175,6 +180,7 @@ def test_a_run_of_a_comparison(disk, tmp_path, monkeypatch):
     assert_same_runs(folder, Path(task.folder))
 
 
+@pytest.mark.long
 def test_a_comparison_stops_at_its_first_run(disk, tmp_path, capfd):
     """What fails for want of room is no failure of a method; the same command goes on."""
     data, out = data_config(tmp_path), tmp_path / "disk" / "results"
@@ -210,6 +216,7 @@ def test_the_files_of_a_comparison(where, named, tmp_path, monkeypatch, capfd):
     assert line.endswith(": the same command continues")
 
 
+@pytest.mark.long
 def test_predictions(disk, capfd):
     pflight("fit", rounds=1)
     pflight("predict", "--ckpt_path=last", rounds=1)

@@ -187,6 +187,7 @@ class TestRunFolder:
         assert theirs.read_text() == "theirs"
         assert not Path(f"{Path(root).resolve()}.1").exists()
 
+    @pytest.mark.long
     def test_checkpoints_without_a_config_are_not_moved_but_a_run_may_go_on(self, capfd):
         pflight("fit")
         Path("run/config.yaml").unlink()
@@ -242,6 +243,7 @@ class TestRunFolder:
         assert f"run/{name}" in refused(capfd, args)
 
 
+@pytest.mark.long
 def test_a_consent_to_other_data_is_for_one_resume(trained, capfd):
     other = ["--data.partition=IID", "--ckpt_path=last", "--trainer.max_epochs=2"]
     assert "made with other data" in fit_refused(capfd, *other)
@@ -289,6 +291,7 @@ class TestFullDisk:
     @pytest.mark.parametrize(
         ("owner", "method"), [("pflight.federation.Federation", "setup"), (None, "save_checkpoint")]
     )
+    @pytest.mark.long
     def test_when_a_run_goes_on(self, owner, method, full, capfd):
         pflight("fit", rounds=2)
         full(cli.Federation if owner else AtomicCheckpointIO, method, call=1)
@@ -352,6 +355,7 @@ def test_a_checkpoint_knows_its_score_as_before(tmp_path):
     assert after.state_dict() == before.state_dict()
 
 
+@pytest.mark.long
 def test_client_memory_that_can_not_be_read(capfd):
     """As a folder in its place can't be, or, for who is not root, a file without the right."""
     options = ["--config=configs/data/digits.yaml", "--config=configs/algorithm/local.yaml"]
@@ -385,6 +389,7 @@ class TestRanks:
             "rank 1: there is no con"
         )
 
+    @pytest.mark.long
     def test_an_error_of_all_is_said_once(self):
         command = [sys.executable, "-m", "pflight", "fit", *OPTIONS, "--trainer.accelerator=cpu"]
         command += ["--trainer.devices=2", "--trainer.strategy=ddp"]

@@ -60,6 +60,7 @@ def test_what_has_no_clusters_or_no_hypernetworks_is_an_error(script: Any, tmp_p
         script("layer_weights").own_weights(tmp_path)
 
 
+@pytest.mark.long
 def test_layers_are_shared_evenly_until_a_hypernetwork_steps(script: Any, tmp_path: Path) -> None:
     own_weights = script("layer_weights").own_weights
     for lr, is_even in ((0, True), (50, False)):

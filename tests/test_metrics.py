@@ -134,6 +134,7 @@ def test_the_worst_decile_is_rounded_up(num_clients: int, worst: int) -> None:
 class TestReferences:
     @untimed
     @given(batches())
+    @pytest.mark.long
     def test_scikit_learn_per_client(self, batch: tuple[Tensor, ...]) -> None:
         values = counted(batch).per_client()
         of_all = counted(batch, f1_average="all").per_client()["f1"]
@@ -281,6 +282,7 @@ def count_on_rank(rank: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.long
 def test_two_processes_report_the_sum_of_their_counts(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(count_on_rank, args=(tmp_path,), nprocs=2)
     alone = ClientMetrics(num_clients=2, num_classes=4)

@@ -177,6 +177,7 @@ def test_a_list_of_callbacks_replaces_another(
     assert "MU 7.0" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_modules_in_the_current_folder_are_found(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).with_name("pflight"))]
     parts = ["--model.client=hospitals.Line", "--data=hospitals.Hospitals", "--print_config"]

@@ -124,6 +124,7 @@ def test_every_column_of_the_papers_tables_has_a_configuration() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*could not find the monitored key")  # nothing to validate on
 @pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.long
 def test_one_round(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("CIFAR10", "CIFAR100", "FashionMNIST", "EMNIST", "LeafFEMNIST", "LeafCelebA"):
         monkeypatch.setattr(getattr(datamodules, kind), "load", generated)

@@ -97,6 +97,7 @@ def test_every_experiment_is_of_configurations_that_exist(papers: Any, claims: A
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.long
 def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
     once, again, page = tmp_path / "once", tmp_path / "again", tmp_path / "page.md"
     papers.make(options(once))
@@ -308,6 +309,7 @@ def test_unknown_names_are_an_error(papers: Any, tmp_path: Path) -> None:
         papers.make(options(tmp_path, columns=["cifar10"]))
 
 
+@pytest.mark.long
 def test_wrong_data_are_one_line(tmp_path: Path) -> None:
     what = "run pfedla --columns noniid1_fmnist_10 --methods local --set data.download=false"
     command = [sys.executable, ROOT / "benchmarks" / "papers.py", *what.split()]

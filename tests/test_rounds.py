@@ -158,6 +158,7 @@ def decaying(lr: float, factor: float) -> type[Classifier]:
 
 @ENGINES
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+@pytest.mark.long
 def test_methods_decay_alike(engine: str, method: ServerCallback) -> None:
     """By the option in both engines, and by the module itself where the method has no own step."""
     layers = nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)

@@ -147,6 +147,7 @@ class TestFit:
         assert last()["global_step"] == 1
         assert Path("run/checkpoints/best.ckpt").is_file()
 
+    @pytest.mark.long
     def test_where_not_each_round_is_saved_the_last_one_is(self, monkeypatch):
         saves = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpath=mine"]
         saves += ["--trainer.callbacks.every_n_epochs=3"]
@@ -170,6 +171,7 @@ class TestFit:
         assert "used by the clients" in captured.out
         assert "stopped by SIGTERM after 2 rounds, the last of the run" in captured.err
 
+    @pytest.mark.long
     def test_the_set_up_ends_at_once_and_an_earlier_run_stays(self, trained, monkeypatch, capfd):
         shutil.copytree(trained, "run")
         before = last()["state_dict"]
@@ -288,6 +290,7 @@ class TestProcesses:
             raise
         return process.returncode, output, errors.splitlines()
 
+    @pytest.mark.long
     def test_a_second_ctrl_c_ends_at_once(self):
         status, output, errors = self.fit(signal.SIGINT, again=0.5)
         assert status == 130, errors
@@ -295,6 +298,7 @@ class TestProcesses:
         said = "pflight: stopped by SIGINT after 1 round: --ckpt_path last continues the run in run"
         assert errors[-1] == said
 
+    @pytest.mark.long
     def test_two_ranks_stop_together_when_one_gets_the_signal(self):
         status, _, errors = self.fit(signal.SIGTERM, *TWO_RANKS, rank=1)
         assert status == 143, errors
@@ -304,6 +308,7 @@ class TestProcesses:
         assert errors[-1] == said
         assert last()["global_step"] == 2
 
+    @pytest.mark.long
     def test_a_rank_that_is_killed_ends_the_others(self):
         status, _, errors = self.fit(signal.SIGKILL, *TWO_RANKS, rank=1)
         assert status == 1, errors
@@ -326,6 +331,7 @@ class TestSlurm:
         monkeypatch.setenv("PATH", f"{scontrol.parent.resolve()}:{os.environ['PATH']}")
 
     @pytest.mark.parametrize("memory", [[], ["--model.client_memory=disk"]], ids=["ram", "disk"])
+    @pytest.mark.long
     def test_the_job_is_requeued_and_goes_on(self, memory, monkeypatch):
         handler = signal.getsignal(signal.SIGUSR1)
         with monkeypatch.context() as patch:

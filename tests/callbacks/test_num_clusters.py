@@ -219,6 +219,7 @@ class TestAuto:
         assert auto.history[-1].metrics == given.history[-1].metrics
 
     @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
+    @pytest.mark.long
     def test_a_resumed_run_does_not_choose_again(self, tmp_path: Path) -> None:
         client_method = run(classifier(), groups(), FeSEM(**self.options), 2, local_epochs=3)
         client_method.trainer.save_checkpoint(tmp_path / "half.ckpt")

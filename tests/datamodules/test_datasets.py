@@ -481,6 +481,7 @@ def test_bad_omniglot_options_are_named(options):
         Omniglot(**options)
 
 
+@pytest.mark.long
 def test_importing_the_data_modules_loads_no_heavy_library():
     code = """
 import sys, lightning

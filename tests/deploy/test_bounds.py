@@ -101,6 +101,7 @@ LIES: dict[str, tuple[str, Lie, str]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", LIES)
+@pytest.mark.long
 def test_a_finite_message_ends_no_federation(case: str, tmp_path: Path) -> None:
     """The others' result is that of rounds in which its node was not connected."""
     method, lie, said = LIES[case]

@@ -472,6 +472,7 @@ def test_who_lies_before_the_first_round_is_named(tmp_path: Path) -> None:
         run.server(1)
 
 
+@pytest.mark.long
 def test_a_liar_finds_no_place(tmp_path: Path) -> None:
     run = deployed("FedAvg", tmp_path)
     federation, clients = run.server(1), torch.tensor([0, LIARS[0]])
@@ -568,6 +569,7 @@ def check_refusal(reply: RecordDict, what: str) -> None:
 
 
 @pytest.mark.parametrize("work", REQUESTS)
+@pytest.mark.long
 def test_a_node_refuses_what_is_no_request(work: str, tmp_path: Path) -> None:
     run = deployed("IFCA", tmp_path)
     request = asked_of(run, 0)[work]

@@ -379,6 +379,7 @@ def client_of(kind: type) -> Classifier:
 
 
 @pytest.mark.parametrize(("kind", "reason"), CLIENTS.values(), ids=CLIENTS)
+@pytest.mark.long
 def test_both_engines_agree(
     kind: type, reason: str | None, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -528,6 +529,7 @@ HALVES = {
 
 
 @pytest.mark.parametrize("name", HALVES)
+@pytest.mark.long
 def test_halves_pass_every_audit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also at every step of every chunk, and in single precision."""
     monkeypatch.setattr("pflight.engines.stacked.audit._ODD", 1e-3)

@@ -165,6 +165,7 @@ def test_batchnorm_of_ragged_clients(batch_size: int | None) -> None:
     both(batchnorm_client().double(), Local, data=data, local_epochs=2)
 
 
+@pytest.mark.long
 def test_fine_tuning() -> None:
     client = batchnorm_client(ProximalClient, mu=1.0).double()
     stacked = both(client, finetune_epochs=2)
@@ -561,6 +562,7 @@ class Recurrent(nn.Module):
         ),
     ],
 )
+@pytest.mark.long
 def test_what_can_not_be_stacked_runs_one_by_one(
     make: Callable[[], Classifier], reason: str, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -603,6 +605,7 @@ def test_the_same_run_twice_and_resumed(
 
 @pytest.mark.parametrize("counts", [[8] * 6, [5, 12, 7, 9, 3, 10]])
 @pytest.mark.parametrize("make", [batchnorm_client, linear_client])
+@pytest.mark.long
 def test_what_is_called_often_is_recorded(
     counts: list[int], make: Callable[..., Classifier], monkeypatch: pytest.MonkeyPatch
 ) -> None:

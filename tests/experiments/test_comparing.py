@@ -83,6 +83,7 @@ class TestRun:
         assert found == outcome.chosen.per_client["acc"]
         assert rows[outcome.newcomers[0]]["newcomer"] == "yes"
 
+    @pytest.mark.long
     def test_continues_and_is_tested_by_the_ordinary_commands(self, made, capfd):
         _, task, outcome = made
         main(["test", f"--config={task.folder}/config.yaml"])
@@ -105,6 +106,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
     return outcomes(finish(comparison(tmp_path_factory.mktemp("plain"), methods, seeds=2)))
 
 
+@pytest.mark.long
 def test_another_metric_may_choose_rounds(tmp_path):
     found = comparison(tmp_path, ["fedavg"], text=f"{DATA}monitor: val/micro_acc\nmode: max\n")
     (run,) = outcomes(finish(found))
@@ -122,6 +124,7 @@ def test_a_comparison_in_which_no_run_has_finished_is_status_1(tmp_path, monkeyp
     assert (tmp_path / "out" / "table.md").is_file()
 
 
+@pytest.mark.long
 def test_without_test_samples_nothing_is_trained(tmp_path):
     text = DATA.replace("val_fraction: 0.2", "val_fraction: 0.2, test_fraction: 0")
     found = comparison(tmp_path, ["fedavg"], text=text)
@@ -156,6 +159,7 @@ class TestFairness:
         known = plain[0].fingerprints
         assert {kind for kind in known if known[kind] != other.fingerprints[kind]} == kinds
 
+    @pytest.mark.long
     def test_a_run_without_a_round_has_hashes(self, tmp_path):
         text = DATA.replace("max_epochs: 3", "max_epochs: 0")
         (run,) = outcomes(finish(comparison(tmp_path, ["fedavg"], text=text)))

@@ -211,6 +211,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /
 
 @linux
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.long
 def test_a_signal_ends_it_after_the_round_and_leaves_no_process(signum, long):
     process = started(command(long, "--seeds=1"))
     early = signum == signal.SIGINT  # while the worker imports its libraries
