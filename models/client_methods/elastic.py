@@ -64,7 +64,7 @@ class Elastic(ClientMethod):
         """Return the l2 constraint; none without a history."""
         if self.constraint != "l2" or c.memory is None or not self.alpha:
             return None
-        history = {name: c.memory[name] for name in c.anchor or ()}
+        history = {n: c.memory[n] for n in (c.weights if c.anchor is None else c.anchor)}
         return self.alpha / 2 * c.seen * squared_distance(c.weights, history)
 
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
