@@ -14,7 +14,7 @@ from pflight.errors import ConfigurationError
 from pflight.states.layers import Layers
 from tests.algorithm_tester import assert_finite
 from tests.callbacks.test_shared_part import product_client, product_world
-from tests.own_methods import Halfway, MyFedBABU, MyFedDyn, Scaled
+from tests.own_methods import CarefulFedAvg, Halfway, MyFedBABU, MyFedDyn, Scaled
 from tests.pages import ROOT, files
 from tests.runs import (
     ENGINES,
@@ -41,7 +41,7 @@ def test_a_method_is_forty_lines_of_code(name: str) -> None:
     assert len(code) <= 40
 
 
-@pytest.mark.parametrize("kind", [MyFedDyn, MyFedBABU, Halfway, Scaled])
+@pytest.mark.parametrize("kind", [MyFedDyn, MyFedBABU, Halfway, Scaled, CarefulFedAvg])
 def test_they_take_a_module_that_has_never_heard_of_them(kind: type[FedAvg]) -> None:
     assert_finite(run(Regression(), hospitals(), kind(), 2, on_client_error="raise"))
 
