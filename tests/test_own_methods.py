@@ -79,6 +79,17 @@ class TestFedDyn:
         torch.testing.assert_close(frozen.server_states()[0], other.server_states()[0])
 
 
+def test_careful_clients_are_the_same_in_both_engines() -> None:
+    data, runs = small_data((6, 6, 9, 9)), []
+    for engine in ("sequential", "vectorized"):
+        client = linear_client(optimizer=sgd(3.0))
+        federation = run(client, data, CarefulFedAvg(), 2, engine=engine)
+        runs.append(federation.server_states()[0])
+    plain = run(client, data, FedAvg(), 2).server_states()[0]
+    torch.testing.assert_close(*runs)
+    assert not torch.allclose(plain["network.weight"], runs[0]["network.weight"])
+
+
 def test_halfway_is_where_clients_are_judged() -> None:
     federation = run(quadratic_client(), world_q(), Halfway())
     assert shared(federation) == pytest.approx([0.25, 0.15], abs=1e-12)
