@@ -18,9 +18,10 @@ from .data.loaders import Split
 from .engines.alone.engine import SequentialEngine
 from .engines.base import Engine, finite_rows
 from .engines.client_setup import ClientSetup
+from .engines.passes import Rows, Sums
 from .errors import ConfigurationError
 from .history import Logs, Round
-from .method import ClientMethod, Measure
+from .method import ClientMethod, Measure, Pass
 from .randomness import Purpose, generator
 from .runs.failures import Failures
 from .runs.memory import ClientMemory
@@ -327,6 +328,18 @@ class ClientWork:
         self.note_failures(updates.failures, doing)
         return _laid_over(updates, clients, states)
 
+    def run(
+        self, look: Pass, clients: Tensor, states: TensorDict
+    ) -> list[dict[str, Tensor] | None]:
+        """Return what a pass finds out of each client's own samples, by client."""
+        found, failures = self.attached_engine.run(look, clients, states, round_index=self.rounds)
+        self.note_failures(failures, "to look through its samples")
+        failed = {failure.client for failure in failures}
+        device = next(iter(states.values())).device  # after a fit on a GPU it is the CPU again
+        here = [{name: value.to(device) for name, value in own.items()} for own in found]
+        ids = clients.tolist()
+        return [None if i in failed else own for i, own in zip(ids, here, strict=True)]
+
     def sums(
         self,
         clients: Tensor,
@@ -336,23 +349,24 @@ class ClientWork:
         batch_size: int | None = None,
     ) -> TensorDict:
         """Return sums over each client's training samples ``[C]``."""
-        sums, failures = self.attached_engine.sums(clients, states, measure, like, batch_size)
-        self.note_failures(failures, "to look through its samples")
-        failed = torch.tensor([failure.client for failure in failures], dtype=torch.long)
-        sums[torch.isin(clients.cpu(), failed).to(self.device)] = torch.nan
-        return sums
+        columns = {
+            name: zero.new_zeros(len(clients), *zero.shape).to(self.device)
+            for name, zero in like.items()
+        }
+        found = self.run(Sums(measure, like, batch_size), clients, states)
+        for row, own in enumerate(found):
+            for name, column in columns.items():
+                if own is None:
+                    column[row] = torch.nan
+                elif own:
+                    column[row] = own[name]
+        return TensorDict(columns, batch_size=[len(clients)])
 
     def rows(
         self, clients: Tensor, states: TensorDict, measure: Measure, split: Split = "train"
     ) -> list[dict[str, Tensor] | None]:
         """Return what each of a client's samples of a split gives, by client."""
-        rows, failures = self.attached_engine.rows(clients, states, measure, split)
-        self.note_failures(failures, "to look through its samples")
-        failed = {failure.client for failure in failures}
-        ids = clients.tolist()
-        device = next(iter(states.values())).device  # after a fit on a GPU it is the CPU again
-        here = [{name: row.to(device) for name, row in own.items()} for own in rows]
-        return [None if i in failed else own for i, own in zip(ids, here, strict=True)]
+        return self.run(Rows(measure, split), clients, states)
 
     def learn(
         self,

@@ -23,6 +23,7 @@ from .data.loaders import Split
 from .engines.alone.engine import SequentialEngine
 from .engines.choice import Choice, EngineName, build_engine
 from .engines.client_setup import ClientSetup
+from .engines.passes import Loss, Sums
 from .errors import ConfigurationError
 from .history import Round, Traffic, add_logs
 from .method import ClientMethod, LocalClient, add_what_it_needs, layout_with
@@ -199,7 +200,7 @@ class Clients(ClientWork):
         how = strategy.precision_plugin, strategy.root_device, self.training.seed
         engine = SequentialEngine(ClientSetup(self.module, ClientMethod(), layout, data, *how))
         for client in data.train_clients.split(1):
-            engine.sums(client, expand_state(layout.template, 1), look, {})
+            engine.run(Sums(look, {}), client, expand_state(layout.template, 1), round_index=0)
             if found:
                 return found[0]
         return None
@@ -317,9 +318,11 @@ class Clients(ClientWork):
         """
         if self.engine is None:
             return torch.full((len(clients),), torch.nan, dtype=torch.double)
-        losses, failures = self.engine.losses(clients, self.start_states(clients, sent), split)
+        states = self.start_states(clients, sent)
+        found, failures = self.engine.run(Loss(split), clients, states, round_index=self.rounds)
         self.leave_out(failures, "to tell its loss")
-        return losses
+        told = [float(own["loss"]) if own else torch.nan for own in found]
+        return torch.tensor(told, dtype=torch.double, device=self.engine.device)
 
     def losses_of(
         self, clients: Tensor, models: Sequence[TensorDict], split: Split = "train"

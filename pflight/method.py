@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -191,6 +191,53 @@ Measure = Callable[[LocalClient, Any], Mapping[str, Tensor]]
 """Returns what the samples of a batch give, by name."""
 
 
+class Batches:
+    """The batches of one client in a :class:`Pass`, which can be gone through once.
+
+    Args:
+        sizes: How many samples each batch has.
+        batches: The batches, in their order.
+    """
+
+    def __init__(self, sizes: Sequence[int], batches: Iterable[Any]) -> None:
+        self.sizes = sizes
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+class Pass:
+    """A look through one client's samples, which changes nothing; see :meth:`LocalWork.run`.
+
+    The network is in evaluation mode, without gradients. Samples come in the order of the data, and
+    random numbers are seeded by round and client.
+
+    Attributes:
+        split: Which of the client's samples.
+        batch_size: Samples in a batch, at most; by default as in an evaluation.
+        stacks: Whether an engine may look at many clients in one call under ``torch.func.vmap``.
+            Their results then differ by rounding from those of one client alone. Set it to
+            ``False`` where bits matter, such as for a choice between nearly equal numbers.
+    """
+
+    split: Split = "train"
+    batch_size: int | None = None
+    stacks: bool = True
+
+    def __call__(self, c: LocalClient, batches: Batches) -> Mapping[str, Tensor]:
+        """Return what is found, as tensors by name: a function of the client and its batches.
+
+        Args:
+            c: The client, with the model that it has in this pass.
+            batches: At least one batch.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define __call__()")
+
+    def check(self, found: Mapping[str, Tensor]) -> None:
+        """Raise if what one client has found can't be used; the client has then failed."""
+
+
 class LocalWork(Protocol):
     """What clients can do by themselves, with their own samples and memory; nothing of it travels.
 
@@ -262,6 +309,19 @@ class LocalWork(Protocol):
 
     def class_counts_of(self, clients: Tensor) -> Tensor:
         """Return the clients' training samples by class ``[C, K]``."""
+
+    def run(
+        self, look: Pass, clients: Tensor, states: TensorDict
+    ) -> list[dict[str, Tensor] | None]:
+        """Return what a pass finds out of each client's own samples, by client.
+
+        ``None`` for a client whose pass fails, and an empty dictionary for one without samples.
+
+        Args:
+            look: The pass.
+            clients: Ids ``[C]``.
+            states: Their models ``[C]``.
+        """
 
     def sums(
         self,

@@ -32,6 +32,7 @@ class Purpose(IntEnum):
     AUGMENT = 8
     DATA = 9
     LOCAL_WORK = 10
+    PASS = 11
 
 
 def derive_seed(purpose: Purpose, *keys: int) -> int:

@@ -7,3 +7,4 @@ MyFedDyn = _shown["my_feddyn"].MyFedDyn
 MyFedBABU = _shown["my_fedbabu"].MyFedBABU
 Halfway = _shown["halfway"].Halfway
 Scaled = _shown["scaled"].Scaled
+CarefulFedAvg = _shown["careful"].CarefulFedAvg

@@ -14,7 +14,7 @@ from pflight.errors import ConfigurationError
 from pflight.states.layers import Layers
 from tests.algorithm_tester import assert_finite
 from tests.callbacks.test_shared_part import product_client, product_world
-from tests.own_methods import Halfway, MyFedBABU, MyFedDyn, Scaled
+from tests.own_methods import CarefulFedAvg, Halfway, MyFedBABU, MyFedDyn, Scaled
 from tests.pages import ROOT, files
 from tests.runs import (
     ENGINES,
@@ -41,7 +41,7 @@ def test_a_method_is_forty_lines_of_code(name: str) -> None:
     assert len(code) <= 40
 
 
-@pytest.mark.parametrize("kind", [MyFedDyn, MyFedBABU, Halfway, Scaled])
+@pytest.mark.parametrize("kind", [MyFedDyn, MyFedBABU, Halfway, Scaled, CarefulFedAvg])
 def test_they_take_a_module_that_has_never_heard_of_them(kind: type[FedAvg]) -> None:
     assert_finite(run(Regression(), hospitals(), kind(), 2, on_client_error="raise"))
 
@@ -77,6 +77,17 @@ class TestFedDyn:
         proximal = FedProx(mu=0.7, weighting="uniform")
         other = run(batchnorm_client(), data, proximal, 3, local_epochs=2)
         torch.testing.assert_close(frozen.server_states()[0], other.server_states()[0])
+
+
+def test_careful_clients_are_the_same_in_both_engines() -> None:
+    data, runs = small_data((6, 6, 9, 9)), []
+    for engine in ("sequential", "vectorized"):
+        client = linear_client(optimizer=sgd(3.0))
+        federation = run(client, data, CarefulFedAvg(), 2, engine=engine)
+        runs.append(federation.server_states()[0])
+    plain = run(client, data, FedAvg(), 2).server_states()[0]
+    torch.testing.assert_close(*runs)
+    assert not torch.allclose(plain["network.weight"], runs[0]["network.weight"])
 
 
 def test_halfway_is_where_clients_are_judged() -> None:

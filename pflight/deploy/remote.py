@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from flwr.app import RecordDict
@@ -24,7 +24,7 @@ from pflight.errors import ConfigurationError
 from pflight.evaluation import Evaluator, WhichModel
 from pflight.federation import Federation
 from pflight.history import Logs, merge_logs
-from pflight.method import OWN
+from pflight.method import OWN, Pass
 from pflight.metrics.collection import ClientMetrics, ClientScores, LoggedMetrics
 from pflight.runs.record import RunRecord
 from pflight.server_callback import ServerCallback
@@ -88,7 +88,7 @@ class RemoteClients(Clients):
         after: The last round of which each client's answer was used ``[num_clients]``, by which its
             node knows which memory it is to go on from.
         sessions: In which sessions these rounds were, by client.
-        run: An id that no other run has, by which nodes keep what they remember of this one.
+        run_id: An id that no other run has, by which nodes keep what they remember of this one.
         session: An id that no other start of a server has, likewise.
         agreement: A digest of what all sides agree on.
         counted: Whether the answers of clients are counted right or wrong, by class; ``None`` until
@@ -112,7 +112,7 @@ class RemoteClients(Clients):
         self.post = post
         self.after = torch.empty(0, dtype=torch.long)
         self.sessions: dict[int, str] = {}
-        self.run, self.session, self.agreement = new_id(), new_id(), ""
+        self.run_id, self.session, self.agreement = new_id(), new_id(), ""
         self.counted: bool | None = None
         self.bounds = Bounds()
         self.may_change = False
@@ -333,6 +333,13 @@ class RemoteClients(Clients):
         """Raise, since what clients remember stays with them."""
         raise ConfigurationError("what clients remember is on their own machines")
 
+    def run(self, look: Pass, clients: Tensor, states: TensorDict) -> NoReturn:
+        """Raise, since a server that could have any pass run could ask for the samples."""
+        raise ConfigurationError(
+            f"{type(look).__name__}: the server can't look through samples on other machines; a "
+            "client method can, in its before_training(), finish() or judged()"
+        )
+
     def evaluate(
         self, clients: Tensor, callback: ServerCallback, split: Split
     ) -> Iterator[tuple[int, RecordDict | ClientFailure]]:
@@ -378,7 +385,7 @@ class RemoteClients(Clients):
             "mean_samples": self._mean_samples if self._needs_mean else 0.0,
             **numbers,
         }
-        run = {"run": self.run, "session": self.session, "agreement": self.agreement}
+        run = {"run": self.run_id, "session": self.session, "agreement": self.agreement}
         messages, pool = [], dict[bytes, bytes]()  # of models, of which many clients may get one
         for row, client in enumerate(clients.tolist()):
             rows = {

@@ -134,8 +134,8 @@ class Roster(L.Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors and primitives."""
         nodes = {client: key.decode() for client, key in self.nodes.items()}
-        own = {name: getattr(self.clients, name) for name in ("run", "after", "sessions")}
-        return {**own, "nodes": nodes, "known": self.data.known}
+        own = {name: getattr(self.clients, name) for name in ("after", "sessions")}
+        return {"run": self.clients.run_id, **own, "nodes": nodes, "known": self.data.known}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned.
@@ -149,7 +149,7 @@ class Roster(L.Callback):
                 f"does not save {', '.join(sorted(missing))}: go on with that release"
             )
         self.nodes = {client: key.encode() for client, key in state_dict["nodes"].items()}
-        self.clients.run = state_dict["run"]
+        self.clients.run_id = state_dict["run"]
         self.clients.sessions = dict(state_dict["sessions"])
         self.clients.after.copy_(state_dict["after"])
         for client in [*self.clients.renewed]:

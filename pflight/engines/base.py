@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.data.loaders import Split
-from pflight.method import Measure
+from pflight.method import Pass
 from pflight.metrics.collection import ClientValues
 from pflight.randomness import Purpose
 from pflight.states.state import entries, rows
@@ -94,44 +94,18 @@ class Engine(Protocol):
     ) -> tuple[Evaluation | Predictions, list[ClientFailure]]:
         """Return a task's outputs, or by client what an own ``predict_step`` gives for batches."""
 
-    def losses(
-        self, clients: Tensor, states: TensorDict, split: Split
-    ) -> tuple[Tensor, list[ClientFailure]]:
-        """Return the mean loss ``[C]`` of each client's model on its own samples of a split.
-
-        It is the module's own loss in evaluation mode, without what the client method adds; NaN for
-        a client without samples, or that fails.
-        """
-
-    def sums(
-        self,
-        clients: Tensor,
-        states: TensorDict,
-        measure: Measure,
-        like: Mapping[str, Tensor],
-        batch_size: int | None = None,
-    ) -> tuple[TensorDict, list[ClientFailure]]:
-        """Return sums over each client's training samples ``[C]``, in evaluation mode.
-
-        Args:
-            clients: Ids ``[C]``.
-            states: Their models ``[C]``.
-            measure: Gets a client and a batch; returns the sums over the samples of the batch.
-            like: Zeros of the sums' shapes and types, by their names; a client without samples, or
-                that fails, has these.
-            batch_size: Of the batches, where it matters.
-        """
-
-    def rows(
-        self, clients: Tensor, states: TensorDict, measure: Measure, split: Split
+    def run(
+        self, look: Pass, clients: Tensor, states: TensorDict, *, round_index: int
     ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
-        """Return what each of a client's samples of a split gives, in evaluation mode, by client.
+        """Return what a pass finds out of each client's own samples, by client; and who failed.
+
+        Clients without samples, and those that failed, have found nothing.
 
         Args:
+            look: The pass.
             clients: Ids ``[C]``.
             states: Their models ``[C]``.
-            measure: Gets a client and a batch; returns tensors ``[n, ...]`` of the batch's samples.
-            split: Of their samples.
+            round_index: Keys the random numbers of each client.
         """
 
 

@@ -336,7 +336,7 @@ def test_what_is_private_never_leaves(callback: Any, tmp_path: Path) -> None:
     asked = {"clients": 4, "client": 1, "round": 2, "rounds": 2, "mean_samples": 8, "after": 1}
     words = {"do": "train", "returns": sorted(private)}
     session = {"session": run.clients.session, "after_session": run.clients.session}
-    words |= {"run": run.clients.run, "agreement": run.clients.agreement, **session}
+    words |= {"run": run.clients.run_id, "agreement": run.clients.agreement, **session}
     entries = {"sent": {name: federation.layout.template[name] for name in left}}
     reply = run.post.nodes[1].answer(packed(entries, {**asked, "epochs": 1}, words))
     assert "is not among what leaves this node" in reply.config_records["words"]["failed"]

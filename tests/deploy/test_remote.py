@@ -9,6 +9,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from pflight import Federation
@@ -17,6 +18,7 @@ from pflight.data.loaders import Split
 from pflight.datamodules import FederatedDataModule
 from pflight.deploy.remote import Asked
 from pflight.errors import ConfigurationError
+from pflight.method import Batches, ClientMethod, LocalClient, LocalWork, Pass
 from tests.algorithm_tester import ALGORITHMS, OF_EACH_KIND
 from tests.deploy.in_process import Deployed
 from tests.runs import (
@@ -86,6 +88,53 @@ def test_what_needs_clients_labels_is_refused(name: str, tmp_path: Path) -> None
     with pytest.raises(ConfigurationError, match=REFUSED[name]) as error:
         deployed.server(1)
     assert "\n" not in str(error.value)
+
+
+class Largest(Pass):
+    """The largest loss of a client's batches."""
+
+    batch_size = 2
+
+    def __call__(self, c: LocalClient, batches: Batches) -> dict[str, Tensor]:
+        return {"z": torch.stack([c.task_loss(batch) for batch in batches]).max()}
+
+
+class Asking(FedAvg):
+    """A server that wants to look through its clients' samples by itself."""
+
+    def setup_server(self) -> None:
+        super().setup_server()
+        clients = torch.arange(2)
+        self.clients.run(Largest(), clients, self.broadcast(clients))
+
+
+class Scaling(ClientMethod):
+    """Clients that divide their model by their largest loss."""
+
+    def finish(
+        self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
+    ) -> TensorDict:
+        for row, found in enumerate(work.run(Largest(), clients, trained)):
+            assert found is not None
+            trained["network.weight"][row] /= found["z"]
+        return trained
+
+
+class Scaled(FedAvg):
+    client_method = Scaling()
+
+
+def test_a_server_gets_no_pass_run_on_other_machines(tmp_path: Path) -> None:
+    """The machines would tell what is in their samples."""
+    deployed = Deployed(linear_client, small_data(), Asking, tmp_path)
+    with pytest.raises(ConfigurationError, match="Largest: the server can't look") as error:
+        deployed.server(1)
+    assert "\n" not in str(error.value)
+
+
+def test_clients_on_other_machines_run_passes_of_their_method(tmp_path: Path) -> None:
+    here = run(linear_client(), small_data(), Scaled(), 2, engine="sequential")
+    assert_same_run(here, Deployed(linear_client, small_data(), Scaled, tmp_path).server(2))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of Lightning, as it loads

@@ -20,7 +20,7 @@ from pflight.engines.client_setup import ClientSetup
 from pflight.engines.outputs import Samples, evaluate_task
 from pflight.engines.time_limit import time_limit
 from pflight.history import Logs, merge_logs
-from pflight.method import ClientMethod, Measure
+from pflight.method import ClientMethod, Pass
 from pflight.metrics.collection import ClientValues
 from pflight.randomness import Purpose, derive_seed, seed_everything, seed_own
 from pflight.states.state import entries
@@ -66,14 +66,14 @@ class SequentialEngine:
     def check_input(self) -> None:
         """See :class:`~pflight.engines.base.Engine`."""
         self.operations, self._changes_input = check_client(self.setup, self.models.module)
-        if self._is_small():
+        counts, size = self.setup.data.num_samples("train"), self.setup.data.batch_size
+        if self._is_small(min(size or math.inf, int(counts.max()))):
             self._threads = 1
         self.models.try_channels_last()
 
-    def _is_small(self) -> bool:
-        """Whether a step takes too little arithmetic to gain from several threads."""
-        data, module = self.setup.data, self.setup.client
-        size = min(data.batch_size or math.inf, int(data.num_samples("train").max()))
+    def _is_small(self, size: float) -> bool:
+        """Whether a batch of this size takes too little arithmetic to gain from several threads."""
+        module = self.setup.client
         if math.isfinite(self.operations):
             return self.operations * size < ONE_THREAD
         parts = list(module.modules())
@@ -288,78 +288,30 @@ class SequentialEngine:
         return predictions, self._visit_each(clients, states, split, predict)
 
     @torch.no_grad()
-    def losses(
-        self, clients: Tensor, states: TensorDict, split: Split
-    ) -> tuple[Tensor, list[ClientFailure]]:
-        """See :class:`~pflight.engines.base.Engine`."""
-        means = torch.full((len(clients),), torch.nan, dtype=torch.double, device=self.device)
-
-        def measure(row: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
-            model = self.models.client
-            model.module.eval()
-            model.num_samples.fill_(int(self.setup.data.num_samples("train")[client]))
-            total = torch.zeros((), dtype=torch.double, device=self.device)
-            for part, batch in zip(visit.parts, batches, strict=True):
-                loss = model.trainer.loss(batch, len(part), model.task_loss)
-                total = total + loss.double() * len(part)
-            means[row] = total / sum(map(len, visit.parts))
-
-        with threads(self._threads):
-            failures = self._visit_each(clients, states, split, measure)
-        return means, failures
-
-    @torch.no_grad()
-    def sums(
-        self,
-        clients: Tensor,
-        states: TensorDict,
-        measure: Measure,
-        like: Mapping[str, Tensor],
-        batch_size: int | None = None,
-    ) -> tuple[TensorDict, list[ClientFailure]]:
-        """See :class:`~pflight.engines.base.Engine`."""
-        totals = TensorDict(
-            {name: zero.new_zeros(len(clients), *zero.shape) for name, zero in like.items()},
-            batch_size=[len(clients)],
-        ).to(self.device)
-
-        def add(row: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
-            own = totals[row].clone()
-            for found in self._measured(client, visit, batches, measure):
-                for name, value in found.items():
-                    own[name] += value
-            if like and not all(finite_rows(own.unsqueeze(0))):
-                raise RuntimeError("what it finds out of its samples is NaN or infinite")
-            totals[row] = own
-
-        with threads(self._threads):
-            failures = self._visit_each(clients, states, "train", add, batch_size)
-        return totals, failures
-
-    @torch.no_grad()
-    def rows(
-        self, clients: Tensor, states: TensorDict, measure: Measure, split: Split
+    def run(
+        self, look: Pass, clients: Tensor, states: TensorDict, *, round_index: int
     ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
         """See :class:`~pflight.engines.base.Engine`."""
-        rows: list[dict[str, Tensor]] = [{} for _ in clients]
+        found: list[dict[str, Tensor]] = [{} for _ in clients]
+        counts = self.setup.data.num_samples("train")
 
-        def note(row: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
-            parts = list(self._measured(client, visit, batches, measure))
-            rows[row] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        def find(row: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
+            model = self.models.client
+            seed = derive_seed(Purpose.PASS, self.setup.seed, round_index, client)
+            seed_everything(seed, self.device)
+            if self.models.draws:
+                seed_own(model.module, seed)
+            model.module.eval()
+            model.num_samples.fill_(int(counts[client]))
+            sizes = [*map(len, visit.parts)]
+            own = dict(model.trainer.look(sizes, batches, partial(look, model)))
+            look.check(own)
+            # It may be a view of what the next client changes.
+            found[row] = {name: value.clone() for name, value in own.items()}
 
         with threads(self._threads):
-            failures = self._visit_each(clients, states, split, note)
-        return rows, failures
-
-    def _measured(
-        self, client: int, visit: Visit, batches: Iterator[Any], measure: Measure
-    ) -> Iterator[Mapping[str, Tensor]]:
-        """Yield what is measured of the batches of the client at hand."""
-        model = self.models.client
-        model.module.eval()
-        model.num_samples.fill_(int(self.setup.data.num_samples("train")[client]))
-        for part, batch in zip(visit.parts, batches, strict=True):
-            yield model.trainer.loss(batch, len(part), partial(measure, model))
+            failures = self._visit_each(clients, states, look.split, find, look.batch_size)
+        return found, failures
 
     def _visit_each(
         self,

@@ -43,6 +43,7 @@ from pflight.engines.lightning_parts import (
 )
 from pflight.errors import ConfigurationError
 from pflight.history import Logs
+from pflight.method import Batches
 from pflight.metrics.pooling import Seen
 from pflight.states.head import step_extra
 
@@ -423,7 +424,26 @@ class ModuleTrainer:
         with self._strategy.precision_plugin.train_step_context():
             return loss(self._moved(batch))
 
+    def look(
+        self, sizes: Sequence[int], batches: Iterable[Any], find: Callable[[Batches], LossT]
+    ) -> LossT:
+        """Return what is found in some batches, outside of the training of the copy."""
+        trainer = self.trainer
+        trainer.state.fn = TrainerFn.FITTING
+        trainer.training = True
+
+        def moved() -> Iterator[Any]:
+            for size, batch in zip(sizes, batches, strict=True):
+                self._strategy.batch_size = size
+                torch.clear_autocast_cache()  # casts without gradients, where some may be wanted
+                yield self._moved(batch)
+
+        with self._strategy.precision_plugin.train_step_context():
+            return find(Batches(sizes, moved()))
+
     def _moved(self, batch: Any) -> Any:
+        if self._bare:
+            return move_data_to_device(batch, self._strategy.root_device)
         batch = self._strategy.precision_plugin.convert_input(batch)
         batch = self.trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return self._strategy.batch_to_device(batch, dataloader_idx=0)

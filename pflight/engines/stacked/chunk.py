@@ -80,6 +80,20 @@ class Chunk:
         )
 
 
+def scalars_of(setup: ClientSetup, clients: Tensor) -> Columns:
+    """Return what clients ``[C]`` are told beside their state, before they have trained."""
+    ids = clients.cpu()
+    scalars = {
+        "num_samples": setup.data.num_samples("train")[ids],
+        "mean_samples": torch.full((len(ids),), setup.mean_samples, dtype=torch.double),
+        "seen": torch.zeros(len(ids)),
+        "num_steps": torch.zeros(len(ids)),
+    }
+    if setup.client_method.needs_classes:
+        scalars["class_counts"] = setup.class_counts.cpu()[ids]
+    return scalars
+
+
 class StackedCohort:
     """All clients of a work, stacked: those that train longest come first.
 
@@ -121,7 +135,7 @@ class StackedCohort:
     def _stack(self, plans: list[Plan], mode: Mode) -> Chunk:
         """Stack up all clients, whose plans these are in their own order."""
         setup, order, starts, kept = self.setup, self.order, self.starts, self.kept
-        layout, data = setup.layout, setup.data
+        layout = setup.layout
         rows = None if order == list(range(len(order))) else torch.tensor(order)
 
         def moved(column: Tensor) -> Tensor:
@@ -143,14 +157,10 @@ class StackedCohort:
         if kept is not None:
             memories = {name: moved(value) for name, value in entries(kept.states)}
             inputs |= {f"{MEMORY}{name}": value for name, value in memories.items()}
-        scalars = {
-            "num_samples": data.num_samples("train")[self.clients.cpu()],
-            "mean_samples": torch.full((len(order),), setup.mean_samples, dtype=torch.double),
-            "seen": torch.zeros(len(order)) if kept is None else kept.seen,
-            "num_steps": torch.tensor([plan.steps for plan in plans]),
-        }
-        if setup.client_method.needs_classes:
-            scalars["class_counts"] = setup.class_counts.cpu()[self.clients.cpu()]
+        scalars = scalars_of(setup, self.clients)
+        if kept is not None:
+            scalars["seen"] = kept.seen
+        scalars["num_steps"] = torch.tensor([plan.steps for plan in plans])
         inputs |= {name: moved(value).to(setup.dtype) for name, value in scalars.items()}
         return Chunk(
             clients=[int(self.clients[row]) for row in order],

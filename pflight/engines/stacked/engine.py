@@ -15,6 +15,7 @@ from pflight.engines.alone.visits import GRADIENT_BATCH
 from pflight.engines.base import are_one, finite_rows
 from pflight.engines.client_setup import ClientSetup
 from pflight.engines.outputs import Samples, evaluate_task
+from pflight.method import Pass
 from pflight.metrics.collection import ClientValues
 from pflight.randomness import Purpose
 from pflight.states.updates import (
@@ -28,6 +29,7 @@ from pflight.states.updates import (
 from .audit import Audit
 from .chunk import Chunk, StackedCohort, Work
 from .evaluation import StackedEvaluation
+from .passes import StackedPasses, same
 from .probe import Probe
 from .reasons import reason_of
 from .stack import Mode, Stack
@@ -73,6 +75,8 @@ class VectorizedEngine(SequentialEngine):
         self._workspace = workspace = Workspace(setup.device)
         self._trainer = StackedTraining(setup, self._stacked, self._audit, workspace)
         self._evaluation = StackedEvaluation(setup, self._stacked, chunk, workspace)
+        self._passes = StackedPasses(setup, self._stacked)
+        self._alone: set[type[Pass]] = set()  # passes that are not stacked any more
         self._warned = set() if warned is None else warned
 
     # Before the start
@@ -297,6 +301,80 @@ class VectorizedEngine(SequentialEngine):
             self.warn_once(f"{name} is evaluated one by one from here on: {reasons[0]}")
             self.stacks_evaluation = False
         return evaluation, failures
+
+    # Passes
+
+    def run(
+        self, look: Pass, clients: Tensor, states: TensorDict, *, round_index: int
+    ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
+        """See :class:`~pflight.engines.base.Engine`.
+
+        Clients with equally many samples share a call. One client of each call is also computed
+        alone. If it gets another result, or the call fails, all run one by one.
+        """
+
+        def one_by_one(
+            rows: list[int],
+        ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
+            return SequentialEngine.run(
+                self, look, clients[rows], states[rows], round_index=round_index
+            )
+
+        groups = self._groups(look, clients)
+        if not groups:
+            return super().run(look, clients, states, round_index=round_index)
+        found: list[dict[str, Tensor]] = [{} for _ in clients]
+        stacked: set[int] = set()
+        reasons: dict[str, set[int]] = {}  # why some did not share a call, and who
+        for rows in groups:
+            alike, reason = False, "clients together get other results than one alone"
+            try:
+                together = self._passes.found(look, clients[rows], states[rows])
+                place = round_index % len(rows)
+                (alone,), failed = one_by_one(rows[place : place + 1])
+                alike = not failed and same(together[place], alone)
+            except STOPS:
+                raise
+            except BaseException as error:  # whose it is will be seen below
+                reason = reason_of(error)
+            if alike:
+                stacked.update(rows)
+                for row, own in zip(rows, together, strict=True):
+                    found[row] = own
+            else:
+                reasons.setdefault(reason, set()).update(clients[rows].tolist())
+        rest = [row for row in range(len(clients)) if row not in stacked]
+        given, failures = one_by_one(rest)
+        for row, own in zip(rest, given, strict=True):
+            found[row] = own
+        faulty = {failure.client for failure in failures}
+        for reason, asked in reasons.items():
+            if not asked & faulty:
+                self._alone.add(type(look))
+                self.warn_once(
+                    f"{type(look).__name__} runs for one client after the other: {reason}; "
+                    "stacks=False does so from the start"
+                )
+        return found, failures
+
+    def _groups(self, look: Pass, clients: Tensor) -> list[list[int]]:
+        """Return the rows of the clients ``[C]`` that share a call: with as many samples each.
+
+        A client whose batches keep a CPU busy by themselves shares none.
+        """
+        if self.obstacle or not look.stacks or type(look) in self._alone:
+            return []
+        data, rows_of = self.setup.data, dict[int, list[int]]()
+        for row, count in enumerate(data.num_samples(look.split)[clients.cpu()].tolist()):
+            size = min(look.batch_size or data.eval_batch_size or count, count)
+            if count and (self.device.type != "cpu" or self._is_small(size)):
+                rows_of.setdefault(count, []).append(row)
+        parts = (
+            rows[first : first + self.chunk]
+            for rows in rows_of.values()
+            for first in range(0, len(rows), self.chunk)
+        )
+        return [rows for rows in parts if len(rows) > 1]
 
     def warn_once(self, message: str) -> None:
         """Warn, unless it has been said."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import methodcaller
@@ -25,7 +25,7 @@ from pflight.engines.alone.copies import Frozen
 from pflight.engines.alone.trainer import loss_of
 from pflight.engines.client_setup import ClientSetup
 from pflight.engines.phases import resting
-from pflight.method import OWN, PERSONAL, ClientMethod, Phase
+from pflight.method import OWN, PERSONAL, Batches, ClientMethod, Pass, Phase
 from pflight.states.head import step_extra
 from pflight.states.state import StateLayout, call_with, other_places
 from pflight.task import trains_as_a_task
@@ -293,6 +293,28 @@ class Stack:
         """Return what ``forward`` gives ``[C, batch, ...]`` in evaluation mode."""
         self.module.eval()
         return self._outputs({name: state[name] for name in self.live}, x)
+
+    def found(
+        self, look: Pass, state: Columns, sizes: Sequence[int], batches: list[Any]
+    ) -> Columns:
+        """Return what a pass finds of all clients ``[C, ...]``, in evaluation mode.
+
+        Args:
+            look: The pass.
+            state: Their models, and what they are told.
+            sizes: How many samples each batch of a client has.
+            batches: Their batches, with tensors ``[C, batch, ...]``.
+        """
+
+        def find(tensors: Columns, batches: list[Any]) -> Columns:
+            with CheckedEmbeddings(), _attention_on(self.module.device):
+                client, own = self._client(tensors), {n: tensors[n] for n in self.live}
+                # Its module has the client's tensors, too, whatever the pass does with it.
+                return dict(self.call(lambda _: look(client, Batches(sizes, batches)), own))
+
+        self.prepare(Mode(anchored=False, remembers=False))
+        self.module.eval()
+        return vmap(find)(state, batches)
 
     def after_training(self, state: Columns) -> None:
         """Let the client method change all clients' own entries in place."""

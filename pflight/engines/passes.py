@@ -1,0 +1,91 @@
+"""The passes of pflight's own methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.data.loaders import Split
+from pflight.method import Batches, LocalClient, Measure, Pass
+
+from .base import finite_rows
+
+
+class Sums(Pass):
+    """Adds up what the batches of a client's training samples give.
+
+    Args:
+        measure: Gets a client and a batch; returns the sums over the samples of the batch.
+        like: Zeros of the sums' shapes and types, by their names.
+        batch_size: Of the batches, where it matters.
+    """
+
+    stacks = False  # so that a method's numbers don't depend on the engine's chunks
+
+    def __init__(
+        self, measure: Measure, like: Mapping[str, Tensor], batch_size: int | None = None
+    ) -> None:
+        self.measure = measure
+        self.like = like
+        self.batch_size = batch_size
+
+    def __call__(self, c: LocalClient, batches: Batches) -> dict[str, Tensor]:
+        """See :class:`~pflight.method.Pass`."""
+        device = next(iter(c.weights.values())).device
+        totals = {name: torch.zeros_like(t, device=device) for name, t in self.like.items()}
+        for batch in batches:
+            for name, value in self.measure(c, batch).items():
+                totals[name] += value
+        return totals
+
+    def check(self, found: Mapping[str, Tensor]) -> None:
+        """Raise if a sum is not finite."""
+        if found and not all(finite_rows(TensorDict(found, batch_size=[]).unsqueeze(0))):
+            raise RuntimeError("what it finds out of its samples is NaN or infinite")
+
+
+class Rows(Pass):
+    """Collects what each sample of a client gives.
+
+    Args:
+        measure: Gets a client and a batch; returns tensors ``[n, ...]`` of the batch's samples.
+        split: Of the client's samples.
+    """
+
+    stacks = False
+
+    def __init__(self, measure: Measure, split: Split = "train") -> None:
+        self.measure = measure
+        self.split = split
+
+    def __call__(self, c: LocalClient, batches: Batches) -> dict[str, Tensor]:
+        """See :class:`~pflight.method.Pass`."""
+        parts = [self.measure(c, batch) for batch in batches]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+class Loss(Pass):
+    """The mean loss of the client module over a client's samples, as ``loss``.
+
+    A server chooses models by it. It is always computed alone: stacked, its last bits depend on
+    which clients share a call.
+
+    Args:
+        split: Of the client's samples.
+    """
+
+    stacks = False
+
+    def __init__(self, split: Split) -> None:
+        self.split = split
+
+    def __call__(self, c: LocalClient, batches: Batches) -> dict[str, Tensor]:
+        """See :class:`~pflight.method.Pass`."""
+        device = next(iter(c.weights.values())).device
+        total = torch.zeros((), dtype=torch.double, device=device)
+        for size, batch in zip(batches.sizes, batches, strict=True):
+            total = total + c.task_loss(batch).double() * size
+        return {"loss": total / sum(batches.sizes)}
