@@ -162,10 +162,17 @@ def defects_of(path: Path) -> list[Defect]:
     ]
 
 
+def planted(defect: Defect) -> ast.Module:
+    """Return the tree of a file with a defect."""
+    tree = ast.parse((ROOT / defect.file).read_text())
+    _Planter(defect.node).visit(tree)
+    return tree
+
+
 def plant(defect: Defect) -> None:
     """Let this process see a defect wherever it imports the file."""
     path = ROOT / defect.file
-    code = compile(_Planter(defect.node).visit(ast.parse(path.read_text())), str(path), "exec")
+    code = compile(planted(defect), str(path), "exec")
     usual = SourceFileLoader.get_code
 
     def get_code(self: SourceFileLoader, fullname: str) -> CodeType | None:
@@ -175,9 +182,17 @@ def plant(defect: Defect) -> None:
 
 
 def plant_from_environment() -> None:
-    """Do it in a process that a test starts: the folder that Python looks into first calls this."""
-    if planted := os.environ.get(PLANTED):
-        plant(Defect(*json.loads(planted)))
+    """Plant a defect in a process that a test starts: :func:`write_site` lets Python call this."""
+    if text := os.environ.get(PLANTED):
+        plant(Defect(*json.loads(text)))
+
+
+def write_site(folder: Path) -> None:
+    """Write a module that Python imports as it starts, if the folder is on its path."""
+    (folder / "sitecustomize.py").write_text(
+        f"import sys; sys.path.append({str(ROOT / 'benchmarks')!r})\n"
+        "import defects; defects.plant_from_environment()\n"
+    )
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
@@ -191,17 +206,8 @@ def run_map(options: argparse.Namespace) -> None:
     MAP.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"COVERAGE_FILE": str(MAP / "coverage"), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(ROOT / "benchmarks")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        str(options.workers),
-        "--dist",
-        "loadfile",
-    ]
-    command += ["-p", "defects", "--cov", "--cov-context=test", "--cov-report=", "--cov-append"]
+    command = [sys.executable, "-m", "pytest", *f"-q -n {options.workers} --dist loadfile".split()]
+    command += ["-p", "defects", "--cov", "--cov-context=test", "--cov-report="]
     command += [f"--junitxml={MAP / 'durations.xml'}", *options.tests]
     subprocess.run(command, cwd=ROOT, env=environment, check=False)
 
@@ -320,10 +326,7 @@ def run_plant(options: argparse.Namespace) -> None:
         f"{len(defects)} of {len(every)} defects\n\n| defect | ./check | the rest |\n|---|---|---|"
     )
     with tempfile.TemporaryDirectory() as folder:
-        text = f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n"
-        Path(folder, "sitecustomize.py").write_text(
-            text + "import defects; defects.plant_from_environment()\n"
-        )
+        write_site(Path(folder))
 
         def judge(defect: Defect) -> tuple[str, str]:
             by = entering[defect.file][defect.line]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import gzip
 import importlib
+import json
 import math
+import os
 import re
 import struct
+import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -19,6 +23,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from benchmarks import defects
 from benchmarks.peers import images, pflight, raw
 from benchmarks.peers.environments import (
     ENVIRONMENTS,
@@ -390,3 +395,28 @@ def test_a_round_enters_the_federation() -> None:
     entered = files_of_a_round()
     assert {"federation.py", "fedavg.py", "clients.py"} < entered
     assert len(entered) < 60
+
+
+def test_each_defect_of_a_file_is_another_one() -> None:
+    path = ROOT / "pflight" / "randomness.py"
+    found = defects.defects_of(path)
+    planted = {ast.unparse(defects.planted(defect)) for defect in found}
+    assert len(planted) == len(found) > 20
+    assert ast.unparse(ast.parse(path.read_text())) not in planted
+
+
+def test_processes_that_a_test_starts_see_the_defect(tmp_path: Path) -> None:
+    defects.write_site(tmp_path)
+    code = "import pflight.messages as m; print(hash(m.__loader__.get_code(m.__name__)))"
+    planted = json.dumps(defects.defects_of(ROOT / "pflight" / "messages.py")[0])
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": str(tmp_path)} | defect,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for defect in ({}, {}, {defects.PLANTED: planted})
+    ]
+    assert outputs[0] == outputs[1] != outputs[2]
