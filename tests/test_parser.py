@@ -459,3 +459,52 @@ def test_the_class_that_fails_is_named(
 ) -> None:
     said = refused(capsys, f"--{option}=own_parts.{kind}", f"--{option}.with_={with_}")
     assert said.startswith(f"own_parts.{kind}: {cause}")
+
+
+FUNCTIONS = """
+import torch
+
+def adam(parameters):
+    return torch.optim.Adam(parameters)
+
+def declared(parameters) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters)
+"""
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["=own_functions.adamm"], ": unknown class own_functions.adamm: did you mean own_funct"),
+        (["=own_functions.adam"], ": own_functions.adam can't be used: is it a function that decl"),
+        (["=own_functions.nothing.adam"], ": unknown class own_functions.nothing.adam"),
+        (["=own_functions.declared", ".lr=0.1"], ".lr"),
+        (["=broken_functions.adam"], ": No module named 'nowhere'"),
+    ],
+)
+def test_functions(
+    args: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("own_functions.py").write_text(FUNCTIONS)
+    Path("broken_functions.py").write_text("import nowhere")
+    monkeypatch.syspath_prepend(Path.cwd())
+    sys.modules.pop("own_functions", None)
+    said = refused(capsys, *(f"--model.client.optimizer{arg}" for arg in args))
+    assert f"model.client.optimizer{message}" in said
+
+
+def test_a_mistake_in_the_file_of_an_option_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    client = {"class_path": "Classifier", "init_args": {"num_clases": 3}}
+    Path("client.yaml").write_text(yaml.safe_dump(client))
+    said = refused(capsys, "--model.client=client.yaml")
+    assert said.startswith("client.yaml: there is no option model.client.num_clases: did you mean ")
+
+
+def test_ranges_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", "--trainer.callbacks.help", "Ditto"])
+    assert not exit_.value.code
+    assert "In [0, inf)." in " ".join(capsys.readouterr().out.split())

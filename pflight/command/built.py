@@ -52,12 +52,13 @@ def cause_of(error: BaseException) -> str:
     return f"{described(error)}{where}"
 
 
-def refusal(error: BaseException, config: Namespace) -> str | None:
+def refusal(error: BaseException, config: Namespace, made: str) -> str | None:
     """Return in one line why the Trainer, or a class, rejects its options.
 
     Args:
         error: What was raised when the classes of a run were made.
         config: The configuration of the run.
+        made: What was being made, if it is no class.
 
     Returns:
         The line, or ``None`` if there is a clear message already.
@@ -69,4 +70,4 @@ def refusal(error: BaseException, config: Namespace) -> str | None:
         for name, part in specs(config):
             if part.get("dict_kwargs"):
                 return f"{name}.dict_kwargs: {cause_of(root)}"
-    return None if isinstance(root, MisconfigurationException) else f"trainer: {cause_of(root)}"
+    return None if isinstance(root, MisconfigurationException) else f"{made}: {cause_of(root)}"

@@ -232,7 +232,8 @@ class FederationCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-            if reason := refusal(error, self.config[self.subcommand]):
+            made = "trainer" if hasattr(self, "config_init") else "a function of the configuration"
+            if reason := refusal(error, self.config[self.subcommand], made):
                 raise ConfigurationError(reason) from error
             raise
 

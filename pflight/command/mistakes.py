@@ -12,7 +12,6 @@ import inspect
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 from types import NoneType
@@ -198,10 +197,15 @@ class _Options:
             except ConfigurationError as error:
                 raise ConfigurationError(one.said(f"{one.name}: {error}")) from error
             fits = kind is not None and not (isinstance(kind, type) and not issubclass(kind, kinds))
-            if fits:
-                self._add(one.name, _part(kind, _is_function(hint)))
+            later = _is_function(hint)
+            if fits and later and not isinstance(kind, type):  # a function as it is
+                self._add(one.name, _Part(kind, []))
+                if wrong:
+                    said = f"{text} can't be used: is it a function that declares what it returns?"
+            elif fits:
+                self._add(one.name, _part(kind, later))
                 return
-            if not (text.islower() and {*get_args(hint)} & {*_PLAIN[1:]}):
+            elif not (text.islower() and any(part in _PLAIN[1:] for part in get_args(hint))):
                 other = f"{text} is not a class that this option takes"
                 said = _no_class(text) if kind is None else other
         if wrong:
@@ -298,11 +302,14 @@ def _found(path: str) -> Any:
 def _no_class(name: str) -> str:
     """Return a message that there is no such class, with the one that may have been meant."""
     module, _, last = name.rpartition(".")
+    known = {kind.__name__: kind.__name__ for kind in _subclasses(_KINDS)}
     if module:
-        there = vars(import_module(module))
-        known = {n: f"{module}.{n}" for n, value in there.items() if isinstance(value, type)}
-    else:
-        known = {kind.__name__: kind.__name__ for kind in _subclasses(_KINDS)}
+        there = named(module)
+        known = (
+            {n: f"{module}.{n}" for n, value in vars(there).items() if callable(value)}
+            if there
+            else {}
+        )
     return no_class(name, [known[close] for close in closest(last, known)])
 
 

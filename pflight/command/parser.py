@@ -10,6 +10,7 @@ from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from pflight.errors import ConfigurationError
+from pflight.options import annotation, intervals
 
 from .by_class import split
 from .defaults import drop_untold_defaults, spec, without_defaults
@@ -28,8 +29,12 @@ class FederationParser(LightningArgumentParser):
     """
 
     def add_class_arguments(self, theclass: type, *more: Any, **options: Any) -> list[str]:
-        """Add the arguments of a class as usual."""
+        """Add the arguments of a class as usual; the help has the ranges in their annotations."""
         added: list[str] = super().add_class_arguments(theclass, *more, **options)
+        for action in self._actions:
+            if action.dest in added:
+                found = intervals(annotation(theclass, action.dest.rpartition(".")[2]))
+                action.help = " ".join([action.help or "", *(f"In {one}." for one in found)])
         if "seed" in added and self.get_default("seed") == 0:
             self.set_defaults(seed=None)
         return added
