@@ -12,7 +12,6 @@ from types import FrameType
 
 from .command.commands import COMMANDS, RUNS, parser
 from .command.completion import complete
-from .command.typos import complaint
 from .messages import write_plainly
 from .runs.allocator import keep_freed_memory
 
@@ -22,7 +21,7 @@ _BEFORE_A_RUN = ("-c", "--config", "--print_config")  # options that its name ma
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run a command; Lightning is imported only by those that need it, once they are spelt right.
+    """Run a command; Lightning is imported only by those that need it.
 
     Args:
         args: Arguments in place of those of the process.
@@ -38,8 +37,6 @@ def main(args: Sequence[str] | None = None) -> None:
     args = sys.argv[1:] if args is None else [*args]
     first = args[0].partition("=")[0] if args else ""
     front, _ = parser()
-    if first in RUNS and (message := complaint(first, args[1:])):
-        front.error(message)
     if first in RUNS or first in _BEFORE_A_RUN:
         if not any(arg.startswith(_ONLY_SHOWN) for arg in args):
             _begin(next((arg for arg in args if arg in RUNS), first))

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import reprlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from numbers import Integral, Real
@@ -134,7 +134,7 @@ def check_types(function: Callable[..., Any], owner: object, given: Mapping[str,
         if name not in hints:
             continue
         if not _fits(value, hints[name]):
-            raise _misfit(owner, name, _described(hints[name], value), value)
+            raise _misfit(owner, name, in_words(hints[name], value), value)
         for interval in intervals(hints[name]):
             check_range(owner, interval.text, **{name: value})
 
@@ -195,7 +195,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
                     part = part.item()
                 if name != "params" and isinstance(part, float | int):
                     if not isinstance(part, bool) and math.isnan(number(part)):
-                        raise _misfit(optimizer, name, _described(float, part), part)
+                        raise _misfit(optimizer, name, in_words(float, part), part)
                     if name in _RANGES:
                         check_range(optimizer, _RANGES[name], **{name: part})
 
@@ -357,8 +357,25 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, kind) if isinstance(kind, type) else True
 
 
-def _described(hint: Any, value: Any) -> str:
-    """Return an annotation in words, for a message."""
+def annotation(function: Any, name: str) -> Any:
+    """Return the annotation of an option of a class or function, if it can be read.
+
+    Example:
+        >>> annotation(torch.optim.SGD, "nesterov")
+        <class 'bool'>
+    """
+    for kind in [base.__init__ for base in getattr(function, "__mro__", ())] or [function]:
+        try:
+            hints = _hints(kind)
+        except (NameError, TypeError):  # of names that are imported for types alone
+            continue
+        if name in hints:
+            return hints[name]
+    return None
+
+
+def in_words(hint: Any, value: Any) -> str:
+    """Return an annotation in words, for a message about a value that does not fit."""
     *others, last = dict.fromkeys(_words(hint, value))
     return f"{', '.join(others)} or {last}" if others else last
 
@@ -379,7 +396,7 @@ def _words(hint: Any, value: Any) -> list[str]:
         return [_NAMED[kind]]
     if kind is Callable or not isinstance(kind, type):
         return ["a function"]
-    if issubclass(kind, Sequence):
+    if kind is Iterable or issubclass(kind, Sequence):
         return [f"a list of {parts[0].__name__}" if parts and parts[0] in _SCALARS else "a list"]
     return [f"a {kind.__name__}"]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
 
+from jsonargparse import Namespace
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -14,8 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from pflight.errors import ConfigurationError, described, said_by
 from pflight.messages import one_line
 
-UNEXPECTED = re.compile(r".* got an unexpected keyword argument '(?P<name>\w+)'.*")
-"""What Python says of an argument that a function has not."""
+from .defaults import specs
 
 _CLEAR = (ImportError, OSError, RuntimeError, ValueError)  # whose text alone says what is wrong
 
@@ -33,8 +32,7 @@ def built(kind: type, /, *args: Any, **options: Any) -> Any:
     except MisconfigurationException:
         raise  # its message is clear by itself
     except (Exception, SystemExit) as error:
-        unknown = UNEXPECTED.fullmatch(said_by(error))  # if it was given, in dict_kwargs
-        if issubclass(kind, Optimizer | LRScheduler) or (unknown and unknown["name"] in options):
+        if issubclass(kind, Optimizer | LRScheduler):
             raise
         name = f"{kind.__module__}.{kind.__qualname__}"
         raise ConfigurationError(f"{name}: {cause_of(error)}") from error
@@ -52,3 +50,24 @@ def cause_of(error: BaseException) -> str:
     places = extract_tb(error.__traceback__)
     where = f" ({Path(places[-1].filename).name}, line {places[-1].lineno})" if places else ""
     return f"{described(error)}{where}"
+
+
+def refusal(error: BaseException, config: Namespace, made: str) -> str | None:
+    """Return in one line why the Trainer, or a class, rejects its options.
+
+    Args:
+        error: What was raised when the classes of a run were made.
+        config: The configuration of the run.
+        made: What was being made, if it is no class.
+
+    Returns:
+        The line, or ``None`` if there is a clear message already.
+    """
+    root = error
+    while root.__cause__ is not None and not isinstance(root, MisconfigurationException):
+        root = root.__cause__
+    if isinstance(root.__cause__ or root, TypeError):
+        for name, part in specs(config):
+            if part.get("dict_kwargs"):
+                return f"{name}.dict_kwargs: {cause_of(root)}"
+    return None if isinstance(root, MisconfigurationException) else f"{made}: {cause_of(root)}"

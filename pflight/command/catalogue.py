@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,12 +15,16 @@ import yaml  # type: ignore[import-untyped]
 from pflight.messages import closest, question
 
 from .shipped import configs, summary
-from .signatures import Source, exported
 
 _METHODS = "configs/algorithm/"
-_DATA = "pflight.data.data_module.FederatedDataModule"
-_WRAPPED = "pflight.data.wrapped.WrappedData"
-_PARTITION = "pflight.datamodules.partitions.partition.Partition"
+_OF_OPTIONS = (
+    ("lightning", "pytorch/trainer/trainer.py"),
+    ("pflight", "*.py"),
+    ("pflight", "data/*.py"),
+    ("pflight.models", "**/*.py"),
+    ("pflight.datamodules", "**/*.py"),
+    ("pflight.callbacks", "**/*.py"),
+)
 
 
 class Entry(NamedTuple):
@@ -62,21 +68,23 @@ def data() -> list[Entry]:
 
     What wraps data that are set up already is for algorithms.
     """
-    found = [one for one in _derived("pflight.datamodules", _DATA) if not one.is_a(_WRAPPED)]
-    return _entries(one for one in found if not one.name.endswith("DataModule"))  # base classes
+    found = _derived("pflight.datamodules", "FederatedDataModule")
+    wrapped = _derived("pflight.datamodules", "WrappedData")
+    shown = (one for one in found if not one.endswith("DataModule"))  # which are base classes
+    return _entries("pflight.datamodules", (one for one in shown if one not in wrapped))
 
 
 @functools.cache
 def partitions() -> list[Entry]:
     """Return the partitions of a data set's samples among clients."""
-    return _entries(_derived("pflight.datamodules", _PARTITION))
+    return _entries("pflight.datamodules", _derived("pflight.datamodules", "Partition"))
 
 
 @functools.cache
 def networks() -> list[Entry]:
     """Return the networks."""
-    found = exported("pflight.models")
-    return _entries(one for one in found if one.module.startswith("pflight.models.networks."))
+    there = {*_exported("pflight.models")} & {*_sources("pflight.models", "networks/*.py")}
+    return _entries("pflight.models", sorted(there))
 
 
 @functools.cache
@@ -88,21 +96,79 @@ def shipped() -> list[Entry]:
     ]
 
 
-def _derived(package: str, base: str) -> Iterator[Source]:
-    return (one for one in exported(package) if one.path != base and one.is_a(base))
+def options(name: str) -> list[str]:
+    """Return the options of one of pflight's classes, as its source has them."""
+    node = _source(name)
+    if node is None:
+        return []
+    found: list[str] = []
+    for method in node.body:
+        if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+            found = [one.arg for one in (*method.args.args[1:], *method.args.kwonlyargs)]
+            if not method.args.kwarg:
+                return found
+    return [*dict.fromkeys([*found, *(one for base in _bases(node) for one in options(base))])]
 
 
-def _entries(classes: Iterable[Source]) -> list[Entry]:
-    """Return entries by name, with the short class paths that configurations use."""
-    return [
-        Entry(one.name, _plain(one.summary), ".".join([*one.path.split(".")[:2], one.name]))
-        for one in sorted(classes, key=lambda one: one.name)
-    ]
+@functools.cache
+def _source(name: str) -> ast.ClassDef | None:
+    """Return the source of a class that a run's options may be of; only its file is parsed."""
+    for package, files in _OF_OPTIONS:
+        for path in _folder(package).glob(files):
+            text = path.read_bytes()
+            for node in ast.parse(text).body if f"\nclass {name}".encode() in text else ():
+                if isinstance(node, ast.ClassDef) and node.name == name:
+                    return node
+    return None
 
 
-def _plain(docstring: str) -> str:
-    """Return a line of a docstring without markup."""
-    return re.sub(r"(:\w+:)?`+~?([^`]*)`+", r"\2", docstring)
+@functools.cache
+def _sources(package: str, files: str = "**/*.py") -> dict[str, ast.ClassDef]:
+    """Return the source of the classes that a package defines, without an import."""
+    paths = _folder(package).glob(files)
+    nodes = (node for path in paths for node in ast.parse(path.read_bytes()).body)
+    return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+
+
+def _exported(package: str) -> list[str]:
+    """Return the names of the classes that a package imports, without former names."""
+    tree = ast.parse((_folder(package) / "__init__.py").read_bytes())
+    imports = (node for node in tree.body if isinstance(node, ast.ImportFrom))
+    found = {name.name for node in imports for name in node.names}
+    return sorted(found & {*_sources(package)})
+
+
+def _derived(package: str, base: str) -> list[str]:
+    return [one for one in _exported(package) if one != base and _is_a(package, one, base)]
+
+
+def _is_a(package: str, name: str, base: str) -> bool:
+    """Return whether a class of a package is, or derives from, another."""
+    node = _sources(package).get(name)
+    bases = _bases(node) if node is not None else []
+    return name == base or any(_is_a(package, one, base) for one in bases)
+
+
+def _bases(node: ast.ClassDef) -> list[str]:
+    """Return the names of a class's base classes, without modules and type arguments."""
+    return [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
+
+
+def _folder(package: str) -> Path:
+    """Return the folder of a package; pflight is all that is imported to find it."""
+    spec = find_spec(package)
+    return Path(str(spec and spec.origin)).parent
+
+
+def _entries(package: str, names: Iterable[str]) -> list[Entry]:
+    """Return entries with the short class paths that configurations use."""
+    return [Entry(name, _line(_sources(package)[name]), f"{package}.{name}") for name in names]
+
+
+def _line(node: ast.ClassDef) -> str:
+    """Return the first line of a docstring, without markup."""
+    line = (ast.get_docstring(node) or "").partition("\n")[0]
+    return re.sub(r"(:\w+:)?`+~?([^`]*)`+", r"\2", line)
 
 
 def _callback(config: Path) -> str:

@@ -40,10 +40,10 @@ from pflight.runs.signals import SaveWhenStopped, StopBetweenRounds
 from pflight.task import Task
 
 # These imports also import their packages, whose classes are then known by their short names.
-from .built import built
+from .built import built, refusal
 from .config_files import MODE, with_shipped_configs
-from .defaults import without_defaults
-from .parser import FederationParser, drop_untold_defaults, refusal, specs
+from .defaults import drop_untold_defaults, specs
+from .parser import FederationParser
 from .process import configuration_error, fail, quieten, say
 from .version import __version__
 
@@ -152,9 +152,11 @@ class FederationCLI(LightningCLI):
         given = args if isinstance(args, list) else sys.argv[1:]
         commands = {name: self._parser(name) for name in self.subcommands()}
         try:
-            self.config = parser.parse_run(without_defaults(with_shipped_configs(given)), commands)
+            self.config = parser.parse_run(with_shipped_configs(given), commands)
         except UnicodeDecodeError as error:  # in the file of an option, such as --trainer
             raise ConfigurationError(f"a file among the options is not text: {error}") from error
+        except RecursionError as error:
+            raise ConfigurationError("the options are nested too deeply") from error
         drop_untold_defaults(self.config)
         self._check_options(self.config[self.config.subcommand])
 
@@ -230,7 +232,8 @@ class FederationCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-            if reason := refusal(error, self.config[self.subcommand]):
+            made = "trainer" if hasattr(self, "config_init") else "a function of the configuration"
+            if reason := refusal(error, self.config[self.subcommand], made):
                 raise ConfigurationError(reason) from error
             raise
 

@@ -6,10 +6,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
-from pflight.messages import closest, no_option, question
+from pflight.messages import OF_THE_PARSER, closest, no_option, question
 
 from . import compare_command, deploy_command, list_command, report_command
-from .typos import complaint
 from .version import __version__
 
 RUNS = {
@@ -19,6 +18,12 @@ RUNS = {
     "predict": "write each client's predictions",
 }
 """The commands that run a federation, whose options :mod:`pflight.command.cli` reads."""
+
+OF_A_RUN = (
+    *("seed_everything", "ckpt_path", "monitor", "mode"),
+    *("trainer", "model", "data", "search_space", "weights_only"),
+)
+"""Options of a run without a dot in their names, except for those that no configuration has."""
 
 
 class Command(Protocol):
@@ -61,9 +66,10 @@ class CommandParser(argparse.ArgumentParser):
         options, rest = super().parse_known_args(args, namespace)
         known = [option.lstrip("-") for option in self._option_string_actions]
         if self.takes_a_run:
-            if message := complaint("fit", rest, known):
-                self.error(message)
-            options.run_options, rest = rest, []
+            options.run_options = rest
+            names = (option.partition("=")[0] for option in rest if option.startswith("--"))
+            known += [*OF_A_RUN, *OF_THE_PARSER]
+            rest = [one for one in names if "." not in one and one[2:] not in known][:1]
         if rest:
             name = rest[0].partition("=")[0].lstrip("-")
             if not rest[0].startswith("-"):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from glob import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]
+
 from . import catalogue
-from .commands import RUNS, CommandParser, parser
-from .shipped import configs
-from .typos import Options, UnclearError
+from .commands import OF_A_RUN, RUNS, CommandParser, parser
+from .shipped import configs, find_config
 
 _CLASSES: dict[str, Callable[[], list[catalogue.Entry]]] = {
     "data": catalogue.data,
@@ -20,7 +23,7 @@ _CLASSES: dict[str, Callable[[], list[catalogue.Entry]]] = {
     "network": catalogue.networks,
     "callbacks": catalogue.methods,
 }
-_OF_EVERY_RUN = ("data", "data.partition", "model.client.network", "trainer.callbacks")
+_CLASSES_OF_A_RUN = ("data.partition", "model.client.network", "trainer.callbacks")
 
 
 def complete() -> None:
@@ -32,12 +35,12 @@ def complete() -> None:
     *_, words, _ = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
     command, *args = words[1:] or [""]
     if command in RUNS:
-        _add_options(commands[command], command, args)
+        _add_options(commands[command], args)
     elif command in commands:
         part = _part(commands[command], args[:1])
         offer_values(part)
         if part.takes_a_run:
-            _add_options(part, "fit", args[1:])
+            _add_options(part, args[1:])
     argcomplete.autocomplete(front)
 
 
@@ -55,23 +58,54 @@ def _part(command: CommandParser, names: list[str]) -> CommandParser:
     return next((group[name] for group in groups for name in names if name in group), command)
 
 
-def _add_options(run: CommandParser, command: str, args: list[str]) -> None:
+def _add_options(run: CommandParser, args: list[str]) -> None:
     """Add the options that a run has, as far as its line goes."""
-    try:
-        options = Options(command, args)
-    except (FileNotFoundError, UnclearError):
-        options = Options(command, [])
     for flag in ("--print_config",) if run.add_help else ("--help", "--print_config"):
         run.add_argument(flag, action="store_true")
     config: Any = run.add_argument("--config", "-c", action="append")
     config.completer = _config_files
-    for name in dict.fromkeys([*options.names(), *_OF_EVERY_RUN]):
+    for name in dict.fromkeys([*OF_A_RUN, *_CLASSES_OF_A_RUN, *_options(args)]):
         kind = name.rpartition(".")[2]
         flags = (f"--{name}", f"--{name}+") if kind == "callbacks" else (f"--{name}",)
         action: Any = run.add_argument(*flags)
         if kind in _CLASSES:
             help_: Any = run.add_argument(f"--{name}.help", nargs="?")
             action.completer = help_.completer = partial(_classes, kind)
+
+
+def _options(args: list[str]) -> Iterator[str]:
+    """Yield the names of the options of all classes that a line and its files name."""
+    yield from _of("trainer", "Trainer")
+    yield from _of("model", "Federation")
+    yield from _of("model.client", "Classifier")
+    words = [word for arg in args for word in arg.split("=", 1)]
+    for option, value in pairwise(words):
+        if option in ("--config", "-c"):
+            with suppress(OSError, yaml.YAMLError):
+                yield from _in(
+                    yaml.load(Path(str(find_config(value))).read_text(), yaml.CBaseLoader)
+                )
+        elif option.startswith("--"):
+            yield from _of(option.strip("-+"), value)
+
+
+def _in(value: Any, name: str = "") -> Iterator[str]:
+    """Yield the names of the options in a configuration, and those of its classes."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _in(item, name)
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            inner = name if key == "init_args" else f"{name}.{key.rstrip('+')}".lstrip(".")
+            if key == "class_path":
+                yield from _of(name, part)
+            else:
+                yield inner
+                yield from _in(part, inner)
+
+
+def _of(name: str, kind: str) -> Iterator[str]:
+    return (f"{name}.{option}" for option in catalogue.options(kind.rpartition(".")[2]))
 
 
 def _classes(kind: str, **_: Any) -> list[str]:

@@ -14,11 +14,8 @@ from pflight.errors import ConfigurationError
 
 from .shipped import find_config, no_config
 
-MODE = "bounded yaml"
-"""The parser mode of jsonargparse that limits what YAML aliases may expand to."""
-
-_DEEPEST = 100
-_MOST_BY_ALIASES = 10_000  # nodes that aliases may add to those written in the text
+MODE = "yaml of pflight"
+"""The parser mode of jsonargparse that reads YAML by :func:`load`."""
 
 
 def config_file(path: str) -> str:
@@ -71,15 +68,13 @@ def check_config_file(path: str) -> None:
     """
     with _read_errors(path):
         text = Path(path).read_text("utf-8-sig")
-        _check_depth(path, text)
-        document = yaml.compose(text, yaml.CSafeLoader)
+        document = yaml.compose(text, yaml.SafeLoader)  # libyaml crashes on deep nesting
     if document is None:
         raise _error(path, "is empty")
     if not isinstance(document, yaml.MappingNode):
         raise _error(path, f"has a {document.id} where a mapping of options is expected")
-    _check_once(path, document, set())
-    _Extent(path).of(document)
     with _read_errors(path):
+        _check_nodes(path, document)
         load(text)
     for key, value in document.value:  # jsonargparse would ignore such a value
         if key.value == "trainer" and not value.tag.endswith((":map", ":str", ":null")):
@@ -100,34 +95,19 @@ def _read_errors(path: str) -> Iterator[None]:
         raise _error(path, f"is not YAML: {error.problem}", error.problem_mark) from error
     except yaml.YAMLError as error:
         raise _error(path, f"is not YAML: {str(error).splitlines()[0]}") from error
-
-
-def _check_depth(path: str, text: str) -> None:
-    """Raise if options are nested so deeply that libyaml would crash the process."""
-    depth = 0
-    for event in yaml.parse(text, yaml.CSafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST:
-            raise _error(path, f"is nested more than {_DEEPEST} levels deep", event.start_mark)
-
-
-def groups_in(path: str) -> list[str]:
-    """Return the top-level names of a checked file, each up to its first dot."""
-    document = yaml.compose(Path(path).read_text("utf-8-sig"), yaml.CSafeLoader)
-    names = (key.value for key, _ in document.value if not key.tag.endswith(":merge"))
-    return [name.partition(".")[0].removesuffix("+") for name in names]
+    except RecursionError as error:
+        raise _error(path, "is nested too deeply") from error
 
 
 def load(text: str) -> Any:
     """Return the content of a YAML text, as jsonargparse reads it.
 
     Raises:
-        ConfigurationError: If an alias contains itself, or aliases repeat too much.
+        YAMLError: If it is not YAML, or a tag does not fit its value.
+        ConfigurationError: If an alias contains itself: jsonargparse would not come to an end.
     """
-    if "*" in text and "&" in text:
-        _check_depth("", text)
-        _Extent("").of(yaml.compose(text, yaml.CSafeLoader))
+    if "&" in text:
+        _check_nodes("", yaml.compose(text, yaml.SafeLoader))
     try:
         return get_loader("yaml")(text)
     except yaml.YAMLError:
@@ -139,66 +119,20 @@ def load(text: str) -> Any:
 set_loader(MODE, load, (yaml.YAMLError,))
 
 
-class _Extent:
-    """Measures how deep and how large a document is once its aliases are expanded.
-
-    Args:
-        path: The file, for messages.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._found: dict[yaml.Node, tuple[int, int]] = {}
-        self._open: set[yaml.Node] = set()
-
-    def of(self, node: yaml.Node) -> tuple[int, int]:
-        """Return the depth and the number of nodes below a node.
-
-        Raises:
-            ConfigurationError: If the node contains itself, or there are too many nodes.
-        """
-        if node in self._open:
-            raise _error(self.path, "contains itself through an alias", node.start_mark)
-        if node not in self._found:  # an alias may lead back to it
-            self._open.add(node)
-            parts = [self.of(part) for part in _parts(node)]
-            self._open.remove(node)
-            depth = 1 + max((depth for depth, _ in parts), default=0)
-            size = 1 + sum(size for _, size in parts)
-            self._found[node] = depth, size
-            if depth > _DEEPEST + 1:
-                more = f"is nested more than {_DEEPEST} levels deep"
-                raise _error(self.path, more, node.start_mark)
-            if size - len(self._found) > _MOST_BY_ALIASES:
-                more = f"repeats more than {_MOST_BY_ALIASES:,} nodes through aliases"
-                raise _error(self.path, more, node.start_mark)
-        return self._found[node]
-
-
-def _parts(node: yaml.Node) -> list[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return [part for pair in node.value for part in pair]
-    return node.value if isinstance(node, yaml.SequenceNode) else []
-
-
-def _check_once(path: str, node: yaml.Node, seen: set[yaml.Node]) -> None:
-    """Raise if a mapping has a key twice: YAML silently takes the last one."""
-    if node in seen or isinstance(node, yaml.ScalarNode):
-        return
-    seen.add(node)  # an alias may lead back to it
-    if isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            _check_once(path, value, seen)
-        return
-    keys = set()
-    for key, value in node.value:
-        if not isinstance(key, yaml.ScalarNode):
-            raise _error(path, f"has a {key.id} as the name of an option", key.start_mark)
-        name = str(key.value)
-        if name in keys:
-            raise _error(path, f"has the option {name} twice", key.start_mark)
-        keys.add(name)
-        _check_once(path, value, seen)
+def _check_nodes(path: str, node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> None:
+    """Raise if a mapping has a key twice, of which YAML takes the last, or contains itself."""
+    if node in above:
+        raise _error(path, "contains itself through an alias", node.start_mark)
+    names: set[str] = set()
+    for part in [] if isinstance(node, yaml.ScalarNode) else node.value:
+        key, value = part if isinstance(part, tuple) else (None, part)
+        if key is not None:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _error(path, f"has a {key.id} as the name of an option", key.start_mark)
+            if key.value in names:
+                raise _error(path, f"has the option {key.value} twice", key.start_mark)
+            names.add(key.value)
+        _check_nodes(path, value, (*above, node))
 
 
 def _error(path: str, message: str, mark: yaml.Mark | None = None) -> ConfigurationError:

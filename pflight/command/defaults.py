@@ -1,15 +1,20 @@
-"""Defaults of classes, which the ``config.yaml`` of a run has as if they were given."""
+"""The classes in a configuration, and their defaults.
+
+The ``config.yaml`` of a run has defaults as if they were given.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+from jsonargparse import Namespace
 
 from pflight.runs.folder import HEADER
 
@@ -97,3 +102,54 @@ def default_of(made_by: Any, name: str) -> Any:
         if found is not None:
             return found.default
     return inspect.Parameter.empty
+
+
+def specs(value: Any, prefix: str = "") -> Iterator[tuple[str, Namespace]]:
+    """Yield the parts of a configuration that name a class, with the names of their options."""
+    if isinstance(value, list):
+        for item in value:
+            yield from specs(item, prefix)
+    elif isinstance(value, Namespace):
+        if value.get("class_path"):
+            yield prefix, value
+        for name, part in vars(value).items():
+            inner = name not in ("init_args", "dict_kwargs")
+            yield from specs(part, ".".join(filter(None, (prefix, name))) if inner else prefix)
+
+
+def spec(value: Any) -> Any:
+    """Return a value in which all that names a class is a Namespace."""
+    if not isinstance(value, dict | Namespace) or "class_path" not in value:
+        return deepcopy(value)
+    options: Any = value.get("init_args") or {}
+    named = options if isinstance(options, dict) else vars(options)
+    own = Namespace(**{name: spec(option) for name, option in named.items()})
+    return Namespace(class_path=value["class_path"], init_args=own)
+
+
+def drop_untold_defaults(config: Namespace) -> None:
+    """Drop, in place, options that have a default that jsonargparse can't read from text.
+
+    These are objects, such as a tensor or a module, and functions without an annotated result: of
+    a default function jsonargparse keeps the name, which it then does not take for a function. The
+    class fills its defaults in.
+    """
+    for _, spec in specs(config):
+        made_by, options = named(spec.class_path), spec.get("init_args")
+        for name, value in [*vars(options).items()] if options and made_by else []:
+            default = default_of(made_by, name)
+            only_a_name = isinstance(value, str) and callable(default) and named(value) is default
+            if only_a_name or (value is default and not _readable(value)):
+                del options[name]
+
+
+def _readable(value: Any) -> bool:
+    """Return whether a value can be written to a configuration, and read again."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return True
+    if isinstance(value, list | tuple):
+        return all(map(_readable, value))
+    if isinstance(value, dict):
+        return all(map(_readable, value.values()))
+    name = getattr(value, "__qualname__", None)
+    return name is not None and named(f"{value.__module__}:{name}") is value

@@ -21,7 +21,7 @@ from lightning.pytorch.cli import ArgsType
 from pflight.command import catalogue
 from pflight.command.cli import FederationCLI
 from pflight.command.config_files import config_file, load
-from pflight.command.parser import specs
+from pflight.command.defaults import specs
 from pflight.command.shipped import find_config, summary
 from pflight.command.version import __version__
 from pflight.errors import ConfigurationError, UnknownOptionError
