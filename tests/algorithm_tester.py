@@ -70,11 +70,12 @@ from pflight.states.state import StateLayout
 from tests import own_methods
 from tests.remote_clients import ask_remote_clients
 from tests.runs import (
+    CLASSES,
+    FEATURES,
     assert_same,
     batchnorm_client,
     dropout_client,
     failing,
-    linear_client,
     network_client,
     quiet_trainer,
     run,
@@ -345,13 +346,13 @@ class AlgorithmTester:
         assert_finite(federation)
 
     def test_float64(self, algorithm: Algorithm) -> None:
-        single = self.train(algorithm, make=linear_client)
+        single = self.train(algorithm, make=two_layers)
         double = self.train(
             algorithm,
             data=small_data(cohort_size=3, dtype=torch.float64),
-            make=lambda kind: linear_client(kind, double=True),
+            make=lambda kind: two_layers(kind).double(),
         )
-        by_trainer = self.train(algorithm, make=linear_client, trainer={"precision": "64-true"})
+        by_trainer = self.train(algorithm, make=two_layers, trainer={"precision": "64-true"})
         for i in range(6):
             for federation in (double, by_trainer):
                 state = federation.client_state(i)
@@ -459,6 +460,11 @@ def with_private(callback: ServerCallback, names: set[str]) -> ServerCallback:
 
     callback.__class__ = More
     return callback
+
+
+def two_layers(kind: type[Classifier]) -> Classifier:
+    """Return a smooth network, so that a rounded number turns no unit off."""
+    return network_client(nn.Sequential(nn.Linear(FEATURES, 6), nn.Linear(6, CLASSES)), kind)
 
 
 def assert_equal(one: Federation, other: Federation) -> None:

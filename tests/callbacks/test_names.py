@@ -30,7 +30,7 @@ from pflight.errors import ConfigurationError
 from pflight.models import Classifier, ElasticClient, ProximalClient
 from pflight.optim import Yogi
 from pflight.states.layers import Layers
-from tests.runs import linear_client, run, small_data
+from tests.runs import dropout_client, linear_client, run, small_data
 
 
 class Mine(FedAvg):
@@ -71,7 +71,7 @@ NAMES: list[tuple[str, Classifier, ServerCallback, dict[str, Any]]] = [
     ("FeSEM-MA (K chosen)", linear_client(), FeSEM("auto", matching="bbp_map"), {}),
     ("IFCA", linear_client(), IFCA(2), {}),
     ("HeurpFedLA(1)", linear_client(), PFedLA(retain=1), {}),
-    ("SharedPart", linear_client(), SharedPart(Layers(names="network", last=1)), {}),
+    ("SharedPart", dropout_client(), SharedPart(Layers(names="network.0*")), {}),
 ]
 
 
