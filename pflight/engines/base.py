@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -132,6 +132,12 @@ def finite_rows(states: TensorDict) -> list[bool]:
     """
     sums = [_sums(leaf) for _, leaf in entries(states) if leaf.is_floating_point()]
     return torch.stack([leaf.abs() < _LARGEST for leaf in sums]).all(dim=0).tolist()
+
+
+def is_finite(tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether :func:`finite_rows` would take these tensors as a row."""
+    floats = (tensor for tensor in tensors.values() if tensor.is_floating_point())
+    return all(bool((_sums(tensor.unsqueeze(0)).abs() < _LARGEST).all()) for tensor in floats)
 
 
 def what_is_odd(state: TensorDict) -> str:

@@ -49,10 +49,9 @@ from pflight.states.head import step_extra
 
 from .manual_penalty import Penalty, penalise
 
+_BATCH_HOOKS = "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"
 STEP_HOOKS = (
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
+    *_BATCH_HOOKS,
     "on_train_batch_start",
     "on_before_zero_grad",
     "optimizer_zero_grad",
@@ -83,6 +82,7 @@ class ModuleTrainer:
     def __init__(self, precision: Precision, device: torch.device) -> None:
         self._strategy = LocalStrategy(precision, device)
         self._bare: bool | None = None
+        self._only_moves = False  # what a batch goes through before a step
         self.penalty: Penalty = lambda: None
         with quiet():
             self.trainer = L.Trainer(
@@ -146,6 +146,9 @@ class ModuleTrainer:
         never_synchronise(module)
         if self._bare is None:
             self._bare = self._is_bare(module)
+            self._only_moves = type(self._strategy.precision_plugin) is Precision and not any(
+                is_overridden(hook, module) for hook in _BATCH_HOOKS
+            )
 
     def _is_bare(self, module: L.LightningModule) -> bool:
         """Whether nothing of the module's own happens around its training steps."""
@@ -435,15 +438,15 @@ class ModuleTrainer:
         def moved() -> Iterator[Any]:
             for size, batch in zip(sizes, batches, strict=True):
                 self._strategy.batch_size = size
-                torch.clear_autocast_cache()  # casts without gradients, where some may be wanted
                 yield self._moved(batch)
 
         with self._strategy.precision_plugin.train_step_context():
             return find(Batches(sizes, moved()))
 
     def _moved(self, batch: Any) -> Any:
-        if self._bare:
+        if self._only_moves:
             return move_data_to_device(batch, self._strategy.root_device)
+        torch.clear_autocast_cache()  # of casts without gradients, where some may be wanted
         batch = self._strategy.precision_plugin.convert_input(batch)
         batch = self.trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return self._strategy.batch_to_device(batch, dataloader_idx=0)
