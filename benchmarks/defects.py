@@ -30,6 +30,7 @@ import xml.etree.ElementTree as ET
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
@@ -40,14 +41,8 @@ FOLDERS = ("pflight", "models", "callbacks/methods")
 WITHOUT = ("pflight/deploy", "pflight/experiments", "pflight/command")
 MAP = ROOT / "build" / "defects"
 PLANTED = "PFLIGHT_PLANTED"
-PRELOADED = [
-    "torch",
-    "lightning.pytorch",
-    "torchmetrics",
-    "tensordict",
-    "sklearn.datasets",
-    "pytest",
-]
+PRELOADED = ["torch", "lightning.pytorch", "torchmetrics", "tensordict", "sklearn.datasets"]
+_NO_SUCH_TEST, _NO_TEST = 4, 5  # of pytest.ExitCode; processes of tests shall not import pytest
 FOUND, MISSED, NONE = "found", "missed", "no test"
 
 _SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
@@ -81,12 +76,14 @@ class Defect(NamedTuple):
     text: str
 
 
-class _Planter(ast.NodeVisitor):
-    """Lists a tree's places for a defect, and plants one in it."""
+class _Planter:
+    """Lists the places in a tree's functions for a defect, and plants one in it."""
 
     def __init__(self, planted: int | None = None) -> None:
-        self.planted, self.found, self._count = planted, [], 0  # type: ignore[var-annotated]
-        self._inside = 0
+        self.planted = planted
+        self.found: list[tuple[int, Any]] = []
+        self._count = 0  # of nodes
+        self._inside = 0  # functions
 
     def visit(self, node: ast.AST) -> ast.AST:
         number, self._count = self._count, self._count + 1
@@ -106,7 +103,7 @@ class _Planter(ast.NodeVisitor):
         if changed is None:
             return node
         self.found.append((number, node))
-        return ast.copy_location(changed, node) if number == self.planted else node
+        return changed if number == self.planted else node
 
     @staticmethod
     def _is_left_out(node: ast.AST) -> bool:
@@ -190,8 +187,9 @@ def plant_from_environment() -> None:
 def write_site(folder: Path) -> None:
     """Write a module that Python imports as it starts, if the folder is on its path."""
     (folder / "sitecustomize.py").write_text(
-        f"import sys; sys.path.append({str(ROOT / 'benchmarks')!r})\n"
-        "import defects; defects.plant_from_environment()\n"
+        f"import sys; sys.path.append({str(ROOT)!r})\n"
+        "from benchmarks.defects import plant_from_environment\n"
+        "plant_from_environment()\n"
     )
 
 
@@ -205,9 +203,9 @@ def run_map(options: argparse.Namespace) -> None:
     """Run tests, and keep which lines each of them enters and how long it takes."""
     MAP.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"COVERAGE_FILE": str(MAP / "coverage"), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(ROOT / "benchmarks")
+    environment["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, "-m", "pytest", *f"-q -n {options.workers} --dist loadfile".split()]
-    command += ["-p", "defects", "--cov", "--cov-context=test", "--cov-report="]
+    command += ["-p", "benchmarks.defects", "--cov", "--cov-context=test", "--cov-report="]
     command += [f"--junitxml={MAP / 'durations.xml'}", *options.tests]
     subprocess.run(command, cwd=ROOT, env=environment, check=False)
 
@@ -222,7 +220,7 @@ class Tests:
             "select context, count(*) from arc join context on context.id = context_id group by 1"
         ):
             self.size[context.rpartition("|")[0]] += count
-        del self.size[""]  # what imports enter
+        self.size.pop("", None)  # what imports enter
         self.seconds = dict(_durations(MAP / "durations.xml"))
         self.short = set(collected("-m", "not long"))
 
@@ -273,8 +271,6 @@ def collected(*options: str) -> list[str]:
 
 def _run_tests(defect: Defect, tests: list[str], folder: str) -> None:
     """Run tests with a defect, and end with pytest's status."""
-    import pytest
-
     os.setsid()
     os.chdir(ROOT)
     os.environ |= {PLANTED: json.dumps(defect), "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
@@ -282,8 +278,7 @@ def _run_tests(defect: Defect, tests: list[str], folder: str) -> None:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     plant(defect)
-    sys.path.insert(0, str(ROOT))
-    os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *tests]))
+    os._exit(import_module("pytest").main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
 
 
 def try_tests(defect: Defect, tests: list[str], seconds: float, folder: str) -> str:
@@ -298,7 +293,9 @@ def try_tests(defect: Defect, tests: list[str], seconds: float, folder: str) -> 
         os.killpg(process.pid, 9)
         process.join()
         return FOUND
-    return MISSED if process.exitcode == 0 else FOUND
+    if process.exitcode in (_NO_SUCH_TEST, _NO_TEST):
+        raise RuntimeError(f"pytest does not find these tests; make the map again: {tests}")
+    return FOUND if process.exitcode else MISSED
 
 
 def run_plant(options: argparse.Namespace) -> None:
@@ -310,17 +307,13 @@ def run_plant(options: argparse.Namespace) -> None:
         for path in sorted((ROOT / folder).rglob("*.py"))
         if not str(path.relative_to(ROOT)).startswith(WITHOUT)
     ]
-    entering = {
-        str(path.relative_to(ROOT)): tests.entering(str(path.relative_to(ROOT))) for path in files
-    }
-    every = [
-        defect
-        for path in files
-        for defect in defects_of(path)
-        if entering[defect.file][defect.line]
-        and re.search(options.only, f"{defect.file}:{defect.line}")
-    ]
-    defects = random.Random(options.seed).sample(every, min(options.count, len(every)))
+    every: dict[Defect, set[str]] = {}  # and the tests that enter them
+    for path in files:
+        entering = tests.entering(str(path.relative_to(ROOT)))
+        for defect in defects_of(path):
+            if entering[defect.line] and re.search(options.only, f"{defect.file}:{defect.line}"):
+                every[defect] = entering[defect.line]
+    defects = random.Random(options.seed).sample([*every], min(options.count, len(every)))
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     print(
         f"{len(defects)} of {len(every)} defects\n\n| defect | ./check | the rest |\n|---|---|---|"
@@ -329,8 +322,8 @@ def run_plant(options: argparse.Namespace) -> None:
         write_site(Path(folder))
 
         def judge(defect: Defect) -> tuple[str, str]:
-            by = entering[defect.file][defect.line]
-            short, rest = (tests.chosen(by, part, options.seconds) for part in (True, False))
+            parts = True, False
+            short, rest = (tests.chosen(every[defect], part, options.seconds) for part in parts)
             by_short = try_tests(defect, short, options.seconds, folder)
             by_rest = "" if by_short == FOUND else try_tests(defect, rest, options.seconds, folder)
             print(f"| `{defect.file}:{defect.line}` `{defect.text}` | {by_short} | {by_rest} |")
@@ -365,4 +358,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # this folder has a module of its own that is called coverage
     main()

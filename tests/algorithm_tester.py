@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import lightning as L
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 
 from pflight import Federation
@@ -182,19 +183,20 @@ ALGORITHMS = {
 ONE_OF_EACH_KIND = ("FedAvg", "FedSGD", "FeSEM", "FedEC", "pFedLA", "Ditto", "SCAFFOLD", "FedRep")
 """Those that average, that cluster, that remember, and so on: `./check fast` runs these."""
 
-OF_EACH_KIND = [
-    pytest.param(
-        name, id=name, marks=pytest.mark.fast if name in ONE_OF_EACH_KIND else pytest.mark.alike
-    )
-    for name in ALGORITHMS
-]
-"""All algorithms, for tests that `./check` runs with one of each kind."""
+
+def of_each_kind(names: Iterable[str]) -> list[ParameterSet]:
+    """Return algorithms as parameters of a test that `./check` runs with one of each kind."""
+    alike = pytest.mark.alike
+    return [
+        pytest.param(name, id=name, marks=() if name in ONE_OF_EACH_KIND else alike)
+        for name in names
+    ]
 
 
 class AlgorithmTester:
     """Puts an algorithm through everything that does not depend on its mathematics."""
 
-    @pytest.fixture(scope="class", params=OF_EACH_KIND)
+    @pytest.fixture(scope="class", params=of_each_kind(ALGORITHMS))
     @classmethod
     def algorithm(cls, request: pytest.FixtureRequest) -> Algorithm:
         return ALGORITHMS[request.param]

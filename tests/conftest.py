@@ -24,9 +24,10 @@ callback_connector._load_external_callbacks = cache(callback_connector._load_ext
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what `./check` leaves out, and whole runs: coverage makes them half as long again."""
     for item in items:
-        if item.get_closest_marker("alike") and not item.get_closest_marker("each"):
+        alike, fast = item.get_closest_marker("alike"), item.get_closest_marker("fast")
+        if alike and not item.get_closest_marker("each"):
             item.add_marker(pytest.mark.long)
-        if item.path.parent == Path(__file__).parent and not item.get_closest_marker("fast"):
+        if item.path.parent == Path(__file__).parent and (alike or not fast):
             item.add_marker(pytest.mark.no_cover)
 
 

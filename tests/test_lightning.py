@@ -24,7 +24,7 @@ from pflight.callbacks import FedAvg, FedSGD, FeSEM, Local
 from pflight.datamodules import TensorClients
 from pflight.errors import ConfigurationError
 from pflight.models import Classifier, ProximalClient
-from tests.algorithm_tester import ALGORITHMS, OF_EACH_KIND
+from tests.algorithm_tester import ALGORITHMS, of_each_kind
 from tests.event_files import read_events
 from tests.runs import (
     CLASSES,
@@ -256,7 +256,7 @@ class TestPrecision:
         torch.testing.assert_close(state, full.server_states()[0], rtol=0, atol=0.02)
         assert flat(state) != pytest.approx(flat(full.server_states()[0]), abs=1e-7)
 
-    @pytest.mark.parametrize("name", OF_EACH_KIND)
+    @pytest.mark.parametrize("name", of_each_kind(ALGORITHMS))
     @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
     def test_every_method_runs_in_half_precision(self, name: str, precision: str) -> None:
         algorithm = ALGORITHMS[name]

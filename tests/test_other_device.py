@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from pflight import Federation
 from pflight.datamodules import TensorClients
-from tests.algorithm_tester import ALGORITHMS, OF_EACH_KIND, Algorithm
+from tests.algorithm_tester import ALGORITHMS, Algorithm, of_each_kind
 from tests.other_device import ELSEWHERE, FarTensor, other_device, strategy
 from tests.runs import CLASSES, FEATURES, batchnorm_client, quiet_trainer
 
@@ -22,7 +22,7 @@ OWN_TRAINER = "FeSEM-auto"  # its Trainers ask Lightning for the device by name
 NOT_FOLLOWED = {"FedRoD-hyper", "GPFL", "kNN-Per", "pFedFDA"}
 CASES = [
     pytest.param(case.id, "vectorized", marks=case.marks)
-    for case in OF_EACH_KIND
+    for case in of_each_kind(ALGORITHMS)
     if case.id not in {OWN_TRAINER, *NOT_FOLLOWED}
 ]
 CASES += [(name, "sequential") for name in ("FedAvg", "FeSEM", "FedEC", "HeurpFedLA", "SCAFFOLD")]

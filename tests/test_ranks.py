@@ -10,13 +10,10 @@ import torch
 from torch.testing import assert_close
 
 from tests import ranks_script
-from tests.algorithm_tester import ONE_OF_EACH_KIND
+from tests.algorithm_tester import of_each_kind
 from tests.ranks_script import ALGORITHMS, DIFFERENT, SAVED, fit
 
-NAMES = [
-    pytest.param(name, marks=() if name in ONE_OF_EACH_KIND else pytest.mark.alike)
-    for name in ALGORITHMS
-]
+NAMES = of_each_kind(ALGORITHMS)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from pflight.datamodules import FederatedDataModule
 from pflight.deploy.remote import Asked
 from pflight.errors import ConfigurationError
 from pflight.method import Batches, ClientMethod, LocalClient, LocalWork, Pass
-from tests.algorithm_tester import ALGORITHMS, OF_EACH_KIND
+from tests.algorithm_tester import ALGORITHMS, of_each_kind
 from tests.deploy.in_process import Deployed
 from tests.runs import (
     CLASSES,
@@ -47,7 +47,7 @@ def assert_same_run(here: Federation, there: Federation) -> None:
         assert one.metrics == pytest.approx(other.metrics, abs=1e-6, nan_ok=True)
 
 
-@pytest.mark.parametrize("name", [case for case in OF_EACH_KIND if case.id not in REFUSED])
+@pytest.mark.parametrize("name", of_each_kind(name for name in ALGORITHMS if name not in REFUSED))
 def test_deployed_is_simulated(name: str, tmp_path: Path) -> None:
     algorithm = ALGORITHMS[name]
     data = small_data((5, 12, 7, 9), cohort_size=3)
