@@ -37,8 +37,6 @@ from .models import LocalModels
 from .training import ClientTraining
 from .visits import evaluation_visits, gradient_visits, training_visits, visits_to
 
-_MIX = 0x9E3779B97F4A7C15  # odd, so that clients get different seeds
-
 
 class SequentialEngine:
     """Trains and evaluates clients one by one, whatever LightningModule they are.
@@ -296,11 +294,10 @@ class SequentialEngine:
         """See :class:`~pflight.engines.base.Engine`."""
         found: list[dict[str, Tensor]] = [{} for _ in clients]
         counts = self.setup.data.num_samples("train")
-        key = derive_seed(Purpose.PASS, self.setup.seed, round_index)
 
         def find(row: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
             model = self.models.client
-            seed = key ^ (client * _MIX & 2**63 - 1)  # a hash of its own takes longer than a batch
+            seed = derive_seed(Purpose.PASS, self.setup.seed, round_index, client)
             seed_everything(seed, self.device)
             if self.models.draws:
                 seed_own(model.module, seed)
