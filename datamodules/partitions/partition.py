@@ -439,7 +439,7 @@ class ByUser(Partition):
         """See :meth:`Partition.split`."""
         if groups is None:
             raise ConfigurationError(
-                "partition ByUser() needs data with the maker of each sample; these have none"
+                "partition ByUser() needs data that say who made each sample; these don't"
             )
         people, owner = np.unique(groups, return_inverse=True)
         num_clients = len(people) if num_clients is None else num_clients

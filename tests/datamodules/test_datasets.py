@@ -92,7 +92,7 @@ def test_centralized_gathers_what_the_clients_hold():
         (lambda: Digits(val_fraction=0.5, test_fraction=0.5), "leave no training data"),
         (lambda: Digits(num_clients=0), "num_clients"),
         (lambda: Digits(num_clients=2000).setup(), "1797 samples are too few for 2000 clients"),
-        (lambda: Digits(ByUser()).setup(), "the maker of each sample"),
+        (lambda: Digits(ByUser()).setup(), "who made each sample"),
         (lambda: Digits(cohort_size=21).setup(), "cohort_size is 21, but only 20"),
         (lambda: Digits().samples(0, "train"), r"call Digits.setup\(\)"),
     ],
