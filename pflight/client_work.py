@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
@@ -29,6 +29,7 @@ from .states.head import Head, head_of
 from .states.server_models import ServerModels
 from .states.state import StateLayout, entries
 from .states.updates import ClientFailure, ClientUpdates, Kept
+from .transforms import Pipeline, Transform
 
 PRIVATE = "private"
 """The memory slot of entries that never travel."""
@@ -40,12 +41,17 @@ class ServerSide(Protocol):
     """What the clients have to know of the server callback of an algorithm."""
 
     sends_model: bool
+    sends_gradients: bool
+
+    @property
+    def transforms(self) -> Sequence[Transform]:
+        """What changes updates before they travel."""
 
     @property
     def needs_head(self) -> bool:
         """Whether the head of the clients' network has to be known."""
 
-    def private_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
+    def staying_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
         """Return the names of the entries of a state that stay with the client."""
 
     @property
@@ -213,6 +219,11 @@ class ClientWork:
         """Number of training samples of every client ``[num_clients]``."""
         return self.attached_data.num_samples("train")
 
+    @property
+    def mean_samples(self) -> float:
+        """Mean number of training samples of the clients that may train."""
+        return self.attached_engine.setup.mean_samples
+
     def num_samples_of(self, clients: Tensor) -> Tensor:
         """Return the clients' numbers of training samples ``[C]``."""
         return self.num_samples[clients.cpu()].to(self.device)
@@ -295,7 +306,47 @@ class ClientWork:
             steps=None if epochs else self.training.steps,
         )
         self.note_failures(updates.failures, "to find its place")
-        return self.finished(clients, starts, updates)
+        updates = self.finished(clients, starts, updates)
+        assert self.callback is not None
+        return self.transformed(clients, sent, updates, self.callback.sent_names, keep=False)
+
+    def transformed(
+        self,
+        clients: Tensor,
+        sent: TensorDict,
+        updates: ClientUpdates,
+        returns: Collection[str],
+        *,
+        keep: bool = True,
+        gradients: bool = False,
+    ) -> ClientUpdates:
+        """Return updates as they travel; what is left out of them is kept with the clients.
+
+        Args:
+            clients: Ids ``[C]``.
+            sent: What they were sent ``[C]``.
+            updates: Of those that have trained.
+            returns: Names of the entries that they send back.
+            keep: Whether to use and keep what is left out.
+            gradients: Whether these are gradients.
+        """
+        assert self.callback is not None
+        pipeline = Pipeline(self.callback.transforms, self.layout, returns, gradients)
+        if not pipeline or (gradients and not self.callback.sends_gradients):
+            return updates
+        ids, memory = updates.clients, None
+        if len(ids) < len(clients):
+            sent = sent[torch.isin(clients, ids)]
+        if keep and pipeline.remembers:
+            empty = pipeline.empty_memory(len(ids), ids.device)
+            memory = self.memory.read(pipeline.slot, ids, empty)
+        updates, left = pipeline.run(sent, updates, memory, self._random_transform)
+        if keep and left is not None:
+            self.memory.write(pipeline.slot, ids, left)
+        return updates
+
+    def _random_transform(self, client: int) -> torch.Generator:
+        return generator(Purpose.TRANSFORM, self.seed, self.rounds, client)
 
     def own_gradients(self, clients: Tensor, states: TensorDict) -> TensorDict:
         """Return each client's gradient over all its samples, at its state ``[C]``."""

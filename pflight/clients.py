@@ -173,14 +173,14 @@ class Clients(ClientWork):
             mark(self.module, head if trainer is None else self._find_head(trainer.strategy))
         add_what_it_needs(self.client_method, self.module, self.seed)
         layout = StateLayout.of(self.module)
-        layout = layout.with_private(callback.private_names(self.module, layout))
+        layout = layout.with_private(callback.staying_names(self.module, layout))
         if callback.sends_model and not layout.shared_parameters:
             raise ConfigurationError(
                 f"{type(callback).__name__}: nothing is sent, since all parameters that are "
                 "trained stay with the clients: take Local"
             )
         layout = layout_with(self.client_method, layout)
-        self.layout = layout.with_private(callback.private_names(self.module, layout))
+        self.layout = layout.with_private(callback.staying_names(self.module, layout))
         self.buffers = BufferWatch(self.module, self.layout)
         return self.layout
 
@@ -438,7 +438,7 @@ class Clients(ClientWork):
         self,
         clients: Tensor,
         sent: TensorDict,
-        work: Callable[[Tensor, TensorDict], ClientUpdates],
+        work: Callable[[Tensor, TensorDict, tuple[str, ...]], ClientUpdates],
         returns: Iterable[str] | None = None,
     ) -> ClientUpdates:
         """Have the clients of a chunk do something with what they are sent; count what travels."""
@@ -451,10 +451,10 @@ class Clients(ClientWork):
         if not answers.all():
             entry.failed += clients[~answers].tolist()
             clients, sent = clients[answers], sent[answers]
-        updates = work(clients, sent)
+        returned = (*callback.sent_names,) if returns is None else (*returns,)
+        updates = work(clients, sent, returned)
         self.note_failures(updates.failures)
         add_logs(current.logs, updates.logs)
-        returned = (*callback.sent_names,) if returns is None else (*returns,)
         if leaking := {*self.layout.private} & {*sent.keys(), *returned}:
             raise ConfigurationError(
                 f"{type(callback).__name__} sends what stays with the clients: "
@@ -462,11 +462,17 @@ class Clients(ClientWork):
             )
         updates = replace(updates, states=updates.states.select(*returned))
         self.buffers.look(clients, sent, updates, entry.index)
-        entry.bytes_up += callback.bytes_up(updates)
+        saved = updates.bytes_saved * len(updates.clients)
+        entry.bytes_up += callback.bytes_up(updates) - saved
         return updates
 
     def _train(
-        self, clients: Tensor, sent: TensorDict, epochs: int | None = None, keep: bool = True
+        self,
+        clients: Tensor,
+        sent: TensorDict,
+        returns: Collection[str],
+        epochs: int | None = None,
+        keep: bool = True,
     ) -> ClientUpdates:
         engine = self.attached_engine
         starts = self.outer_method.before_training(self, clients, sent)
@@ -484,42 +490,53 @@ class Clients(ClientWork):
             before = starts[torch.isin(clients, updates.clients)]
             updates = updates.where(~idle | moved(before, updates.states, self.layout.parameters))
         updates = self.finished(clients, starts, updates)
+        message = self.transformed(clients, sent, updates, returns, keep=keep)
         if not keep:
-            return updates
+            return message
+        ids = updates.clients
+        if len(ids) < len(clients):
+            starts = starts[torch.isin(clients, ids)]
+        if message is not updates:
+            kept = self.client_method.mirror(self, ids, updates.states, starts, message.states)
+            updates = replace(updates, states=kept)
         for listener in self.on_updates:
             listener(updates)
-        starts = self._keep(clients, starts, updates)
+        self._keep(starts, updates)
         if updates.kept is not None:
-            self.memory.write(MEMORY, updates.clients, updates.kept)
-        self.outer_method.keep(self, updates.clients, starts, updates.states)
-        return updates
+            self.memory.write(MEMORY, ids, updates.kept)
+        self.outer_method.keep(self, ids, starts, updates.states)
+        return message
 
     def _take_gradients(
-        self, clients: Tensor, sent: TensorDict, batches: int | None = None
+        self,
+        clients: Tensor,
+        sent: TensorDict,
+        returns: Collection[str],
+        batches: int | None = None,
     ) -> ClientUpdates:
         engine, index = self.attached_engine, self.current.entry.index
         starts = self.start_states(clients, sent)
         updates = engine.gradients(clients, starts, round_index=index, batches=batches)
         updates = updates.where(engine.setup.has_batches(updates.clients))
-        gradients = {*self.layout.parameters}
-        self._keep(clients, starts, updates, but=gradients)
-        return updates
-
-    def _keep(
-        self,
-        clients: Tensor,
-        starts: TensorDict,
-        updates: ClientUpdates,
-        but: Collection[str] = (),
-    ) -> TensorDict:
-        """Keep the private entries of those that answered; return where they started."""
-        assert self.callback is not None
         if len(updates.clients) < len(clients):
             starts = starts[torch.isin(clients, updates.clients)]
+        self._keep(starts, updates, but={*self.layout.parameters})
+        return self.transformed(clients, sent, updates, returns, gradients=True)
+
+    def _keep(self, starts: TensorDict, updates: ClientUpdates, but: Collection[str] = ()) -> None:
+        """Keep the private entries of those that answered.
+
+        Args:
+            starts: Where they started ``[C]``.
+            updates: What they have trained ``[C]``.
+            but: Names of entries that stay as they were, since these are gradients.
+        """
+        assert self.callback is not None
         self._warn_of_explosions(updates, starts)
-        if kept := [name for name in self.callback.kept_names if name not in but]:
-            self.memory.write(PRIVATE, updates.clients, updates.states.select(*kept))
-        return starts
+        if kept := self.callback.kept_names:
+            own = {name: (starts if name in but else updates.states)[name] for name in kept}
+            batch_size = updates.states.batch_size
+            self.memory.write(PRIVATE, updates.clients, TensorDict(own, batch_size=batch_size))
 
     def _warn_of_explosions(self, updates: ClientUpdates, starts: TensorDict) -> None:
         """Warn of clients whose parameters, or gradient, have grown out of all proportion."""

@@ -381,7 +381,9 @@ class Federation(L.LightningModule):
     def _choose_method(self, callback: ServerCallback, head: Sequence[Any] | None = None) -> None:
         """Use the callback's client method, or the one that the client module names."""
         callback.on_num_clients(self.clients.num_clients)
-        self.clients.set_method(chosen_client_method(callback, self.client), callback.outer_method)
+        callback.check_modifiers()
+        method = chosen_client_method(callback, self.client).with_terms(callback.terms)
+        self.clients.set_method(method, callback.outer_method)
         if self.callback is None:
             self.layout = self.clients.prepare(callback, self._trainer, head)
             self.server = self.clients.server = self.server.of(self.layout)

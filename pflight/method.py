@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from lightning import LightningModule
@@ -304,6 +305,10 @@ class LocalWork(Protocol):
     def batch_size(self) -> int:
         """Samples in a batch of local training, at most."""
 
+    @property
+    def mean_samples(self) -> float:
+        """Mean number of training samples of the clients that may train."""
+
     def num_samples_of(self, clients: Tensor) -> Tensor:
         """Return the clients' numbers of training samples ``[C]``."""
 
@@ -403,6 +408,19 @@ class Phase(NamedTuple):
     """Learning rate in place of the optimizer's own."""
 
 
+class AddedTerm(Protocol):
+    """A term that a modifier adds to the loss; see :class:`pflight.modifiers.Term`."""
+
+    averages_samples: bool
+
+    @property
+    def needs_mean_samples(self) -> bool:
+        """Whether it looks at the mean number of samples of all clients."""
+
+    def value(self, c: LocalClient) -> Tensor | None:
+        """Return a scalar, a function of tensors; ``None`` for nothing."""
+
+
 class ClientMethod:
     """What a method does at its clients, beside their own module; this one does nothing.
 
@@ -435,6 +453,7 @@ class ClientMethod:
             machines are told this number only then, and NaN otherwise.
         own_of: Which weights :meth:`state` gets: of the parameters that are ``"shared"`` with the
             server, or ``"all"``.
+        terms: What modifiers add to the loss; see :meth:`with_terms`.
         per_sample: Names of own and extra entries that grow with a client's number of samples.
             Before a server compares clients by them, it divides by it.
     """
@@ -453,6 +472,7 @@ class ClientMethod:
     own_of: Literal["shared", "all"] = "shared"
     personal: ClientMethod | None = None
     fedavg_name: str | None = None
+    terms: tuple[AddedTerm, ...] = ()
 
     def check(self, module: LightningModule) -> None:
         """Raise if a module lacks what this client method needs.
@@ -504,6 +524,30 @@ class ClientMethod:
         """Return the scalar that the client minimises on a batch: its own loss plus the penalty."""
         loss, penalty = c.task_loss(batch), self.penalty(c)
         return loss if penalty is None else loss + penalty
+
+    def with_terms(self, terms: Sequence[AddedTerm]) -> Self:
+        """Return a copy with the terms that modifiers add to the loss."""
+        method = copy.copy(self)
+        if terms:
+            method.terms = tuple(terms)
+        return method
+
+    def objective(self, c: LocalClient, batch: Any) -> Tensor:
+        """Return what engines minimise: :meth:`loss` and the terms of modifiers."""
+        loss = self.loss(c, batch)
+        for value in self._values(c):
+            loss = loss + value
+        return loss
+
+    def added(self, c: LocalClient) -> Tensor | None:
+        """Return what :meth:`objective` adds to the task's loss, if it only adds."""
+        penalty = self.penalty(c)
+        parts = [*([] if penalty is None else [penalty]), *self._values(c)]
+        return sum(parts[1:], parts[0]) if parts else None
+
+    def _values(self, c: LocalClient) -> list[Tensor]:
+        values = (term.value(c) for term in self.terms)
+        return [value for value in values if value is not None]
 
     def optimizer(self, parameters: Sequence[nn.Parameter], anchored: bool) -> Optimizer | None:
         """Return an optimizer in place of the module's own; ``None`` leaves it to the module.
@@ -570,6 +614,28 @@ class ClientMethod:
             clients: Ids ``[C]`` of those that have trained.
             starts: What :meth:`before_training` gave ``[C]``.
             trained: Their states after training ``[C]``. A client that gets a NaN here has failed.
+        """
+        return trained
+
+    def mirror(
+        self,
+        work: LocalWork,
+        clients: Tensor,
+        trained: TensorDict,
+        starts: TensorDict,
+        sent: TensorDict,
+    ) -> TensorDict:
+        """Return what clients keep ``[C]`` whose update was transformed, by default ``trained``.
+
+        Override it if an entry follows what the server knows of this client, as FedDyn's gradient
+        does: this must follow the transformed update.
+
+        Args:
+            work: What the clients can do.
+            clients: Ids ``[C]``.
+            trained: What :meth:`finish` gave ``[C]``.
+            starts: What :meth:`before_training` gave ``[C]``.
+            sent: What the clients send ``[C]``: ``trained`` with transformed parameters.
         """
         return trained
 

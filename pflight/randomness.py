@@ -33,6 +33,7 @@ class Purpose(IntEnum):
     DATA = 9
     LOCAL_WORK = 10
     PASS = 11
+    TRANSFORM = 12
 
 
 def derive_seed(purpose: Purpose, *keys: int) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal, Self
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Literal, Self
 
 import lightning as L
 import torch
@@ -17,13 +19,20 @@ from .clients import Clients
 from .data.data_module import FederatedDataModule
 from .errors import ConfigurationError
 from .method import OWN, ClientMethod, ClientMethodT, client_method_for, client_method_of
+from .modifiers import Modifier, Private, Term, by_name, check_owners, private_in
 from .options import arguments, checked
 from .runs.checks import check_same_options
 from .states.buffers import unit_vectors
 from .states.head import EXTRA
+from .states.layers import head_entries
 from .states.server_models import ServerModels
 from .states.state import StateLayout, state_bytes
 from .states.updates import ClientUpdates
+from .transforms import Pipeline, Transform
+from .transforms.base import STAGES
+
+Modifiers = dict[str, Modifier] | list[Modifier] | None
+"""What the option ``modifiers`` of a server callback takes."""
 
 
 @checked
@@ -49,6 +58,9 @@ class ServerCallback(L.Callback):
         buffers: How buffers such as BatchNorm's statistics are treated: ``"shared"`` averages them
             like parameters, ``"local"`` keeps them with the client, ``"reset"`` starts every
             participation with the initial ones.
+        modifiers: What is added to the method, such as private layers or a further term of the
+            loss: a list of :class:`~pflight.modifiers.Modifier`, or a mapping by their names. Every
+            server callback has this option, also one whose ``__init__`` does not name it.
 
     Attributes:
         clients: The clients, set before :meth:`setup_server` is called.
@@ -64,6 +76,10 @@ class ServerCallback(L.Callback):
             client method that the client module names takes its place.
         sends_model: Whether clients send models that the server makes models of. If so, a run in
             which all trainable parameters are private is refused.
+        sends_gradients: Whether gradients are the updates that transforms change.
+        owns_head: Whether it has a rule of its own for the head, which then can't be made private.
+        refuses: Kinds of modifiers that it can't be combined with, each with the reason:
+            ``"private"``, ``"term"``, ``"transform"``.
     """
 
     clients: Clients
@@ -72,21 +88,36 @@ class ServerCallback(L.Callback):
     outer_method: ClientMethod | None = None
     chooses_client_method: bool = True
     sends_model: bool = True
+    sends_gradients: bool = False
+    owns_head: bool = False
+    refuses: ClassVar[Mapping[str, str]] = {}
+    modifiers: dict[str, Modifier]
     _given: dict[str, Any]
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Record the options, by which two callbacks of a class are compared."""
         callback = super().__new__(cls)
-        callback._given = arguments(cls.__init__, callback, *args, **options)
+        given = arguments(cls.__init__, callback, *args, **options)
+        callback.modifiers = by_name(cls.__name__, given.pop("modifiers", None))
+        callback._given = given
+        if callback.modifiers:
+            given["modifiers"] = callback.modifiers
         return callback
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Name an algorithm after its class, unless the class itself defines a name."""
+        """Name an algorithm after its class, unless it says otherwise; add option modifiers."""
         super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = _with_modifiers(cls.__init__)  # type: ignore[method-assign]
         if "algorithm_name" not in vars(cls):
             cls.algorithm_name = ServerCallback.algorithm_name  # type: ignore[method-assign]
 
-    def __init__(self, buffers: Literal["shared", "local", "reset"] = "shared") -> None:
+    def __init__(
+        self,
+        buffers: Literal["shared", "local", "reset"] = "shared",
+        *,
+        modifiers: Modifiers = None,
+    ) -> None:
         self.buffers = buffers
         self.modules: dict[str, nn.Module] = {}
 
@@ -111,9 +142,53 @@ class ServerCallback(L.Callback):
 
     @property
     def name_in_results(self) -> str:
-        """The algorithm's name, with "+ fine-tuning" if clients are judged after fine-tuning."""
+        """The algorithm's name with its modifiers, and "+ fine-tuning" if clients are tuned."""
         tuned = self.clients.training.finetune_epochs > 0 and not self.personalizes
-        return self.algorithm_name + " + fine-tuning" * tuned
+        titles = sorted(one.title for one in self.active_modifiers)
+        name = " + ".join([self.algorithm_name, *titles])
+        return KNOWN.get(name, name) + " + fine-tuning" * tuned
+
+    @property
+    def active_modifiers(self) -> list[Modifier]:
+        """The modifiers by name, without those that change nothing."""
+        return [one for one in self.modifiers.values() if not one.neutral]
+
+    @property
+    def terms(self) -> list[Term]:
+        """The terms that modifiers add to the loss."""
+        return [one for one in self.active_modifiers if isinstance(one, Term)]
+
+    @property
+    def transforms(self) -> list[Transform]:
+        """What changes updates before they travel."""
+        return [one for one in self.active_modifiers if isinstance(one, Transform)]
+
+    def check_modifiers(self) -> None:
+        """Raise unless the method and all modifiers can be combined.
+
+        Raises:
+            ConfigurationError: In one line, with the reason.
+        """
+        name, active = type(self).__name__, self.active_modifiers
+        for one in active:
+            reason = self.refuses.get(one.kind or "")
+            if reason is None and one.kind and not self.sends_model:
+                reason = "its server sends no model, so this would change nothing"
+            if reason is not None:
+                raise ConfigurationError(
+                    f"{name} can't be combined with {type(one).__name__}: {reason}"
+                )
+        steps = [type(one).__name__ for one in active if one.replaces == "step"]
+        if len(steps) > 1:
+            raise ConfigurationError(
+                f"{name}: {' and '.join(steps)} both replace the training step: take one of them"
+            )
+        for stage in STAGES:
+            both = [type(one).__name__ for one in self.transforms if one.stage == stage]
+            if len(both) > 1:
+                raise ConfigurationError(
+                    f"{name}: {' and '.join(both)} both {stage} updates: take one of them"
+                )
 
     def attach(self, clients: Clients, server: ServerModels, before: ServerCallback | None) -> None:
         """Become the server callback of a federation, in place of an earlier one if there is one.
@@ -183,15 +258,34 @@ class ServerCallback(L.Callback):
         """
         return {*layout.module_buffers} if self.buffers == "local" else set()
 
+    def staying_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
+        """Return the :meth:`private_names`, and those that modifiers make private.
+
+        Raises:
+            ConfigurationError: If the method has a rule of its own for one of these.
+        """
+        own, further = (
+            self.private_names(module, layout),
+            private_in(self.modifiers.values(), module, layout),
+        )
+        if further:
+            owned = own | (head_entries(module, layout) if self.owns_head else set())
+            check_owners(type(self).__name__, further, owned, layout)
+        return own | further
+
     @property
     def private(self) -> tuple[str, ...]:
-        """The :meth:`private_names` in the layout's order, without what is frozen."""
+        """The :meth:`staying_names` in the layout's order, without what is frozen."""
         return self.clients.layout.private
 
     @property
     def kept_names(self) -> tuple[str, ...]:
         """Names of the entries that clients keep between rounds, by default the private ones."""
-        return self.private
+        private = self.modifiers.get("private")
+        if not isinstance(private, Private) or private.keep:
+            return self.private
+        anew = private.names(self.clients.module, self.clients.layout)
+        return tuple(name for name in self.private if name not in anew)
 
     @property
     def shared_parameters(self) -> tuple[str, ...]:
@@ -207,7 +301,8 @@ class ServerCallback(L.Callback):
         """Bytes that each client keeps in memory from its first participation on."""
         layout, client_method = self.clients.layout, self.clients.client_method
         kept = client_method.remembered(layout) if client_method.keeps_memory else ()
-        return sum(layout.template[name].nbytes for name in (*kept, *self.kept_names))
+        left_out = Pipeline(self.transforms, layout, self.sent_names).bytes_kept
+        return left_out + sum(layout.template[name].nbytes for name in (*kept, *self.kept_names))
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return the server optimizer, by default SGD with step 1: models become the aggregate."""
@@ -296,7 +391,12 @@ class ServerCallback(L.Callback):
     @property
     def needs_head(self) -> bool:
         """Whether it, or its client method, has to know the head of the clients' network."""
-        return self.client_method.needs_head
+        return self.client_method.needs_head or self.modifiers_need_head
+
+    @property
+    def modifiers_need_head(self) -> bool:
+        """Whether a modifier has to know it."""
+        return any(one.needs_head for one in self.active_modifiers)
 
     @property
     def sent_names(self) -> tuple[str, ...]:
@@ -308,6 +408,38 @@ class ServerCallback(L.Callback):
         passing = [name for name in (*layout.own, *layout.extra) if name.startswith(begin)]
         stay = {*self.private, *layout.frozen, *reset, *passing}
         return tuple(name for name in layout.names if name not in stay)
+
+
+KNOWN = {
+    "FedAvg + private head": "FedPer",
+    "FedAvg + private body": "LG-FedAvg",
+    "FedAvg + private norms": "FedBN",
+    "FedAvg + proximal": "FedProx",
+}
+"""Combinations that are methods of their own, by their usual names."""
+
+
+def _with_modifiers(init: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that takes ``modifiers`` as well, which ``__new__`` has read."""
+    signature = inspect.signature(init)
+    if "modifiers" in signature.parameters:
+        return init
+
+    @functools.wraps(init)
+    def with_modifiers(
+        self: ServerCallback, *args: Any, modifiers: Modifiers = None, **options: Any
+    ) -> None:
+        init(self, *args, **options)
+
+    parameters = [*signature.parameters.values()]
+    last = parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+    option = inspect.Parameter(
+        "modifiers", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Modifiers
+    )
+    parameters.insert(len(parameters) - last, option)
+    with_modifiers.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    with_modifiers.__annotations__ = {**init.__annotations__, "modifiers": Modifiers}
+    return with_modifiers
 
 
 def server_callback_of(trainer: L.Trainer) -> ServerCallback | None:

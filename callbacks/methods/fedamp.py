@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pflight.method import OWN, ClientMethod, LocalClient, LocalWork, client_method_for
-from pflight.models.client_methods.proximal import squared_distance
+from pflight.modifiers import squared_distance
 from pflight.options import (
     ClosedUnitInterval,
     Interval,

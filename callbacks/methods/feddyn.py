@@ -9,9 +9,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pflight.method import LocalClient
+from pflight.method import OWN, LocalClient, LocalWork
 from pflight.models.client_methods.corrected import Corrected
-from pflight.models.client_methods.proximal import squared_distance
+from pflight.modifiers import squared_distance
 from pflight.options import NonNegativeFloat, checked
 from pflight.states.state import StateModule, WeightedMean, entries, expand_state
 from pflight.states.updates import ClientUpdates
@@ -67,6 +67,25 @@ class Dynamic(Corrected):
         assert c.anchor is not None
         for name, sent in c.anchor.items():
             c.own[f"g.{name}"].sub_(self._weight(c) * (c.weights[name] - sent))
+
+    def mirror(
+        self,
+        work: LocalWork,
+        clients: Tensor,
+        trained: TensorDict,
+        starts: TensorDict,
+        sent: TensorDict,
+    ) -> TensorDict:
+        """Move :math:`g_i` by the transformed update, so that H stays the mean of all."""
+        weight = torch.full((len(clients),), self.a, dtype=torch.double, device=clients.device)
+        if self.size:
+            weight = weight * work.mean_samples / work.num_samples_of(clients)
+        moved = {}
+        for name in work.layout.shared_parameters:
+            own = starts[f"{OWN}g.{name}"]
+            scale = weight.to(own).view(-1, *[1] * (own.dim() - 1))
+            moved[f"{OWN}g.{name}"] = own - scale * (sent[name] - starts[name])
+        return TensorDict({**trained, **moved}, batch_size=trained.batch_size)
 
     def _weight(self, c: LocalClient) -> Tensor | float:
         return self.a * c.mean_samples / c.num_samples if self.size else self.a

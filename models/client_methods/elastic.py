@@ -10,9 +10,8 @@ from torch import Tensor
 
 from pflight.errors import ConfigurationError
 from pflight.method import ClientMethod, LocalClient
+from pflight.modifiers import squared_distance
 from pflight.options import NonNegativeFloat, checked
-
-from .proximal import squared_distance
 
 
 @checked

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from pflight.method import ClientMethod, LocalClient
+from pflight.modifiers import pull
 from pflight.options import NonNegativeFloat, checked
 
 
@@ -44,17 +43,4 @@ class Proximal(ClientMethod):
 
     def penalty(self, c: LocalClient) -> Tensor | None:
         """Return the scalar penalty; none if nothing was sent, as in fine-tuning."""
-        if c.anchor is None:
-            return None
-        distance = squared_distance(c.weights, c.anchor)
-        if self.scaling == "plain":
-            return self.mu / 2 * distance
-        return self.mu * c.mean_samples / c.num_samples * distance
-
-
-def squared_distance(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Tensor:
-    """Return the squared L2 distance, a scalar, of parameters to others, over their names."""
-    distance = torch.zeros((), device=next(iter(weights.values())).device)
-    for name in others:
-        distance = distance + (weights[name] - others[name]).square().sum()
-    return distance
+        return pull(c, self.mu, self.scaling)

@@ -82,7 +82,8 @@ class Seat(ServerCallback):
         self.callback = callback
         self.client_method, self.outer_method = callback.client_method, callback.outer_method
         self.chooses_client_method = callback.chooses_client_method
-        self.sends_model = callback.sends_model
+        self.sends_model, self.sends_gradients = callback.sends_model, callback.sends_gradients
+        self.modifiers = callback.modifiers
         self.kept: tuple[str, ...] = ()
         self.names: tuple[str, ...] = ()
         self.own_rule = False
@@ -103,9 +104,9 @@ class Seat(ServerCallback):
         """Whether the head of the client's network has to be known."""
         return self.callback.needs_head
 
-    def private_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
+    def staying_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
         """Return the names of the entries that never travel."""
-        return self.callback.private_names(module, layout)
+        return self.callback.staying_names(module, layout)
 
     @property
     def kept_names(self) -> tuple[str, ...]:
@@ -379,6 +380,7 @@ class Node:
         """Whether the client keeps anything from one round to the next."""
         outer = type(self.clients.outer_method)
         keeps = outer.keep is not ClientMethod.keep
+        keeps |= any(one.error_feedback for one in self.seat.transforms)
         return self.clients.client_method.keeps_memory or bool(self.seat.kept) or keeps
 
     @property
@@ -391,9 +393,10 @@ class Node:
         self.memory.forget_changes()
         self._go_to(request)
         if request.work == "train":
-            updates = clients._train(self._client, sent, request.epochs or None)
+            updates = clients._train(self._client, sent, request.returns, request.epochs or None)
         else:
-            updates = clients._take_gradients(self._client, sent, request.batches or None)
+            how = request.returns, request.batches or None
+            updates = clients._take_gradients(self._client, sent, *how)
         if len(updates.clients):
             self.memory.keep(clients.current.entry.index)
             self.anew = False

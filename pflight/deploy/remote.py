@@ -403,9 +403,8 @@ class RemoteClients(Clients):
     def _needs_mean(self) -> bool:
         """Whether clients train by the mean number of samples, which tells something of others."""
         methods = self.client_method, self.client_method.personal
-        return self.data is not None and any(
-            h is not None and h.needs_mean_samples for h in methods
-        )
+        parts = [*filter(None, methods), *self.client_method.terms]
+        return self.data is not None and any(part.needs_mean_samples for part in parts)
 
     @property
     def _mean_samples(self) -> float:

@@ -65,6 +65,9 @@ class ClientUpdates:
         failures: The clients that were asked and gave nothing.
         logs: What the clients logged: name to (sum over samples, number of samples).
         kept: What they keep for themselves ``[C]``, where their module keeps a memory.
+        bytes_saved: Bytes by which a transform makes each client's message smaller.
+        changes: The updates ``[C, d]`` that a smaller message holds; see
+            :class:`~pflight.transforms.Pipeline`.
     """
 
     clients: Tensor
@@ -73,6 +76,8 @@ class ClientUpdates:
     failures: list[ClientFailure] = field(default_factory=list)
     logs: Logs = field(default_factory=dict)
     kept: TensorDict | None = None
+    bytes_saved: int = 0
+    changes: Tensor | None = None
 
     def where(self, mask: Tensor) -> ClientUpdates:
         """Return the updates of some of the clients, by a mask ``[C]``."""

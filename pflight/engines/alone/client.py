@@ -256,7 +256,7 @@ class AloneClient(ClientModel):
             return own_step()
         if trains_as_a_task(self.module):
             self.has_loss = True
-            loss = self.client_method.loss(self, batch)
+            loss = self.client_method.objective(self, batch)
             self.module.log("train/loss", loss.detach(), batch_size=len(batch[1]))
             return loss
         output: Any = None
@@ -271,7 +271,7 @@ class AloneClient(ClientModel):
 
         self._own_step, self.skipped = run, False
         try:
-            loss = self.client_method.loss(self, batch)
+            loss = self.client_method.objective(self, batch)
         except _StepSkippedError:
             self.skipped = True
             self.num_skipped += 1
@@ -291,7 +291,7 @@ class AloneClient(ClientModel):
         return self.trainer.loss(batch, size, step)
 
     def _penalty(self) -> Tensor | None:
-        return self.client_method.penalty(self)
+        return self.client_method.added(self)
 
 
 class _StepSkippedError(RuntimeError):

@@ -198,7 +198,7 @@ class LocalModels:
             batch = setup.form.batch([leaf.clone() for leaf in setup.example])
             with setup.forward_context(), torch.enable_grad():
                 for client in self.clients:
-                    client.client_method.loss(client, batch).backward()
+                    client.client_method.objective(client, batch).backward()
             with torch.no_grad():
                 self.client.after_training()
                 self.client.remember()

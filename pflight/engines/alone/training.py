@@ -168,7 +168,7 @@ class ClientTraining:
                         for client, descent, tell in models:
                             tell(visit.epoch, taken, size)
                             with self.setup.forward_context():
-                                loss = client.client_method.loss(client, batch)
+                                loss = client.client_method.objective(client, batch)
                             descent.step(loss)
                             found.append(loss.detach())
                         add_logs(losses, {"train/loss": (found[0] * size, size)})

@@ -411,8 +411,11 @@ def _untouched(alone: _Alone) -> frozenset[str]:
 
 
 def _averages_samples(client_method: ClientMethod) -> bool:
-    return client_method.averages_samples and (
-        client_method.personal is None or client_method.personal.averages_samples
+    personal = client_method.personal
+    return (
+        client_method.averages_samples
+        and all(term.averages_samples for term in client_method.terms)
+        and (personal is None or personal.averages_samples)
     )
 
 

@@ -75,7 +75,7 @@ class Reference:
                 own = (
                     model.loss(batch, len(leaves[0]))
                     if steps
-                    else model.client_method.loss(model, batch)
+                    else model.client_method.objective(model, batch)
                 )
                 if own is None:
                     raise RuntimeError("its training_step returned no loss")

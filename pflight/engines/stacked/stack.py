@@ -205,14 +205,14 @@ class Stack:
         """Return what a client minimises, and what its training step would log of it."""
         models = [self._client(tensors, weights)]
         with CheckedEmbeddings(), _attention_on(self.module.device):
-            losses = [self.client_method.loss(models[0], batch)]
+            losses = [self.client_method.objective(models[0], batch)]
             if self.client_method.personal is not None and self.mode.anchored:
                 # The personal loss may look at the shared model, but does not train it.
                 shared = self._client({n: t.detach() for n, t in tensors.items()}, weights)
                 personal = StackedClient(
                     self, self.client_method.personal, tensors, weights, shared
                 )
-                losses.append(self.client_method.personal.loss(personal, batch))
+                losses.append(self.client_method.personal.objective(personal, batch))
                 models.append(personal)
         loss = sum(losses[1:], losses[0])
         own = [model.own_loss for model in models if model.own_loss is not None]

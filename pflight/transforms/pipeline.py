@@ -1,0 +1,168 @@
+"""The transforms of a method, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from pflight.errors import ConfigurationError
+from pflight.states.state import StateLayout, entries
+from pflight.states.updates import ClientUpdates
+
+from .base import STAGES, Draw, Transform
+
+ERROR = "error"
+"""The entry of a client's memory that holds what compression left out."""
+
+
+class Pipeline:
+    """What becomes of updates before they travel: clip, then noise, then compress.
+
+    Args:
+        transforms: At most one of each stage, in any order.
+        layout: The layout of the clients' states.
+        returns: Names of all that clients send back.
+        gradients: Whether they send gradients, which are changed as they are, and no models.
+
+    Attributes:
+        parameters: Names of the parameters that are changed.
+        buffers: Names of the buffers that are clipped with them.
+        size: Number of parameters d.
+        remembers: Whether clients remember what compression leaves out.
+    """
+
+    def __init__(
+        self,
+        transforms: Iterable[Transform],
+        layout: StateLayout,
+        returns: Collection[str],
+        gradients: bool = False,
+    ) -> None:
+        self.transforms = sorted(transforms, key=lambda one: STAGES.index(one.stage))
+        added, sent = {*layout.own, *layout.extra}, {*returns}
+        shared = [n for n in layout.shared_parameters if n in sent and n not in added]
+        floating = [n for n in layout.averaged if n in sent and n not in added]
+        self.parameters = [n for n in shared if layout.template[n].is_floating_point()]
+        self.buffers = [n for n in floating if layout.template[n].is_floating_point()]
+        self.gradients = gradients
+        if gradients:
+            self.buffers = []
+        self.layout = layout
+        self.size = sum(layout.template[name].numel() for name in self.parameters)
+        self.remembers = any(one.error_feedback for one in self.transforms)
+
+    def __bool__(self) -> bool:
+        """Whether anything is changed."""
+        return bool(self.transforms and self.parameters)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the updates: that of the most exact parameter."""
+        dtype = torch.float32
+        for name in (*self.parameters, *self.buffers):
+            dtype = torch.promote_types(dtype, self.layout.template[name].dtype)
+        return dtype
+
+    @property
+    def slot(self) -> str:
+        """Where a client remembers what is left out."""
+        return "transforms.gradients" if self.gradients else "transforms"
+
+    def empty_memory(self, count: int, device: torch.device) -> TensorDict:
+        """Return what clients ``[C]`` remember at first: nothing was left out."""
+        zeros = torch.zeros(1, self.size, dtype=self.dtype, device=device)
+        return TensorDict({ERROR: zeros.expand(count, -1)}, batch_size=[count])
+
+    @property
+    def bytes_kept(self) -> int:
+        """Bytes that each client remembers."""
+        return self.size * self.dtype.itemsize * self.remembers
+
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes by which a message is smaller than one with all parameters."""
+        dense = self.size * self.dtype.itemsize
+        itemsize = self.dtype.itemsize
+        packed = min([dense, *(one.nbytes(self.size, itemsize) for one in self.transforms)])
+        full = sum(self.layout.template[name].nbytes for name in self.parameters)
+        return full - packed if packed < dense else 0
+
+    def run(
+        self,
+        sent: Mapping[str, Tensor],
+        updates: ClientUpdates,
+        memory: TensorDict | None,
+        random: Callable[[int], torch.Generator],
+    ) -> tuple[ClientUpdates, TensorDict | None]:
+        """Return the updates as they travel, and what the clients remember of them ``[C]``.
+
+        Where nothing changes, the tensors are the trained ones.
+
+        Args:
+            sent: What these clients were sent ``[C]``.
+            updates: What they have trained.
+            memory: What they remember ``[C]``, or ``None`` for nothing.
+            random: Returns what draws random numbers for a client.
+        """
+        if not self or not len(updates.clients):
+            return updates, None
+        states = updates.states
+        before = self._joined(states, self.parameters + self.buffers, sent)
+        w = before
+        if memory is not None:
+            w = before.clone()
+            w[:, : self.size] += memory[ERROR].to(before)
+        draw = Draw([random(client) for client in updates.clients.tolist()], w[:, : self.size])
+        left = None
+        for one in self.transforms:
+            if one.stage == "clip":
+                w = one(w, draw)
+                continue
+            short = w[:, : self.size]
+            changed = one(short, draw)
+            if one.error_feedback:
+                left = short - changed
+            w = torch.cat([changed, w[:, self.size :]], dim=1)
+        # A sparse message is the difference; only a full one can hold the model as it was trained.
+        same = (w == before).all(dim=1) if not self.bytes_saved else w.new_zeros(len(w)).bool()
+        message = dict(entries(states))
+        for name, part in self._parts(w):
+            here = states[name]
+            base = torch.zeros_like(here) if self.gradients else sent[name].to(here)
+            moved = base + part.view_as(here).to(here)
+            message[name] = torch.where(same.view(-1, *[1] * (here.dim() - 1)), here, moved)
+        memory = None
+        if self.remembers and left is not None:
+            memory = TensorDict({ERROR: left}, batch_size=[len(left)])
+        how: dict[str, Any] = {"states": TensorDict(message, batch_size=states.batch_size)}
+        if self.bytes_saved:
+            how |= {"bytes_saved": self.bytes_saved, "changes": w[:, : self.size]}
+        return replace(updates, **how), memory
+
+    def _joined(
+        self, states: TensorDict, names: Sequence[str], sent: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return the updates ``[C, d]``: all entries of each client in one row."""
+        parts = []
+        for name in names:
+            here = states[name]
+            if not self.gradients:
+                if name not in sent:
+                    raise ConfigurationError(
+                        f"{self.transforms[0].title} changes what clients send by what they were "
+                        f"sent, but they were not sent {name}"
+                    )
+                here = here - sent[name].to(here)
+            parts.append(here.flatten(1) if here.dim() > 1 else here.unsqueeze(1))
+        return torch.cat([part.to(self.dtype) for part in parts], dim=1)
+
+    def _parts(self, updates: Tensor) -> list[tuple[str, Tensor]]:
+        """Return the entries of updates ``[C, d]`` by name."""
+        names = self.parameters + self.buffers
+        sizes = [self.layout.template[name].numel() for name in names]
+        return [*zip(names, updates.split(sizes, dim=1), strict=True)]
