@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning import LightningModule
@@ -142,6 +142,10 @@ class APPLE(StoredModels):
         Luo and Wu, Adapt to Adaptation: Learning Personalization for Cross-Silo Federated Learning,
         IJCAI 2022, https://arxiv.org/abs/2110.08394.
     """
+
+    refuses: ClassVar[Mapping[str, str]] = {
+        "private": "its clients mix all entries of each other's models",
+    }
 
     def __init__(
         self,

@@ -67,6 +67,8 @@ class FedBABU(FedAvg):
         2022, https://arxiv.org/abs/2106.06042.
     """
 
+    owns_head = True
+
     def __init__(
         self,
         weighting: Literal["samples", "uniform"] = "samples",

@@ -180,6 +180,8 @@ class FedCP(FedAvg):
         Conditional Policy, KDD 2023, https://arxiv.org/abs/2307.01217.
     """
 
+    owns_head = True
+
     def __init__(
         self,
         lam: float | None = None,

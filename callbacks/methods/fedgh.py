@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -91,6 +92,12 @@ class FedGH(ServerCallback):
     """
 
     client_method = Reporting()
+
+    refuses: ClassVar[Mapping[str, str]] = {
+        "private": "its clients keep their whole model, and get the server's head",
+        "term": "its server sends a head alone, which clients train no further",
+        "transform": "its clients send prototypes, and no model",
+    }
 
     def __init__(
         self,

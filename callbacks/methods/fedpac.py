@@ -171,6 +171,8 @@ class FedPAC(FedAvg):
         Collaboration, ICLR 2023, https://arxiv.org/abs/2306.11867.
     """
 
+    owns_head = True
+
     def __init__(
         self,
         lam: float | None = None,

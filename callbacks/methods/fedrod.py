@@ -181,6 +181,8 @@ class FedRoD(FedAvg):
         Classification, ICLR 2022, https://arxiv.org/abs/2107.00778.
     """
 
+    owns_head = True
+
     def __init__(
         self,
         gamma: float | None = None,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -30,6 +31,8 @@ class FedSGD(FedAvg):
         buffers: As in :class:`ServerCallback`.
     """
 
+    sends_gradients = True
+
     def __init__(
         self,
         lr: PositiveFloat = 0.01,
@@ -45,6 +48,12 @@ class FedSGD(FedAvg):
         """Make the server's model; raise for clients with manual optimization."""
         super().setup_server()
         check_gradients(self.clients.module, "FedSGD")
+        if "proximal" in self.modifiers:
+            rank_zero_warn("FedSGD + Proximal is FedSGD: where a gradient is taken, the pull is 0")
+        if "private" in self.modifiers:
+            rank_zero_warn(
+                "FedSGD + Private: clients take no step, so private layers stay as they are"
+            )
 
     def configure_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Return SGD with this callback's step size."""

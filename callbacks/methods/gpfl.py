@@ -163,6 +163,8 @@ class GPFL(FedAvg):
         Personalized Federated Learning, ICCV 2023, https://arxiv.org/abs/2308.10279.
     """
 
+    owns_head = True
+
     def __init__(
         self,
         lam: float | None = None,

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -95,6 +96,12 @@ class IFCA(MultiCenter):
         """Make K models, and either deal clients into groups or make the models different."""
         check_losses(self.clients.module, "IFCA")
         super().setup_server()
+        private = self.modifiers.get("private")
+        if private is not None and private.needs_head:
+            rank_zero_warn(
+                "IFCA + private head: a client's own head fits the body that it had last, so that "
+                "it may never choose another cluster"
+            )
         self._chosen = torch.full_like(self.assignments, -1)
         clients = self.clients.trainable
         random = generator(Purpose.SERVER, self.clients.seed)

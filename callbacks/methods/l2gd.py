@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from tensordict import TensorDict
@@ -52,6 +54,12 @@ class L2GD(FedAvg):
     """
 
     outer_method = StepsToMean()
+
+    refuses: ClassVar[Mapping[str, str]] = {
+        "private": "its clients keep and send all entries",
+        "term": "its clients start from models of their own, and not from the server's",
+        "transform": "its clients also send when they were sent nothing",
+    }
 
     def __init__(
         self, alpha: PositiveFloat = 1.0, lam: NonNegativeFloat = 0.5, p: OpenUnitInterval = 0.9

@@ -235,6 +235,8 @@ class PFedFDA(FedAvg):
         NeurIPS 2024, https://arxiv.org/abs/2411.00329.
     """
 
+    owns_head = True
+
     def __init__(
         self,
         ridge: float | None = None,

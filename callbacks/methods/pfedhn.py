@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -82,6 +82,10 @@ class PFedHN(ServerCallback):
         Shamsian et al., Personalized Federated Learning using Hypernetworks, ICML 2021,
         https://arxiv.org/abs/2103.04628.
     """
+
+    refuses: ClassVar[Mapping[str, str]] = {
+        "private": "its hypernetwork generates all layers but those of its own option",
+    }
 
     def __init__(
         self,

@@ -51,6 +51,7 @@ class RunRecord:
         check_finite(callback.state_dict(), type(callback).__name__, clients.last_round)
         return {
             **self._must_agree(callback),
+            "modifiers": self._modifiers(callback),
             "engine": self._engine(),
             "head": marked(clients.module),
             "frozen": self._digests(),
@@ -72,6 +73,12 @@ class RunRecord:
         """
         record = checkpoint.get("pflight", {})
         check_record(record, self._must_agree(callback))
+        saved, here = record.get("modifiers", []), self._modifiers(callback)
+        if saved != here:
+            raise ConfigurationError(
+                f"the checkpoint does not fit this federation: it was made with modifiers "
+                f"{' and '.join(saved) or 'none'}, and here they are {' and '.join(here) or 'none'}"
+            )
         frozen = record.get("frozen", {})
         if any(f"server.0.{name}" not in checkpoint["state_dict"] for name in frozen):
             check_frozen(frozen, self._digests())
@@ -109,6 +116,10 @@ class RunRecord:
             "server_models": len(clients.server),
             "layout": clients.layout.describe(),
         }
+
+    @staticmethod
+    def _modifiers(callback: ServerCallback) -> list[str]:
+        return [repr(one) for one in callback.active_modifiers]
 
     def _engine(self) -> dict[str, Any] | None:
         """Return the choice of the engine, which decides a run's last bits."""
