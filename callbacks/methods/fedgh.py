@@ -21,6 +21,7 @@ from pflight.states.updates import ClientUpdates
 
 from .clustering import gather_states
 from .prototypes import COUNTS, MEANS, Prototypes, Prototypical, prototype_bytes
+from .registry import Method
 
 
 @checked
@@ -182,3 +183,6 @@ class FedGH(ServerCallback):
     def bytes_up(self, updates: ClientUpdates) -> int:
         """Return the bytes of the clients' prototypes, each with its class."""
         return prototype_bytes(updates)
+
+
+METHODS = (Method("FedGH", FedGH, "FedGH(server_lr)", "its own model", needs="a head and classes"),)
