@@ -8,10 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from pflight.callbacks.methods.registry import Method
 from pflight.command import catalogue
@@ -19,7 +21,7 @@ from pflight.errors import ConfigurationError
 from pflight.models import Classifier
 from tests.algorithm_tester import shipped
 from tests.pages import ROOT
-from tests.runs import batchnorm_client, run, small_data
+from tests.runs import CLASSES, FEATURES, batchnorm_client, network_client, run, small_data
 
 METHODS = list(shipped())
 MADE = {
@@ -213,6 +215,17 @@ class ByHand(Classifier):
         optimizer.step()
 
 
+class Times(nn.Module):
+    """A linear map that is no linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(FEATURES, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
 TESTED = [method for method in METHODS if method.tested]
 
 
@@ -221,9 +234,16 @@ TESTED = [method for method in METHODS if method.tested]
 def test_entries_say_what_methods_need(method: Method) -> None:
     callback = method.callback(**method.tested[""])
     assert callback.client_method.needs_classes == (method.needs == "a head and classes")
-    client, data = batchnorm_client(ByHand), small_data()
-    if method.manual:
-        run(client, data, callback)
-    else:
-        with pytest.raises(ConfigurationError, match="manual optimization"):
-            run(client, data, callback)
+    said = None if method.manual else "manual optimization"
+    with refusal(said):
+        run(batchnorm_client(ByHand), small_data(), method.callback(**method.tested[""]))
+    said = "no linear layer that could be its head" if method.needs else None
+    if method.name == "FeSEM-MA":  # whose matching asks for more
+        said = "matching needs a chain"
+    with refusal(said):
+        network = nn.Sequential(nn.BatchNorm1d(FEATURES), Times())
+        run(network_client(network), small_data(), callback)
+
+
+def refusal(said: str | None) -> AbstractContextManager[object]:
+    return nullcontext() if said is None else pytest.raises(ConfigurationError, match=said)
