@@ -1,10 +1,14 @@
-"""What every algorithm must stand, whatever it computes: a new one adds one line to the list."""
+"""What every algorithm must stand, whatever it computes. The list is made from methods' entries."""
 
 from __future__ import annotations
 
 import copy
+import importlib
+import os
 import pickle
-from collections.abc import Callable, Iterable
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,53 +19,8 @@ from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 
 from pflight import Federation
-from pflight.callbacks import (
-    APFL,
-    APPLE,
-    CFL,
-    GPFL,
-    IFCA,
-    L2GD,
-    MOON,
-    SCAFFOLD,
-    Ditto,
-    FedALA,
-    FedAMP,
-    FedAS,
-    FedAvg,
-    FedBABU,
-    FedCAC,
-    FedCP,
-    FedDANE,
-    FedDBE,
-    FedDyn,
-    FedEC,
-    FedExP,
-    FedFomo,
-    FedGH,
-    FedLC,
-    FedNova,
-    FedPAC,
-    FedProto,
-    FedProx,
-    FedRep,
-    FedRoD,
-    FedRS,
-    FedSGD,
-    FeSEM,
-    HeurFedAMP,
-    KNNPer,
-    Local,
-    PerFedAvg,
-    PFedFDA,
-    PFedHN,
-    PFedLA,
-    PFedMe,
-    Reptile,
-    ServerCallback,
-    SharedPart,
-    TrimmedKMeans,
-)
+from pflight.callbacks import FedAvg, FedFomo, FeSEM, Reptile, ServerCallback, methods
+from pflight.callbacks.methods.registry import Method
 from pflight.datamodules import TensorClients
 from pflight.method import PERSONAL
 from pflight.models import Classifier, ElasticClient, ProximalClient
@@ -93,91 +52,31 @@ class Algorithm(NamedTuple):
     tolerance: float = 1e-9
 
 
+def shipped() -> Iterator[Method]:
+    """Yield the entries of the shipped methods."""
+    for module in pkgutil.iter_modules(methods.__path__):
+        found = importlib.import_module(f"{methods.__name__}.{module.name}")
+        yield from getattr(found, "METHODS", ())
+
+
 ALGORITHMS = {
-    "FedAvg": Algorithm(FedAvg),
-    "FedAvg-uniform": Algorithm(lambda: FedAvg("uniform")),
-    "FedAvg-local-buffers": Algorithm(lambda: FedAvg(buffers="local")),
-    "FedAvg-reset-buffers": Algorithm(lambda: FedAvg(buffers="reset")),
-    "FedProx": Algorithm(FedProx),
+    f"{method.name}-{variant}".removesuffix("-"): Algorithm(
+        partial(method.callback, **options), tolerance=method.tolerance
+    )
+    for method in shipped()
+    for variant, options in method.tested.items()
+}
+ALGORITHMS |= {  # what is no method by itself
     "FedProx-named": Algorithm(FedAvg, ProximalClient),
-    "FedSGD": Algorithm(FedSGD),
-    "FedSGD-batches": Algorithm(lambda: FedSGD(batches=1)),
-    "Local": Algorithm(Local),
-    "FedDist": Algorithm(lambda: Reptile(lr=0.6)),
-    "FedDWS": Algorithm(lambda: Reptile("samples", lr=0.6)),
-    "FedEC": Algorithm(FedEC),
-    "FedEC-l2": Algorithm(lambda: FedEC(constraint="l2")),
     "FedEC-named": Algorithm(Reptile, ElasticClient),
-    "FeSEM": Algorithm(lambda: FeSEM(2, mu=0.1)),
     "FeSEM-sample": Algorithm(lambda: FeSEM(2, init_clients=3), ProximalClient),
-    "FeSEM-auto": Algorithm(lambda: FeSEM("auto", candidates=(1, 2), criterion="distance", mu=0.1)),
-    "FeSEM-MA": Algorithm(lambda: FeSEM(2, matching="bbp_map", mu=0.1)),
-    "pFedLA": Algorithm(PFedLA),
-    "pFedLA-relu-norm": Algorithm(lambda: PFedLA(weights="relu_norm")),
-    "HeurpFedLA": Algorithm(lambda: PFedLA(retain=1)),
-    "CFL": Algorithm(CFL),
-    "CFL-splitting": Algorithm(lambda: CFL(eps1=1e3, eps2=0, min_size=1, warmup=0)),
-    "IFCA": Algorithm(lambda: IFCA(2)),
-    "IFCA-cohort": Algorithm(lambda: IFCA(2, group_rounds=2, divide_by="cohort", buffers="local")),
-    "TrimmedKMeans": Algorithm(lambda: TrimmedKMeans(2, init_epochs=2)),
-    "TrimmedKMeans-median": Algorithm(
-        lambda: TrimmedKMeans(
-            2, beta=0.4, init_epochs=1, trim="radius", estimate="median", buffers="reset"
-        )
-    ),
-    "FedPer": Algorithm(lambda: SharedPart(Layers(last=1))),
-    "LG-FedAvg": Algorithm(lambda: SharedPart(shared=Layers(last=1))),
-    "FedBN": Algorithm(lambda: SharedPart(Layers(types=nn.modules.batchnorm._BatchNorm))),
-    "FedRep": Algorithm(FedRep),
-    "pFedHN": Algorithm(PFedHN),
-    "FedFomo": Algorithm(FedFomo),
-    "FedALA": Algorithm(FedALA),
-    "Ditto": Algorithm(Ditto),
-    "APFL": Algorithm(APFL),
-    "APFL-adaptive": Algorithm(lambda: APFL(alpha_lr=0.1)),
-    "pFedMe": Algorithm(lambda: PFedMe(train_newcomers=False)),
-    "L2GD": Algorithm(L2GD),
-    "Per-FedAvg": Algorithm(lambda: PerFedAvg(steps=0)),
-    "SCAFFOLD": Algorithm(SCAFFOLD),
-    "SCAFFOLD-I": Algorithm(lambda: SCAFFOLD(option="I")),
-    "FedDANE": Algorithm(lambda: FedDANE(same_set=True)),
-    "MOON": Algorithm(MOON),
-    "FedProto": Algorithm(FedProto),
-    "FedProto-class": Algorithm(lambda: FedProto(align="class", weighting="uniform")),
-    "FedPAC": Algorithm(FedPAC),
-    "FedCP": Algorithm(FedCP),
-    "GPFL": Algorithm(GPFL),
-    # A minimum that is searched for is found to the root of what rounding leaves of a number.
-    "pFedFDA": Algorithm(PFedFDA, tolerance=1e-7),
-    "kNN-Per": Algorithm(lambda: KNNPer(k=3)),
-    "FedGH": Algorithm(FedGH),
-    "FedAS": Algorithm(lambda: FedAS(align_lr=0.1)),
-    "FedRoD": Algorithm(FedRoD),
-    "FedRoD-hyper": Algorithm(lambda: FedRoD(personal="hyper", buffers="local")),
-    "FedDBE": Algorithm(FedDBE),
-    "FedDBE-cohort": Algorithm(lambda: FedDBE(kappa=1.0, mu=0.5, init="cohort")),
-    "FedDyn": Algorithm(FedDyn),
-    "FedDyn-size": Algorithm(lambda: FedDyn(a=0.1, size=True, judged="mean")),
-    "FedNova": Algorithm(FedNova),
-    "FedNova-proximal": Algorithm(lambda: FedNova(mu=0.1, tau_eff="steps")),
-    "FedExP": Algorithm(FedExP),
-    "FedBABU": Algorithm(lambda: FedBABU(head=Layers(types=nn.BatchNorm1d))),
-    "FedBABU-body": Algorithm(lambda: FedBABU(head=Layers(types=nn.BatchNorm1d), finetune="body")),
-    "FedAMP": Algorithm(lambda: FedAMP(alpha=1.0, alpha_decay=0.5, decay_rounds=2)),
-    "FedAMP-personal": Algorithm(lambda: FedAMP(alpha=2.0, start="personal")),
-    "HeurFedAMP": Algorithm(HeurFedAMP),
-    "FedCAC": Algorithm(lambda: FedCAC(tau=0.15)),
-    "FedCAC-local": Algorithm(lambda: FedCAC(tau=0.15, beta=2.0, judged="local")),
-    "APPLE": Algorithm(lambda: APPLE(weights_lr=0.05)),
-    "FedRS": Algorithm(FedRS),
-    "FedRS-soft": Algorithm(lambda: FedRS(0.1, "soft")),
-    "FedLC": Algorithm(FedLC),
-    "FedLC-counted": Algorithm(lambda: FedLC(0.5, "counted")),
     "FedDyn-own": Algorithm(own_methods.MyFedDyn),
     "FedBABU-own": Algorithm(lambda: own_methods.MyFedBABU(Layers(types=nn.BatchNorm1d))),
     "Halfway-own": Algorithm(own_methods.Halfway),
     "Scaled-own": Algorithm(own_methods.Scaled),
 }
+CHOSEN = os.environ.get("PFLIGHT_METHOD", "").lower()
+"""Part of the names of the algorithms that `./check method` runs; tests of others are not made."""
 
 
 ONE_OF_EACH_KIND = ("FedAvg", "FedSGD", "FeSEM", "FedEC", "pFedLA", "Ditto", "SCAFFOLD", "FedRep")
@@ -190,6 +89,7 @@ def of_each_kind(names: Iterable[str]) -> list[ParameterSet]:
     return [
         pytest.param(name, id=name, marks=() if name in ONE_OF_EACH_KIND else alike)
         for name in names
+        if CHOSEN in name.lower()
     ]
 
 

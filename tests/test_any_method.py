@@ -15,33 +15,28 @@ from torchmetrics import MeanAbsoluteError
 
 from pflight import Federation
 from pflight.callbacks import FeSEM, ServerCallback
+from pflight.command import catalogue
 from pflight.datamodules import DatasetClients, FederatedDataModule, TensorClients
 from pflight.errors import ConfigurationError
 from pflight.models import MLP, Classifier
+from tests.algorithm_tester import shipped
 from tests.pages import ROOT
 from tests.runs import quiet_trainer
 
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs" / "algorithm").glob("*.yaml"))}
+WITH_CLASSES = {
+    f"pflight.callbacks.{method.callback.__name__}"
+    for method in shipped()
+    if method.needs == "a head and classes"
+}
 NEED_CLASSES = {  # and what is said before the start
     "fedec": "constraint 'kl' compares logits",
     "fesem_ma": "FeSEM: matching, .* needs logits and classes: .* not Diabetes",
     "fesem_auto": "FeSEM: criterion 'accuracy', unlike 'distance', needs logits and classes",
-    **dict.fromkeys(
-        [
-            "fedas",
-            "fedgh",
-            "fedlc",
-            "fedpac",
-            "fedproto",
-            "fedrod",
-            "fedrod_hyper",
-            "fedrs",
-            "gpfl",
-            "knnper",
-            "pfedfda",
-        ],
-        "the algorithm needs classes, and Diabetes has no num_classes",
-    ),
+} | {
+    entry.name: "the algorithm needs classes, and Diabetes has no num_classes"
+    for entry in catalogue.methods()
+    if entry.class_path in WITH_CLASSES
 }
 
 

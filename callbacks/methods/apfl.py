@@ -12,6 +12,7 @@ from pflight.models.client_methods.personal import Personal
 from pflight.options import checked
 
 from .personal import PersonalFedAvg
+from .registry import Method
 
 
 @checked
@@ -60,3 +61,14 @@ class APFL(PersonalFedAvg):
     def mixing(self, clients: Tensor) -> Tensor:
         r"""Return :math:`\alpha_i` of the clients ``[C]``."""
         return self.personalize(clients)[f"{OWN}alpha"]
+
+
+METHODS = (
+    Method(
+        "APFL",
+        APFL,
+        "APFL(alpha=0.5)",
+        "a mixture of two models",
+        tested={"": {}, "adaptive": {"alpha_lr": 0.1}},
+    ),
+)

@@ -19,6 +19,7 @@ from pflight.runs.host import check_fits
 from pflight.states.state import StateLayout, state_bytes
 
 from .gradients import check_gradients
+from .registry import Method
 from .stored import StoredModels
 
 _SHIFT, _SHARES, _SELF, _PULL = (f"{OWN}{name}" for name in ("shift", "shares", "self", "pull"))
@@ -237,3 +238,14 @@ class APPLE(StoredModels):
     def state_dict(self) -> dict[str, Any]:
         """Return which clients have answered, and their shares, for the checkpoint."""
         return {**super().state_dict(), "shares": self.shares}
+
+
+METHODS = (
+    Method(
+        "APPLE",
+        APPLE,
+        "APPLE(weights_lr, mu)",
+        "its own mixture of models",
+        tested={"": {"weights_lr": 0.05}},
+    ),
+)

@@ -16,6 +16,7 @@ from pflight.states.updates import ClientUpdates
 
 from .clustering import Linkage, bipartition
 from .multi_center import MultiCenter
+from .registry import Method
 
 
 class Split(NamedTuple):
@@ -225,3 +226,15 @@ class CFL(MultiCenter):
         del self.server[len(splits) + 1 :]
         self.add_centers(len(splits) + 1)
         super().load_state_dict({**state_dict, "splits": splits})
+
+
+METHODS = (
+    Method(
+        "CFL",
+        CFL,
+        "CFL(eps1, eps2)",
+        "its cluster's model",
+        manual=True,
+        tested={"": {}, "splitting": {"eps1": 1e3, "eps2": 0, "min_size": 1, "warmup": 0}},
+    ),
+)

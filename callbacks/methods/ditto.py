@@ -9,6 +9,7 @@ from pflight.models.client_methods.proximal import Proximal
 from pflight.options import NonNegativeFloat, checked
 
 from .personal import PersonalFedAvg
+from .registry import Method
 
 
 @checked
@@ -46,3 +47,6 @@ class Ditto(PersonalFedAvg):
     ) -> None:
         super().__init__(weighting, buffers)
         self.client_method = Personal(self.use_client_method(Proximal, mu=lam))
+
+
+METHODS = (Method("Ditto", Ditto, "Ditto(lam=0.1)", "its own model"),)

@@ -10,6 +10,7 @@ from pflight.models.client_methods.fedala import AdaptiveMixture
 from pflight.options import checked
 
 from .gradients import check_losses
+from .registry import Method
 
 
 @checked
@@ -68,3 +69,6 @@ class FedALA(FedAvg):
         layout = self.clients.layout
         mixed = self.outer_method.mixed(layout)
         return super().bytes_kept + 2 * sum(layout.template[name].nbytes for name in mixed)
+
+
+METHODS = (Method("FedALA", FedALA, "FedALA(layers)", "its own model, mixed with the server's"),)

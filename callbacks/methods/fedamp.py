@@ -23,6 +23,7 @@ from pflight.options import (
 from pflight.states.state import entries, rows
 
 from .hypernetworks import weighted_sums
+from .registry import Method
 from .stored import StoredModels
 
 _PULL, _CLOUD = f"{OWN}pull", f"{OWN}cloud."
@@ -267,3 +268,19 @@ class HeurFedAMP(FedAMP):
         lengths = norms[clients].unsqueeze(1).sqrt() * norms.sqrt()
         logits = (self.sigma * products / lengths.clamp(min=1e-8)).masked_fill(~others, -torch.inf)
         return (1 - own) * logits.softmax(dim=1).nan_to_num(0)  # nothing if there are no others
+
+
+METHODS = (
+    Method(
+        "FedAMP",
+        FedAMP,
+        "FedAMP(lam, alpha, sigma)",
+        "its own model",
+        manual=True,
+        tested={
+            "": {"alpha": 1.0, "alpha_decay": 0.5, "decay_rounds": 2},
+            "personal": {"alpha": 2.0, "start": "personal"},
+        },
+    ),
+    Method("HeurFedAMP", HeurFedAMP, "HeurFedAMP(sigma)", "its own model", manual=True),
+)

@@ -23,6 +23,7 @@ from pflight.states.state import StateLayout, entries
 from pflight.states.updates import ClientUpdates
 
 from .prototypes import own_prototypes
+from .registry import Method
 
 _FISHER = f"{EXTRA}.fisher"
 _LEAST = 1e-30  # weight of a sample, which counts where nobody has a gradient
@@ -248,3 +249,15 @@ class FedAS(FedAvg):
     def broadcast(self, clients: Tensor) -> TensorDict:
         """Return the body."""
         return super().broadcast(clients).exclude(_FISHER)
+
+
+METHODS = (
+    Method(
+        "FedAS",
+        FedAS,
+        "FedAS(align_lr)",
+        "its own model",
+        needs="a head and classes",
+        tested={"": {"align_lr": 0.1}},
+    ),
+)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from lightning import LightningModule
+from torch import nn
 
 from pflight.fedavg import FedAvg
 from pflight.method import Phase
 from pflight.models.client_methods.fedrep import HeadFirst
 from pflight.options import checked
 from pflight.states.layers import Layers
+
+from .registry import Method
 
 
 @checked
@@ -91,3 +94,18 @@ class FedBABU(FedAvg):
         client_method: Any = self.clients.client_method
         body = client_method.parts(self.clients.module)["body"]
         return tuple(name for name in super().sent_names if name in body)
+
+
+METHODS = (
+    Method(
+        "FedBABU",
+        FedBABU,
+        "FedBABU(finetune)",
+        "a fine-tuned copy",
+        manual=True,
+        tested={
+            "": {"head": Layers(types=nn.BatchNorm1d)},
+            "body": {"head": Layers(types=nn.BatchNorm1d), "finetune": "body"},
+        },
+    ),
+)

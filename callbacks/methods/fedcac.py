@@ -15,6 +15,7 @@ from pflight.runs.distributed import share_owned
 from pflight.states.state import StateModule, rows
 from pflight.states.updates import ClientUpdates
 
+from .registry import Method
 from .stored import StoredModels
 
 _ROUNDING = 1e-9  # 0.7 * 90 is 62.99999999999999
@@ -181,3 +182,15 @@ class FedCAC(StoredModels):
     def server_states(self) -> list[dict[str, Tensor]]:
         r"""Return :math:`\Theta`."""
         return [self.server.tensors(0)]
+
+
+METHODS = (
+    Method(
+        "FedCAC",
+        FedCAC,
+        "FedCAC(tau, beta)",
+        "its own mixture of models",
+        manual=True,
+        tested={"": {"tau": 0.15}, "local": {"tau": 0.15, "beta": 2.0, "judged": "local"}},
+    ),
+)

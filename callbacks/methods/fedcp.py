@@ -19,6 +19,8 @@ from pflight.states.head import EXTRA, Head
 from pflight.states.layers import body_names
 from pflight.states.state import StateLayout
 
+from .registry import Method
+
 _CONTEXT = f"{EXTRA}.context"
 _SCALES = 10.0, 15.0, 20.0, 50.0  # of the kernels
 
@@ -203,3 +205,8 @@ class FedCP(FedAvg):
             mean[own] = mean[shared]
         mean[_CONTEXT] = mean[f"{EXTRA}.head.weight"].sum(0)
         return mean
+
+
+METHODS = (
+    Method("FedCP", FedCP, "FedCP(lam)", "shared body, two heads and a policy", needs="a head"),
+)

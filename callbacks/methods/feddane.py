@@ -17,6 +17,7 @@ from pflight.randomness import Purpose, derive_seed
 from pflight.states.state import WeightedMean, entries
 
 from .gradients import check_gradients
+from .registry import Method
 
 
 @checked
@@ -99,3 +100,14 @@ class FedDANE(FedAvg):
         lacking = clients[~torch.isin(clients, self.informed)]
         gradient = sent.exclude(*self.sent_names)
         return super().bytes_down(lacking, model) + super().bytes_down(clients, gradient)
+
+
+METHODS = (
+    Method(
+        "FedDANE",
+        FedDANE,
+        "FedDANE(same_set, mu=0.1)",
+        "the server's model",
+        tested={"": {"same_set": True}},
+    ),
+)

@@ -16,6 +16,8 @@ from pflight.options import ClosedUnitInterval, NonNegativeFloat, checked
 from pflight.states.head import EXTRA, Head
 from pflight.states.state import StateLayout, WeightedMean
 
+from .registry import Method
+
 _MEAN, _KNOWN = f"{EXTRA}.mean", f"{EXTRA}.known"
 
 
@@ -203,3 +205,15 @@ class FedDBE(FedAvg):
         size = super().bytes_down(lacking, sent.select(*self.returned))
         known, new = bool(self.server.tensors(0)[_KNOWN]), ~self.clients.has_memory(clients)
         return size + known * int(new.sum()) * sent[_MEAN][:1].nbytes
+
+
+METHODS = (
+    Method(
+        "FedDBE",
+        FedDBE,
+        "FedDBE(kappa, mu)",
+        "shared model, own bias on features",
+        needs="a head",
+        tested={"": {}, "cohort": {"kappa": 1.0, "mu": 0.5, "init": "cohort"}},
+    ),
+)

@@ -17,6 +17,7 @@ from pflight.states.state import StateModule, WeightedMean, entries, expand_stat
 from pflight.states.updates import ClientUpdates
 
 from .personal import PersonalFedAvg
+from .registry import Method
 
 
 @checked
@@ -201,3 +202,15 @@ class FedDyn(PersonalFedAvg):
             lead[name] += share.to(theta) * (mean[name] - theta)
             mean[name] = mean[name] + lead[name]
         return mean
+
+
+METHODS = (
+    Method(
+        "FedDyn",
+        FedDyn,
+        "FedDyn(a)",
+        "the server's model",
+        manual=True,
+        tested={"": {}, "size": {"a": 0.1, "size": True, "judged": "mean"}},
+    ),
+)

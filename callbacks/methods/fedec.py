@@ -7,6 +7,7 @@ from typing import Literal
 from pflight.models.client_methods.elastic import Elastic
 from pflight.options import checked
 
+from .registry import Method
 from .reptile import Reptile
 
 
@@ -55,3 +56,17 @@ class FedEC(Reptile):
         client_method = self.use_client_method(Elastic, alpha=alpha)
         client_method.constraint = constraint
         self.chooses_client_method |= constraint != "kl"
+
+
+METHODS = (
+    Method("FedEC", FedEC, "FedEC(alpha)", "its own model"),
+    Method(
+        "FedEC-l2",
+        FedEC,
+        'FedEC(alpha, constraint="l2")',
+        "its own model",
+        manual=True,
+        tested={"": {"constraint": "l2"}},
+    ),
+    Method("FedEC-wo", FedEC, "FedEC(constraint=None)", "its own model", manual=True, tested={}),
+)

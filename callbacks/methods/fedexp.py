@@ -14,6 +14,8 @@ from pflight.runs.distributed import all_sum
 from pflight.states.state import StateModule, expand_state, squared_distance
 from pflight.states.updates import ClientUpdates
 
+from .registry import Method
+
 
 @checked
 class FedExP(FedAvg):
@@ -112,3 +114,10 @@ class FedExP(FedAvg):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned."""
         self.steps = state_dict["steps"]
+
+
+METHODS = (
+    Method(
+        "FedExP", FedExP, "FedExP(eps)", "the mean of the server's last two models", manual=True
+    ),
+)

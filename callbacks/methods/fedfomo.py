@@ -23,6 +23,7 @@ from pflight.states.state import entries, rows, state_bytes
 
 from .gradients import check_losses
 from .hypernetworks import weighted_sums
+from .registry import Method
 from .stored import StoredModels
 
 if TYPE_CHECKING:
@@ -192,3 +193,6 @@ class FedFomo(StoredModels):
     def state_dict(self) -> dict[str, Any]:
         """Return which clients have answered and all scores, for the checkpoint."""
         return {**super().state_dict(), "affinity": self.affinity}
+
+
+METHODS = (Method("FedFomo", FedFomo, "FedFomo(num_models)", "its own mixture of models"),)

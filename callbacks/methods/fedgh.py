@@ -22,6 +22,7 @@ from pflight.states.updates import ClientUpdates
 
 from .clustering import gather_states
 from .prototypes import COUNTS, MEANS, Prototypes, Prototypical, prototype_bytes
+from .registry import Method
 
 
 @checked
@@ -189,3 +190,6 @@ class FedGH(ServerCallback):
     def bytes_up(self, updates: ClientUpdates) -> int:
         """Return the bytes of the clients' prototypes, each with its class."""
         return prototype_bytes(updates)
+
+
+METHODS = (Method("FedGH", FedGH, "FedGH(server_lr)", "its own model", needs="a head and classes"),)

@@ -11,6 +11,7 @@ from pflight.fedavg import FedAvg
 from pflight.options import NonNegativeFloat, checked
 
 from .logits import AdjustedLogits
+from .registry import Method
 
 _ABSENT = -1e4  # leaves nothing of a class in the softmax
 _FEW = 1e-8  # samples of a class that has none, where it counts
@@ -80,3 +81,15 @@ class FedLC(FedAvg):
     ) -> None:
         super().__init__(weighting, buffers)
         self.use_client_method(CalibratedLogits, tau=tau, absent=absent)
+
+
+METHODS = (
+    Method(
+        "FedLC",
+        FedLC,
+        "FedLC(tau, absent)",
+        "the server's model",
+        needs="a head and classes",
+        tested={"": {}, "counted": {"tau": 0.5, "absent": "counted"}},
+    ),
+)

@@ -18,6 +18,8 @@ from pflight.options import checked
 from pflight.states.state import WeightedMean
 from pflight.states.updates import ClientUpdates
 
+from .registry import Method
+
 _ROUNDING = 1e-2  # of a path, in half precision
 _PATH, _STEPS = f"{OWN}path", f"{OWN}steps"
 _BITS = 32  # of a number of steps
@@ -166,3 +168,15 @@ class FedNova(FedAvg):
         for name, theta in self.server.tensors(0, self.shared_parameters).items():
             mean[name] = theta + tau.to(theta) * (models[name] - theta)
         return mean
+
+
+METHODS = (
+    Method(
+        "FedNova",
+        FedNova,
+        "FedNova(mu)",
+        "the server's model",
+        manual=True,
+        tested={"": {}, "proximal": {"mu": 0.1, "tau_eff": "steps"}},
+    ),
+)

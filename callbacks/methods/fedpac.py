@@ -26,6 +26,7 @@ from pflight.states.updates import ClientUpdates
 
 from .clustering import gather_states
 from .prototypes import COUNTS, MEANS, ClassMeans, Prototypes, Prototypical, class_sums
+from .registry import Method
 
 _SHARED, _SPREAD = f"{EXTRA}.shared", f"{EXTRA}.spread"
 _HEAD = Layers(head=True)
@@ -272,3 +273,14 @@ def combinations(shared: Vector, spread: Vector, counts: Vector) -> Vector:
             found[found < _SMALLEST] = 0
         row[:] = found / found.sum()
     return weights
+
+
+METHODS = (
+    Method(
+        "FedPAC",
+        FedPAC,
+        "FedPAC(lam, head_lr)",
+        "shared body, own mixture of heads",
+        needs="a head and classes",
+    ),
+)

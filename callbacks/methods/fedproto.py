@@ -18,6 +18,7 @@ from pflight.states.updates import ClientUpdates
 
 from .local import Local
 from .prototypes import COUNTS, MEANS, ClassMeans, Prototypes, Prototypical, prototype_bytes
+from .registry import Method
 
 _OWN, _NEAREST = f"{EXTRA}.own", f"{EXTRA}.nearest"
 
@@ -156,3 +157,15 @@ class FedProto(Local):
         """Return the bytes of the clients' prototypes, with class and number of samples."""
         number = updates.states[COUNTS].element_size()
         return prototype_bytes(updates, number if self.weighting == "samples" else 0)
+
+
+METHODS = (
+    Method(
+        "FedProto",
+        FedProto,
+        "FedProto(lam=1.0)",
+        "its own model",
+        needs="a head and classes",
+        tested={"": {}, "class": {"align": "class", "weighting": "uniform"}},
+    ),
+)

@@ -8,6 +8,8 @@ from pflight.fedavg import FedAvg
 from pflight.models.client_methods.proximal import Proximal
 from pflight.options import checked
 
+from .registry import Method
+
 
 @checked
 class FedProx(FedAvg):
@@ -46,3 +48,6 @@ class FedProx(FedAvg):
     ) -> None:
         super().__init__(weighting, buffers)
         self.use_client_method(Proximal, mu=mu, scaling=scaling)
+
+
+METHODS = (Method("FedProx", FedProx, "FedProx(mu)", "the server's model", manual=True),)

@@ -16,6 +16,8 @@ from pflight.options import NonNegativeFloat, PositiveInt, checked
 from pflight.states.head import EXTRA, Head
 from pflight.states.state import StateLayout
 
+from .registry import Method
+
 _ABSENT = -1e4  # takes the place of ln 0, and leaves nothing of a class in the softmax
 _SHARES = f"{EXTRA}.shares"
 
@@ -205,3 +207,15 @@ class FedRoD(FedAvg):
         """Return the names of what stays with the clients, with personal head or class shares."""
         own = {_SHARES} if _SHARES in layout.extra else {*layout.extra}
         return super().private_names(module, layout) | own
+
+
+METHODS = (
+    Method(
+        "FedRoD",
+        FedRoD,
+        "FedRoD(gamma, personal)",
+        "shared body, two heads",
+        needs="a head and classes",
+        tested={"": {}, "hyper": {"personal": "hyper", "buffers": "local"}},
+    ),
+)

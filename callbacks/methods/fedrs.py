@@ -10,6 +10,7 @@ from pflight.fedavg import FedAvg
 from pflight.options import ClosedUnitInterval, checked
 
 from .logits import AdjustedLogits
+from .registry import Method
 
 
 @checked
@@ -74,3 +75,15 @@ class FedRS(FedAvg):
     ) -> None:
         super().__init__(weighting, buffers)
         self.use_client_method(RestrictedSoftmax, a=a, scaling=scaling)
+
+
+METHODS = (
+    Method(
+        "FedRS",
+        FedRS,
+        "FedRS(a, scaling)",
+        "the server's model",
+        needs="a head and classes",
+        tested={"": {}, "soft": {"a": 0.1, "scaling": "soft"}},
+    ),
+)

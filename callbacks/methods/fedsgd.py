@@ -15,6 +15,7 @@ from pflight.fedavg import FedAvg
 from pflight.options import PositiveFloat, PositiveInt, checked
 
 from .gradients import check_gradients, clipped
+from .registry import Method
 
 
 @checked
@@ -72,3 +73,14 @@ class FedSGD(FedAvg):
         self.mean.all_reduce()
         if self.mean.weights[0] > 0:
             self.server.set_gradients(0, self.mean.compute()[0])
+
+
+METHODS = (
+    Method(
+        "FedSGD",
+        FedSGD,
+        "FedSGD(lr)",
+        "the server's model",
+        tested={"": {}, "batches": {"batches": 1}},
+    ),
+)

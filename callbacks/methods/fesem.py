@@ -35,6 +35,9 @@ from .num_clusters import (
     choose_for,
     select_by_trials,
 )
+from .registry import Method
+
+__all__ = ["FeSEM", "select_num_clusters"]
 
 Distance = Callable[[TensorDict, Mapping[str, Tensor]], Tensor]
 """A function of a stack of states ``[C]`` and a center that returns their distances ``[C]``."""
@@ -270,3 +273,31 @@ def select_num_clusters(
     """
     callback = FeSEM(1) if callback is None else callback
     return select_by_trials(federation, data, candidates, criterion, callback, rounds, **trainer)
+
+
+METHODS = (
+    Method(
+        "FeSEM",
+        FeSEM,
+        "FeSEM(num_clusters, mu=0.1)",
+        "its cluster's model",
+        manual=True,
+        tested={
+            "": {"num_clusters": 2, "mu": 0.1},
+            "auto": {
+                "num_clusters": "auto",
+                "candidates": (1, 2),
+                "criterion": "distance",
+                "mu": 0.1,
+            },
+        },
+    ),
+    Method(
+        "FeSEM-MA",
+        FeSEM,
+        'FeSEM(num_clusters, mu=0.1, matching="bbp_map")',
+        "its cluster's model",
+        manual=True,
+        tested={"": {"num_clusters": 2, "matching": "bbp_map", "mu": 0.1}},
+    ),
+)

@@ -17,6 +17,8 @@ from pflight.states.head import EXTRA, Head
 from pflight.states.layers import head_entries
 from pflight.states.state import StateLayout
 
+from .registry import Method
+
 _EMBEDDING = f"{EXTRA}.embedding"
 _GENERAL, _PERSONAL, _SHARES = (f"{EXTRA}.{name}" for name in ("general", "personal", "shares"))
 _SMALLEST = 1e-8  # length of a row
@@ -178,3 +180,8 @@ class GPFL(FedAvg):
     def private_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
         """Return the names of what stays with the clients, with those of head and class shares."""
         return super().private_names(module, layout) | {_SHARES} | head_entries(module, layout)
+
+
+METHODS = (
+    Method("GPFL", GPFL, "GPFL(lam, mu)", "shared body, own head", needs="a head and classes"),
+)

@@ -20,6 +20,7 @@ from pflight.states.updates import ClientUpdates
 
 from .gradients import check_losses
 from .multi_center import MultiCenter
+from .registry import Method
 
 _NONE = Layers()
 
@@ -195,3 +196,22 @@ class IFCA(MultiCenter):
 def _shuffle(values: Tensor, random: torch.Generator) -> Tensor:
     order = torch.randperm(values.numel(), generator=random)
     return values.detach().flatten()[order.to(values.device)].view_as(values)
+
+
+METHODS = (
+    Method(
+        "IFCA",
+        IFCA,
+        "IFCA(num_clusters)",
+        "the model that fits it best",
+        tested={
+            "": {"num_clusters": 2},
+            "cohort": {
+                "num_clusters": 2,
+                "group_rounds": 2,
+                "divide_by": "cohort",
+                "buffers": "local",
+            },
+        },
+    ),
+)

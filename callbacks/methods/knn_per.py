@@ -15,6 +15,8 @@ from pflight.method import ClientMethod, LocalClient, LocalWork
 from pflight.options import ClosedUnitInterval, PositiveFloat, PositiveInt, checked
 from pflight.states.head import EXTRA, Head
 
+from .registry import Method
+
 _STORE, _LABELS, _SHARE = (f"{EXTRA}.{name}" for name in ("store", "labels", "share"))
 _SHARES = 10  # steps of lam from 0 to 1
 _UNKNOWN = 0.5  # lam without validation samples
@@ -225,3 +227,15 @@ class KNNPer(FedAvg):
     def algorithm_name(self) -> str:
         """The paper's name."""
         return "kNN-Per"
+
+
+METHODS = (
+    Method(
+        "kNN-Per",
+        KNNPer,
+        "KNNPer(k, scale)",
+        "the server's model, and its own samples",
+        needs="a head and classes",
+        tested={"": {"k": 3}},
+    ),
+)

@@ -18,6 +18,8 @@ from pflight.randomness import Purpose, generator
 from pflight.runs.distributed import all_sum, owned
 from pflight.states.updates import ClientUpdates
 
+from .registry import Method
+
 
 @checked
 class L2GD(FedAvg):
@@ -153,3 +155,6 @@ class L2GD(FedAvg):
     def sent_names(self) -> tuple[str, ...]:
         """Names of the entries of a state that travel, its parameters."""
         return self.clients.layout.shared_parameters
+
+
+METHODS = (Method("L2GD", L2GD, "L2GD(lam, p)", "its own model", manual=True),)

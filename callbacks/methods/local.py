@@ -10,6 +10,8 @@ from pflight.server_callback import ServerCallback
 from pflight.states.state import StateLayout
 from pflight.states.updates import ClientUpdates
 
+from .registry import Method
+
 
 class Local(ServerCallback):
     """Every client trains its own model; nothing is ever aggregated.
@@ -36,3 +38,6 @@ class Local(ServerCallback):
         newcomers = int((~self.clients.has_memory(clients)).sum())
         layout = self.clients.layout
         return newcomers * sum(layout.template[name].nbytes for name in layout.parameters)
+
+
+METHODS = (Method("Local", Local, "Local()", "its own model", manual=True),)

@@ -12,6 +12,8 @@ from pflight.fedavg import FedAvg
 from pflight.method import ClientMethod, LocalClient
 from pflight.options import NonNegativeFloat, PositiveFloat, checked
 
+from .registry import Method
+
 _SMALLEST = 1e-8  # product of norms
 
 
@@ -101,3 +103,6 @@ class MOON(FedAvg):
     ) -> None:
         super().__init__(weighting, buffers)
         self.use_client_method(Contrastive, mu=mu, tau=tau)
+
+
+METHODS = (Method("MOON", MOON, "MOON(mu=1.0, tau=0.5)", "the server's model", needs="a head"),)

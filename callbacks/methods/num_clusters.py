@@ -32,6 +32,8 @@ from pflight.states.updates import ClientUpdates
 
 from .multi_center import MultiCenter
 
+__all__ = ["ClusterSelection"]
+
 Criterion = Literal["accuracy", "distance"]
 CANDIDATES = (2, 3, 4, 5, 6)
 

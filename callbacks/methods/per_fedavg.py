@@ -8,6 +8,8 @@ from pflight.fedavg import FedAvg
 from pflight.models.client_methods.per_fedavg import Adapted
 from pflight.options import checked
 
+from .registry import Method
+
 
 @checked
 class PerFedAvg(FedAvg):
@@ -50,3 +52,14 @@ class PerFedAvg(FedAvg):
         """Per-FedAvg, and how it takes its second derivatives."""
         client_method: Any = self.clients.client_method
         return f"Per-FedAvg ({'HF' if client_method.hessian else 'FO'})"
+
+
+METHODS = (
+    Method(
+        "Per-FedAvg",
+        PerFedAvg,
+        "PerFedAvg(steps, alpha=0.01)",
+        "a copy after some steps",
+        tested={"": {"steps": 0}},
+    ),
+)

@@ -21,6 +21,7 @@ from pflight.states.layers import body_names
 from pflight.states.updates import ClientUpdates
 
 from .gaussians import Gaussians, Judged
+from .registry import Method
 
 _MEANS, _COVARIANCE = f"{EXTRA}.means", f"{EXTRA}.covariance"
 _WEIGHT, _BIAS = f"{EXTRA}.weight", f"{EXTRA}.bias"
@@ -271,3 +272,15 @@ class PFedFDA(FedAvg):
     def _spared(self) -> int:
         covariance = self.clients.layout.template[_COVARIANCE]
         return len(covariance) * (len(covariance) - 1) // 2 * covariance.element_size()
+
+
+METHODS = (
+    Method(
+        "pFedFDA",
+        PFedFDA,
+        "PFedFDA(ridge, eps)",
+        "shared body, own discriminant",
+        needs="a head and classes",
+        tolerance=1e-7,  # a searched minimum is exact to the root of rounding errors
+    ),
+)

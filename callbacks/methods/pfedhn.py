@@ -27,6 +27,8 @@ from pflight.server_callback import ServerCallback
 from pflight.states.state import StateLayout, stack_states
 from pflight.states.updates import ClientUpdates
 
+from .registry import Method
+
 
 @checked
 class PFedHN(ServerCallback):
@@ -275,3 +277,16 @@ def fully_connected(
     for _ in range(hidden_layers):
         layers += [nn.ReLU(), nn.Linear(hidden_dim, hidden_dim)]
     return nn.Sequential(*layers, nn.Linear(hidden_dim, size))
+
+
+METHODS = (
+    Method("pFedHN", PFedHN, "PFedHN()", "a model from a hypernetwork", manual=True),
+    Method(
+        "pFedHN-PC",
+        PFedHN,
+        "PFedHN(private_layers)",
+        "a model from a hypernetwork, and own layers",
+        manual=True,
+        tested={},
+    ),
+)

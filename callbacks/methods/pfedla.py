@@ -20,6 +20,7 @@ from pflight.states.state import rows
 from pflight.states.updates import ClientUpdates
 
 from .hypernetworks import BLOCK, HyperNetwork, HyperNetworks, weighted_sums
+from .registry import Method
 from .stored import StoredModels
 
 
@@ -246,3 +247,23 @@ class PFedLA(StoredModels):
         retained = torch.zeros_like(own, dtype=torch.bool)
         retained.scatter_(1, order[:, : self.retain], True)
         return retained & self.hypernetworks.mixed[clients].unsqueeze(1)
+
+
+METHODS = (
+    Method(
+        "pFedLA",
+        PFedLA,
+        "PFedLA()",
+        "its own mixture of all models",
+        manual=True,
+        tested={"": {}, "relu-norm": {"weights": "relu_norm"}},
+    ),
+    Method(
+        "HeurpFedLA",
+        PFedLA,
+        "PFedLA(retain=k)",
+        "its own mixture of all models",
+        manual=True,
+        tested={"": {"retain": 1}},
+    ),
+)

@@ -13,6 +13,8 @@ from pflight.fedavg import FedAvg
 from pflight.models.client_methods.pfedme import MoreauEnvelope
 from pflight.options import PositiveFloat, checked
 
+from .registry import Method
+
 
 @checked
 class PFedMe(FedAvg):
@@ -88,3 +90,14 @@ class PFedMe(FedAvg):
             for _ in self.clients.train(others, self.broadcast, returns=()):
                 pass
         super().round(cohort)
+
+
+METHODS = (
+    Method(
+        "pFedMe",
+        PFedMe,
+        "PFedMe(beta, lam=15.0)",
+        "its own model",
+        tested={"": {"train_newcomers": False}},
+    ),
+)

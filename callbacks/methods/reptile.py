@@ -17,6 +17,8 @@ from pflight.fedavg import FedAvg
 from pflight.models.client_methods.elastic import Elastic
 from pflight.options import PositiveFloat, checked
 
+from .registry import Method
+
 _CONSTRAINED = {"kl": "FedEC", "l2": "FedEC-l2", None: "FedEC-wo"}
 
 
@@ -101,3 +103,31 @@ class Reptile(FedAvg):
             if name in self.sent_names:
                 mean[name] = torch.lerp(buffer, mean[name], self.server.lr)
         return mean
+
+
+METHODS = (
+    Method(
+        "Reptile",
+        Reptile,
+        "Reptile(weighting, lr)",
+        "the server's model, or a fine-tuned copy",
+        manual=True,
+        tested={},
+    ),
+    Method(
+        "FedDist",
+        Reptile,
+        "Reptile(lr=0.6)",
+        "the server's model, or a fine-tuned copy",
+        manual=True,
+        tested={"": {"lr": 0.6}},
+    ),
+    Method(
+        "FedDWS",
+        Reptile,
+        'Reptile("samples", lr=0.6)',
+        "the server's model, or a fine-tuned copy",
+        manual=True,
+        tested={"": {"weighting": "samples", "lr": 0.6}},
+    ),
+)

@@ -16,6 +16,7 @@ from pflight.models.client_methods.corrected import Controlled
 from pflight.options import PositiveFloat, checked
 
 from .gradients import check_gradients
+from .registry import Method
 
 
 @checked
@@ -74,3 +75,14 @@ class SCAFFOLD(FedAvg):
         zeros = {name: torch.zeros_like(sent[name]) for name in self.controls}
         start = TensorDict(zeros, batch_size=sent.batch_size)
         return self.clients.remembered(clients, start).states
+
+
+METHODS = (
+    Method(
+        "SCAFFOLD",
+        SCAFFOLD,
+        "SCAFFOLD(lr, option)",
+        "the server's model",
+        tested={"": {}, "I": {"option": "I"}},
+    ),
+)

@@ -17,6 +17,8 @@ from pflight.server_callback import chosen_client_method
 from pflight.states.layers import Layers
 from pflight.states.state import StateLayout
 
+from .registry import Method
+
 
 @checked
 class SharedPart(FedAvg):
@@ -232,3 +234,32 @@ class FedRep(SharedPart):
                 f"head_epochs={client_method.head_epochs}"
             )
         super().setup_server()
+
+
+METHODS = (
+    Method(
+        "FedPer",
+        SharedPart,
+        "SharedPart(private=Layers(head=True))",
+        "shared body, own head",
+        manual=True,
+        tested={"": {"private": Layers(last=1)}},
+    ),
+    Method(
+        "LG-FedAvg",
+        SharedPart,
+        "SharedPart(shared=Layers(head=True))",
+        "own body, shared head",
+        manual=True,
+        tested={"": {"shared": Layers(last=1)}},
+    ),
+    Method(
+        "FedBN",
+        SharedPart,
+        "SharedPart(private=Layers(types=nn.BatchNorm2d))",
+        "shared model, own BatchNorm",
+        manual=True,
+        tested={"": {"private": Layers(types=nn.modules.batchnorm._BatchNorm)}},
+    ),
+    Method("FedRep", FedRep, "FedRep(head_epochs=1)", "shared body, own head"),
+)

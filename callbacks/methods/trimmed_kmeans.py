@@ -16,6 +16,7 @@ from pflight.states.updates import ClientUpdates
 
 from .clustering import TrimmedMean, gather_states, nearest, trimmed_kmeans
 from .multi_center import MultiCenter
+from .registry import Method
 
 
 @checked
@@ -197,3 +198,25 @@ class TrimmedKMeans(MultiCenter):
     def state_dict(self) -> dict[str, Any]:
         """Return the assignments, the initial model and the centers, for the checkpoint."""
         return {**super().state_dict(), "_start": self._start, "_centers": self._centers}
+
+
+METHODS = (
+    Method(
+        "TrimmedKMeans",
+        TrimmedKMeans,
+        "TrimmedKMeans(num_clusters)",
+        "its cluster's model",
+        manual=True,
+        tested={
+            "": {"num_clusters": 2, "init_epochs": 2},
+            "median": {
+                "num_clusters": 2,
+                "beta": 0.4,
+                "init_epochs": 1,
+                "trim": "radius",
+                "estimate": "median",
+                "buffers": "reset",
+            },
+        },
+    ),
+)
