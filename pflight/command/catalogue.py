@@ -14,9 +14,16 @@ import yaml  # type: ignore[import-untyped]
 
 from pflight.messages import closest, question
 
+from .combined import MODIFIERS
 from .shipped import configs, summary
 
 _METHODS = "configs/algorithm/"
+_HOMES_OF = {
+    "Private": "pflight.modifiers",
+    "Proximal": "pflight.modifiers",
+    "Clip": "pflight.transforms",
+    "TopK": "pflight.transforms",
+}
 _OF_OPTIONS = (
     ("lightning", "pytorch/trainer/trainer.py"),
     ("pflight", "*.py"),
@@ -50,6 +57,14 @@ def methods() -> list[Entry]:
         Entry(file.stem, summary(file), _callback(file), path)
         for path, file in configs().items()
         if path.startswith(_METHODS)
+    ]
+
+
+def modifiers() -> list[Entry]:
+    """Return the modifiers, by the names that ``pflight compare`` adds to a method's."""
+    return [
+        Entry(name, one.summary, f"{_HOMES_OF[one.kind]}.{one.kind}")
+        for name, one in MODIFIERS.items()
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .catalogue import no_method
+from .combined import no_modifier, parts_of
 from .shipped import find_config, no_config
 
 
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_method,
         metavar="METHOD",
         help="names, as `pflight list methods` shows them, `all` of these, or configurations of "
-        "your own",
+        "your own; with modifiers as in fesem+private_head (`pflight list modifiers`)",
     )
     add("--seeds", type=_count, default=3, metavar="N", help="how many, from 0 (default: 3)")
     add(
@@ -83,10 +84,14 @@ def _config(path: str) -> str:
 
 
 def _method(name: str) -> str:
-    if name != "all" and find_config(f"configs/algorithm/{name}.yaml") is None:
-        if not name.endswith((".yaml", ".yml")):
-            raise argparse.ArgumentTypeError(no_method(name))
-        return _config(name)
+    method, modifiers = parts_of(name)
+    for one in modifiers:
+        if reason := no_modifier(one):
+            raise argparse.ArgumentTypeError(reason)
+    if method != "all" and find_config(f"configs/algorithm/{method}.yaml") is None:
+        if not method.endswith((".yaml", ".yml")):
+            raise argparse.ArgumentTypeError(no_method(method))
+        _config(method)
     return name
 
 

@@ -10,6 +10,7 @@ from . import catalogue
 _UNLIMITED = 1000  # columns
 _SECTIONS = {
     "methods": (catalogue.methods, "--config configs/algorithm/NAME.yaml"),
+    "modifiers": (catalogue.modifiers, "--methods METHOD+NAME of pflight compare"),
     "data": (catalogue.data, "--data NAME"),
     "partitions": (catalogue.partitions, "--data.partition NAME"),
     "networks": (catalogue.networks, "--model.client.network pflight.models.NAME"),

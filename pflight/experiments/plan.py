@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import chain, product
@@ -20,11 +21,13 @@ from lightning.pytorch.cli import ArgsType
 
 from pflight.command import catalogue
 from pflight.command.cli import FederationCLI
+from pflight.command.combined import MODIFIERS, Named, no_modifier, parts_of
 from pflight.command.config_files import config_file, load
 from pflight.command.defaults import specs
 from pflight.command.shipped import find_config, summary
 from pflight.command.version import __version__
 from pflight.errors import ConfigurationError, UnknownOptionError
+from pflight.modifiers import Modifier
 from pflight.options import described
 from pflight.server_callback import ServerCallback
 
@@ -45,12 +48,14 @@ class Method:
         title: Its name in tables: the start of the first line of its configuration.
         config: Its configuration.
         space: The search space that the configuration declares.
+        modifiers: The arguments of ``pflight fit`` that add modifiers.
     """
 
     name: str
     title: str
     config: Path
     space: Mapping[str, Any] = field(default_factory=dict)
+    modifiers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -200,7 +205,8 @@ class Plan:
     def row(self, method: Method, settings: Mapping[str, Any], fixed: Mapping[str, Any]) -> Row:
         """Return the row of a method with some settings."""
         options = {**fixed, **settings}
-        arguments = [*self.arguments, f"--config={method.config}", *_told(options)]
+        given = f"--config={method.config}", *method.modifiers
+        arguments = [*self.arguments, *given, *_told(options)]
         known = (*arguments, *settings)
         if known not in self._rows:  # parsing takes a while
             config = _plain(_parser().options(arguments))
@@ -236,6 +242,38 @@ def methods_of(names: Sequence[str]) -> list[Method]:
 
 
 def _method(name: str) -> Method:
+    name, modifiers = parts_of(name)
+    method = _plain_method(name)
+    for one in modifiers:
+        method = _modified(method, one)
+    return method
+
+
+def _modified(method: Method, name: str) -> Method:
+    """Return a method with a modifier, by its name or by its class."""
+    if reason := no_modifier(name):
+        raise ConfigurationError(reason)
+    named = MODIFIERS.get(name) or Named(name, "")
+    kind: Any = None
+    for path in (name, f"pflight.modifiers.{named.kind}", f"pflight.transforms.{named.kind}"):
+        with suppress(ValueError, ImportError, AttributeError):
+            kind = resolve_name(path)
+            break
+    if not (isinstance(kind, type) and issubclass(kind, Modifier)):
+        raise ConfigurationError(f"there is no modifier class {name!r} that can be imported")
+    option = f"trainer.callbacks.modifiers.{kind.name}"
+    told = {option: f"{kind.__module__}.{kind.__qualname__}"}
+    told |= {f"{option}.{n}": value for n, value in named.options.items()}
+    return Method(
+        f"{method.name}+{name}",
+        f"{method.title} + {kind(**named.options).title}",
+        method.config,
+        {**method.space, **{f"{option}.{n}": values for n, values in named.space.items()}},
+        (*method.modifiers, *_told(told)),
+    )
+
+
+def _plain_method(name: str) -> Method:
     found = find_config(f"configs/algorithm/{name}.yaml")
     if found is None and name.endswith((".yaml", ".yml")):
         found = config_file(name)

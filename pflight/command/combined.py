@@ -1,0 +1,79 @@
+"""Names of methods with modifiers, such as ``fesem+private_head``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pflight.messages import closest, question
+
+from .shipped import find_config
+
+
+class Named(NamedTuple):
+    """A modifier with options, under a name."""
+
+    kind: str
+    """Its class."""
+    summary: str
+    options: Mapping[str, Any] = {}
+    space: Mapping[str, Any] = {}
+    """Values to search, by option."""
+
+
+MODIFIERS = {
+    "private_head": Named("Private", "The head stays with each client.", {"layers": "head"}),
+    "private_body": Named(
+        "Private", "All but the head stays with each client.", {"layers": "body"}
+    ),
+    "private_norms": Named(
+        "Private", "Layers that normalise stay with each client.", {"layers": "norms"}
+    ),
+    "proximal": Named(
+        "Proximal",
+        "Clients are pulled towards the server's model.",
+        space={"mu": {"low": 0.001, "high": 1.0, "log": True}},
+    ),
+    "clip": Named(
+        "Clip",
+        "Updates are clipped to a norm.",
+        space={"norm": {"low": 0.1, "high": 10.0, "log": True}},
+    ),
+    "top_k": Named(
+        "TopK", "Only the largest entries of updates travel.", space={"fraction": [0.01, 0.1]}
+    ),
+}
+SAME = {
+    "fedavg+private_head": "fedper",
+    "fedavg+private_body": "lg_fedavg",
+    "fedavg+proximal": "fedprox",
+}
+"""Combinations that are shipped methods, with the same options."""
+
+
+def parts_of(name: str) -> tuple[str, list[str]]:
+    """Return the method of a name such as ``"fesem+private_head"``, and its modifiers, sorted.
+
+    Example:
+        >>> parts_of("fesem+proximal+private_head")
+        ('fesem', ['private_head', 'proximal'])
+        >>> parts_of("fedavg+private_head")
+        ('fedper', [])
+    """
+    if find_config(name) is not None:  # a file with a plus in its name
+        return name, []
+    method, *modifiers = name.split("+")
+    modifiers = sorted(modifiers)
+    whole = "+".join([method, *modifiers])
+    return (SAME[whole], []) if whole in SAME else (method, modifiers)
+
+
+def no_modifier(name: str) -> str:
+    """Return a message that there is no such modifier, or an empty one if there is.
+
+    A name with a dot is that of a class of the user's own.
+    """
+    if name in MODIFIERS or "." in name:
+        return ""
+    meant = question(closest(name, [*MODIFIERS]))
+    return f"there is no modifier {name!r}{meant} (`pflight list modifiers` names all)"
