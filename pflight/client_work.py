@@ -310,6 +310,18 @@ class ClientWork:
         assert self.callback is not None
         return self.transformed(clients, sent, updates, self.callback.sent_names, keep=False)
 
+    def pipeline(self, returns: Collection[str], gradients: bool = False) -> Pipeline:
+        """Return the transforms of what clients send.
+
+        Args:
+            returns: Names of the entries.
+            gradients: Whether these are gradients.
+        """
+        assert self.callback is not None
+        none = gradients and not self.callback.sends_gradients
+        transforms = () if none else self.callback.transforms
+        return Pipeline(transforms, self.layout, returns, gradients)
+
     def transformed(
         self,
         clients: Tensor,
@@ -330,9 +342,8 @@ class ClientWork:
             keep: Whether to use and keep what is left out.
             gradients: Whether these are gradients.
         """
-        assert self.callback is not None
-        pipeline = Pipeline(self.callback.transforms, self.layout, returns, gradients)
-        if not pipeline or (gradients and not self.callback.sends_gradients):
+        pipeline = self.pipeline(returns, gradients)
+        if not pipeline:
             return updates
         ids, memory = updates.clients, None
         if len(ids) < len(clients):

@@ -82,6 +82,7 @@ class RemoteClients(Clients):
             torch.cat([clients[:0], *(part.num_samples for part in parts)]),
             [failure for part in parts for failure in part.failures],
             merge_logs(part.logs for part in parts),
+            bytes_saved=max([0, *(part.bytes_saved for part in parts)]),
         )
 
     def _train(self, *asked: Any, epochs: int | None = None, keep: bool = True) -> ClientUpdates:

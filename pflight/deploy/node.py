@@ -425,6 +425,9 @@ class Node:
             if math.isfinite(total)
         }
         states = {name: updates.states[name][0] for name in request.returns}
+        if updates.changes is not None:
+            pipeline = self.clients.pipeline(request.returns, request.work == "gradients")
+            states = pipeline.pack(states, updates.changes[0])
         return packed({STATE: states}, {"answered": 1, **logs})
 
     def _tell_loss(self, request: Request) -> RecordDict:

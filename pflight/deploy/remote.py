@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -259,9 +259,7 @@ class RemoteClients(Clients):
             if beside or self.bounds.max_share is not None:  # what is compared over clients
                 compared = self._compared(dict(answers), sent, beside)
                 weights, answers = self._capped(compared), iter(compared)
-            update = partial(
-                self._updates, names=names, work=work, answers=answers, weights=weights
-            )
+            update = partial(self._updates, work=work, answers=answers, weights=weights)
             for chunk in group:
                 yield self._ask(chunk, sent[torch.isin(asked, chunk)], update, names)
 
@@ -437,15 +435,19 @@ class RemoteClients(Clients):
         template, setup = self.layout.template, self.attached_engine.setup
         idle, epochs = ~setup.has_batches(clients), self.training.epochs or 1
         steps = self.num_batches(clients) * epochs
+        pipeline = self.pipeline(names, work == "gradients")
         for row, client in enumerate(clients.tolist()):
             like = {name: sent[name][row] if name in sent else template[name] for name in names}
             most = max(int(steps[row]), self.training.steps or 0)
             try:
-                update = update_in(self._received(client), like, bool(idle[row]))
+                there = pipeline.packed_like(like) if pipeline.bytes_saved else like
+                update = update_in(self._received(client), there, bool(idle[row]))
+                if update is not None and there is not like:
+                    update = pipeline.unpack(update[0], sent[row]), update[1]
                 if update is not None:
                     self._check(update[0], like, int(self.num_samples[client]), most, work)
                 yield client, update
-            except MessageError as error:
+            except (MessageError, ValueError) as error:
                 yield client, ClientFailure(client, str(error))
 
     def _check(
@@ -504,7 +506,7 @@ class RemoteClients(Clients):
         self,
         clients: Tensor,
         sent: TensorDict,
-        names: list[str],
+        names: Collection[str],
         work: Work,
         answers: Iterator[tuple[int, Answer]],
         weights: Tensor,
@@ -540,6 +542,7 @@ class RemoteClients(Clients):
             weights[answered],
             failures,
             merge_logs(logs),
+            bytes_saved=self.pipeline(names, work == "gradients").bytes_saved,
         )
 
 

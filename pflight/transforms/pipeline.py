@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from pflight.states.updates import ClientUpdates
 
 from .base import STAGES, Draw, Transform
 
+_PACKED = "transformed."
 ERROR = "error"
 """The entry of a client's memory that holds what compression left out."""
 
@@ -83,9 +85,11 @@ class Pipeline:
         """Bytes that each client remembers."""
         return self.size * self.dtype.itemsize * self.remembers
 
-    @property
+    @cached_property
     def bytes_saved(self) -> int:
         """Bytes by which a message is smaller than one with all parameters."""
+        if not self:
+            return 0
         dense = self.size * self.dtype.itemsize
         itemsize = self.dtype.itemsize
         packed = min([dense, *(one.nbytes(self.size, itemsize) for one in self.transforms)])
@@ -131,10 +135,9 @@ class Pipeline:
         # A sparse message is the difference; only a full one can hold the model as it was trained.
         same = (w == before).all(dim=1) if not self.bytes_saved else w.new_zeros(len(w)).bool()
         message = dict(entries(states))
-        for name, part in self._parts(w):
+        for name, part in self._parts(w, self.parameters + self.buffers):
             here = states[name]
-            base = torch.zeros_like(here) if self.gradients else sent[name].to(here)
-            moved = base + part.view_as(here).to(here)
+            moved = self._moved(sent, name, part, here)
             message[name] = torch.where(same.view(-1, *[1] * (here.dim() - 1)), here, moved)
         memory = None
         if self.remembers and left is not None:
@@ -143,6 +146,52 @@ class Pipeline:
         if self.bytes_saved:
             how |= {"bytes_saved": self.bytes_saved, "changes": w[:, : self.size]}
         return replace(updates, **how), memory
+
+    # On the wire
+
+    def pack(self, state: Mapping[str, Tensor], change: Tensor) -> dict[str, Tensor]:
+        """Return what a message holds in place of a client's state.
+
+        Args:
+            state: What it sends.
+            change: Its changed update ``[d]``.
+        """
+        parts = self._packing.pack(change.cpu()) or {}
+        kept = {name: value for name, value in state.items() if name not in self.parameters}
+        return kept | {f"{_PACKED}{name}": part for name, part in parts.items()}
+
+    def packed_like(self, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors of the shapes and types that :meth:`pack` gives for such a state."""
+        parts = self._packing.packed_like(self.size, self.dtype)
+        kept = {name: value for name, value in like.items() if name not in self.parameters}
+        return kept | {f"{_PACKED}{name}": part for name, part in parts.items()}
+
+    def unpack(self, parts: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the state that :meth:`pack` was given.
+
+        Args:
+            parts: What it returned.
+            sent: What the client was sent.
+
+        Raises:
+            ValueError: If nothing can have been packed so.
+        """
+        state = {name: value for name, value in parts.items() if not name.startswith(_PACKED)}
+        packed = {n.removeprefix(_PACKED): v for n, v in parts.items() if n not in state}
+        change = self._packing.unpack(packed, self.size).unsqueeze(0)
+        for name, part in self._parts(change, self.parameters):
+            like = self.layout.template[name].cpu().unsqueeze(0)
+            state[name] = self._moved(sent, name, part, like)[0]
+        return state
+
+    @property
+    def _packing(self) -> Transform:
+        """The transform that makes the smallest message."""
+        return min(self.transforms, key=lambda one: one.nbytes(self.size, self.dtype.itemsize))
+
+    def _moved(self, sent: Mapping[str, Tensor], name: str, part: Tensor, like: Tensor) -> Tensor:
+        change = part.view(-1, *like.shape[1:]).to(like)
+        return change if self.gradients else sent[name].to(like) + change
 
     def _joined(
         self, states: TensorDict, names: Sequence[str], sent: Mapping[str, Tensor]
@@ -161,8 +210,7 @@ class Pipeline:
             parts.append(here.flatten(1) if here.dim() > 1 else here.unsqueeze(1))
         return torch.cat([part.to(self.dtype) for part in parts], dim=1)
 
-    def _parts(self, updates: Tensor) -> list[tuple[str, Tensor]]:
-        """Return the entries of updates ``[C, d]`` by name."""
-        names = self.parameters + self.buffers
+    def _parts(self, updates: Tensor, names: Sequence[str]) -> list[tuple[str, Tensor]]:
+        """Return the named entries of updates ``[C, d]``."""
         sizes = [self.layout.template[name].numel() for name in names]
         return [*zip(names, updates.split(sizes, dim=1), strict=True)]
