@@ -269,6 +269,24 @@ class ClientWork:
             self.memory.seen(MEMORY, clients),
         )
 
+    def all_remembered(self, clients: Tensor, states: TensorDict) -> Kept:
+        """Return what the clients kept for their method and for terms of modifiers."""
+        names = self.client_method.all_remembered(self.layout)
+        default = {name: states[entry] for name, entry in names.items()}
+        return Kept(
+            self.memory.read(MEMORY, clients, TensorDict(default, batch_size=states.batch_size)),
+            self.memory.seen(MEMORY, clients),
+        )
+
+    def historical(self, clients: Tensor, states: TensorDict) -> TensorDict:
+        """Return the states ``[C]``, with the model that each client remembers and is judged by."""
+        begin = self.outer_method.judging_memory or ""
+        kept = dict(entries(self.all_remembered(clients, states).states))
+        names = ClientMethod.remembered(self.client_method, self.layout)
+        if not begin:
+            names = self.client_method.remembered(self.layout)
+        return states.update({name: kept[f"{begin}{name}"] for name in names})
+
     def read(self, slot: str, clients: Tensor, default: TensorDict) -> TensorDict:
         """Return what was written into a slot of the clients' memory, by default ``default``."""
         return self.memory.read(slot, clients, default)

@@ -482,7 +482,7 @@ class Clients(ClientWork):
             round_index=self.current.entry.index,
             epochs=epochs or self.training.epochs,
             steps=None if epochs else self.training.steps,
-            kept=self.remembered(clients, starts) if self.client_method.keeps_memory else None,
+            kept=self.all_remembered(clients, starts) if self.client_method.remembers else None,
             on_client_end=self.on_client_end,
         )
         idle = ~engine.setup.has_batches(updates.clients)

@@ -246,13 +246,13 @@ class ClientModels(NamedTuple):
         epochs = clients.training.finetune_epochs
         if not epochs:
             return cls(callback.personalize(ids), None)
-        if callback.judges_otherwise or not clients.outer_method.judged_by_memory:
+        if callback.judges_otherwise or clients.outer_method.judging_memory is None:
             tuned = clients.finetune(ids, callback.personalize(ids), epochs=epochs)
             tuned = clients.outer_method.after_finetuning(clients, ids, tuned)
             return cls(tuned, tuned)
         starts = clients.start_states(ids, callback.broadcast(ids))
         tuned = clients.finetune(ids, starts, epochs=epochs)
-        return cls(clients.completed(ids, clients.remembered(ids, tuned).states), tuned)
+        return cls(clients.historical(ids, tuned), tuned)
 
 
 def model_of(

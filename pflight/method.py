@@ -23,6 +23,7 @@ OWN = "pflight_own."
 """What the names of a client method's own entries in a client's state begin with."""
 PERSONAL = "pflight_personal."
 """What the names of a client's personal copy of its module begin with."""
+_TERM = "pflight_term."
 
 
 class LocalClient(Protocol):
@@ -70,6 +71,9 @@ class LocalClient(Protocol):
         An engine that trains many at once has some also where :attr:`seen` is 0: the state that the
         client starts from.
         """
+
+    def memory_of(self, term: AddedTerm) -> Mapping[str, Tensor] | None:
+        """The model that a modifier's term remembers of this client, likewise."""
 
     @property
     def seen(self) -> Tensor:
@@ -188,6 +192,46 @@ class LocalClient(Protocol):
         """Return the tensors of the client's model that may change, by name."""
 
 
+class Part(Mapping[str, Tensor]):
+    """Those of a client's tensors whose names begin alike, by the rest of their names."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], prefix: str, names: Any) -> None:
+        self._tensors = tensors
+        self._prefix = prefix
+        self._names = names
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[f"{self._prefix}{name}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _of_term(term: AddedTerm) -> str:
+    """Return what the names begin with of all that a client remembers for a term."""
+    return f"{_TERM}{term.name}."
+
+
+def memory_for(
+    term: AddedTerm | None, remembered: Mapping[str, Tensor] | None
+) -> Mapping[str, Tensor] | None:
+    """Return the part of a client's memory that is for a term, or for its method alone."""
+    if remembered is None:
+        return None
+    if term is not None:
+        begin = _of_term(term)
+        names = [name.removeprefix(begin) for name in remembered if name.startswith(begin)]
+        return Part(remembered, begin, names)
+    own = [name for name in remembered if not name.startswith(_TERM)]
+    return remembered if len(own) == len(remembered) else Part(remembered, "", own)
+
+
 Measure = Callable[[LocalClient, Any], Mapping[str, Tensor]]
 """Returns what the samples of a batch give, by name."""
 
@@ -258,6 +302,9 @@ class LocalWork(Protocol):
 
     def remembered(self, clients: Tensor, states: TensorDict) -> Kept:
         """Return what the clients' method remembers, by default entries of ``states`` ``[C]``."""
+
+    def historical(self, clients: Tensor, states: TensorDict) -> TensorDict:
+        """Return the states ``[C]``, with the model that each client remembers and is judged by."""
 
     def read(self, slot: str, clients: Tensor, default: TensorDict) -> TensorDict:
         """Return what was written into a slot of the clients' memory, by default ``default``."""
@@ -411,14 +458,69 @@ class Phase(NamedTuple):
 class AddedTerm(Protocol):
     """A term that a modifier adds to the loss; see :class:`pflight.modifiers.Term`."""
 
+    name: str
     averages_samples: bool
+    remembers: bool
+    judges: bool
 
     @property
     def needs_mean_samples(self) -> bool:
         """Whether it looks at the mean number of samples of all clients."""
 
-    def value(self, c: LocalClient) -> Tensor | None:
+    @property
+    def needs_logits(self) -> bool:
+        """Whether it looks at the logits of the client's pass."""
+
+    def check(self, module: LightningModule) -> None:
+        """Raise if a module lacks what it needs."""
+
+    def value(self, c: Passed) -> Tensor | None:
         """Return a scalar, a function of tensors; ``None`` for nothing."""
+
+
+class Passed:
+    """A :class:`LocalClient` that notes the logits of the pass that its loss makes of a batch.
+
+    Args:
+        client: The client.
+        notes: Whether it does.
+
+    Attributes:
+        logits: What the network gave ``[n, K]``, with gradients; ``None`` before the pass.
+    """
+
+    def __init__(self, client: LocalClient, notes: bool = False) -> None:
+        self._client = client
+        self._notes = notes
+        self._from_features = False
+        self.logits: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def task_loss(self, batch: Any) -> Tensor:
+        """See :class:`LocalClient`."""
+        return self.task_loss_and_logits(batch)[0] if self._notes else self._client.task_loss(batch)
+
+    def task_loss_and_logits(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """See :class:`LocalClient`."""
+        loss, self.logits = self._client.task_loss_and_logits(batch)
+        self._from_features = False
+        return loss, self.logits
+
+    def task_loss_and_features(
+        self, batch: Any, outputs: Outputs | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`LocalClient`."""
+        loss, features, self.logits = self._client.task_loss_and_features(batch, outputs)
+        self._from_features = True
+        return loss, features, self.logits
+
+    def logits_with(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the logits ``[n, K]`` of the same batch with other tensors, such as a memory."""
+        if self._from_features:
+            return self._client.features_with(tensors)[1]
+        return self._client.logits_with(tensors)
 
 
 class ClientMethod:
@@ -454,6 +556,8 @@ class ClientMethod:
         own_of: Which weights :meth:`state` gets: of the parameters that are ``"shared"`` with the
             server, or ``"all"``.
         terms: What modifiers add to the loss; see :meth:`with_terms`.
+        one_pass: Whether :meth:`loss` makes one pass of a batch through the module, whose logits a
+            term may look at.
         per_sample: Names of own and extra entries that grow with a client's number of samples.
             Before a server compares clients by them, it divides by it.
     """
@@ -473,6 +577,7 @@ class ClientMethod:
     personal: ClientMethod | None = None
     fedavg_name: str | None = None
     terms: tuple[AddedTerm, ...] = ()
+    one_pass: bool = True
 
     def check(self, module: LightningModule) -> None:
         """Raise if a module lacks what this client method needs.
@@ -534,18 +639,21 @@ class ClientMethod:
 
     def objective(self, c: LocalClient, batch: Any) -> Tensor:
         """Return what engines minimise: :meth:`loss` and the terms of modifiers."""
-        loss = self.loss(c, batch)
-        for value in self._values(c):
+        if not self.terms:
+            return self.loss(c, batch)
+        passed: Any = Passed(c, any(term.needs_logits for term in self.terms))
+        loss = self.loss(passed, batch)
+        for value in self._values(passed):
             loss = loss + value
         return loss
 
     def added(self, c: LocalClient) -> Tensor | None:
         """Return what :meth:`objective` adds to the task's loss, if it only adds."""
         penalty = self.penalty(c)
-        parts = [*([] if penalty is None else [penalty]), *self._values(c)]
+        parts = [*([] if penalty is None else [penalty]), *self._values(Passed(c))]
         return sum(parts[1:], parts[0]) if parts else None
 
-    def _values(self, c: LocalClient) -> list[Tensor]:
+    def _values(self, c: Passed) -> list[Tensor]:
         values = (term.value(c) for term in self.terms)
         return [value for value in values if value is not None]
 
@@ -581,6 +689,49 @@ class ClientMethod:
     def remember(self, c: LocalClient) -> Mapping[str, Tensor]:
         """Return what a client keeps after its training, under :meth:`remembered` names."""
         return c.state()
+
+    def all_remembered(self, layout: StateLayout) -> dict[str, str]:
+        """Return the names of all that a client keeps, also for terms of modifiers.
+
+        To each belongs the entry of a state that stands for it where nothing is kept.
+        """
+        own = self.remembered(layout) if self.keeps_memory else ()
+        model = ClientMethod.remembered(self, layout)
+        return {name: name for name in own} | {
+            f"{_of_term(term)}{name}": name
+            for term in self.terms
+            if term.remembers
+            for name in model
+        }
+
+    def remember_all(self, c: LocalClient) -> Mapping[str, Tensor]:
+        """Return all that a client keeps after its training, by :meth:`all_remembered` names."""
+        kept = dict(self.remember(c)) if self.keeps_memory else {}
+        for term in self.terms:
+            if term.remembers:
+                kept |= {f"{_of_term(term)}{name}": value for name, value in c.state().items()}
+        return kept
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a client keeps anything for its method, or for the terms of modifiers."""
+        return self.keeps_memory or any(term.remembers for term in self.terms)
+
+    @property
+    def remembers_its_state(self) -> bool:
+        """Whether what a client keeps is its whole model, as it is."""
+        plain = type(self).remember is ClientMethod.remember
+        return plain and not any(term.remembers for term in self.terms)
+
+    @property
+    def judging_memory(self) -> str | None:
+        """What the names in the memory begin with of the model by which a client is judged.
+
+        ``None`` if it is judged by another model.
+        """
+        if self.judged_by_memory:
+            return ""
+        return next((_of_term(term) for term in self.terms if term.judges), None)
 
     def personal_value(self, states: TensorDict, shared: str, personal: str) -> Tensor:
         """Return an entry ``[C, ...]`` of the models by which clients are judged.
@@ -663,9 +814,7 @@ class ClientMethod:
             sent: What the server sends them now ``[C]``.
         """
         states = work.start_states(clients, sent)
-        if not self.judged_by_memory:
-            return states
-        return states.update(work.remembered(clients, states).states)
+        return states if self.judging_memory is None else work.historical(clients, states)
 
     def after_finetuning(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
         """Return the states ``[C]`` by which clients are judged whose models were fine-tuned."""
@@ -711,6 +860,11 @@ class ClientMethod:
     def kinds(self) -> tuple[type[ClientMethod], ...]:
         """The classes of this client method and of that of the personal copy, if there is one."""
         return (type(self), *(() if self.personal is None else self.personal.kinds))
+
+    @property
+    def hands_out_no_loss(self) -> bool:
+        """Whether all that is added to the task's loss is known without this loss."""
+        return self.only_adds and not any(term.needs_logits for term in self.terms)
 
     @property
     def only_adds(self) -> bool:

@@ -15,11 +15,12 @@ from fnmatch import fnmatchcase
 from typing import ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from lightning import LightningModule
 from torch import Tensor, nn
 
 from .errors import ConfigurationError
-from .method import LocalClient
+from .method import LocalClient, Passed
 from .options import NonNegativeFloat, checked
 from .states.head import EXTRA
 from .states.layers import Layers, own_head
@@ -200,17 +201,36 @@ class Term(Modifier):
         averages_samples: Whether it is a mean over samples or independent of them. Only then may
             batches be padded.
         needs_mean_samples: Whether it looks at the mean number of samples of all clients.
+        needs_logits: Whether it looks at :attr:`~pflight.method.Passed.logits`. The method's loss
+            must then make one pass of a batch.
+        remembers: Whether clients keep the model that they have after training, for
+            ``c.memory_of(self)`` in their next participation.
+        judges: Whether clients are judged by this model, unless the method has its own rule.
     """
 
     kind = "term"
     averages_samples: ClassVar[bool] = True
+    remembers: ClassVar[bool] = False
+    judges: ClassVar[bool] = False
 
     @property
     def needs_mean_samples(self) -> bool:
         """Whether it looks at the mean number of samples of all clients."""
         return False
 
-    def value(self, c: LocalClient) -> Tensor | None:
+    @property
+    def needs_logits(self) -> bool:
+        """Whether it looks at the logits of the client's pass."""
+        return False
+
+    def check(self, module: LightningModule) -> None:
+        """Raise if a module lacks what it needs.
+
+        Raises:
+            ConfigurationError: In one line, before the start.
+        """
+
+    def value(self, c: Passed) -> Tensor | None:
         """Return a scalar, a function of tensors; ``None`` for nothing."""
         raise NotImplementedError(f"{type(self).__name__} does not define value()")
 
@@ -249,12 +269,12 @@ class Proximal(Term):
         """Whether the weight depends on the mean number of samples."""
         return self.scaling == "eq7"
 
-    def value(self, c: LocalClient) -> Tensor | None:
+    def value(self, c: Passed) -> Tensor | None:
         """Return the scalar term; none if nothing was sent, as in fine-tuning."""
         return pull(c, self.mu, self.scaling)
 
 
-def pull(c: LocalClient, mu: float, scaling: str) -> Tensor | None:
+def pull(c: LocalClient | Passed, mu: float, scaling: str) -> Tensor | None:
     """Return :class:`Proximal`'s term of a client, a scalar; ``None`` if nothing was sent."""
     if c.anchor is None:
         return None
@@ -262,6 +282,83 @@ def pull(c: LocalClient, mu: float, scaling: str) -> Tensor | None:
     if scaling == "plain":
         return mu / 2 * distance
     return mu * c.mean_samples / c.num_samples * distance
+
+
+@checked
+class Elastic(Term):
+    r"""Holds a client to the model that it had after its last participation.
+
+    This is FedEC's constraint (Lan et al. 2023, eq. 6). With Reptile it is FedEC. A client that has
+    taken part before adds :math:`\alpha\,\mathrm{KL}(\hat p \,\|\, p)`, a mean over the batch. Here
+    :math:`p` are the predictions of its network and :math:`\hat p` those of its historical model.
+    With ``constraint="l2"`` the term is :math:`\frac{\alpha}{2}\|w - \hat w\|^2` over all
+    parameters that travel. Clients are judged by their historical models.
+
+    Args:
+        alpha: Weight :math:`\alpha`.
+        constraint: ``"kl"``, which needs logits; ``"l2"``; or ``None`` for no term. With ``None``
+            clients are still judged by their historical models.
+
+    References:
+        Lan et al., Elastically-Constrained Meta-Learner for Federated Learning, 2023,
+        https://arxiv.org/abs/2306.16703.
+    """
+
+    remembers = True
+    judges = True
+
+    def __init__(
+        self, alpha: NonNegativeFloat = 1.0, constraint: Literal["kl", "l2"] | None = "kl"
+    ) -> None:
+        self.alpha = alpha
+        self.constraint = constraint
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether it compares predictions."""
+        return self.constraint == "kl" and self.alpha > 0
+
+    def check(self, module: LightningModule) -> None:
+        """Raise if predictions are to be compared for a module without classes."""
+        check_classes(self.constraint, module)
+
+    def value(self, c: Passed) -> Tensor | None:
+        """Return the scalar term; none without a history."""
+        if not self.alpha or self.constraint is None:
+            return None
+        if (history := c.memory_of(self)) is None:
+            return None
+        if self.constraint == "l2":
+            return to_history(c, history, self.alpha)
+        assert c.logits is not None
+        return self.alpha * c.seen * c.mean(divergences(c.logits, c.logits_with(history)))
+
+
+def check_classes(constraint: str | None, module: LightningModule) -> None:
+    """Raise if FedEC's divergence is chosen for a module without classes.
+
+    Raises:
+        ConfigurationError: With another choice.
+    """
+    if constraint == "kl" and not hasattr(module, "num_classes"):
+        raise ConfigurationError(
+            "FedEC's constraint 'kl' compares logits, but "
+            f"{type(module).__name__} has no num_classes, so its forward may give none: "
+            "use constraint='l2'"
+        )
+
+
+def to_history(c: LocalClient | Passed, history: Mapping[str, Tensor], alpha: float) -> Tensor:
+    """Return half of the squared distance of the parameters that travel to a history, weighted."""
+    names = c.weights if c.anchor is None else c.anchor
+    return alpha / 2 * c.seen * squared_distance(c.weights, {n: history[n] for n in names})
+
+
+def divergences(logits: Tensor, before: Tensor) -> Tensor:
+    """Return the parts ``[n, K]`` of the divergence of predictions from earlier ones."""
+    return F.kl_div(
+        logits.log_softmax(dim=1), before.log_softmax(dim=1), log_target=True, reduction="none"
+    )
 
 
 def squared_distance(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Tensor:

@@ -178,6 +178,11 @@ class ServerCallback(L.Callback):
                 raise ConfigurationError(
                     f"{name} can't be combined with {type(one).__name__}: {reason}"
                 )
+        if self.sends_gradients and (idle := [one for one in self.terms if one.remembers]):
+            raise ConfigurationError(
+                f"{name} can't be combined with {type(idle[0]).__name__}: its clients take no step "
+                "after which they could remember a model"
+            )
         steps = [type(one).__name__ for one in active if one.replaces == "step"]
         if len(steps) > 1:
             raise ConfigurationError(
@@ -300,7 +305,7 @@ class ServerCallback(L.Callback):
     def bytes_kept(self) -> int:
         """Bytes that each client keeps in memory from its first participation on."""
         layout, client_method = self.clients.layout, self.clients.client_method
-        kept = client_method.remembered(layout) if client_method.keeps_memory else ()
+        kept = client_method.all_remembered(layout).values()
         left_out = Pipeline(self.transforms, layout, self.sent_names).bytes_kept
         return left_out + sum(layout.template[name].nbytes for name in (*kept, *self.kept_names))
 
@@ -363,7 +368,7 @@ class ServerCallback(L.Callback):
     @property
     def personalizes(self) -> bool:
         """Whether a client may be judged by another model than what the server sends."""
-        by_memory = self.clients.outer_method.judged_by_memory
+        by_memory = self.clients.outer_method.judging_memory is not None
         return self.judges_otherwise or bool(self.kept_names) or by_memory
 
     @property

@@ -48,6 +48,7 @@ class MixedCores(ClientMethod):
     """
 
     keeps_memory = True
+    one_pass = False
     judged_by_memory = True
     temporary = ("shares", "self", "pull", "bank.")
     own_of = "all"

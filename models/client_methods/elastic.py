@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch.nn.functional as F
 from lightning import LightningModule
 from torch import Tensor
 
-from pflight.errors import ConfigurationError
 from pflight.method import ClientMethod, LocalClient
-from pflight.modifiers import squared_distance
+from pflight.modifiers import check_classes, divergences, to_history
 from pflight.options import NonNegativeFloat, checked
 
 
@@ -52,32 +50,21 @@ class Elastic(ClientMethod):
 
     def check(self, module: LightningModule) -> None:
         """Raise if the divergence is chosen for a module without classes."""
-        if self.constraint == "kl" and not hasattr(module, "num_classes"):
-            raise ConfigurationError(
-                "FedEC's constraint 'kl' compares logits, but "
-                f"{type(module).__name__} has no num_classes, so its forward may give none: "
-                "use constraint='l2'"
-            )
+        check_classes(self.constraint, module)
 
     def penalty(self, c: LocalClient) -> Tensor | None:
         """Return the l2 constraint; none without a history."""
         if self.constraint != "l2" or c.memory is None or not self.alpha:
             return None
-        history = {n: c.memory[n] for n in (c.weights if c.anchor is None else c.anchor)}
-        return self.alpha / 2 * c.seen * squared_distance(c.weights, history)
+        return to_history(c, c.memory, self.alpha)
 
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
         """Return the client's own loss plus the constraint."""
         if self.constraint != "kl" or c.memory is None or not self.alpha:
             return super().loss(c, batch)
         loss, logits = c.task_loss_and_logits(batch)
-        divergences = F.kl_div(
-            logits.log_softmax(dim=1),
-            c.logits_with(c.memory).log_softmax(dim=1),
-            log_target=True,
-            reduction="none",
-        )
-        return loss + self.alpha * c.seen * c.mean(divergences)
+        parts = divergences(logits, c.logits_with(c.memory))
+        return loss + self.alpha * c.seen * c.mean(parts)
 
     @property
     def only_adds(self) -> bool:

@@ -50,6 +50,8 @@ class Adapted(ClientMethod):
 
     averages_samples = False
 
+    one_pass = False
+
     def __init__(
         self, alpha: NonNegativeFloat = 0.01, hessian: bool = False, steps: NonNegativeInt = 1
     ) -> None:

@@ -54,6 +54,7 @@ class MoreauEnvelope(ClientMethod):
     """
 
     keeps_memory = True
+    one_pass = False
     own_of = "all"
     temporary = ("theta.",)
 

@@ -381,7 +381,7 @@ class Node:
         outer = type(self.clients.outer_method)
         keeps = outer.keep is not ClientMethod.keep
         keeps |= any(one.error_feedback for one in self.seat.transforms)
-        return self.clients.client_method.keeps_memory or bool(self.seat.kept) or keeps
+        return self.clients.client_method.remembers or bool(self.seat.kept) or keeps
 
     @property
     def _client(self) -> Tensor:

@@ -57,12 +57,19 @@ def check_client(setup: ClientSetup, copy: LightningModule) -> Findings:
     if setup.mixes_samples and setup.data.batch_size == 1:
         raise ConfigurationError("batch_size=1 can't train a network with BatchNorm")
     client_method.check(module)
+    for term in client_method.terms:
+        term.check(module)
+        if term.needs_logits and not client_method.one_pass:
+            raise ConfigurationError(
+                f"{type(term).__name__} looks at the logits of one pass of a batch, but "
+                f"{type(client_method).__name__} makes several"
+            )
     if setup.lr_decay != 1 and client_method.needs_constant_lr:
         raise ConfigurationError(
             f"client_lr_decay={setup.lr_decay}: {type(client_method).__name__} needs a step size "
             "that is the same in all rounds"
         )
-    if not module.automatic_optimization and not client_method.only_adds:
+    if not module.automatic_optimization and not client_method.hands_out_no_loss:
         raise ConfigurationError(
             f"the algorithm replaces the loss of its clients, which "
             f"{type(module).__name__} with manual optimization does not hand out"

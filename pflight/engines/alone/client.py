@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pflight.data.loaders import labels_of
 from pflight.errors import ConfigurationError
-from pflight.method import ClientMethod
+from pflight.method import AddedTerm, ClientMethod, memory_for
 from pflight.states.head import EXTRA, Outputs, head_of, watched
 from pflight.states.state import call_with
 from pflight.task import Task, trains_as_a_task
@@ -36,6 +36,16 @@ class ClientModel:
     buffers: Mapping[str, Tensor]
     _call: tuple[tuple[Any, ...], dict[str, Any]]
     _batch: Any
+    remembered: Mapping[str, Tensor] | None
+
+    @property
+    def memory(self) -> Mapping[str, Tensor] | None:
+        """See :class:`~pflight.method.LocalClient`."""
+        return memory_for(None, self.remembered)
+
+    def memory_of(self, term: AddedTerm) -> Mapping[str, Tensor] | None:
+        """See :class:`~pflight.method.LocalClient`."""
+        return memory_for(term, self.remembered)
 
     def task_loss(self, batch: Any) -> Tensor:
         """See :class:`~pflight.method.LocalClient`."""
@@ -183,7 +193,7 @@ class AloneClient(ClientModel):
         self.trainer = copies.trainer
         self.own = own
         self.shared = shared
-        self.memory: Mapping[str, Tensor] | None = None
+        self.remembered = None
         self.class_counts = torch.empty(0)
         self.num_samples, self.mean_samples, self.seen, self.num_steps = (
             scalars[name] for name in SCALARS
@@ -244,7 +254,7 @@ class AloneClient(ClientModel):
 
     def remember(self) -> Mapping[str, Tensor]:
         """Return what the client method keeps of this client."""
-        return self.client_method.remember(self)
+        return self.client_method.remember_all(self)
 
     def after_training(self) -> None:
         """Let the client method change its own entries."""

@@ -20,7 +20,7 @@ from pflight.engines.client_setup import ClientSetup
 from pflight.engines.outputs import Samples, evaluate_task
 from pflight.engines.time_limit import time_limit
 from pflight.history import Logs, merge_logs
-from pflight.method import ClientMethod, Pass
+from pflight.method import Pass
 from pflight.metrics.collection import ClientValues
 from pflight.randomness import Purpose, derive_seed, seed_everything, seed_own
 from pflight.states.state import entries
@@ -176,7 +176,7 @@ class SequentialEngine:
         trained = TensorDict(results, batch_size=[len(clients)])
         keep = TensorDict(remembered, batch_size=[len(clients)])
         finite = finite_rows(trained)
-        if remembered and type(self.setup.client_method).remember is not ClientMethod.remember:
+        if remembered and not self.setup.client_method.remembers_its_state:
             finite = list(map(all, zip(finite, finite_rows(keep), strict=True)))
         for row in [row for row in done if not finite[row]]:
             parts = [trained[row : row + 1], *([keep[row : row + 1]] if remembered else [])]

@@ -124,7 +124,7 @@ class LocalModels:
         if client is not None and self.client_method.needs_classes:
             self.client.class_counts = self.setup.class_counts[client]
         if memory is not None:
-            self.client.memory = self._laid_out(memory)
+            self.client.remembered = self._laid_out(memory)
             self.client.seen.fill_(1)
         if self._personal_copies is None:
             return
@@ -191,8 +191,9 @@ class LocalModels:
         assert setup.form is not None
         start = {name: t.to(setup.device) for name, t in setup.layout.template.items()}
         memory = None
-        if self.client_method.keeps_memory:
-            memory = {name: start[name] for name in self.client_method.remembered(setup.layout)}
+        if self.client_method.remembers:
+            names = self.client_method.all_remembered(setup.layout)
+            memory = {name: start[entry] for name, entry in names.items()}
         try:
             self.load(start, anchored=True, memory=memory, client=0)
             batch = setup.form.batch([leaf.clone() for leaf in setup.example])

@@ -109,7 +109,7 @@ class VectorizedEngine(SequentialEngine):
         if obstacle := probe.training_step(batches):
             return obstacle
         for anchored in (True, False):
-            mode = Mode(anchored, anchored and client_method.keeps_memory)
+            mode = Mode(anchored, anchored and client_method.remembers)
             if obstacle := probe.obstacle(mode, batches):
                 return obstacle
             dependence = probe.dependence(mode, batches, unequal=len(counts) > 1)

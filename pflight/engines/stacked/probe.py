@@ -283,7 +283,7 @@ class Probe:
         if mode.anchored:
             inputs |= {f"{ANCHOR}{name}": given[name] for name in stacked.live}
         if mode.remembers:
-            inputs |= {f"{MEMORY}{name}": given[name] for name in stacked.memory}
+            inputs |= {f"{MEMORY}{n}": given[entry] for n, entry in stacked.memory.items()}
         for name in setup.layout.parameters:
             stack[name][1] /= 2
         stack |= {name: torch.stack([value, value]).detach() for name, value in inputs.items()}

@@ -37,7 +37,7 @@ class Reference:
         models.load(start, mode.anchored)  # type: ignore[arg-type]
         client = models.client
         if mode.remembers:
-            client.memory = {name: state[f"{MEMORY}{name}"] for name in self.stacked.memory}
+            client.remembered = {name: state[f"{MEMORY}{name}"] for name in self.stacked.memory}
         for name in ("num_samples", "mean_samples", "seen", "num_steps"):
             getattr(client, name).copy_(state[name])
         for model in models.clients:

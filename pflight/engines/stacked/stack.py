@@ -25,7 +25,7 @@ from pflight.engines.alone.copies import Frozen
 from pflight.engines.alone.trainer import loss_of
 from pflight.engines.client_setup import ClientSetup
 from pflight.engines.phases import resting
-from pflight.method import OWN, PERSONAL, Batches, ClientMethod, Pass, Phase
+from pflight.method import OWN, PERSONAL, Batches, ClientMethod, Part, Pass, Phase
 from pflight.states.head import step_extra
 from pflight.states.state import StateLayout, call_with, other_places
 from pflight.task import trains_as_a_task
@@ -78,7 +78,7 @@ class Stack:
         self.shared = layout.shared_parameters
         self.live = [name for name in layout.names if name not in stay]
         self.buffers = [name for name in self.live if name not in {*self.parameters}]
-        self.memory = client_method.remembered(layout) if client_method.keeps_memory else ()
+        self.memory = client_method.all_remembered(layout)
         self.own = [n.removeprefix(OWN) for n in layout.own if n.startswith(OWN)]
         self.mode = Mode(anchored=True, remembers=False)
         self.training_phase: Phase | None = None
@@ -116,7 +116,7 @@ class Stack:
     @property
     def remembers_its_state(self) -> bool:
         """Whether a client keeps its whole model as it is."""
-        return type(self.client_method).remember is ClientMethod.remember
+        return self.client_method.remembers_its_state
 
     def logged(self, mode: Mode) -> Collection[str]:
         """Return the names under which a training step logs its loss.
@@ -234,7 +234,7 @@ class Stack:
         self.client_method.after_training(self._client(tensors))
 
     def _keep(self, tensors: Columns) -> Columns:
-        return dict(self.client_method.remember(self._client(tensors)))
+        return dict(self.client_method.remember_all(self._client(tensors)))
 
     def call(self, function: Callable[[Any], Any], tensors: Mapping[str, Tensor]) -> Any:
         """Call a function of the module with other tensors in place of its own."""
@@ -369,7 +369,7 @@ class StackedClient(ClientModel):
         mode = stacked.mode
         self.anchor = Part(tensors, ANCHOR, stacked.shared) if mode.anchored else None
         self.received = Part(tensors, ANCHOR, stacked.live) if mode.anchored else None
-        self.memory = Part(tensors, MEMORY, stacked.memory) if mode.remembers else None
+        self.remembered = Part(tensors, MEMORY, stacked.memory) if mode.remembers else None
         self.own_loss: Tensor | None = None
         self.real = None if sample_weights is None else sample_weights > 0
 
@@ -432,27 +432,6 @@ class StackedClient(ClientModel):
             return _step(module, unread)
         finally:
             del vars(module)["loss"]
-
-
-class Part(Mapping[str, Tensor]):
-    """Those of a client's tensors whose names begin alike, by the rest of their names."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], prefix: str, names: Any) -> None:
-        self._tensors = tensors
-        self._prefix = prefix
-        self._names = names
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[f"{self._prefix}{name}"]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def _attention_on(device: torch.device) -> AbstractContextManager[None]:
