@@ -21,6 +21,7 @@ from pflight.datamodules import TensorClients
 from pflight.errors import ClientError, ConfigurationError
 from tests import algorithm_tester
 from tests.algorithm_tester import Algorithm
+from tests.combinations import COMBINATIONS
 from tests.runs import (
     CLASSES,
     batchnorm_client,
@@ -45,6 +46,7 @@ OTHERS = {  # which the common tester has without what needs the data of newcome
     "FedDANE": Algorithm(FedDANE),
     "Per-FedAvg": Algorithm(PerFedAvg),
     "pFedMe": Algorithm(PFedMe),
+    **{name: Algorithm(callback) for name, callback in COMBINATIONS.items()},
 }
 ALGORITHMS = {
     name: algorithm_tester.ALGORITHMS[name.removesuffix(" on disk")]

@@ -11,37 +11,34 @@ import pytest
 import torch
 from flwr.app import RecordDict
 
-from pflight.callbacks import CFL, IFCA, SCAFFOLD, FedAvg, FedDyn, FedSGD, FeSEM, ServerCallback
+from pflight.callbacks import CFL, FedAvg, FedSGD, FeSEM, ServerCallback
 from pflight.deploy.messages import packed
 from pflight.deploy.node import STATE
 from pflight.errors import ConfigurationError
-from pflight.modifiers import Modifier, Private, Proximal
+from pflight.modifiers import Private, Proximal
 from pflight.transforms import Clip, TopK
+from tests.combinations import COMBINATIONS
 from tests.deploy.in_process import Deployed
 from tests.deploy.test_remote import assert_same_run
 from tests.runs import batchnorm_client, run, small_data
 
-CASES: dict[str, tuple[Callable[..., ServerCallback], list[Modifier]]] = {
-    "all": (FedAvg, [Private("norms"), Proximal(0.1), Clip(0.05), TopK(0.3)]),
-    "FeSEM": (partial(FeSEM, 2), [Private("head"), TopK(0.01)]),
-    "IFCA": (partial(IFCA, 2), [Proximal(0.1, "eq7")]),
-    "SCAFFOLD": (SCAFFOLD, [Private("norms"), TopK(0.3)]),
-    "FedDyn": (FedDyn, [TopK(0.1)]),
-    "FedSGD": (FedSGD, [Clip(0.05), TopK(0.02)]),
-    "CFL": (CFL, [Private("head"), Clip(0.1)]),
+CASES: dict[str, Callable[[], ServerCallback]] = COMBINATIONS | {
+    "all": lambda: FedAvg(modifiers=[Private("norms"), Proximal(0.1), Clip(0.05), TopK(0.3)]),
+    "FeSEM + top k": lambda: FeSEM(2, modifiers=[Private("head"), TopK(0.01)]),
+    "FedSGD + top k": lambda: FedSGD(modifiers=[Clip(0.05), TopK(0.02)]),
+    "CFL + private head": lambda: CFL(modifiers=[Private("head"), Clip(0.1)]),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_deployed_is_simulated(name: str, tmp_path: Path) -> None:
-    kind, modifiers = CASES[name]
-    callback = partial(kind, modifiers=modifiers)
+    callback = CASES[name]
     data = small_data((5, 12, 7, 9), cohort_size=3)
     here = run(batchnorm_client(), data, callback(), 3, engine="sequential")
     deployed = Deployed(batchnorm_client, data, callback, tmp_path)
     there = deployed.server(3)
     assert_same_run(here, there)
-    work = "gradients" if name == "FedSGD" else "train"
+    work = "gradients" if name.startswith("FedSGD") else "train"
     carried = sum(up for _, up in deployed.post.tensors[work])
     assert carried == sum(entry.bytes_up for entry in there.history)
 
