@@ -314,6 +314,11 @@ class Elastic(Term):
         self.constraint = constraint
 
     @property
+    def title(self) -> str:
+        """Its name, with the constraint if it is not the usual one."""
+        return "elastic" if self.constraint == "kl" else f"elastic {self.constraint or 'without'}"
+
+    @property
     def needs_logits(self) -> bool:
         """Whether it compares predictions."""
         return self.constraint == "kl" and self.alpha > 0

@@ -420,6 +420,8 @@ KNOWN = {
     "FedAvg + private body": "LG-FedAvg",
     "FedAvg + private norms": "FedBN",
     "FedAvg + proximal": "FedProx",
+    "Reptile + elastic": "FedEC",
+    "Reptile + elastic l2": "FedEC-l2",
 }
 """Combinations that are methods of their own, by their usual names."""
 

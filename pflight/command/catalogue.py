@@ -21,6 +21,7 @@ _METHODS = "configs/algorithm/"
 _HOMES_OF = {
     "Private": "pflight.modifiers",
     "Proximal": "pflight.modifiers",
+    "Elastic": "pflight.modifiers",
     "Clip": "pflight.transforms",
     "TopK": "pflight.transforms",
 }

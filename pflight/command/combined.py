@@ -34,6 +34,11 @@ MODIFIERS = {
         "Clients are pulled towards the server's model.",
         space={"mu": {"low": 0.001, "high": 1.0, "log": True}},
     ),
+    "elastic": Named(
+        "Elastic",
+        "Clients are held to the model that they had before, and judged by it.",
+        space={"alpha": {"low": 0.01, "high": 2.0, "log": True}},
+    ),
     "clip": Named(
         "Clip",
         "Updates are clipped to a norm.",

@@ -29,6 +29,7 @@ from pflight.data.augmentation import Augmentation
 from pflight.datamodules.partitions.partition import Partition
 from pflight.errors import ConfigurationError, UnknownOptionError
 from pflight.messages import OF_THE_PARSER, closest, no_class, no_option, one_line, too_early
+from pflight.modifiers import Modifier
 from pflight.options import annotation, in_words
 
 from .built import cause_of
@@ -44,6 +45,7 @@ _KINDS = (  # classes that a configuration may name
     Logger,
     Partition,
     Augmentation,
+    Modifier,
 )
 _PLAIN = (NoneType, bool, int, float, str, list, tuple, dict, Path)
 _OF_A_RUN: dict[str, Any] = {
@@ -166,12 +168,21 @@ class _Options:
         """Return whether an option may exist: if its class is not known, it may."""
         prefix = ""
         for part in name.split("."):
-            if prefix not in self._now or part == "dict_kwargs":
-                return True
-            if part not in self._now[prefix].names:
-                return False
+            by_name = self._of_each(prefix) is not None
+            if not by_name:
+                if prefix not in self._now or part == "dict_kwargs":
+                    return self._of_each(prefix.rpartition(".")[0]) is None  # else it has no class
+                if part not in self._now[prefix].names:
+                    return False
             prefix = f"{prefix}.{part}".lstrip(".")
         return True
+
+    def _of_each(self, name: str) -> Any:
+        """Return what an option takes by names that the user gives, such as modifiers; or None."""
+        prefix, _, option = name.rpartition(".")
+        hint = self._now[prefix].annotation(option) if prefix and prefix in self._now else None
+        kinds = (get_args(one)[-1] for one in (hint, *get_args(hint)) if get_origin(one) is dict)
+        return next((kind for kind in kinds if kind not in (Any, *_PLAIN)), None)
 
     def _unknown(self, one: Given) -> UnknownOptionError:
         parent = one.name.rpartition(".")[0]
@@ -183,10 +194,11 @@ class _Options:
     def _note(self, one: Given, check: bool = False) -> None:
         """Note the class that is given, or check the value of an option."""
         prefix, _, option = one.name.rpartition(".")
-        part = self._now.get(prefix)
-        if part is None or (one.value is None and one.name in self._now):
+        part, hint = self._now.get(prefix), self._of_each(prefix)
+        if (part or hint) is None or (one.value is None and one.name in self._now):
             return
-        hint = part.annotation(option)
+        if part is not None:
+            hint = part.annotation(option)
         kinds, text = (*_classes(hint),), str(one.value)
         wrong = check and hint is not None and not _fits(hint, one.value)
         got = "null" if one.value is None else one.value
