@@ -236,11 +236,11 @@ class Federation(L.LightningModule):
         names = cls(client).hparams.keys() & saved.keys()
         federation = cls(client, **{**{name: saved[name] for name in names}, **options})
         federation.clients.num_clients = int(record.get("num_clients", 0))
-        callback = callback or FedAvg()
-        federation._choose_method(callback, record.get("head"))
+        federation._choose_method(callback := callback or FedAvg(), record.get("head"))
         federation._set_up(callback)
         federation.on_load_checkpoint(checkpoint)
         federation.load_state_dict(checkpoint["state_dict"], assign=True)  # keeps float64
+        callback.move_state()
         return federation
 
     # What Lightning calls

@@ -83,6 +83,9 @@ class PFedHN(ServerCallback):
         https://arxiv.org/abs/2103.04628.
     """
 
+    embeddings: nn.ParameterList
+    network: nn.Module
+
     def __init__(
         self,
         private_layers: NonNegativeInt = 0,
@@ -104,7 +107,6 @@ class PFedHN(ServerCallback):
         self.hypernetwork: Callable[[int, int], nn.Module] = partial(
             fully_connected, hidden_dim=hidden_dim, hidden_layers=hidden_layers
         )
-        self._found: dict[int, TensorDict] = {}  # models of newcomers found since the last round
 
     @property
     def algorithm_name(self) -> str:
@@ -114,6 +116,7 @@ class PFedHN(ServerCallback):
     def setup_server(self) -> None:
         """Draw the hypernetwork and the embeddings."""
         super().setup_server()
+        self._found: dict[int, TensorDict] = {}  # models of newcomers found since the last round
         layout, count = self.clients.layout, self.clients.num_clients
         self.generated = tuple(n for n in layout.parameters if n not in {*self.private})
         initial = [layout.template[name] for name in self.generated]
@@ -121,9 +124,10 @@ class PFedHN(ServerCallback):
         self._check_memory(dim, sum(value.numel() for value in initial))
         with isolated(self.clients.device):
             seed_everything(derive_seed(Purpose.SERVER, self.clients.seed), self.clients.device)
-            self.embeddings = nn.ParameterList(torch.randn(dim) for _ in range(count))
-            self.network = self.hypernetwork(dim, sum(value.numel() for value in initial))
-        self.modules |= {"embeddings": self.embeddings, "hypernetwork": self.network}
+            embeddings = nn.ParameterList(torch.randn(dim) for _ in range(count))
+            network = self.hypernetwork(dim, sum(value.numel() for value in initial))
+        self.add_state("embeddings", embeddings)
+        self.add_state("network", network)
         for module in self.modules.values():
             module.to(torch.promote_types(initial[0].dtype, torch.float))
 
@@ -183,7 +187,7 @@ class PFedHN(ServerCallback):
 
     def round(self, cohort: Tensor) -> None:
         """Run one round, client by client: the optimizer steps after each of them."""
-        self._found.clear()
+        self._found = {}
         answers, mine = self.clients.train(cohort, self.send, max_chunk=1), owned(cohort)
         for client in cohort.split(1):
             change = self.change(next(answers)) if torch.isin(client, mine) else {}
