@@ -31,7 +31,7 @@ from .runs.memory import ClientMemory, MappedMemory
 from .runs.record import RunRecord
 from .runs.round_log import log_histograms, log_hyperparameters, log_values, silence_hints
 from .runs.same_ranks import check_ranks
-from .server_callback import ServerCallback, attached, chosen_client_method, server_callback_of
+from .server_callback import ServerCallback, attached, server_callback_of
 from .states.server_models import ServerModels, server_work, take_step
 from .states.server_schedule import WaitingSchedule, build_optimizer, monitored, step_schedule
 from .states.state import StateLayout, with_state
@@ -236,11 +236,11 @@ class Federation(L.LightningModule):
         names = cls(client).hparams.keys() & saved.keys()
         federation = cls(client, **{**{name: saved[name] for name in names}, **options})
         federation.clients.num_clients = int(record.get("num_clients", 0))
-        callback = callback or FedAvg()
-        federation._choose_method(callback, record.get("head"))
+        federation._choose_method(callback := callback or FedAvg(), record.get("head"))
         federation._set_up(callback)
         federation.on_load_checkpoint(checkpoint)
         federation.load_state_dict(checkpoint["state_dict"], assign=True)  # keeps float64
+        callback.move_state()
         return federation
 
     # What Lightning calls
@@ -381,9 +381,7 @@ class Federation(L.LightningModule):
     def _choose_method(self, callback: ServerCallback, head: Sequence[Any] | None = None) -> None:
         """Use the callback's client method, or the one that the client module names."""
         callback.on_num_clients(self.clients.num_clients)
-        callback.check_modifiers()
-        method = chosen_client_method(callback, self.client).with_terms(callback.terms)
-        self.clients.set_method(method, callback.outer_method)
+        self.clients.set_method(callback.combined_method(self.client), callback.outer_method)
         if self.callback is None:
             self.layout = self.clients.prepare(callback, self._trainer, head)
             self.server = self.clients.server = self.server.of(self.layout)

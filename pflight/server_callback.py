@@ -23,6 +23,7 @@ from .modifiers import Modifier, Private, Term, by_name, check_owners, private_i
 from .options import arguments, checked
 from .runs.checks import check_same_options
 from .states.buffers import unit_vectors
+from .states.declared import DeclaredState
 from .states.head import EXTRA
 from .states.layers import head_entries
 from .states.server_models import ServerModels
@@ -50,9 +51,9 @@ class ServerCallback(L.Callback):
       optimizer applies;
     - :meth:`personalize` has clients give the models by which they are judged.
 
-    State that a resumed run needs goes into ``state_dict`` and ``load_state_dict``, which Lightning
-    calls. With several ranks, partial sums have to be added up over ranks before they are used, as
-    :class:`pflight.states.state.WeightedMean` does.
+    What the server keeps from round to round is declared in :meth:`setup_server`, by
+    :meth:`add_state`. The sums of one round are made in :meth:`on_round_start`. With several ranks,
+    add sums up over ranks before you use them, as :class:`pflight.states.state.WeightedMean` does.
 
     Args:
         buffers: How buffers such as BatchNorm's statistics are treated: ``"shared"`` averages them
@@ -93,6 +94,7 @@ class ServerCallback(L.Callback):
     refuses: ClassVar[Mapping[str, str]] = {}
     modifiers: dict[str, Modifier]
     _given: dict[str, Any]
+    _states: dict[str, DeclaredState]
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Record the options, by which two callbacks of a class are compared."""
@@ -120,6 +122,7 @@ class ServerCallback(L.Callback):
     ) -> None:
         self.buffers = buffers
         self.modules: dict[str, nn.Module] = {}
+        self._states = {}
 
     def use_client_method(self, kind: type[ClientMethodT], **options: Any) -> ClientMethodT:
         """Set the client method, built with those of the options that are not ``None``.
@@ -162,6 +165,15 @@ class ServerCallback(L.Callback):
     def transforms(self) -> list[Transform]:
         """What changes updates before they travel."""
         return [one for one in self.active_modifiers if isinstance(one, Transform)]
+
+    def combined_method(self, module: L.LightningModule) -> ClientMethod:
+        """Return the client method for a client module, with the terms of modifiers.
+
+        Raises:
+            ConfigurationError: If the method and its modifiers can't be combined.
+        """
+        self.check_modifiers()
+        return chosen_client_method(self, module).with_terms(self.terms)
 
     def check_modifiers(self) -> None:
         """Raise unless the method and all modifiers can be combined.
@@ -209,6 +221,7 @@ class ServerCallback(L.Callback):
         """
         if before is None:
             self.clients, self.server, clients.callback = clients, server, self
+            self._states, server.on_moved = {}, self.move_state
             self.setup_server()
             sent = {*self.sent_names}
             if vectors := [name for name in unit_vectors(clients.module) if name in sent]:
@@ -227,6 +240,7 @@ class ServerCallback(L.Callback):
             check_same_options(type(self).__name__, before._given, self._given)
             vars(self).update(vars(before))
             clients.callback = self
+            server.on_moved = self.move_state
 
     def local_data(self, data: FederatedDataModule) -> FederatedDataModule:
         """Return the data that the clients use, by default unchanged.
@@ -244,12 +258,79 @@ class ServerCallback(L.Callback):
     def setup_server(self) -> None:
         """Make the server's parameters, by default one model; called once per federation.
 
-        All that changes in a run is made here and not in ``__init__``, so that a callback that has
-        been used before starts anew; what a checkpoint has of it is loaded later. Layout, data and
-        number of :attr:`clients` are known by now. Raise
+        What the server keeps from round to round is declared here, by :meth:`add_state`, and not in
+        ``__init__``. So a callback that has been used before starts anew. A checkpoint is loaded
+        later. Layout, data and number of :attr:`clients` are known by now. Raise
         :class:`~pflight.errors.ConfigurationError` for options that don't fit them.
         """
         self.server.add(1)
+
+    def add_state(
+        self, name: str, value: Any, *, kind: type | None = None, on_cpu: bool = False
+    ) -> None:
+        """Declare a state and set it: ``self.<name>`` is saved, loaded and moved from now on.
+
+        It may be changed in place or replaced. A checkpoint has its value at the end of a round.
+        Call this in :meth:`setup_server`.
+
+        Args:
+            name: The name of the attribute.
+            value: Its first value: a tensor, number, string or ``None``; a dictionary, list or
+                tuple of these; or a module, which also becomes one of :attr:`modules`.
+            kind: A dataclass or named tuple, if the value is of this class, ``None``, or a list of
+                its objects. Its fields are values as above.
+            on_cpu: Whether tensors stay on the CPU, such as a table that is indexed by client. All
+                others are on the device of the server's models.
+
+        Raises:
+            ConfigurationError: If a checkpoint can't hold the value, or it is too early.
+        """
+        if "clients" not in vars(self):
+            raise ConfigurationError(
+                f"{type(self).__name__}: declare the state {name!r} in setup_server(), not before"
+            )
+        setattr(self, name, value)
+        if isinstance(value, nn.Module):
+            self.modules[name] = value
+            return
+        self._states[name] = DeclaredState(kind, on_cpu)
+        self.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the declared state, as tensors and primitives."""
+        saved = {}
+        for name, declared in self._states.items():
+            try:
+                saved[name] = declared.save(getattr(self, name))
+            except TypeError as error:
+                raise ConfigurationError(
+                    f"{type(self).__name__}: the state {name!r} has a {error}, which a checkpoint "
+                    "can't hold: declare tensors, numbers, strings, dictionaries or lists of them"
+                ) from error
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned, then call :meth:`on_state_loaded`."""
+        if differing := state_dict.keys() ^ self._states.keys():
+            raise ConfigurationError(
+                f"the checkpoint does not fit {type(self).__name__}: only one of them has the "
+                f"state {', '.join(sorted(differing))}"
+            )
+        for name, declared in self._states.items():
+            setattr(self, name, declared.load(state_dict[name]))
+        self.move_state()
+        self.on_state_loaded()
+
+    def on_state_loaded(self) -> None:
+        """Fit the rest to a state that has been loaded, such as the number of server models.
+
+        The server's models are loaded after it. It may be called twice.
+        """
+
+    def move_state(self) -> None:
+        """Move the declared tensors to the device of the server's models."""
+        for name, declared in self._states.items():
+            setattr(self, name, declared.move(getattr(self, name), self.clients.device))
 
     def private_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
         """Return the names of the entries that stay with the client and never travel.

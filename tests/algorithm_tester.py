@@ -25,6 +25,7 @@ from pflight.datamodules import TensorClients
 from pflight.method import PERSONAL
 from pflight.models import Classifier, ElasticClient, ProximalClient
 from pflight.models.client_methods import Controlled
+from pflight.runs.check_state import CheckState
 from pflight.states.layers import Layers
 from pflight.states.state import StateLayout
 from tests import own_methods
@@ -119,7 +120,7 @@ class AlgorithmTester:
     ) -> Federation:
         data = small_data(cohort_size=3) if data is None else data
         client = make(algorithm.client if kind is None else kind)
-        return run(client, data, algorithm.callback(), rounds, **options)
+        return run(client, data, algorithm.callback(), rounds, CheckState(), **options)
 
     def test_the_same_seed_gives_the_same_run(
         self, algorithm: Algorithm, trained: Federation

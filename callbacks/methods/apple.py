@@ -145,6 +145,7 @@ class APPLE(StoredModels):
         IJCAI 2022, https://arxiv.org/abs/2110.08394.
     """
 
+    shares: Tensor
     refuses: ClassVar[Mapping[str, str]] = {
         "private": "its clients mix all entries of each other's models",
     }
@@ -171,11 +172,12 @@ class APPLE(StoredModels):
         """Store the initial model as every client's core."""
         check_gradients(self.clients.module, "APPLE")
         super().setup_server()
-        self.shares = torch.zeros(self.clients.num_clients, dtype=torch.double)
+        shares = torch.zeros(self.clients.num_clients, dtype=torch.double)
         if self.clients.data is not None:
             able = self.clients.trainable.cpu()
-            self.shares[able] = self.clients.weights_of(able).double()
-            self.shares /= self.shares.sum()
+            shares[able] = self.clients.weights_of(able).double()
+            shares /= shares.sum()
+        self.add_state("shares", shares, on_cpu=True)
 
     def private_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
         """Return the names of what stays with the clients, with that of the weights."""
@@ -235,10 +237,6 @@ class APPLE(StoredModels):
         others = int((self.shares > 0).sum()) - 1
         new = int((~self.clients.has_memory(clients)).sum())
         return len(clients) * others * core + new * (core + state_bytes(sent.select(_SHARES)))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return which clients have answered, and their shares, for the checkpoint."""
-        return {**super().state_dict(), "shares": self.shares}
 
 
 METHODS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -91,6 +91,9 @@ class CFL(MultiCenter):
     algorithm_name = "CFL"
     tag = "cfl"
 
+    splits: list[Split]
+    _changes: dict[int, Tensor]
+
     def __init__(
         self,
         eps1: NonNegativeFloat = 0.4,
@@ -108,10 +111,10 @@ class CFL(MultiCenter):
 
     def setup_server(self) -> None:
         """Make one model, for all clients that can train."""
-        self.num_clusters = 1
+        self.add_state("num_clusters", 1)
         super().setup_server()
-        self.splits: list[Split] = []
-        self._changes: dict[int, Tensor] = {}  # updates since the last test, by client
+        self.add_state("splits", [], kind=Split)
+        self.add_state("_changes", {}, on_cpu=True)  # updates since the last test, by client
         self.assignments[self.clients.trainable] = 0
 
     def round(self, cohort: Tensor) -> None:
@@ -174,7 +177,7 @@ class CFL(MultiCenter):
             if not len(here):
                 continue
             asked = clients[here.to(clients.device)]
-            sent = expand_state(split.state, len(asked)).to(self.clients.device)
+            sent = expand_state(split.state, len(asked))
             tried = self.clients.train_aside(asked, sent, split.round)
             changes = F.normalize(self.vectors(tried.states) - self.vectors(sent[:1]))
             cosines = changes @ F.normalize(split.directions).to(changes).T
@@ -215,17 +218,9 @@ class CFL(MultiCenter):
         self.assignments[leaving] = new
         self.num_clusters += 1
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the tree and the updates since the last tests, for the checkpoint."""
-        splits = [split._asdict() for split in self.splits]
-        return {**super().state_dict(), "splits": splits, "_changes": self._changes}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, and make as many models."""
-        splits = [Split(**split) for split in state_dict["splits"]]
-        del self.server[len(splits) + 1 :]
-        self.add_centers(len(splits) + 1)
-        super().load_state_dict({**state_dict, "splits": splits})
+    def on_state_loaded(self) -> None:
+        """Make as many models as there were clusters."""
+        self.resize(self.num_clusters)
 
 
 METHODS = (

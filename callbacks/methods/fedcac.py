@@ -69,6 +69,8 @@ class FedCAC(StoredModels):
         through Cautiously Aggressive Collaboration, ICCV 2023, https://arxiv.org/abs/2309.11103.
     """
 
+    masks: StateModule
+
     def __init__(
         self,
         tau: ClosedUnitInterval = 0.5,
@@ -86,8 +88,8 @@ class FedCAC(StoredModels):
         """Make the server's model, room for those of all clients, and masks of nothing."""
         super().setup_server()
         stored = self.stored.tensors().items()
-        self.masks = StateModule({n: torch.zeros_like(v, dtype=torch.uint8) for n, v in stored})
-        self.modules["masks"] = self.masks
+        masks = {n: torch.zeros_like(v, dtype=torch.uint8) for n, v in stored}
+        self.add_state("masks", StateModule(masks))
 
     def more_memory(self) -> dict[str, int]:
         """Return the bytes of the masks."""

@@ -132,6 +132,9 @@ class FedDyn(PersonalFedAvg):
         https://arxiv.org/abs/2111.04263.
     """
 
+    lead: StateModule
+    last: StateModule
+
     def __init__(
         self,
         a: float | None = None,
@@ -147,11 +150,10 @@ class FedDyn(PersonalFedAvg):
         """Make the server's model, and H."""
         super().setup_server()
         models = self.server.tensors(0, self.shared_parameters)
-        self.lead = StateModule({name: torch.zeros_like(theta) for name, theta in models.items()})
-        self.modules["lead"] = self.lead
+        zeros = {name: torch.zeros_like(theta) for name, theta in models.items()}
+        self.add_state("lead", StateModule(zeros))
         if self.judged == "mean":
-            self.last = StateModule(models)
-            self.modules["last"] = self.last
+            self.add_state("last", StateModule(models))
 
     @property
     def bytes_kept(self) -> int:

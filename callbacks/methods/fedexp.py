@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from tensordict import TensorDict
@@ -53,6 +53,9 @@ class FedExP(FedAvg):
         https://arxiv.org/abs/2301.09604.
     """
 
+    previous: StateModule
+    steps: int
+
     def __init__(
         self,
         eps: PositiveFloat = 1e-3,
@@ -67,9 +70,8 @@ class FedExP(FedAvg):
     def setup_server(self) -> None:
         """Make the server's model, and room for the one before."""
         super().setup_server()
-        self.steps = 0
-        self.previous = StateModule(self.server.tensors(0, self.shared_parameters))
-        self.modules["previous"] = self.previous
+        self.add_state("steps", 0)
+        self.add_state("previous", StateModule(self.server.tensors(0, self.shared_parameters)))
 
     def on_round_start(self) -> None:
         """Start a new mean, also of the squared norms."""
@@ -106,14 +108,6 @@ class FedExP(FedAvg):
             previous = expand_state(self.previous.tensors(), len(clients))
             sent.update({name: (sent[name] + value) / 2 for name, value in previous.items()})
         return self.clients.judged(clients, sent)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps, for the checkpoint."""
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        self.steps = state_dict["steps"]
 
 
 METHODS = (

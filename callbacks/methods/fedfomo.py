@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +77,8 @@ class FedFomo(StoredModels):
         2021, https://arxiv.org/abs/2012.08565.
     """
 
+    affinity: Tensor
+
     def __init__(
         self,
         num_models: NonNegativeInt = 5,
@@ -99,7 +101,7 @@ class FedFomo(StoredModels):
         check_losses(self.clients.module, "FedFomo")
         super().setup_server()
         count = self.clients.num_clients
-        self.affinity = torch.zeros(count, count, dtype=torch.double)
+        self.add_state("affinity", torch.zeros(count, count, dtype=torch.double), on_cpu=True)
 
     def more_memory(self) -> dict[str, int]:
         """Return the bytes of the scores, in all and of one round."""
@@ -189,10 +191,6 @@ class FedFomo(StoredModels):
         received = self.received[clients.cpu()].long()
         models = (self.received.sum() - received).clamp(max=self.num_models)
         return int((models + 1 - received).sum()) * state_bytes(sent)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return which clients have answered and all scores, for the checkpoint."""
-        return {**super().state_dict(), "affinity": self.affinity}
 
 
 METHODS = (Method("FedFomo", FedFomo, "FedFomo(num_models)", "its own mixture of models"),)

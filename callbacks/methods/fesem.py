@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
 
@@ -103,6 +102,9 @@ class FeSEM(ClusteredMethod):
 
     tag = "fesem"
 
+    initialized: bool
+    selection: ClusterSelection | None
+
     def __init__(
         self,
         num_clusters: int | Literal["auto"],
@@ -153,11 +155,10 @@ class FeSEM(ClusteredMethod):
 
     def setup_server(self) -> None:
         """Make the centers, or one model if their number is to be chosen."""
-        if self.automatic:
-            self.num_clusters = 0
+        self.add_state("num_clusters", 0 if self.automatic else self.num_clusters)
         super().setup_server()
-        self.initialized = self.centers is not None
-        self.selection: ClusterSelection | None = None
+        self.add_state("initialized", self.centers is not None)
+        self.add_state("selection", None, kind=ClusterSelection)
 
     def on_before_configure_optimizers(self, trainer: L.Trainer) -> None:
         """Choose the number of clusters if it is not known yet, and make as many models."""
@@ -213,21 +214,10 @@ class FeSEM(ClusteredMethod):
             self.server.replace(k, means.get(k, means[min(means)]))
         self.initialized = True
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the assignments and what was chosen, for the checkpoint."""
-        return {
-            **super().state_dict(),
-            "initialized": self.initialized,
-            "num_clusters": self.num_clusters,
-            "selection": self.selection and asdict(self.selection),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        if not self.num_clusters:
-            self.add_centers(state_dict["num_clusters"])
-        selection = state_dict["selection"] and ClusterSelection(**state_dict["selection"])
-        super().load_state_dict({**state_dict, "selection": selection})
+    def on_state_loaded(self) -> None:
+        """Make as many models as were chosen."""
+        if self.automatic:
+            self.resize(self.num_clusters)
 
 
 def select_num_clusters(

@@ -78,6 +78,8 @@ class IFCA(MultiCenter):
     algorithm_name = "IFCA"
     tag = "ifca"
 
+    _groups: Tensor
+
     def __init__(
         self,
         num_clusters: PositiveInt = 3,
@@ -107,7 +109,7 @@ class IFCA(MultiCenter):
         clients = self.clients.trainable
         random = generator(Purpose.SERVER, self.clients.seed)
         dealt = clients[torch.randperm(len(clients), generator=random)]
-        self._groups = torch.zeros_like(self.assignments)
+        self.add_state("_groups", torch.zeros_like(self.assignments), on_cpu=True)
         self._groups[dealt] = torch.arange(len(clients)) % self.num_clusters
         layers, server = self.clients.layout.layers, self.server
         names = {name for layer in self.shared.of(self.clients.module) for name in layers[layer]}
@@ -128,7 +130,7 @@ class IFCA(MultiCenter):
     def on_round_start(self) -> None:
         """Start a round, in which no client has chosen yet."""
         super().on_round_start()
-        self._chosen.fill_(-1)
+        self._chosen = torch.full_like(self.assignments, -1)
 
     def centers_of(self, clients: Tensor) -> Tensor:
         """Return the cluster that each of the clients ``[C]`` chooses, or first its group."""
@@ -187,10 +189,6 @@ class IFCA(MultiCenter):
         before = torch.where(before < 0, self.weights.argmax(), before)
         lowest = losses.nan_to_num(torch.inf, torch.inf).argmin(dim=0)
         return torch.where(losses.isnan().all(dim=0), before, lowest)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return assignments and groups, for the checkpoint."""
-        return {**super().state_dict(), "_groups": self._groups}
 
 
 def _shuffle(values: Tensor, random: torch.Generator) -> Tensor:

@@ -52,6 +52,9 @@ class MultiCenter(ServerCallback):
     tag: ClassVar[str]
     """Prefix of the tags under which it logs."""
 
+    assignments: Tensor
+    weights: Tensor
+
     def __init__(
         self,
         num_clusters: int,
@@ -76,7 +79,6 @@ class MultiCenter(ServerCallback):
         self.centers = centers
         self.weighting = weighting
         self.chain: Chain | None = None
-        self.assignments = torch.empty(0, dtype=torch.long)
 
     def setup_server(self) -> None:
         """Make K models, equal at first unless ``centers`` were given."""
@@ -94,17 +96,23 @@ class MultiCenter(ServerCallback):
                 _ = None if self.clients.data is None else self.clients.class_counts
             except ConfigurationError as error:
                 raise ConfigurationError(f"{what} can't count them: {error}") from error
-        self.assignments = torch.full((self.clients.num_clients,), -1)
+        self.add_state("assignments", torch.full((self.clients.num_clients,), -1), on_cpu=True)
+        self.add_state("weights", torch.empty(0), on_cpu=True)
         self.add_centers(self.num_clusters)
         for index, center in enumerate(self.centers or ()):
             self.server.replace(index, center)
 
     def add_centers(self, count: int) -> None:
-        """Copy the first model until there are ``count`` of them."""
-        server = self.server
-        server.extend(copy.deepcopy(server[0]) for _ in range(count - len(server)))
+        """Copy the first model until there are ``count`` of them, without members."""
+        self.resize(count)
         self.num_clusters = count
         self.weights = torch.zeros(count, dtype=torch.double)
+
+    def resize(self, count: int) -> None:
+        """Have ``count`` models, at least one; further ones are copies of the first."""
+        server = self.server
+        del server[max(count, 1) :]
+        server.extend(copy.deepcopy(server[0]) for _ in range(count - len(server)))
 
     def round(self, cohort: Tensor) -> None:
         """Run one round and log the sizes of the clusters."""
@@ -211,11 +219,3 @@ class MultiCenter(ServerCallback):
         samples = self.clients.weights_of(known.nonzero().flatten()).double()
         weights = torch.zeros(self.num_clusters, dtype=torch.double)
         self.weights = weights.index_add_(0, self.assignments[known], samples)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the assignments, for the checkpoint."""
-        return {"assignments": self.assignments, "weights": self.weights}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        vars(self).update(state_dict)

@@ -85,6 +85,8 @@ class PFedHN(ServerCallback):
         https://arxiv.org/abs/2103.04628.
     """
 
+    embeddings: nn.ParameterList
+    network: nn.Module
     refuses: ClassVar[Mapping[str, str]] = {
         "private": "its hypernetwork generates all layers but those of its own option",
     }
@@ -110,7 +112,6 @@ class PFedHN(ServerCallback):
         self.hypernetwork: Callable[[int, int], nn.Module] = partial(
             fully_connected, hidden_dim=hidden_dim, hidden_layers=hidden_layers
         )
-        self._found: dict[int, TensorDict] = {}  # models of newcomers found since the last round
 
     @property
     def algorithm_name(self) -> str:
@@ -120,6 +121,7 @@ class PFedHN(ServerCallback):
     def setup_server(self) -> None:
         """Draw the hypernetwork and the embeddings."""
         super().setup_server()
+        self._found: dict[int, TensorDict] = {}  # models of newcomers found since the last round
         layout, count = self.clients.layout, self.clients.num_clients
         self.generated = tuple(n for n in layout.parameters if n not in {*self.private})
         initial = [layout.template[name] for name in self.generated]
@@ -127,9 +129,10 @@ class PFedHN(ServerCallback):
         self._check_memory(dim, sum(value.numel() for value in initial))
         with isolated(self.clients.device):
             seed_everything(derive_seed(Purpose.SERVER, self.clients.seed), self.clients.device)
-            self.embeddings = nn.ParameterList(torch.randn(dim) for _ in range(count))
-            self.network = self.hypernetwork(dim, sum(value.numel() for value in initial))
-        self.modules |= {"embeddings": self.embeddings, "hypernetwork": self.network}
+            embeddings = nn.ParameterList(torch.randn(dim) for _ in range(count))
+            network = self.hypernetwork(dim, sum(value.numel() for value in initial))
+        self.add_state("embeddings", embeddings)
+        self.add_state("network", network)
         for module in self.modules.values():
             module.to(torch.promote_types(initial[0].dtype, torch.float))
 
@@ -189,7 +192,7 @@ class PFedHN(ServerCallback):
 
     def round(self, cohort: Tensor) -> None:
         """Run one round, client by client: the optimizer steps after each of them."""
-        self._found.clear()
+        self._found = {}
         answers, mine = self.clients.train(cohort, self.send, max_chunk=1), owned(cohort)
         for client in cohort.split(1):
             change = self.change(next(answers)) if torch.isin(client, mine) else {}

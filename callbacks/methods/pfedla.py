@@ -93,6 +93,8 @@ class PFedLA(StoredModels):
         https://arxiv.org/abs/2205.03993.
     """
 
+    hypernetworks: HyperNetworks
+
     def __init__(
         self,
         retain: NonNegativeInt = 0,
@@ -135,10 +137,10 @@ class PFedLA(StoredModels):
             seed_everything(derive_seed(Purpose.SERVER, self.clients.seed), self.clients.device)
             networks = (self.hypernetwork(len(self.layers), count) for _ in range(count))
             mixed = torch.isin(torch.arange(count), self.clients.trainable.cpu())
-            self.hypernetworks = HyperNetworks(networks, self.weights, mixed)
+            hypernetworks = HyperNetworks(networks, self.weights, mixed)
         dtype = next(iter(stored.values())).dtype
-        self.hypernetworks.to(torch.promote_types(dtype, torch.float))
-        self.modules["hypernetworks"] = self.hypernetworks
+        hypernetworks.to(torch.promote_types(dtype, torch.float))
+        self.add_state("hypernetworks", hypernetworks)
 
     def more_memory(self) -> dict[str, int]:
         """Return the bytes of all hypernetworks, and of the gradients in a round."""

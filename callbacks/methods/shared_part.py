@@ -61,6 +61,8 @@ class SharedPart(FedAvg):
         ICLR 2021, https://arxiv.org/abs/2102.07623.
     """
 
+    _kept: list[str]
+
     def __init__(
         self,
         private: Layers | None = None,
@@ -145,13 +147,14 @@ class SharedPart(FedAvg):
             table.add_row(part, ", ".join(layers), f"{size:,}")
         Console().print(table)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the names of what is private."""
-        return {"private": list(self.private)}
+    def setup_server(self) -> None:
+        """Make the server's model, and note what is private."""
+        super().setup_server()
+        self.add_state("_kept", [*self.private])
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def on_state_loaded(self) -> None:
         """Check that the checkpoint has the same private layers."""
-        if differing := {*state_dict["private"]} ^ {*self.private}:
+        if differing := {*self._kept} ^ {*self.private}:
             raise ConfigurationError(
                 f"{type(self).__name__}: the checkpoint has other private layers; they differ in "
                 f"{', '.join(sorted(differing))}"

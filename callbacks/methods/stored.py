@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from tensordict import TensorDict
@@ -43,9 +43,8 @@ class StoredModels(ServerCallback):
         models = count * sum(value.nbytes for value in initial.values())
         parts = {"models": models, **self.more_memory()}
         self.clients.check_memory(type(self).__name__, parts)
-        self.stored = StateModule(dict(entries(expand_state(initial, count))))
-        self.modules["stored"] = self.stored
-        self.received = torch.zeros(count, dtype=torch.bool)
+        self.add_state("stored", StateModule(dict(entries(expand_state(initial, count)))))
+        self.add_state("received", torch.zeros(count, dtype=torch.bool), on_cpu=True)
 
     def more_memory(self) -> dict[str, int]:
         """Return the bytes that the server needs besides the models, by part."""
@@ -86,11 +85,3 @@ class StoredModels(ServerCallback):
             {**initial, **{name: leaf[client] for name, leaf in stored.items()}}
             for client in range(self.clients.num_clients)
         ]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return which clients have answered so far, for the checkpoint."""
-        return {"received": self.received}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        vars(self).update(state_dict)

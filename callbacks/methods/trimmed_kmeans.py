@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from tensordict import TensorDict
@@ -71,6 +71,9 @@ class TrimmedKMeans(MultiCenter):
     algorithm_name = "TrimmedKMeans"
     tag = "trimmed_kmeans"
 
+    _start: dict[str, Tensor]
+    _centers: Tensor | None
+
     def __init__(
         self,
         num_clusters: PositiveInt = 3,
@@ -94,8 +97,8 @@ class TrimmedKMeans(MultiCenter):
     def setup_server(self) -> None:
         """Make K models, equal until stage 2."""
         super().setup_server()
-        self._start: dict[str, Tensor] = {}
-        self._centers: Tensor | None = None  # centers of stage 2 [K, d]
+        self.add_state("_start", {})  # the common initial model
+        self.add_state("_centers", None)  # centers of stage 2 [K, d]
 
     def round(self, cohort: Tensor) -> None:
         """Run one round; the first is stages 1 and 2, with all clients."""
@@ -132,7 +135,7 @@ class TrimmedKMeans(MultiCenter):
             return clusters
         able = self.clients.num_samples[clients.cpu()] > 0
         new = clients[(able & (clusters < 0)).to(clients.device)]
-        sent = expand_state(self._start, len(new)).to(self.clients.device)
+        sent = expand_state(self._start, len(new))
         tried = self.clients.train_aside(new, sent, round_index=0, epochs=self.init_epochs)
         clusters[torch.isin(clients, tried.clients).cpu()] = self._nearest(tried.states)
         return clusters
@@ -163,7 +166,7 @@ class TrimmedKMeans(MultiCenter):
         """Return the clients that answered, on any rank, and their models of stage 1."""
 
         def send(asked: Tensor) -> TensorDict:
-            return expand_state(self._start, len(asked)).to(self.clients.device)
+            return expand_state(self._start, len(asked))
 
         updates = list(self.clients.train(clients, send, epochs=self.init_epochs))
         return gather_states(updates, self.clients.device)
@@ -194,10 +197,6 @@ class TrimmedKMeans(MultiCenter):
                 for name, leaf in entries(members)
             }
         return means
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the assignments, the initial model and the centers, for the checkpoint."""
-        return {**super().state_dict(), "_start": self._start, "_centers": self._centers}
 
 
 METHODS = (

@@ -98,6 +98,7 @@ class ServerModels(nn.ModuleList):
         frozen: The frozen entries by name.
         optimizer: The server optimizer, while a Trainer runs the federation.
         refused: Names of entries that were not finite in this round; no model takes them.
+        on_moved: Is called when the models may have moved to another device.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class ServerModels(nn.ModuleList):
         self.frozen = {name: layout.template[name].clone() for name in layout.frozen}
         self.optimizer: Optimizer | None = None
         self.refused: list[str] = []
+        self.on_moved: Callable[[], None] | None = None
 
     def of(self, layout: StateLayout) -> ServerModels:
         """Return models of another layout, with the same options."""
@@ -210,7 +212,10 @@ class ServerModels(nn.ModuleList):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ServerModels:
         self.frozen = {name: fn(tensor) for name, tensor in self.frozen.items()}
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
+        if self.on_moved is not None:
+            self.on_moved()
+        return self
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

@@ -1,0 +1,112 @@
+"""Finds the state of a server callback that its author forgot to declare."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from pflight.clients import Clients
+from pflight.errors import ConfigurationError
+from pflight.server_callback import ServerCallback
+
+_ELSEWHERE = {"clients", "server", "modules", "round"}  # saved by others, or not to be saved
+
+
+class CheckState(L.Callback):
+    """Ends a run with an error if the server callback keeps state that it does not declare.
+
+    Give it to a Trainer for a short run of your method, of three rounds or more. Before each round
+    it deletes the attributes that earlier rounds have set, unless
+    :meth:`~pflight.callbacks.ServerCallback.add_state` has declared them. Results don't change.
+
+    Raises:
+        ConfigurationError: Naming the attribute that is used in a later round, or that is changed
+            in place.
+
+    Example:
+        >>> trainer = L.Trainer(max_epochs=3, callbacks=[CheckState()], logger=False)
+    """
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Note all attributes, and look at each round."""
+        callback: ServerCallback = pl_module.server_callback
+        self._start = {**vars(callback)}
+        self._prints = {name: fingerprint(value) for name, value in _others(callback).items()}
+        self._forgotten: set[str] = set()
+        run_round = callback.round
+
+        def checked_round(cohort: Tensor) -> None:
+            self._forget(callback)
+            try:
+                run_round(cohort)
+            except AttributeError as error:
+                if error.obj is callback and error.name in self._forgotten:
+                    raise _undeclared(callback, error.name) from error
+                raise
+
+        vars(callback)["round"] = checked_round
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Look for what was made before the first round and has been changed in place."""
+        callback: ServerCallback = pl_module.server_callback
+        vars(callback).pop("round", None)
+        for name, value in _others(callback).items():
+            same = name in self._start and value is self._start[name]
+            if same and fingerprint(value) != self._prints[name]:
+                raise _undeclared(callback, name)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Leave the callback as it was."""
+        vars(pl_module.callback or self).pop("round", None)
+
+    def _forget(self, callback: ServerCallback) -> None:
+        for name, value in _others(callback).items():
+            if name not in self._start or value is not self._start[name]:
+                if hasattr(type(callback), name):  # from where it would come back
+                    raise _undeclared(callback, name)
+                delattr(callback, name)
+                self._forgotten.add(name)
+
+
+def _others(callback: ServerCallback) -> dict[str, Any]:
+    """Return the attributes that are neither declared nor saved elsewhere."""
+    known = {*callback._states, *callback.modules, *_ELSEWHERE}
+    return {name: value for name, value in vars(callback).items() if name not in known}
+
+
+def _undeclared(callback: ServerCallback, name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{type(callback).__name__} keeps {name!r} from round to round and does not declare it, so "
+        f"that a checkpoint lacks it: call self.add_state({name!r}, ...) in setup_server() or, if "
+        "it lasts for one round, make it anew in on_round_start()"
+    )
+
+
+def fingerprint(value: Any, seen: frozenset[int] = frozenset()) -> Any:
+    """Return something that another value of an attribute would not have."""
+    if isinstance(value, Tensor):
+        if value.is_meta:
+            return tuple(value.shape)
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return tuple(value.shape), value.dtype, hashlib.sha256(flat.numpy().tobytes()).digest()
+    if isinstance(value, str | bytes | int | float | complex | None):
+        return repr(value)
+    if id(value) in seen:
+        return id(value)
+    seen |= {id(value)}
+    if isinstance(value, nn.Module):
+        return fingerprint(dict(value.state_dict()), seen)
+    if isinstance(value, Mapping):
+        return [(fingerprint(k, seen), fingerprint(v, seen)) for k, v in value.items()]
+    if isinstance(value, list | tuple):
+        return [fingerprint(entry, seen) for entry in value]
+    if isinstance(value, set | frozenset):
+        return sorted(repr(fingerprint(entry, seen)) for entry in value)
+    if isinstance(value, Clients | L.Trainer | type) or not hasattr(value, "__dict__"):
+        return id(value)
+    return id(value), fingerprint(vars(value), seen)
