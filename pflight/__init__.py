@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .command.version import __version__
 
 if TYPE_CHECKING:
-    from . import callbacks, datamodules, engines, models
+    from . import callbacks, datamodules, engines, models, modifiers, transforms
     from .errors import ClientError, ConfigurationError
     from .federation import Federation
     from .runs.allocator import keep_freed_memory
@@ -25,6 +25,8 @@ __all__ = [
     "engines",
     "keep_freed_memory",
     "models",
+    "modifiers",
+    "transforms",
 ]
 
 _HOMES = {

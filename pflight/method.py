@@ -458,10 +458,21 @@ class Phase(NamedTuple):
 class AddedTerm(Protocol):
     """A term that a modifier adds to the loss; see :class:`pflight.modifiers.Term`."""
 
-    name: str
-    averages_samples: bool
-    remembers: bool
-    judges: bool
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def averages_samples(self) -> bool:
+        """Whether it is a mean over samples, or independent of them."""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether clients keep their model for it."""
+
+    @property
+    def judges(self) -> bool:
+        """Whether clients are judged by that model."""
 
     @property
     def needs_mean_samples(self) -> bool:

@@ -29,8 +29,8 @@ from .states.layers import head_entries
 from .states.server_models import ServerModels
 from .states.state import StateLayout, state_bytes
 from .states.updates import ClientUpdates
-from .transforms import Pipeline, Transform
-from .transforms.base import STAGES
+from .transforms.base import STAGES, Transform
+from .transforms.pipeline import Pipeline
 
 Modifiers = dict[str, Modifier] | list[Modifier] | None
 """What the option ``modifiers`` of a server callback takes."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 
 from . import catalogue
 
 _UNLIMITED = 1000  # columns
-_SECTIONS = {
+_SECTIONS: dict[str, tuple[Callable[[], list[catalogue.Entry]], str]] = {
     "methods": (catalogue.methods, "--config configs/algorithm/NAME.yaml"),
     "modifiers": (catalogue.modifiers, "--methods METHOD+NAME of pflight compare"),
     "data": (catalogue.data, "--data NAME"),

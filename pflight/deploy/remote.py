@@ -401,7 +401,7 @@ class RemoteClients(Clients):
     def _needs_mean(self) -> bool:
         """Whether clients train by the mean number of samples, which tells something of others."""
         methods = self.client_method, self.client_method.personal
-        parts = [*filter(None, methods), *self.client_method.terms]
+        parts: list[Any] = [*filter(None, methods), *self.client_method.terms]
         return self.data is not None and any(part.needs_mean_samples for part in parts)
 
     @property
