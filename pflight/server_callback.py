@@ -269,9 +269,16 @@ class ServerCallback(L.Callback):
             private_in(self.modifiers.values(), module, layout),
         )
         if further:
-            owned = own | (head_entries(module, layout) if self.owns_head else set())
+            owned = own | self.owned_names(module, layout)
             check_owners(type(self).__name__, further, owned, layout)
         return own | further
+
+    def owned_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
+        """Return the names of entries for which it has a rule of its own, beside private ones.
+
+        They can't be made private. By default they are those of the head with :attr:`owns_head`.
+        """
+        return head_entries(module, layout) if self.owns_head else set()
 
     @property
     def private(self) -> tuple[str, ...]:
