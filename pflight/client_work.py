@@ -29,7 +29,8 @@ from .states.head import Head, head_of
 from .states.server_models import ServerModels
 from .states.state import StateLayout, entries
 from .states.updates import ClientFailure, ClientUpdates, Kept
-from .transforms import Pipeline, Transform
+from .transforms.base import Transform
+from .transforms.pipeline import Pipeline
 
 PRIVATE = "private"
 """The memory slot of entries that never travel."""

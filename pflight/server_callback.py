@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .clients import Clients
 from .data.data_module import FederatedDataModule
 from .errors import ConfigurationError
+from .messages import nothing_sent
 from .method import OWN, ClientMethod, ClientMethodT, client_method_for, client_method_of
 from .modifiers import Modifier, Private, Term, by_name, check_owners, private_in
 from .options import arguments, checked
@@ -28,8 +29,8 @@ from .states.layers import head_entries
 from .states.server_models import ServerModels
 from .states.state import StateLayout, state_bytes
 from .states.updates import ClientUpdates
-from .transforms import Pipeline, Transform
-from .transforms.base import STAGES
+from .transforms.base import STAGES, Transform
+from .transforms.pipeline import Pipeline
 
 Modifiers = dict[str, Modifier] | list[Modifier] | None
 """What the option ``modifiers`` of a server callback takes."""
@@ -206,6 +207,8 @@ class ServerCallback(L.Callback):
             self.clients, self.server, clients.callback = clients, server, self
             self.setup_server()
             sent = {*self.sent_names}
+            if self.sends_model and not self.shared_parameters:
+                raise ConfigurationError(nothing_sent(self))
             if vectors := [name for name in unit_vectors(clients.module) if name in sent]:
                 rank_zero_warn(
                     f"spectral norm keeps vectors of length 1 in {', '.join(vectors)}, and their "
