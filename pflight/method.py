@@ -411,7 +411,9 @@ class Phase(NamedTuple):
 class AddedTerm(Protocol):
     """A term that a modifier adds to the loss; see :class:`pflight.modifiers.Term`."""
 
-    averages_samples: bool
+    @property
+    def averages_samples(self) -> bool:
+        """Whether it is a mean over samples or independent of them."""
 
     @property
     def needs_mean_samples(self) -> bool:

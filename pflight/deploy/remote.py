@@ -403,8 +403,9 @@ class RemoteClients(Clients):
     def _needs_mean(self) -> bool:
         """Whether clients train by the mean number of samples, which tells something of others."""
         methods = self.client_method, self.client_method.personal
-        parts = [*filter(None, methods), *self.client_method.terms]
-        return self.data is not None and any(part.needs_mean_samples for part in parts)
+        needed = any(one is not None and one.needs_mean_samples for one in methods)
+        needed = needed or any(term.needs_mean_samples for term in self.client_method.terms)
+        return self.data is not None and needed
 
     @property
     def _mean_samples(self) -> float:
