@@ -26,6 +26,7 @@ from .engines.client_setup import ClientSetup
 from .engines.passes import Loss, Sums
 from .errors import ConfigurationError
 from .history import Round, Traffic, add_logs
+from .messages import nothing_sent
 from .method import ClientMethod, LocalClient, add_what_it_needs, layout_with
 from .runs.checks import check_unchanged, settings_of
 from .runs.distributed import owned
@@ -175,10 +176,7 @@ class Clients(ClientWork):
         layout = StateLayout.of(self.module)
         layout = layout.with_private(callback.staying_names(self.module, layout))
         if callback.sends_model and not layout.shared_parameters:
-            raise ConfigurationError(
-                f"{type(callback).__name__}: nothing is sent, since all parameters that are "
-                "trained stay with the clients: take Local"
-            )
+            raise ConfigurationError(nothing_sent(callback))
         layout = layout_with(self.client_method, layout)
         self.layout = layout.with_private(callback.staying_names(self.module, layout))
         self.buffers = BufferWatch(self.module, self.layout)

@@ -154,3 +154,11 @@ def _meant(option: str, known: Iterable[str]) -> list[str]:
 def _shared(path: Sequence[str], other: Sequence[str]) -> int:
     """Count the leading parts that two paths share."""
     return len([*takewhile(lambda pair: pair[0] == pair[1], zip(path, other, strict=False))])
+
+
+def nothing_sent(callback: object) -> str:
+    """Return the message that all parameters that train are private."""
+    return (
+        f"{type(callback).__name__}: nothing is sent, since all parameters that are trained stay "
+        "with the clients: take Local"
+    )

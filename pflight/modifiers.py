@@ -115,6 +115,9 @@ class Private(Modifier):
         chosen = layers if isinstance(layers, str | Layers) else [*layers]
         if not chosen:
             raise ConfigurationError("Private: name the layers that stay with the clients")
+        for one in chosen if isinstance(chosen, list) else []:
+            if not isinstance(one, str | Layers):
+                raise ConfigurationError(f"Private: layers must be names or Layers, got {one!r}")
         self.layers = chosen
         self.keep = keep
 
@@ -384,8 +387,13 @@ def by_name(
         given: Modifiers in a list, or by name.
 
     Raises:
-        ConfigurationError: If two have the same name, or one is under another name than its own.
+        ConfigurationError: If two have the same name, one is under another name than its own, or
+            something else is given.
     """
+    if not isinstance(given, Mapping | list | tuple | None):
+        raise ConfigurationError(
+            f"{owner}: modifiers must be a list, or a mapping by name, got {given!r}"
+        )
     pairs = [*given.items()] if isinstance(given, Mapping) else [(None, one) for one in given or ()]
     found: dict[str, Modifier] = {}
     for key, one in pairs:

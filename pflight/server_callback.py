@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .clients import Clients
 from .data.data_module import FederatedDataModule
 from .errors import ConfigurationError
+from .messages import nothing_sent
 from .method import OWN, ClientMethod, ClientMethodT, client_method_for, client_method_of
 from .modifiers import Modifier, Private, Term, by_name, check_owners, private_in
 from .options import arguments, checked
@@ -224,6 +225,8 @@ class ServerCallback(L.Callback):
             self._states, server.on_moved = {}, self.move_state
             self.setup_server()
             sent = {*self.sent_names}
+            if self.sends_model and not self.shared_parameters:
+                raise ConfigurationError(nothing_sent(self))
             if vectors := [name for name in unit_vectors(clients.module) if name in sent]:
                 rank_zero_warn(
                     f"spectral norm keeps vectors of length 1 in {', '.join(vectors)}, and their "
@@ -355,9 +358,16 @@ class ServerCallback(L.Callback):
             private_in(self.modifiers.values(), module, layout),
         )
         if further:
-            owned = own | (head_entries(module, layout) if self.owns_head else set())
+            owned = own | self.owned_names(module, layout)
             check_owners(type(self).__name__, further, owned, layout)
         return own | further
+
+    def owned_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
+        """Return the names of entries for which it has a rule of its own, beside private ones.
+
+        They can't be made private. By default they are those of the head with :attr:`owns_head`.
+        """
+        return head_entries(module, layout) if self.owns_head else set()
 
     @property
     def private(self) -> tuple[str, ...]:

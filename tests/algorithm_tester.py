@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import lightning as L
 import pytest
 import torch
 from _pytest.mark import ParameterSet
@@ -22,12 +21,14 @@ from pflight import Federation
 from pflight.callbacks import FedAvg, FedFomo, FeSEM, Reptile, ServerCallback, methods
 from pflight.callbacks.methods.registry import Method
 from pflight.datamodules import TensorClients
+from pflight.errors import ConfigurationError
 from pflight.method import PERSONAL
 from pflight.models import Classifier, ElasticClient, ProximalClient
 from pflight.models.client_methods import Controlled
+from pflight.modifiers import Modifier, Private, Proximal, by_name
 from pflight.runs.check_state import CheckState
 from pflight.states.layers import Layers
-from pflight.states.state import StateLayout
+from pflight.transforms import Clip, TopK
 from tests import own_methods
 from tests.remote_clients import ask_remote_clients
 from tests.runs import (
@@ -51,6 +52,20 @@ class Algorithm(NamedTuple):
     callback: Callable[[], ServerCallback]
     client: type[Classifier] = Classifier
     tolerance: float = 1e-9
+
+    def plus(self, *modifiers: Modifier) -> Algorithm:
+        """Return it with modifiers."""
+        return self._replace(callback=lambda: with_modifiers(self.callback(), *modifiers))
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """What it says to kinds of modifiers that it refuses."""
+        names = [name for name, other in ALGORITHMS.items() if other is self]
+        return REFUSED.get(names[0], {}) if names else {}
+
+    def taken(self, *modifiers: Modifier) -> list[Modifier]:
+        """Return those of the modifiers that it does not refuse."""
+        return [one for one in modifiers if one.kind not in self.refused]
 
 
 def shipped() -> Iterator[Method]:
@@ -280,17 +295,94 @@ class AlgorithmTester:
         for one, other in zip(here.history, there.history, strict=True):
             assert (one.bytes_down, one.bytes_up) == (other.bytes_down, other.bytes_up)
 
+    @pytest.mark.filterwarnings("ignore:FedSGD . P:UserWarning")
     @pytest.mark.each
+    def test_all_modifiers_together(
+        self, algorithm: Algorithm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They are refused in one line, or both engines, a resumed run and remote clients agree."""
+        if not (taken := algorithm.taken(*ALL_MODIFIERS)):
+            pytest.skip("it refuses all of them")
+        both, momentum = algorithm.plus(*taken), 0.9
+        if algorithm.callback().client_method == Controlled("II"):
+            momentum = 0.0
+
+        def train(rounds: int = 3, engine: str = "sequential", **options: object) -> Federation:
+            return self.train(
+                both,
+                rounds,
+                small_data(cohort_size=4, dtype=torch.float64),
+                lambda kind: batchnorm_client(
+                    kind, optimizer=sgd(0.05, momentum=momentum)
+                ).double(),
+                engine=engine,
+                local_epochs=2,
+                trainer={"limit_val_batches": 0},
+                **options,
+            )
+
+        here, vectorized, stopped = train(), train(engine="vectorized"), train(2)
+        assert vectorized.clients.attached_engine.obstacle is None
+        models = (here.server_states(), vectorized.server_states())
+        judged, others = ([run.client_state(i) for i in range(6)] for run in (here, vectorized))
+        for left, right in (models, (judged, others)):
+            torch.testing.assert_close(
+                left, right, rtol=100 * algorithm.tolerance, atol=algorithm.tolerance
+            )
+        assert [entry.bytes_up for entry in here.history] == [
+            entry.bytes_up for entry in vectorized.history
+        ]
+        stopped.trainer.save_checkpoint(tmp_path / "half.ckpt")
+        torch.load(tmp_path / "half.ckpt", weights_only=True)
+        assert_equal(train(ckpt_path=tmp_path / "half.ckpt"), here)
+        ask_remote_clients(monkeypatch)
+        there = train()
+        for left, right in zip(here.server_states(), there.server_states(), strict=True):
+            assert_same(left, right)
+        for i in range(6):
+            assert_same(judged[i], there.client_state(i))
+
+    @pytest.mark.each
+    def test_modifiers_are_refused_in_one_line(self, algorithm: Algorithm) -> None:
+        refused = [one for one in ALL_MODIFIERS if one.kind in algorithm.refused]
+        for one in refused:
+            with pytest.raises(ConfigurationError) as error:
+                self.train(algorithm.plus(one), make=batchnorm_client)
+            said = algorithm.refused[one.kind or ""]
+            assert str(error.value) == said.format(type(one).__name__)
+
+    def test_neutral_modifiers_change_no_bit(
+        self, algorithm: Algorithm, trained: Federation
+    ) -> None:
+        """Nor does a clip that no update is long enough for."""
+        assert_equal(self.train(algorithm.plus(Proximal(0), Clip(None), TopK(1.0))), trained)
+        long = algorithm.taken(Clip(1e6))
+        federation = self.train(algorithm.plus(*long))
+        assert_equal(federation, trained)
+        for one, other in zip(federation.history, trained.history, strict=True):
+            assert (one.bytes_down, one.bytes_up) == (other.bytes_down, other.bytes_up)
+
+    @pytest.mark.filterwarnings("ignore:FedSGD . P:UserWarning")
     @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-    def test_a_private_decoy_changes_nothing_else(self, algorithm: Algorithm, engine: str) -> None:
+    @pytest.mark.parametrize(
+        "further",
+        [
+            pytest.param((), id="alone", marks=pytest.mark.each),
+            pytest.param((Proximal(0.1), Clip(0.05), TopK(0.3)), id="with others"),
+        ],
+    )
+    def test_a_private_decoy_changes_nothing_else(
+        self, algorithm: Algorithm, engine: str, further: tuple[Modifier, ...]
+    ) -> None:
         """Distances, norms, corrections and what is stored are of entries that travel."""
         if algorithm in [ALGORITHMS[name] for name in NO_DECOY]:
-            pytest.skip("it mixes or matches all entries")
+            pytest.skip("it refuses private parameters")
+        private = [] if algorithm is ALGORITHMS["LG-FedAvg"] else [Private(DECOY)]  # it does so
         plain, decoyed = (
             run(
                 beside(algorithm.client, decoy),
                 small_data(cohort_size=4, dtype=torch.float64),
-                with_private(algorithm.callback(), {DECOY}),
+                algorithm.plus(*further, *private * decoy).callback(),
                 3,
                 engine=engine,
                 trainer={"limit_val_batches": 0},
@@ -310,8 +402,7 @@ class AlgorithmTester:
             torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
         for one, other in zip(plain.history, decoyed.history, strict=True):
             assert (one.clients, one.failed) == (other.clients, other.failed)
-            if decoyed.callback.sends_model:  # others send the whole initial model once
-                assert (one.bytes_down, one.bytes_up) == (other.bytes_down, other.bytes_up)
+            assert (one.bytes_down, one.bytes_up) == (other.bytes_down, other.bytes_up)
 
     def test_finetuning_changes_no_training(
         self, algorithm: Algorithm, trained: Federation
@@ -331,11 +422,50 @@ class AlgorithmTester:
 DECOY = "aside"
 """The parameter of :func:`beside`."""
 
-NO_DECOY = {
-    "APPLE": "clients mix all entries of their models",
-    "FeSEM-MA": "matching knows no such layer",
+ALL_MODIFIERS = (Private("norms"), Proximal(0.1), Clip(0.05), TopK(0.3))
+"""One of each kind and stage."""
+
+_NOTHING = "its server sends no model, so this would change nothing"
+_NORMS = (
+    "{0}: Private can't keep network.1.bias, network.1.weight, which {0} itself keeps or replaces"
+)
+
+
+def _because(name: str, **reasons: str) -> dict[str, str]:
+    """Return what a method says that can't be combined with modifiers, by their kind."""
+    return {kind: f"{name} can't be combined with {{}}: {why}" for kind, why in reasons.items()}
+
+
+REFUSED = {
+    "Local": _because("Local", private=_NOTHING, term=_NOTHING, transform=_NOTHING),
+    "FedProto": _because("FedProto", private=_NOTHING, term=_NOTHING, transform=_NOTHING),
+    "FedProto-class": _because("FedProto", private=_NOTHING, term=_NOTHING, transform=_NOTHING),
+    "L2GD": _because(
+        "L2GD",
+        private="its clients keep and send all entries",
+        term="its clients start from models of their own, and not from the server's",
+        transform="its clients also send when they were sent nothing",
+    ),
+    "FedGH": _because(
+        "FedGH",
+        private="its clients keep their whole model, and get the server's head",
+        term="its server sends a head alone, which clients train no further",
+        transform="its clients send prototypes, and no model",
+    ),
+    "APPLE": _because("APPLE", private="its clients mix all entries of each other's models"),
+    "pFedHN": _because(
+        "PFedHN", private="its hypernetwork generates all layers but those of its own option"
+    ),
+    "FeSEM-MA": {"private": "matching moves 'network.1.weight', which does not travel"},
+    "FedBN": {"private": _NORMS.format("SharedPart")},
+    "LG-FedAvg": {"private": _NORMS.format("SharedPart")},
+    "FedBABU": {"private": _NORMS.format("FedBABU")},  # its head here
+    "FedBABU-body": {"private": _NORMS.format("FedBABU")},
 }
-"""Algorithms that don't take a private parameter beside the network, and why."""
+"""What algorithms say that refuse one of :data:`ALL_MODIFIERS`, by the kind of modifier."""
+
+NO_DECOY = {*REFUSED} - {"FedBN", "LG-FedAvg", "FedBABU", "FedBABU-body"}
+"""Algorithms that don't take a private parameter beside the network."""
 
 
 def beside(kind: type[Classifier], decoy: bool) -> Classifier:
@@ -354,14 +484,10 @@ def beside(kind: type[Classifier], decoy: bool) -> Classifier:
     return client.double()
 
 
-def with_private(callback: ServerCallback, names: set[str]) -> ServerCallback:
-    """Have further entries stay with the clients."""
-
-    class More(type(callback)):  # type: ignore[misc]
-        def private_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
-            return super().private_names(module, layout) | (names & {*layout.names})
-
-    callback.__class__ = More
+def with_modifiers(callback: ServerCallback, *modifiers: Modifier) -> ServerCallback:
+    """Return a callback as if it had been made with modifiers."""
+    callback.modifiers = by_name(type(callback).__name__, modifiers)
+    callback._given["modifiers"] = callback.modifiers
     return callback
 
 

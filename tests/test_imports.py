@@ -154,17 +154,8 @@ FIRST = {
     "client_work", "errors", "history", "messages", "modifiers", "optim", "options", "randomness",
     "task",
 }  # fmt: skip
-ROOMS = {
-    "states",
-    "transforms",
-    "data",
-    "engines",
-    "metrics",
-    "runs",
-    "command",
-    "experiments",
-    "deploy",
-}
+ROOMS = {"states", "transforms", "data", "engines", "metrics", "runs", "command", "experiments"}
+ROOMS |= {"deploy"}
 
 
 def test_what_stands_at_the_entrance() -> None:

@@ -12,9 +12,10 @@ from pflight.callbacks import SCAFFOLD, FedAvg, FedDANE, FedDyn, FedRep, FedSGD,
 from pflight.errors import ConfigurationError
 from pflight.method import LocalClient
 from pflight.models import ProximalClient
+from pflight.modifiers import Private
 from pflight.states.layers import Layers
 from pflight.states.state import StateLayout
-from tests.algorithm_tester import assert_equal, with_private
+from tests.algorithm_tester import assert_equal
 from tests.runs import (
     ENGINES,
     assert_same,
@@ -52,7 +53,7 @@ def test_the_anchor_has_no_private_entries(engine: str) -> None:
             seen.append(({*c.anchor}, {*c.weights}, inside))
 
     client = watched(batchnorm_client(), look)
-    run(client, small_data(), with_private(FedAvg(), HEAD), engine=engine)
+    run(client, small_data(), FedAvg(modifiers=[Private([*HEAD])]), engine=engine)
     assert seen
     for anchor, weights, inside in seen:
         assert weights - anchor == HEAD
@@ -64,13 +65,14 @@ def test_a_proximal_term_leaves_private_entries_alone(engine: str) -> None:
     """With a pull that holds all that it sees, the private part still learns."""
     client = batchnorm_client(ProximalClient, mu=9.9)
     federation = run(client, small_data(), SharedPart(Layers(last=1)), 2, engine=engine)
-    again = run(client, small_data(), with_private(FedAvg(), HEAD), 2, engine=engine)
+    again = run(client, small_data(), FedAvg(modifiers=[Private([*HEAD])]), 2, engine=engine)
     assert_equal(federation, again)
 
 
+@pytest.mark.filterwarnings("ignore:FedSGD . P:UserWarning")
 @pytest.mark.parametrize("kind", [FedSGD, FedDANE])
 def test_a_gradient_is_not_kept_as_a_private_parameter(kind: type[FedAvg]) -> None:
-    federation = run(dropout_client(), small_data(), with_private(kind(), HEAD), 2)
+    federation = run(dropout_client(), small_data(), kind(modifiers=[Private([*HEAD])]), 2)
     own, initial = federation.client_state(0), dropout_client().state_dict()
     if kind is FedSGD:
         assert_same({n: own[n] for n in HEAD}, {n: initial[n] for n in HEAD})
@@ -80,7 +82,7 @@ def test_a_gradient_is_not_kept_as_a_private_parameter(kind: type[FedAvg]) -> No
 
 @pytest.mark.parametrize("kind", [SCAFFOLD, FedDyn, FedDANE])
 def test_own_entries_are_of_shared_parameters(kind: type[FedAvg]) -> None:
-    federation = run(dropout_client(), small_data(), with_private(kind(), HEAD), 2)
+    federation = run(dropout_client(), small_data(), kind(modifiers=[Private([*HEAD])]), 2)
     assert not [name for name in federation.layout.own if name.endswith(tuple(HEAD))]
     assert [name for name in federation.layout.own if name.endswith("network.0.weight")]
 
@@ -90,7 +92,7 @@ def test_a_later_run_knows_nothing_of_an_earlier_one() -> None:
         return run(batchnorm_client(ProximalClient), small_data(), FedAvg(), 2)
 
     before = plain()
-    run(batchnorm_client(ProximalClient), small_data(), with_private(FedAvg(), HEAD), 2)
+    run(batchnorm_client(ProximalClient), small_data(), FedAvg(modifiers=[Private([*HEAD])]), 2)
     assert_equal(before, plain())
 
 

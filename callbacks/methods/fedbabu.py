@@ -11,7 +11,9 @@ from pflight.fedavg import FedAvg
 from pflight.method import Phase
 from pflight.models.client_methods.fedrep import HeadFirst
 from pflight.options import checked
+from pflight.server_callback import chosen_client_method
 from pflight.states.layers import Layers
+from pflight.states.state import StateLayout
 
 from .registry import Method
 
@@ -70,8 +72,6 @@ class FedBABU(FedAvg):
         2022, https://arxiv.org/abs/2106.06042.
     """
 
-    owns_head = True
-
     def __init__(
         self,
         weighting: Literal["samples", "uniform"] = "samples",
@@ -87,6 +87,11 @@ class FedBABU(FedAvg):
     def name_in_results(self) -> str:
         """FedBABU, of which fine-tuning is a part."""
         return self.algorithm_name
+
+    def owned_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
+        """Return the names of the head, which nobody trains."""
+        client_method: Any = chosen_client_method(self, module)
+        return client_method.parts(module)["head"]
 
     @property
     def sent_names(self) -> tuple[str, ...]:

@@ -49,9 +49,10 @@ class FedSGD(FedAvg):
         """Make the server's model; raise for clients with manual optimization."""
         super().setup_server()
         check_gradients(self.clients.module, "FedSGD")
-        if "proximal" in self.modifiers:
+        active = {one.name for one in self.active_modifiers}
+        if "proximal" in active:
             rank_zero_warn("FedSGD + Proximal is FedSGD: where a gradient is taken, the pull is 0")
-        if "private" in self.modifiers:
+        if "private" in active:
             rank_zero_warn(
                 "FedSGD + Private: clients take no step, so private layers stay as they are"
             )

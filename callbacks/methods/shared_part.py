@@ -138,7 +138,8 @@ class SharedPart(FedAvg):
         from rich.console import Console
         from rich.table import Table
 
-        layout, parts = self.clients.layout, self.parts
+        layout, parts, stay = self.clients.layout, self.parts, {*self.private}
+        parts |= {layer: "private" for layer, names in layout.layers.items() if stay >= {*names}}
         table = Table("part", "layers", "parameters", title=type(self).__name__)
         for part in ("shared", "private"):
             layers = [layer for layer in parts if parts[layer] == part]

@@ -132,13 +132,17 @@ class Pipeline:
             if one.error_feedback:
                 left = short - changed
             w = torch.cat([changed, w[:, self.size :]], dim=1)
+        equal = w == before
         # A sparse message is the difference; only a full one can hold the model as it was trained.
-        same = (w == before).all(dim=1) if not self.bytes_saved else w.new_zeros(len(w)).bool()
+        same = equal.all(dim=1) & (self.bytes_saved == 0)
+        as_trained = dict.fromkeys(self.parameters, same)
+        as_trained |= dict.fromkeys(self.buffers, equal[:, self.size :].all(dim=1))
         message = dict(entries(states))
         for name, part in self._parts(w, self.parameters + self.buffers):
             here = states[name]
             moved = self._moved(sent, name, part, here)
-            message[name] = torch.where(same.view(-1, *[1] * (here.dim() - 1)), here, moved)
+            rows = as_trained[name].view(-1, *[1] * (here.dim() - 1))
+            message[name] = torch.where(rows, here, moved)
         memory = None
         if self.remembers and left is not None:
             memory = TensorDict({ERROR: left}, batch_size=[len(left)])
