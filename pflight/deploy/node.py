@@ -126,6 +126,12 @@ class Seat(ServerCallback):
         """Names of the entries that travel."""
         return self.names
 
+    @property
+    def shared_parameters(self) -> tuple[str, ...]:
+        """Names of the trainable parameters that travel, as far as they are known."""
+        known = self.clients.layout.shared_parameters
+        return super().shared_parameters if self.names else known
+
     def broadcast(self, clients: Tensor) -> TensorDict:
         """Return what the server has sent."""
         return self.sent
