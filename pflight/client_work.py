@@ -52,6 +52,9 @@ class ServerSide(Protocol):
     def needs_head(self) -> bool:
         """Whether the head of the clients' network has to be known."""
 
+    def freeze(self, module: L.LightningModule) -> None:
+        """Freeze what modifiers name in a copy of the client module."""
+
     def staying_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
         """Return the names of the entries of a state that stay with the client."""
 

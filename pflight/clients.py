@@ -172,6 +172,7 @@ class Clients(ClientWork):
         needs_head = callback.needs_head or self.client_method.needs_head
         if adds or (needs_head and not has_plain_head(self.module)):
             mark(self.module, head if trainer is None else self._find_head(trainer.strategy))
+        callback.freeze(self.module)
         add_what_it_needs(self.client_method, self.module, self.seed)
         layout = StateLayout.of(self.module)
         layout = layout.with_private(callback.staying_names(self.module, layout))

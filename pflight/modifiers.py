@@ -83,53 +83,39 @@ class Modifier:
         return f"{type(self).__name__}({options})"
 
 
-@checked
-class Private(Modifier):
-    """Keeps entries of the model with each client: they never travel.
+LayerNames = str | Layers | Sequence[str | Layers]
+"""What :class:`Private` and :class:`Frozen` take."""
 
-    With FedAvg, a private head is FedPer, private normalisation is FedBN, and a private body is
-    LG-FedAvg. Buffers of private layers are private as well, whatever ``buffers`` says of others.
+
+class OfLayers(Modifier):
+    """A modifier of some layers of the user's module.
 
     Args:
         layers: ``"head"``, ``"body"`` for all but the head, ``"norms"`` for all layers that
             normalise, a pattern of names such as ``"*lora_B*"``, a selection of
             :class:`~pflight.Layers`, or a list of these. A pattern matches names of entries, or of
             modules with all that is in them.
-        keep: Whether a client keeps these entries. With ``False`` they start anew in each
-            participation.
-
-    Raises:
-        ConfigurationError: Before the start, if a pattern matches nothing.
-
-    Example:
-        >>> network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-        >>> sorted(Private("head").names(network, StateLayout.of(network)))
-        ['2.bias', '2.weight']
     """
 
-    kind = "private"
-
-    def __init__(
-        self, layers: str | Layers | Sequence[str | Layers] = "head", keep: bool = True
-    ) -> None:
+    def __init__(self, layers: LayerNames) -> None:
         chosen = layers if isinstance(layers, str | Layers) else [*layers]
+        name = type(self).__name__
         if not chosen:
-            raise ConfigurationError("Private: name the layers that stay with the clients")
+            raise ConfigurationError(f"{name}: name the layers")
         for one in chosen if isinstance(chosen, list) else []:
             if not isinstance(one, str | Layers):
-                raise ConfigurationError(f"Private: layers must be names or Layers, got {one!r}")
+                raise ConfigurationError(f"{name}: layers must be names or Layers, got {one!r}")
         self.layers = chosen
-        self.keep = keep
+
+    @property
+    def title(self) -> str:
+        """Its name and the layers."""
+        words = [one if isinstance(one, str) else "layers" for one in self._chosen]
+        return f"{self.name} {' and '.join(words)}"
 
     @property
     def _chosen(self) -> list[str | Layers]:
         return [self.layers] if isinstance(self.layers, str | Layers) else [*self.layers]
-
-    @property
-    def title(self) -> str:
-        """``"private"`` and the layers."""
-        words = [one if isinstance(one, str) else "layers" for one in self._chosen]
-        return f"private {' and '.join(words)}" + " (not kept)" * (not self.keep)
 
     @property
     def needs_head(self) -> bool:
@@ -190,8 +176,72 @@ class Private(Modifier):
             }
             reason = f"{chosen!r} matches none of {', '.join(sorted(every))}"
         if not found:
-            raise ConfigurationError(f"Private: {reason}")
+            raise ConfigurationError(f"{type(self).__name__}: {reason}")
         return found
+
+
+@checked
+class Private(OfLayers):
+    """Keeps entries of the model with each client: they never travel.
+
+    With FedAvg, a private head is FedPer, private normalisation is FedBN, and a private body is
+    LG-FedAvg. Buffers of private layers are private as well, whatever ``buffers`` says of others.
+
+    Args:
+        layers: As in :class:`OfLayers`.
+        keep: Whether a client keeps these entries. With ``False`` they start anew in each
+            participation.
+
+    Raises:
+        ConfigurationError: Before the start, if a pattern matches nothing.
+
+    Example:
+        >>> network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        >>> sorted(Private("head").names(network, StateLayout.of(network)))
+        ['2.bias', '2.weight']
+    """
+
+    kind = "private"
+
+    def __init__(self, layers: LayerNames = "head", keep: bool = True) -> None:
+        super().__init__(layers)
+        self.keep = keep
+
+    @property
+    def title(self) -> str:
+        """``"private"`` and the layers."""
+        return super().title + " (not kept)" * (not self.keep)
+
+
+@checked
+class Frozen(OfLayers):
+    """Keeps layers as they are in the client module: nobody trains them, and they never travel.
+
+    With FedAvg and fine-tuning, a frozen head is FedBABU. ``"*lora_A*"`` is FFA-LoRA. As for any
+    frozen layer, checkpoints hold digests of these weights.
+
+    Args:
+        layers: As in :class:`OfLayers`.
+
+    Raises:
+        ConfigurationError: Before the start, if a pattern matches nothing, or nothing is left to
+            train.
+    """
+
+    def __init__(self, layers: LayerNames = "head") -> None:
+        super().__init__(layers)
+
+    def freeze(self, module: nn.Module, layout: StateLayout) -> None:
+        """Freeze the parameters of a copy of the client module.
+
+        Args:
+            module: The copy.
+            layout: The layout of its state.
+        """
+        names = self.names(module, layout)
+        for name, parameter in module.named_parameters():
+            if name in names:
+                parameter.requires_grad_(False)
 
 
 class Term(Modifier):
@@ -414,13 +464,14 @@ def by_name(
 
 
 def check_owners(
-    owner: str, names: Collection[str], owned: Collection[str], layout: StateLayout
+    owner: str, what: str, names: Collection[str], owned: Collection[str], layout: StateLayout
 ) -> None:
-    """Raise if a method has a rule of its own for a parameter that is to be private.
+    """Raise if a method has a rule of its own for a parameter that a modifier takes.
 
     Args:
         owner: The server callback.
-        names: Entries that are to be private.
+        what: What the modifier can't do to them.
+        names: Entries that the modifier takes.
         owned: Entries of which the method decides.
         layout: The layout of the module's state.
 
@@ -429,7 +480,7 @@ def check_owners(
     """
     if both := sorted({*names} & {*owned} & {*layout.parameters}):
         raise ConfigurationError(
-            f"{owner}: Private can't keep {', '.join(both)}, which {owner} itself keeps or replaces"
+            f"{owner}: {what} {', '.join(both)}, which {owner} itself keeps or replaces"
         )
 
 

@@ -20,7 +20,7 @@ from .data.data_module import FederatedDataModule
 from .errors import ConfigurationError
 from .messages import nothing_sent
 from .method import OWN, ClientMethod, ClientMethodT, client_method_for, client_method_of
-from .modifiers import Modifier, Private, Term, by_name, check_owners, private_in
+from .modifiers import Frozen, Modifier, Private, Term, by_name, check_owners, private_in
 from .options import arguments, checked
 from .runs.checks import check_same_options
 from .states.buffers import unit_vectors
@@ -359,8 +359,22 @@ class ServerCallback(L.Callback):
         )
         if further:
             owned = own | self.owned_names(module, layout)
-            check_owners(type(self).__name__, further, owned, layout)
+            check_owners(type(self).__name__, "Private can't keep", further, owned, layout)
         return own | further
+
+    def freeze(self, module: L.LightningModule) -> None:
+        """Freeze what modifiers name in a copy of the client module.
+
+        Raises:
+            ConfigurationError: If the method has a rule of its own for one of these.
+        """
+        for one in self.active_modifiers:
+            if isinstance(one, Frozen):
+                layout = StateLayout.of(module)
+                owned = self.private_names(module, layout) | self.owned_names(module, layout)
+                names = one.names(module, layout)
+                check_owners(type(self).__name__, "Frozen can't take", names, owned, layout)
+                one.freeze(module, layout)
 
     def owned_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
         """Return the names of entries for which it has a rule of its own, beside private ones.

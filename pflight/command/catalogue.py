@@ -20,6 +20,7 @@ from .shipped import configs, summary
 _METHODS = "configs/algorithm/"
 _HOMES_OF = {
     "Private": "pflight.modifiers",
+    "Frozen": "pflight.modifiers",
     "Proximal": "pflight.modifiers",
     "Elastic": "pflight.modifiers",
     "Clip": "pflight.transforms",

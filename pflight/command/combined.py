@@ -29,6 +29,7 @@ MODIFIERS = {
     "private_norms": Named(
         "Private", "Layers that normalise stay with each client.", {"layers": "norms"}
     ),
+    "frozen_head": Named("Frozen", "Nobody trains the head.", {"layers": "head"}),
     "proximal": Named(
         "Proximal",
         "Clients are pulled towards the server's model.",

@@ -104,6 +104,10 @@ class Seat(ServerCallback):
         """Whether the head of the client's network has to be known."""
         return self.callback.needs_head
 
+    def freeze(self, module: L.LightningModule) -> None:
+        """Freeze what modifiers name in a copy of the client module."""
+        self.callback.freeze(module)
+
     def staying_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
         """Return the names of the entries that never travel."""
         return self.callback.staying_names(module, layout)
