@@ -35,6 +35,9 @@ _NORMS = (
 )
 
 
+_SHOWN = 60  # letters of what was given instead, in messages
+
+
 class Modifier:
     """Something that is added to a method; it holds options alone.
 
@@ -442,14 +445,14 @@ def by_name(
     """
     if not isinstance(given, Mapping | list | tuple | None):
         raise ConfigurationError(
-            f"{owner}: modifiers must be a list, or a mapping by name, got {given!r}"
+            f"{owner}: modifiers must be a list, or a mapping by name, got {_short(given)}"
         )
     pairs = [*given.items()] if isinstance(given, Mapping) else [(None, one) for one in given or ()]
     found: dict[str, Modifier] = {}
     for key, one in pairs:
         if not isinstance(one, Modifier):
             raise ConfigurationError(
-                f"{owner}: modifiers must be objects of pflight.modifiers, got {one!r}"
+                f"{owner}: modifiers must be objects of pflight.modifiers, got {_short(one)}"
             )
         if key not in (None, one.name):
             raise ConfigurationError(
@@ -461,6 +464,11 @@ def by_name(
             )
         found[one.name] = one
     return {name: found[name] for name in sorted(found)}
+
+
+def _short(value: object) -> str:
+    words = repr(value)
+    return words if len(words) <= _SHOWN else f"{words[:_SHOWN]}..."
 
 
 def check_owners(

@@ -103,8 +103,8 @@ class ServerCallback(L.Callback):
         given = arguments(cls.__init__, callback, *args, **options)
         callback.modifiers = by_name(cls.__name__, given.pop("modifiers", None))
         callback._given = given
-        if callback.modifiers:
-            given["modifiers"] = callback.modifiers
+        if callback.active_modifiers:
+            given["modifiers"] = {one.name: one for one in callback.active_modifiers}
         return callback
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -487,7 +487,8 @@ def beside(kind: type[Classifier], decoy: bool) -> Classifier:
 def with_modifiers(callback: ServerCallback, *modifiers: Modifier) -> ServerCallback:
     """Return a callback as if it had been made with modifiers."""
     callback.modifiers = by_name(type(callback).__name__, modifiers)
-    callback._given["modifiers"] = callback.modifiers
+    if callback.active_modifiers:
+        callback._given["modifiers"] = {one.name: one for one in callback.active_modifiers}
     return callback
 
 

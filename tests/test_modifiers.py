@@ -367,6 +367,13 @@ def test_another_trainer_needs_the_same_modifiers() -> None:
     assert federation.callback.modifiers == by_name("FedAvg", ALL)
 
 
+def test_one_without_effect_is_no_other_option() -> None:
+    federation = train(FedAvg(modifiers=[Proximal(0), Clip(0.5)]), 1)
+    for others in ([Clip(0.5)], [Clip(0.5), TopK(1.0)]):
+        quiet_trainer(2, FedAvg(modifiers=others)).fit(federation, datamodule=small_data())
+    assert FedAvg(modifiers=[Clip(None)])._given == FedAvg()._given
+
+
 @pytest.mark.parametrize(
     "make",
     [
