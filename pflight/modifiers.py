@@ -108,6 +108,9 @@ class OfLayers(Modifier):
         for one in chosen if isinstance(chosen, list) else []:
             if not isinstance(one, str | Layers):
                 raise ConfigurationError(f"{name}: layers must be names or Layers, got {one!r}")
+        if isinstance(chosen, list):  # whose order and repetitions mean nothing
+            first, *others = sorted(dict.fromkeys(chosen), key=str)
+            chosen = [first, *others] if others else first
         self.layers = chosen
 
     @property

@@ -358,7 +358,9 @@ class ServerCallback(L.Callback):
             private_in(self.modifiers.values(), module, layout),
         )
         if further:
-            owned = own | self.owned_names(module, layout)
+            owned = self.owned_names(module, layout)
+            if self.modifiers_need_head:
+                owned |= own & head_entries(module, layout)
             check_owners(type(self).__name__, "Private can't keep", further, owned, layout)
         return own | further
 

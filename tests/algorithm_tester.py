@@ -296,7 +296,6 @@ class AlgorithmTester:
             assert (one.bytes_down, one.bytes_up) == (other.bytes_down, other.bytes_up)
 
     @pytest.mark.filterwarnings("ignore:FedSGD . P:UserWarning")
-    @pytest.mark.each
     def test_all_modifiers_together(
         self, algorithm: Algorithm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -457,14 +456,12 @@ REFUSED = {
         "PFedHN", private="its hypernetwork generates all layers but those of its own option"
     ),
     "FeSEM-MA": {"private": "matching moves 'network.1.weight', which does not travel"},
-    "FedBN": {"private": _NORMS.format("SharedPart")},
-    "LG-FedAvg": {"private": _NORMS.format("SharedPart")},
     "FedBABU": {"private": _NORMS.format("FedBABU")},  # its head here
     "FedBABU-body": {"private": _NORMS.format("FedBABU")},
 }
 """What algorithms say that refuse one of :data:`ALL_MODIFIERS`, by the kind of modifier."""
 
-NO_DECOY = {*REFUSED} - {"FedBN", "LG-FedAvg", "FedBABU", "FedBABU-body"}
+NO_DECOY = {*REFUSED} - {"FedBABU", "FedBABU-body"}
 """Algorithms that don't take a private parameter beside the network."""
 
 

@@ -14,12 +14,18 @@ from torch import Tensor, nn
 
 from pflight import Federation
 from pflight.callbacks import (
+    APPLE,
     GPFL,
     IFCA,
+    MOON,
+    SCAFFOLD,
+    Ditto,
     FedAS,
     FedAvg,
     FedBABU,
     FedCP,
+    FedEC,
+    FedLC,
     FedPAC,
     FedProx,
     FedRep,
@@ -27,14 +33,17 @@ from pflight.callbacks import (
     FedSGD,
     FeSEM,
     Local,
+    PerFedAvg,
     PFedFDA,
+    PFedMe,
+    Reptile,
     ServerCallback,
     SharedPart,
 )
 from pflight.errors import ConfigurationError
 from pflight.method import LocalClient
 from pflight.models import Classifier
-from pflight.modifiers import Modifier, Private, Proximal, Term, by_name
+from pflight.modifiers import Elastic, Frozen, Modifier, Private, Proximal, Term, by_name
 from pflight.states.layers import Layers
 from pflight.states.state import StateLayout
 from pflight.transforms.base import Draw, Transform
@@ -545,6 +554,103 @@ def test_their_norms_may_be_private(make: Callable[..., ServerCallback]) -> None
     shared = federation.callback.shared_parameters
     assert "network.0.weight" in shared
     assert "network.1.weight" not in shared
+
+
+def test_what_a_method_keeps_already_may_be_named_again() -> None:
+    norms = nn.modules.batchnorm._BatchNorm
+    for layers in (Layers(types=norms), Layers(first=2)):
+        plain = train(SharedPart(layers))
+        assert_equal(train(SharedPart(layers, modifiers=[Private("norms")])), plain)
+
+
+@ENGINES
+def test_frozen_layers_are_as_those_of_a_module_that_does_not_train_them(engine: str) -> None:
+    client = batchnorm_client()
+    client.network[3].requires_grad_(False)
+    frozen = train(FedAvg(modifiers=[Frozen("head")]), engine=engine)
+    by_hand = run(client, small_data(cohort_size=4), FedAvg(), 3, engine=engine)
+    assert_equal(frozen, by_hand)
+    assert [e.bytes_up for e in frozen.history] == [e.bytes_up for e in by_hand.history]
+    assert {*frozen.layout.frozen} == {*HEAD}
+
+
+def test_frozen_layers_go_with_private_ones_and_are_the_methods_no_more() -> None:
+    federation = train(FeSEM(2, modifiers=[Frozen("norms"), Private("head")]))
+    assert federation.algorithm == "FeSEM + frozen norms + private head"
+    assert {*federation.callback.shared_parameters} == {"network.0.weight", "network.0.bias"}
+    assert refusal(FedRep(modifiers=[Frozen("head")]), local_epochs=2) == (
+        "FedRep: Frozen can't take network.3.bias, network.3.weight, which FedRep itself keeps or "
+        "replaces"
+    )
+    assert refusal(FedAvg(modifiers=[Frozen(["head", "body"])])) == (
+        "Classifier has no trainable parameter"
+    )
+
+
+ELASTIC = {
+    "FedEC": (lambda: FedEC(0.7), lambda: Reptile(modifiers=[Elastic(0.7)])),
+    "FedEC-l2": (lambda: FedEC(0.7, "l2"), lambda: Reptile(modifiers=[Elastic(0.7, "l2")])),
+    "FedEC-wo": (lambda: FedEC(0.7, None), lambda: Reptile(modifiers=[Elastic(0.7, None)])),
+}
+
+
+@ENGINES
+@pytest.mark.parametrize("name", ELASTIC)
+def test_fedec_is_reptile_with_an_elastic_term(name: str, engine: str) -> None:
+    named, combined = (train(make(), engine=engine) for make in ELASTIC[name])
+    assert_equal(named, combined)
+    assert [e.bytes_up for e in named.history] == [e.bytes_up for e in combined.history]
+    assert named.callback.bytes_kept == combined.callback.bytes_kept
+    tuned = [train(make(), engine=engine, finetune_epochs=1) for make in ELASTIC[name]]
+    assert_equal(*tuned)
+
+
+@pytest.mark.parametrize("make", [SCAFFOLD, MOON, FedLC, Ditto, FedRep, FedCP, FedEC, FedPAC])
+def test_a_term_of_logits_has_a_memory_beside_that_of_its_method(
+    make: Callable[..., ServerCallback],
+) -> None:
+    one, other = (
+        run(
+            batchnorm_client().double(),
+            small_data(cohort_size=4, dtype=torch.float64),
+            make(modifiers=[Elastic(2.0), Proximal(0.1)]),
+            3,
+            engine=engine,
+            local_epochs=2,
+        )
+        for engine in ("sequential", "vectorized")
+    )
+    assert other.clients.attached_engine.obstacle is None
+    for i in range(6):
+        torch.testing.assert_close(one.client_state(i), other.client_state(i), rtol=1e-9, atol=1e-9)
+    without = run(
+        batchnorm_client().double(),
+        small_data(cohort_size=4, dtype=torch.float64),
+        make(modifiers=[Proximal(0.1)]),
+        3,
+        engine="sequential",
+        local_epochs=2,
+    )
+    moved = (
+        one.server_states()[0]["network.0.weight"] - without.server_states()[0]["network.0.weight"]
+    )
+    assert moved.abs().max() > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("callback", "said"),
+    [
+        (PFedMe(modifiers=[Elastic()]), "one pass of a batch, but MoreauEnvelope makes several"),
+        (PerFedAvg(modifiers=[Elastic()]), "one pass of a batch, but Adapted makes several"),
+        (APPLE(modifiers=[Elastic()]), "one pass of a batch, but MixedCores makes several"),
+        (
+            FedSGD(modifiers=[Elastic()]),
+            "FedSGD can't be combined with Elastic: its clients take no",
+        ),
+    ],
+)
+def test_a_term_of_logits_needs_one_pass(callback: ServerCallback, said: str) -> None:
+    assert said in refusal(callback)
 
 
 def test_fedbabu_owns_the_layers_that_it_is_given() -> None:
