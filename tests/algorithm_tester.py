@@ -122,6 +122,7 @@ class AlgorithmTester:
         client = make(algorithm.client if kind is None else kind)
         return run(client, data, algorithm.callback(), rounds, CheckState(), **options)
 
+    @pytest.mark.short("FedAvg", "FeSEM", "pFedLA", "Ditto")
     def test_the_same_seed_gives_the_same_run(
         self, algorithm: Algorithm, trained: Federation
     ) -> None:
@@ -156,12 +157,14 @@ class AlgorithmTester:
         sequential, vectorized = (
             self.train(
                 algorithm,
+                rounds=2,
                 data=small_data(cohort_size=4, dtype=torch.float64),
                 make=lambda kind: batchnorm_client(
                     kind, optimizer=sgd(0.05, momentum=momentum)
                 ).double(),
                 engine=engine,
                 local_epochs=2,
+                trainer={"limit_val_batches": 0},
             )
             for engine in ("sequential", "vectorized")
         )
@@ -173,6 +176,7 @@ class AlgorithmTester:
                 left, right, rtol=algorithm.tolerance, atol=algorithm.tolerance
             )
 
+    @pytest.mark.short("FedAvg", "FeSEM", "pFedLA", "SCAFFOLD")
     def test_the_callback_is_pickled_and_copied(
         self, algorithm: Algorithm, trained: Federation
     ) -> None:
@@ -181,6 +185,7 @@ class AlgorithmTester:
             assert type(other) is type(callback)
             assert_equal(run(dropout_client(algorithm.client), data, other, 3), trained)
 
+    @pytest.mark.short("FeSEM", "pFedLA", "FedEC", "SCAFFOLD")
     def test_a_callback_that_was_used_before_is_as_a_new_one(
         self, algorithm: Algorithm, trained: Federation
     ) -> None:
@@ -248,6 +253,7 @@ class AlgorithmTester:
             assert (state["network.1.running_var"] > 0).all()
         assert_finite(federation)
 
+    @pytest.mark.short("FedAvg", "Ditto", "SCAFFOLD")
     def test_float64(self, algorithm: Algorithm) -> None:
         single = self.train(algorithm, make=two_layers)
         double = self.train(
@@ -281,6 +287,7 @@ class AlgorithmTester:
             assert (one.bytes_down, one.bytes_up) == (other.bytes_down, other.bytes_up)
 
     @pytest.mark.each
+    @pytest.mark.short("*-sequential", *(f"{name}-vectorized" for name in ONE_OF_EACH_KIND))
     @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
     def test_a_private_decoy_changes_nothing_else(self, algorithm: Algorithm, engine: str) -> None:
         """Distances, norms, corrections and what is stored are of entries that travel."""
@@ -291,7 +298,7 @@ class AlgorithmTester:
                 beside(algorithm.client, decoy),
                 small_data(cohort_size=4, dtype=torch.float64),
                 with_private(algorithm.callback(), {DECOY}),
-                3,
+                2,
                 engine=engine,
                 trainer={"limit_val_batches": 0},
             )

@@ -150,6 +150,7 @@ def labelled(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return x, (y > -1).long() + (y > 1).long()
 
 
+@pytest.mark.short("*-False")
 @pytest.mark.parametrize("lazily", [False, True])
 @pytest.mark.parametrize("name", CLASSES)
 def test_methods_of_classes_on_her_classifier(name: str, lazily: bool) -> None:

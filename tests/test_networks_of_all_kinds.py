@@ -85,6 +85,9 @@ def client_of(make: Any, **options: Any) -> Classifier:
     return network_client(make(), **options)
 
 
+@pytest.mark.short(
+    "FedAvg-*", "FedSGD-Tied", "Local-Recurrent", "<lambda>-spectral_norm", "<lambda>-weight_norm"
+)
 @pytest.mark.filterwarnings("ignore:spectral norm keeps:UserWarning")
 @pytest.mark.parametrize("make", NETWORKS)
 @pytest.mark.parametrize("callback", [FedAvg, FedSGD, Local, lambda: FeSEM(2)])

@@ -75,6 +75,9 @@ NAMES: list[tuple[str, Classifier, ServerCallback, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.short(
+    "Fed*", "Ditto-*", "Local-*", "Mine-*", "Reptile-*", "IFCA-*", "Heur*", "FeSEM-client*"
+)
 @pytest.mark.parametrize(("name", "client", "callback", "options"), NAMES)
 def test_the_field_has_a_name_for_it(
     name: str, client: Classifier, callback: ServerCallback, options: dict[str, Any]

@@ -123,6 +123,7 @@ class TestTrial:
         assert found.num_clusters == 3
         assert list(found.accuracy) == [1, 2, 3, 4][criterion == "accuracy" :]
 
+    @pytest.mark.short("bbp_map")
     @pytest.mark.parametrize("matching", [None, "bbp_map"])
     def test_its_numbers_are_those_of_a_run_of_three_rounds(self, matching: str | None) -> None:
         class Recording(FeSEM):

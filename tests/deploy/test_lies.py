@@ -365,6 +365,7 @@ def assert_same_outcome(one: Outcome, other: Outcome) -> None:
     assert torch.equal(left.clients.after, right.clients.after)
 
 
+@pytest.mark.short("SCAFFOLD-train")
 @OF_KIND
 def test_a_liar_is_left_out_and_named(kind: Kind, tmp_path: Path) -> None:
     """The others' result is that of rounds in which the liar was not connected."""
