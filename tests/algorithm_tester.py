@@ -214,6 +214,7 @@ class AlgorithmTester:
             state = federation.client_state(i)
             assert_same({name: alone[name] for name in state}, state)
 
+    @pytest.mark.short("*-None", "FedAvg-nan", "SCAFFOLD-nan")
     @pytest.mark.filterwarnings("ignore:.*client 3 failed:UserWarning")
     @pytest.mark.parametrize("value", [None, torch.nan])
     def test_a_failing_client_is_left_out(self, algorithm: Algorithm, value: float | None) -> None:
@@ -238,11 +239,13 @@ class AlgorithmTester:
         clients = max(1, getattr(algorithm.callback(), "num_clusters", 1))
         assert_finite(self.train(algorithm, data=small_data(counts=[7] * clients)))
 
+    @pytest.mark.short("FedAvg", "FeSEM", "pFedLA", "Ditto", "SCAFFOLD", "FedRep")
     def test_clients_of_one_sample_and_clients_of_none(self, algorithm: Algorithm) -> None:
         data = small_data(counts=[1, 0, 5, 1, 8])
         assert_finite(self.train(algorithm, data=data))
         assert_finite(self.train(algorithm, data=data, make=batchnorm_client))
 
+    @pytest.mark.short("FedAvg", "FedSGD", "FeSEM", "FedEC", "Ditto")
     def test_batchnorm(self, algorithm: Algorithm) -> None:
         federation = self.train(algorithm, make=batchnorm_client)
         template = batchnorm_client(algorithm.client).state_dict()
@@ -320,6 +323,7 @@ class AlgorithmTester:
             if decoyed.callback.sends_model:  # others send the whole initial model once
                 assert (one.bytes_down, one.bytes_up) == (other.bytes_down, other.bytes_up)
 
+    @pytest.mark.short("FedAvg", "FeSEM", "FedEC", "Ditto")
     def test_finetuning_changes_no_training(
         self, algorithm: Algorithm, trained: Federation
     ) -> None:

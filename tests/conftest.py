@@ -28,19 +28,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unmatched: dict[str, set[str]] = {}
     for item in items:
         if short := item.get_closest_marker("short"):
-            matching = {ids for ids in short.args if fnmatchcase(item.callspec.id, ids)}
-            unmatched.setdefault(item.nodeid.partition("[")[0], {*short.args}).difference_update(
-                matching
-            )
+            matching = {pattern for pattern in short.args if fnmatchcase(item.callspec.id, pattern)}
             if not matching:
                 item.add_marker(pytest.mark.long)
+            patterns = unmatched.setdefault(item.nodeid.partition("[")[0], {*short.args})
+            patterns -= matching
         alike, fast = item.get_closest_marker("alike"), item.get_closest_marker("fast")
         if alike and not item.get_closest_marker("each"):
             item.add_marker(pytest.mark.long)
         if item.path.parent == Path(__file__).parent and (alike or not fast):
             item.add_marker(pytest.mark.no_cover)
-    chosen = CHOSEN or any("::" in argument for argument in config.args)
-    if not chosen and (wrong := {test: ids for test, ids in unmatched.items() if ids}):
+    wrong = {test: patterns for test, patterns in unmatched.items() if patterns}
+    if wrong and not CHOSEN and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"the mark short names parameters that there are not: {wrong}")
 
 

@@ -402,6 +402,7 @@ class TestSeveralRuns:
         again = quiet_trainer(1, FedAvg()).test(federation, datamodule=data, verbose=False)
         assert again == [values]
 
+    @pytest.mark.short("FedAvg", "<lambda>")
     @pytest.mark.parametrize("callback", CALLBACKS)
     def test_a_second_fit_on_the_same_trainer_continues(self, callback: Any) -> None:
         data = small_data(cohort_size=3)

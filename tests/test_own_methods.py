@@ -142,7 +142,7 @@ class TestFedBABU:
         )
 
 
-@pytest.mark.short("my_feddyn")
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["my_feddyn", "my_fedbabu"])
 def test_from_the_command_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

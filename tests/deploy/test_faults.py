@@ -178,7 +178,7 @@ def test_a_node_that_starts_again_goes_on(name: str, tmp_path: Path) -> None:
     assert whole.history[-1].metrics == broken.history[-1].metrics
 
 
-@pytest.mark.short("FedPer")
+@pytest.mark.long
 @pytest.mark.parametrize("name", KEEPERS)
 def test_a_node_that_was_too_late_goes_on_from_what_was_used(name: str, tmp_path: Path) -> None:
     """It has trained in round 1, which the server knows nothing of."""
@@ -440,7 +440,7 @@ def test_a_node_with_another_version_is_told(
         run.server(1)
 
 
-@pytest.mark.short("FedAvg")
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", ["FedAvg", "FedEC", "FeSEM"])
 def test_a_newcomer_joins_between_rounds_and_keeps_its_id(name: str, tmp_path: Path) -> None:

@@ -582,6 +582,7 @@ def test_a_node_refuses_what_is_no_request(work: str, tmp_path: Path) -> None:
     assert node.answer(across(request)).object_id == honest.object_id
 
 
+@pytest.mark.long
 def test_random_requests_are_done_or_refused(tmp_path: Path) -> None:
     run = deployed("IFCA", tmp_path)
     requests, node = asked_of(run, 0), run.post.nodes[0]

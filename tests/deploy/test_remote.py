@@ -140,6 +140,7 @@ def test_clients_on_other_machines_run_passes_of_their_method(tmp_path: Path) ->
     assert_same_run(here, Deployed(linear_client, small_data(), Scaled, tmp_path).server(2))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of Lightning, as it loads
 def test_any_module_on_any_data(tmp_path: Path) -> None:
     """A user's own module, judged by what it logs, on samples that are read one by one."""
@@ -211,6 +212,7 @@ def test_traffic_is_what_messages_carry(name: str, tmp_path: Path) -> None:
         assert less < more <= less + around
 
 
+@pytest.mark.long
 def test_a_client_of_ifca_gets_all_models_in_one_message(tmp_path: Path) -> None:
     data = small_data()
     deployed = Deployed(batchnorm_client, data, partial(IFCA, 3, group_rounds=1), tmp_path)

@@ -298,6 +298,7 @@ class TestFolder:
         assert not found.due()
         assert report(found.folder).findings.finished
 
+    @pytest.mark.long
     def test_is_described_for_others(self, tmp_path):
         found = comparison(tmp_path, ["fedavg", "fedprox"], {"trainer.callbacks.mu": [1, 2]})
         described = Described.read(found.folder / "comparison.json")
