@@ -76,7 +76,14 @@ NAMES: list[tuple[str, Classifier, ServerCallback, dict[str, Any]]] = [
 
 
 @pytest.mark.short(
-    "Fed*", "Ditto-*", "Local-*", "Mine-*", "Reptile-*", "IFCA-*", "Heur*", "FeSEM-client*"
+    "FedAvg*",
+    "Ditto-*",
+    "FedProx + *",
+    "FedEC-wo-*",
+    "Fed?WS-*",
+    "FeSEM-client*",
+    "Heur*",
+    "Mine-*",
 )
 @pytest.mark.parametrize(("name", "client", "callback", "options"), NAMES)
 def test_the_field_has_a_name_for_it(

@@ -243,6 +243,7 @@ class TestAuto:
         assert loaded.callback.num_clusters == 3
         assert_same(loaded.client_state(0), client_method.client_state(0))
 
+    @pytest.mark.long
     def test_with_a_server_optimizer_and_double_precision(self) -> None:
         federation = run(
             classifier(),

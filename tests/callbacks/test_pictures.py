@@ -635,6 +635,7 @@ class TestEmbedding:
 
 
 class TestAggregationWeights:
+    @pytest.mark.long
     def test_what_is_drawn(self, undrawn, tmp_path):
         picture = AggregationWeights(client=2, clients=[1, 2, 4])
         options = {"default_root_dir": tmp_path}
@@ -735,6 +736,7 @@ class TestNames:
 
     names = ("a$b$", "$\\frac$", "Charité", "d")
 
+    @pytest.mark.long
     def test_weights(self, undrawn):
         data, picture = small_data((5, 6, 7, 8), client_names=self.names), AggregationWeights()
         figures = picture.figures(run(linear_client(), data, Mixing(), 1, picture))

@@ -452,6 +452,7 @@ DESCRIBED: dict[str, Lie] = {
 }
 
 
+@pytest.mark.long
 def test_a_liar_does_not_take_part(tmp_path: Path) -> None:
     run = deployed("FedProto", tmp_path)
     run.server(1)

@@ -42,6 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 class TestRun:
+    @pytest.mark.long
     def test_gives_what_fit_and_test_log(self, made, tmp_path):
         folder, task, outcome = made
         config = [f"--config={folder}/data.yaml", "--config=configs/algorithm/fedprox.yaml"]
