@@ -209,7 +209,6 @@ def test_what_travels() -> None:
     assert first.bytes_up == second.bytes_up == 3 * size
 
 
-@pytest.mark.long
 def test_a_resumed_run_knows_cores_and_weights(tmp_path: Path) -> None:
     def train(rounds: int, **options: Any) -> Federation:
         callback = APPLE(weights_lr=0.1, penalty_rounds=3)

@@ -265,7 +265,6 @@ class TestAuto:
         quiet_trainer(1, FeSEM("auto")).validate(federation, datamodule=data, verbose=False)
         assert_same(federation.client_state(0), dict(classifier().state_dict()))
 
-    @pytest.mark.long
     def test_the_table_is_in_tensorboard(self, tmp_path: Path) -> None:
         logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
         callback = FeSEM("auto", candidates=[1, 2])

@@ -297,7 +297,6 @@ def test_a_client_that_fails_keeps_its_part(engine: str) -> None:
         assert not torch.equal(federation.client_state(i)["network.3.weight"], initial)
 
 
-@pytest.mark.long
 def test_a_resumed_run_has_all_private_parts(tmp_path: Path) -> None:
     def fit(rounds: int, layers: Layers = BATCHNORM, **options: Any) -> Federation:
         data = small_data(cohort_size=3)

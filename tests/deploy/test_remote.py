@@ -84,7 +84,6 @@ def test_what_the_data_define_counts_at_nodes(
     assert_same_run(here, there)
 
 
-@pytest.mark.short("FeSEM-auto")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_needs_clients_labels_is_refused(name: str, tmp_path: Path) -> None:
     deployed = Deployed(batchnorm_client, small_data(), ALGORITHMS[name].callback, tmp_path)
@@ -140,7 +139,6 @@ def test_clients_on_other_machines_run_passes_of_their_method(tmp_path: Path) ->
     assert_same_run(here, Deployed(linear_client, small_data(), Scaled, tmp_path).server(2))
 
 
-@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of Lightning, as it loads
 def test_any_module_on_any_data(tmp_path: Path) -> None:
     """A user's own module, judged by what it logs, on samples that are read one by one."""
