@@ -137,6 +137,7 @@ class AlgorithmTester:
         client = make(algorithm.client if kind is None else kind)
         return run(client, data, algorithm.callback(), rounds, CheckState(), **options)
 
+    @pytest.mark.short("FedAvg", "FeSEM", "pFedLA", "Ditto")
     def test_the_same_seed_gives_the_same_run(
         self, algorithm: Algorithm, trained: Federation
     ) -> None:
@@ -171,12 +172,14 @@ class AlgorithmTester:
         sequential, vectorized = (
             self.train(
                 algorithm,
+                rounds=2,
                 data=small_data(cohort_size=4, dtype=torch.float64),
                 make=lambda kind: batchnorm_client(
                     kind, optimizer=sgd(0.05, momentum=momentum)
                 ).double(),
                 engine=engine,
                 local_epochs=2,
+                trainer={"limit_val_batches": 0},
             )
             for engine in ("sequential", "vectorized")
         )
@@ -188,6 +191,7 @@ class AlgorithmTester:
                 left, right, rtol=algorithm.tolerance, atol=algorithm.tolerance
             )
 
+    @pytest.mark.short("FedAvg", "FeSEM", "pFedLA", "SCAFFOLD")
     def test_the_callback_is_pickled_and_copied(
         self, algorithm: Algorithm, trained: Federation
     ) -> None:
@@ -196,6 +200,7 @@ class AlgorithmTester:
             assert type(other) is type(callback)
             assert_equal(run(dropout_client(algorithm.client), data, other, 3), trained)
 
+    @pytest.mark.short("FeSEM", "pFedLA", "FedEC", "SCAFFOLD")
     def test_a_callback_that_was_used_before_is_as_a_new_one(
         self, algorithm: Algorithm, trained: Federation
     ) -> None:
@@ -224,6 +229,7 @@ class AlgorithmTester:
             state = federation.client_state(i)
             assert_same({name: alone[name] for name in state}, state)
 
+    @pytest.mark.short("*-None", "FedAvg-nan", "SCAFFOLD-nan")
     @pytest.mark.filterwarnings("ignore:.*client 3 failed:UserWarning")
     @pytest.mark.parametrize("value", [None, torch.nan])
     def test_a_failing_client_is_left_out(self, algorithm: Algorithm, value: float | None) -> None:
@@ -248,11 +254,13 @@ class AlgorithmTester:
         clients = max(1, getattr(algorithm.callback(), "num_clusters", 1))
         assert_finite(self.train(algorithm, data=small_data(counts=[7] * clients)))
 
+    @pytest.mark.short("FedAvg", "FeSEM", "pFedLA", "Ditto", "SCAFFOLD", "FedRep")
     def test_clients_of_one_sample_and_clients_of_none(self, algorithm: Algorithm) -> None:
         data = small_data(counts=[1, 0, 5, 1, 8])
         assert_finite(self.train(algorithm, data=data))
         assert_finite(self.train(algorithm, data=data, make=batchnorm_client))
 
+    @pytest.mark.short("FedAvg", "FedSGD", "FeSEM", "FedEC", "Ditto")
     def test_batchnorm(self, algorithm: Algorithm) -> None:
         federation = self.train(algorithm, make=batchnorm_client)
         template = batchnorm_client(algorithm.client).state_dict()
@@ -263,6 +271,7 @@ class AlgorithmTester:
             assert (state["network.1.running_var"] > 0).all()
         assert_finite(federation)
 
+    @pytest.mark.short("FedAvg", "Ditto", "SCAFFOLD")
     def test_float64(self, algorithm: Algorithm) -> None:
         single = self.train(algorithm, make=two_layers)
         double = self.train(
@@ -362,6 +371,7 @@ class AlgorithmTester:
             assert (one.bytes_down, one.bytes_up) == (other.bytes_down, other.bytes_up)
 
     @pytest.mark.filterwarnings("ignore:FedSGD . P:UserWarning")
+    @pytest.mark.short("*-sequential", *(f"{name}-*" for name in ONE_OF_EACH_KIND))
     @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
     @pytest.mark.parametrize(
         "further",
@@ -382,7 +392,7 @@ class AlgorithmTester:
                 beside(algorithm.client, decoy),
                 small_data(cohort_size=4, dtype=torch.float64),
                 algorithm.plus(*further, *private * decoy).callback(),
-                3,
+                2,
                 engine=engine,
                 trainer={"limit_val_batches": 0},
             )
@@ -403,6 +413,7 @@ class AlgorithmTester:
             assert (one.clients, one.failed) == (other.clients, other.failed)
             assert (one.bytes_down, one.bytes_up) == (other.bytes_down, other.bytes_up)
 
+    @pytest.mark.short("FedAvg", "FeSEM", "FedEC", "Ditto")
     def test_finetuning_changes_no_training(
         self, algorithm: Algorithm, trained: Federation
     ) -> None:

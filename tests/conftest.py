@@ -5,6 +5,7 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -15,20 +16,31 @@ from lightning.pytorch.trainer.connectors import callback_connector
 
 os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the processes that tests start
 torch.set_num_threads(1)
+CHOSEN = os.environ.get("PFLIGHT_METHOD")  # `./check method` makes the tests of one alone
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Each Trainer looks through all installed packages for these, which takes longer than a round.
 callback_connector._load_external_callbacks = cache(callback_connector._load_external_callbacks)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what `./check` leaves out, and whole runs: coverage makes them half as long again."""
+    unmatched: dict[str, set[str]] = {}
     for item in items:
+        if short := item.get_closest_marker("short"):
+            matching = {pattern for pattern in short.args if fnmatchcase(item.callspec.id, pattern)}
+            if not matching:
+                item.add_marker(pytest.mark.long)
+            patterns = unmatched.setdefault(item.nodeid.partition("[")[0], {*short.args})
+            patterns -= matching
         alike, fast = item.get_closest_marker("alike"), item.get_closest_marker("fast")
         if alike and not item.get_closest_marker("each"):
             item.add_marker(pytest.mark.long)
         if item.path.parent == Path(__file__).parent and (alike or not fast):
             item.add_marker(pytest.mark.no_cover)
+    wrong = {test: patterns for test, patterns in unmatched.items() if patterns}
+    if wrong and not CHOSEN and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"the mark short names parameters that there are not: {wrong}")
 
 
 @pytest.fixture(autouse=True)

@@ -150,6 +150,9 @@ def labelled(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return x, (y > -1).long() + (y > 1).long()
 
 
+@pytest.mark.short(
+    "fedpac-False", "fedproto-False", "fedrod_hyper-False", "gpfl-False", "pfedfda-False"
+)
 @pytest.mark.parametrize("lazily", [False, True])
 @pytest.mark.parametrize("name", CLASSES)
 def test_methods_of_classes_on_her_classifier(name: str, lazily: bool) -> None:

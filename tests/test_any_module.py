@@ -111,6 +111,7 @@ METHODS = [
 ]
 
 
+@pytest.mark.short("FeSEM", "PFedLA", "PFedMe", "FedDANE")
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
 def test_a_module_of_ones_own_is_trained_by_any_method(method: ServerCallback, tmp_path) -> None:
     best = ModelCheckpoint(tmp_path, monitor="val/macro_mae", mode="min")
@@ -123,6 +124,7 @@ def test_a_module_of_ones_own_is_trained_by_any_method(method: ServerCallback, t
     )
 
 
+@pytest.mark.short("FedAvg", "Ditto", "PerFedAvg")
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
 def test_resumed_is_uninterrupted(method: ServerCallback, tmp_path) -> None:
     def fit(rounds: int, **options: Any) -> Federation:
@@ -592,6 +594,7 @@ class ByHand(Regression):
             optimizer.step()
 
 
+@pytest.mark.short("step", "bare closure")
 @pytest.mark.parametrize("way", ["step", "closure", "bare", "bare closure"])
 def test_a_penalty_is_that_of_automatic_optimization(way: str) -> None:
     method = FeSEM(num_clusters=1, mu=5.0)
@@ -748,6 +751,7 @@ class Hooked(Scheduled):
         """Do nothing."""
 
 
+@pytest.mark.short("epoch", "LBFGS")
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
 @pytest.mark.parametrize("kind", ["step", "epoch", "plateau", "LBFGS"])
 def test_steps_without_hooks_are_those_of_lightnings_loop(kind: str) -> None:
@@ -1158,6 +1162,7 @@ NAMED = {
 }
 
 
+@pytest.mark.short("*-sequential")
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("name", NAMED)
 def test_a_method_is_what_it_is_with_a_client_that_names_it(name: str, engine: str) -> None:
@@ -1318,6 +1323,7 @@ def with_frozen_part(seed: int) -> Stackable:
     return made
 
 
+@pytest.mark.short("sequential")
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_frozen_parts_are_those_of_the_checkpoint(engine: str, tmp_path: Path) -> None:
     """Also where the module that a run is resumed with was built with other random weights."""

@@ -248,6 +248,7 @@ np.savez(sys.argv[-1], *weights, ends=[0, seconds], samples=12000, steps=1200)
 """
 
 
+@pytest.mark.long
 def test_the_better_of_one_thread_and_the_default_counts(
     compare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,6 +392,7 @@ def test_lines_are_those_with_code() -> None:
     assert code_lines("\n".join(source)) == 4
 
 
+@pytest.mark.long
 def test_a_round_enters_the_federation() -> None:
     entered = files_of_a_round()
     assert {"federation.py", "fedavg.py", "clients.py"} < entered

@@ -75,6 +75,9 @@ def assert_equal_runs(one: Federation, other: Federation) -> None:
         assert left.metrics == pytest.approx(right.metrics, nan_ok=True, rel=0, abs=0)
 
 
+@pytest.mark.short(
+    "True-FedAvg", "True-local buffers", "True-server scheduler", "False-FeSEM", "False-float64"
+)
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("on_train_epoch_end", [True, False])
 def test_resumed_is_uninterrupted(name: str, on_train_epoch_end: bool, tmp_path: Path) -> None:

@@ -164,6 +164,7 @@ class TestRunFolder:
         assert len(load_history(last["pflight"]["history"])) == 4
         assert len(load_history(best["pflight"]["history"])) == 3
 
+    @pytest.mark.long
     def test_a_fresh_fit_moves_the_earlier_run_aside(self, capsys):
         pflight("fit", rounds=1)
         first = weights("run")
@@ -208,6 +209,7 @@ class TestRunFolder:
         assert same(weights("run"), torch.load("run/checkpoints/best.ckpt")["state_dict"])
         assert not Path("run.1").exists()
 
+    @pytest.mark.long
     def test_nothing_moves_before_all_is_checked(self, capsys):
         pflight("fit", rounds=1)
         before = contents("run")
@@ -263,6 +265,7 @@ class TestRunFolder:
         assert read_events("home/run").scalars["train/loss"] == [0, 1]
         assert not Path("~").exists()
 
+    @pytest.mark.long
     def test_where_an_earlier_run_can_not_go(self, capsys):
         pflight("fit", rounds=1)
         before = contents("run")
@@ -274,6 +277,7 @@ class TestRunFolder:
         Path("x" * 254).rename(target)
         assert contents("run").keys() == before.keys()
 
+    @pytest.mark.long
     def test_own_logger_and_checkpoints_are_respected(self):
         Path("own.yaml").write_text(
             yaml.safe_dump(
@@ -332,6 +336,7 @@ class TestTwoInOneFolder:
             assert contents("run") == before
             pflight("fit", "--ckpt_path=last", rounds=2)
 
+    @pytest.mark.long
     def test_a_lock_that_is_left_does_not_matter(self):
         Path("run").mkdir()
         Path("run/.fit.lock").write_text("process 1 on another since long ago")
@@ -343,6 +348,7 @@ class TestTwoInOneFolder:
             assert Path("some/where/run").is_dir()
         assert not Path("some").exists()
 
+    @pytest.mark.long
     @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
     def test_a_file_system_without_locks(self, number, monkeypatch, capsys):
         def flock(*_: object) -> None:
@@ -371,6 +377,7 @@ class TestTwoInOneFolder:
             marker.write_text(f"1\nanother-{socket.gethostname()}\n0\n")
             assert f"in process 1 on another-{socket.gethostname()}" in error(capsys, "fit")
 
+    @pytest.mark.long
     def test_the_lock_of_another_folder_does_not_count(self):
         Path("run").mkdir()
         with RunFolder("other").claimed("fit"):
@@ -379,6 +386,7 @@ class TestTwoInOneFolder:
 
 
 class TestResume:
+    @pytest.mark.long
     def test_last_continues_the_run_and_repeats_no_point(self, capsys):
         pflight("fit", rounds=4, root="straight")
         pflight("fit", rounds=2)
@@ -460,6 +468,7 @@ class TestResume:
         assert same(weights("run"), weights("straight"))
         assert read_events("run").values == read_events("straight").values
 
+    @pytest.mark.long
     def test_a_damaged_last_checkpoint_is_named_and_the_newest_whole_one_taken(self, capsys):
         pflight("fit", "--trainer.check_val_every_n_epoch=2", rounds=3)
         folder = Path("run", "checkpoints")
@@ -494,6 +503,7 @@ class TestResume:
         assert contents("run") == before
         assert read_events("run").scalars["train/loss"] == [0, 1, 2]
 
+    @pytest.mark.long
     def test_a_client_that_is_to_stop_the_run_is_one_line(self, capsys):
         with pytest.raises(SystemExit) as exit_:
             pflight("fit", "--model.on_client_error=raise", "--model.client.optimizer.lr=1e38")
@@ -513,6 +523,7 @@ class TestResume:
         assert re.search(r"all \d+ trainings of clients failed, as the warnings say", line)
         assert line.endswith("after 2 rounds, the last of the run")
 
+    @pytest.mark.long
     def test_the_config_is_left_alone_unless_options_change(self):
         pflight("fit", rounds=2)
         config = Path("run/config.yaml")
@@ -535,6 +546,7 @@ class TestResume:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert contents("run") == before
 
+    @pytest.mark.short("resume0")
     @pytest.mark.parametrize("resume", [[], ["--ckpt_path=last"]])
     def test_a_config_of_the_users_is_not_overwritten(self, resume, capsys):
         if resume:
@@ -600,6 +612,7 @@ class TestResume:
         assert events.histograms["fesem/assignments"] == expected
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 def test_what_is_done_otherwise_than_asked_for_is_a_warning() -> None:
     option = "--model.client.optimizer=torch.optim.Adagrad"
@@ -665,6 +678,7 @@ class TestEvaluation:
         monkeypatch.setattr(Federation, "predict_step", lambda *_: pytest.fail("too late"))
         assert error(capsys, "predict").endswith("run/predictions.csv: it is a folder")
 
+    @pytest.mark.long
     def test_each_client_has_a_row_in_a_table(self, capsys):
         pflight("test", "--ckpt_path=last")
         assert "each client's metrics in run/clients.csv and clients.md" in capsys.readouterr().out
@@ -715,6 +729,7 @@ class TestEvaluation:
             shown = torch.tensor([float(row["probability"]) for row in mine])
             torch.testing.assert_close(shown, probability, atol=1e-5, rtol=0)
 
+    @pytest.mark.long
     def test_the_saved_config_gives_the_same_run(self):
         main(["fit", "--config", "run/config.yaml", "--trainer.default_root_dir", "again"])
         assert same(weights("again"), weights("run"))
@@ -727,12 +742,14 @@ def test_one_seed_reaches_the_data_and_the_federation_unless_they_have_their_own
     assert config["model"]["init_args"]["seed"] == 5
 
 
+@pytest.mark.long
 def test_a_seed_of_zero_is_kept():
     pflight("fit", "--seed_everything=3", "--data.seed=0", "--model.seed=0", rounds=1)
     config = yaml.safe_load(Path("run", "config.yaml").read_text())
     assert config["data"]["init_args"]["seed"] == config["model"]["init_args"]["seed"] == 0
 
 
+@pytest.mark.long
 def test_the_seed_reaches_wrapped_data():
     rotated = ["fit", *composed("data/rotated_digits"), "--trainer.max_epochs=1"]
     main([*rotated, "--seed_everything=3", "--data.data.num_clients=4"])
@@ -740,6 +757,7 @@ def test_the_seed_reaches_wrapped_data():
     assert data["seed"] == data["data"]["init_args"]["seed"] == 3
 
 
+@pytest.mark.short("0")
 @pytest.mark.parametrize("seed", [0, 3])
 def test_a_saved_config_keeps_its_seeds(seed, monkeypatch):
     monkeypatch.setattr(FederationCLI, "fit", lambda self, **_: None)
@@ -763,6 +781,7 @@ def assert_composed(config: dict, algorithm: str) -> None:
 
 
 class TestConfigs:
+    @pytest.mark.short("order0", "order5")
     @pytest.mark.parametrize("order", list(permutations(PARTS)))
     def test_data_algorithm_and_trainer_compose_in_any_order(self, order, capsys):
         assert_composed(yaml.safe_load(printed_config(capsys, *composed(*order))), "fesem")
@@ -786,6 +805,7 @@ class TestConfigs:
         assert read_events("run.1").scalars["train/loss"] == [0, 1, 2]
         assert read_events("run").scalars["train/loss"] == [0]
 
+    @pytest.mark.short("fedavg")
     @pytest.mark.parametrize(
         "algorithm",
         [
@@ -814,6 +834,7 @@ class TestConfigs:
             events.hparams["federation/local_epochs"],
         )
 
+    @pytest.mark.short("digits", "femnist")
     @pytest.mark.parametrize("data", NETWORKS)
     def test_data_bring_their_network(self, data, capsys):
         names = (f"data/{data}", "algorithm/fesem")
@@ -821,6 +842,7 @@ class TestConfigs:
         network = config["model"]["init_args"]["client"]["init_args"]["network"]
         assert class_name(network) == NETWORKS[data]
 
+    @pytest.mark.short("null")
     @pytest.mark.parametrize("none", ["null", "None"])
     def test_null_on_the_line_is_null_at_any_depth(self, none, capsys):
         options = {"data.cohort_size": 3, "model.client.gradient_clip_val": 2.0}
@@ -842,6 +864,7 @@ class TestConfigs:
         Path("printed.yaml").write_text(first)
         assert printed_config(capsys, "--config", "printed.yaml") == first
 
+    @pytest.mark.long
     def test_centralized_training(self, capsys):
         config = ["--config", "configs/centralized.yaml", "--trainer.max_epochs=2"]
         main(["fit", *config])
@@ -862,6 +885,7 @@ class TestConfigs:
         (line,) = capsys.readouterr().err.splitlines()
         assert "conditioned on metric `nothing` which is not available" in line
 
+    @pytest.mark.long
     def test_two_algorithms_are_an_error(self, capsys):
         with pytest.raises(SystemExit) as exit_:
             main(["fit", *composed("data/digits", "algorithm/fesem", "algorithm/local")])
@@ -876,6 +900,7 @@ class TestConfigs:
         }
         assert {p.name for p in (folder / "data").iterdir()} == {f"{one}.yaml" for one in NETWORKS}
 
+    @pytest.mark.short("robust-*")
     @pytest.mark.parametrize(
         ("former", "kind"),
         [("fedcluster", "CFL"), ("hypocluster", "IFCA"), ("robust", "TrimmedKMeans")],
@@ -888,6 +913,14 @@ class TestConfigs:
 
 
 class TestBadInput:
+    @pytest.mark.short(
+        "--config=nowhere.yaml-*",
+        "--model.client=Nobody-*",
+        "--trainer.callbacks.mu=-1-*",
+        "--data.participation=0-*",
+        "--ckpt_path=nowhere.ckpt-*",
+        "--ckpt_path=corrupt.ckpt-*",
+    )
     @pytest.mark.parametrize(
         ("args", "message"),
         [
@@ -948,6 +981,7 @@ class TestBadInput:
             pflight("test", "--trainer.logger=false", root=read_only)
         pflight("validate", root=read_only)
 
+    @pytest.mark.short("trainer: {max_epochs: 1*", "-is empty", "trainer: 3*")
     @pytest.mark.parametrize(
         ("text", "message"),
         [
@@ -985,6 +1019,7 @@ class TestBadInput:
         assert message in said
         assert contents("run") == before
 
+    @pytest.mark.short("test")
     @pytest.mark.parametrize("command", ["validate", "test", "predict"])
     def test_evaluation_without_a_run(self, command, capsys):
         with pytest.raises(SystemExit) as exit_:
@@ -992,6 +1027,7 @@ class TestBadInput:
         assert exit_.value.code == 2
         assert "run is empty" in capsys.readouterr().err
 
+    @pytest.mark.long
     def test_a_checkpoint_of_another_network(self, capsys):
         pflight("fit", rounds=1)
         with pytest.raises(SystemExit):
@@ -1006,6 +1042,7 @@ class TestBadInput:
         with pytest.raises(RuntimeError, match="a bug"):
             pflight("fit", rounds=1)
 
+    @pytest.mark.long
     def test_as_a_process(self):
         command = [sys.executable, "-m", "pflight", "fit", "--config", DIGITS]
         done = subprocess.run(

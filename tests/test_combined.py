@@ -66,6 +66,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.short("fesem")
 @pytest.mark.parametrize("method", COMBINED)
 def test_runs_from_the_command_line_and_resumes_exactly(method: str) -> None:
     given = [f"{ADDED}.{option}" for option in COMBINED[method]]

@@ -66,6 +66,17 @@ def write_files(page: Path) -> None:
         Path(name).write_text(text)
 
 
+@pytest.mark.short(
+    "README.md",
+    "docs/algorithms.md",
+    "docs/cli.md",
+    "docs/data.md",
+    "docs/deployment.md",
+    "docs/fedec.md",
+    "docs/methods/*",
+    "docs/own-methods.md",
+    "docs/speed.md",
+)
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @having("python")
 def test_the_python_blocks_run(page: Path) -> None:
@@ -94,6 +105,7 @@ def test_the_commands_are_understood(page: Path, capsys: pytest.CaptureFixture[s
             (folder / "config.yaml").write_text(config)
 
 
+@pytest.mark.short("docs/cli.md", "docs/own-methods.md")
 @having("yaml")
 def test_the_yaml_blocks_are_configurations(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_files(page)

@@ -80,6 +80,7 @@ def test_what_is_logged_can_be_monitored() -> None:
     assert set(federation.trainer.progress_bar_metrics) == {"val/micro_acc", "val/macro_acc"}
 
 
+@pytest.mark.short("*-sequential", "8-1-Local-vectorized")
 @ENGINES
 @pytest.mark.parametrize("callback", [FedAvg, Local])
 @pytest.mark.parametrize(("width", "expected"), [(8, 1), (1_000, 2)])

@@ -93,6 +93,7 @@ HOW = {
 
 
 class TestFailingClients:
+    @pytest.mark.short("samples-*", "uniform-late")
     @pytest.mark.parametrize("how", HOW)
     @pytest.mark.parametrize("weighting", ["samples", "uniform"])
     def test_it_is_named_and_the_others_are_aggregated(self, how: str, weighting: str) -> None:

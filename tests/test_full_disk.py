@@ -107,6 +107,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestFit:
+    @pytest.mark.short("50000-ram")
     @pytest.mark.parametrize(("left", "memory"), [(0, "ram"), (50_000, "ram"), (50_000, "disk")])
     def test_in_a_checkpoint(self, left, memory, disk, straight, monkeypatch, capfd):
         with monkeypatch.context() as patch:
@@ -197,6 +198,7 @@ def test_a_comparison_stops_at_its_first_run(disk, tmp_path, capfd):
     assert len([*out.glob("*/seed-*/results.json")]) == 2
 
 
+@pytest.mark.short("comparison.json-True")
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("where", ["comparison.json", "table.csv"])
 def test_the_files_of_a_comparison(where, named, tmp_path, monkeypatch, capfd):

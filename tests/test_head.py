@@ -186,6 +186,7 @@ class TestAnExtraModule:
         torch.testing.assert_close(predictions[0].outputs[: len(x)], expected.detach())
         assert pickle.dumps(module)
 
+    @pytest.mark.short("sequential")
     @ENGINES
     def test_the_optimizer_has_options_for_it(self, engine: str) -> None:
         def biases(lr: float | None, **options: float) -> Tensor:

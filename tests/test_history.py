@@ -154,6 +154,7 @@ class CountsReads(list[Round]):
         return found
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_no_round_looks_through_all_that_came_before(tmp_path: Path) -> None:
     federation = Federation(linear_client())

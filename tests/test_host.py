@@ -71,6 +71,7 @@ def test_what_does_not_fit_is_refused_with_all_numbers(
         run(linear_client(), small_data(), callback())
 
 
+@pytest.mark.short("Local-*", "Reptile-*")
 @pytest.mark.parametrize(
     ("callback", "kind", "kept"),
     [

@@ -74,6 +74,7 @@ def fit_refused(capfd: pytest.CaptureFixture[str], *args: str, root: str = "run"
 class TestAliases:
     """Of YAML."""
 
+    @pytest.mark.short("*x: ?*")
     @pytest.mark.parametrize("text", ["trainer: &a\n  callbacks: *a\n", "trainer: &a\n  x: [*a]\n"])
     def test_that_lead_back_to_themselves(self, text, capfd):
         Path("own.yaml").write_text(text)
@@ -85,6 +86,7 @@ class TestAliases:
     def test_on_the_command_line(self, value, capfd):
         assert "trainer.callbacks" in fit_refused(capfd, f"--trainer.callbacks={value}")
 
+    @pytest.mark.long
     def test_that_are_sound(self):
         text = "data: {init_args: {seed: &n 1}}\nmodel: {init_args: {local_epochs: *n, seed: *n}}\n"
         Path("own.yaml").write_text(text)
@@ -104,6 +106,7 @@ def test_groups_that_there_are_not_are_named_before_what_is_missing(capfd):
     )
 
 
+@pytest.mark.short("?a?: 3*", "!!python*")
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -155,11 +158,13 @@ class TestRunFolder:
         assert fit_refused(capfd, root=name).startswith("the run folder has no name: give another")
         assert [path.name for path in Path().iterdir()] == ["checkpoints"]
 
+    @pytest.mark.short("link/run")
     @pytest.mark.parametrize("root", ["link", "link/run"])
     def test_behind_a_link_to_nothing(self, root, capfd):
         Path("link").symlink_to("nowhere")
         assert "link is a link that leads nowhere" in fit_refused(capfd, root=root)
 
+    @pytest.mark.short("checkpoints/theirs.bin-run")
     @pytest.mark.parametrize("root", [".", "run"])
     @pytest.mark.parametrize("name", ["checkpoints/theirs.bin", "pictures/cat.png"])
     def test_what_others_wrote_is_not_moved(self, name, root, capfd):
@@ -180,6 +185,7 @@ class TestRunFolder:
         pflight("fit")
         assert Path("run.1/config.yaml").is_file()
 
+    @pytest.mark.long
     def test_files_of_others_that_a_start_up_could_have_left_stay(self):
         for name in ("hparams.yaml", "events.out.tfevents.1"):
             Path("run").mkdir(exist_ok=True)
@@ -188,6 +194,7 @@ class TestRunFolder:
         assert Path("run/hparams.yaml").read_bytes() == b""
         assert Path("run/events.out.tfevents.1").exists()
 
+    @pytest.mark.short("resume0-events*", "resume1-checkpoints/best*")
     @pytest.mark.parametrize(
         "name",
         [
@@ -209,6 +216,7 @@ class TestRunFolder:
             f"{path} is a folder, but the run needs a file of that name: move it, or give"
         )
 
+    @pytest.mark.short("memory/tables")
     @pytest.mark.parametrize("name", ["checkpoints", "memory", "memory/tables", "pictures"])
     def test_a_file_in_the_place_of_a_folder(self, name, capfd):
         path = Path("run", name)
@@ -265,6 +273,7 @@ class TestFullDisk:
         went_on = "after 1 round: --ckpt_path last continues the run in run"
         assert said == f"No space left on device {went_on}"
 
+    @pytest.mark.long
     def test_before_any(self, full, trained, capfd):
         full(AtomicCheckpointIO, "save_checkpoint", call=1)
         said = refused(capfd, ["fit", *OPTIONS, "--trainer.default_root_dir=run"], status=1)
@@ -283,6 +292,7 @@ class TestFullDisk:
         said = refused(capfd, ["fit", *OPTIONS, *args], status=1)
         assert said.endswith("after 2 rounds: --ckpt_path last continues the run in run")
 
+    @pytest.mark.short("test")
     @pytest.mark.parametrize("command", ["test", "predict", "validate"])
     def test_in_other_commands(self, command, full, trained, capfd):
         full(cli.Federation, "setup", call=1)
@@ -290,6 +300,7 @@ class TestFullDisk:
         assert said == f"No space left on device during {command} in run"
 
 
+@pytest.mark.short("options0-*", "options2-*", "options5-*")
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -325,6 +336,7 @@ def test_a_schedule_that_can_not_step(capfd):
     assert said.startswith("server_scheduler: StepLR can't step: ZeroDivisionError")
 
 
+@pytest.mark.short("Adagrad")
 @pytest.mark.parametrize("optimizer", ["Adam", "Adagrad"])
 def test_a_checkpoint_of_another_server_optimizer(optimizer, trained, capfd):
     other = f"--model.server_optimizer={optimizer}", "--model.server_optimizer.lr=0.1"
@@ -391,6 +403,7 @@ class OwnClient(Classifier):
         super().__init__(*args, gradient_clip_val=gradient_clip_val, **options)
 
 
+@pytest.mark.long
 def test_a_class_in_place_of_one_in_config_yaml_has_its_own_defaults(trained, monkeypatch, capfd):
     """The file has all options, also those that nobody gave."""
     monkeypatch.setitem(sys.modules, "own_client", sys.modules[__name__])

@@ -256,6 +256,7 @@ class TestPrecision:
         torch.testing.assert_close(state, full.server_states()[0], rtol=0, atol=0.02)
         assert flat(state) != pytest.approx(flat(full.server_states()[0]), abs=1e-7)
 
+    @pytest.mark.short("bf16-true-*")
     @pytest.mark.parametrize("name", of_each_kind(ALGORITHMS))
     @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
     def test_every_method_runs_in_half_precision(self, name: str, precision: str) -> None:
@@ -266,6 +267,7 @@ class TestPrecision:
         assert states[0]["network.0.weight"].dtype.itemsize == 2
         assert states[0]["network.0.weight"].isfinite().all()
 
+    @pytest.mark.short("FedAvg", "<lambda>")
     @pytest.mark.parametrize("callback", CALLBACKS)
     def test_every_algorithm_runs_in_64_bits(self, callback: Any) -> None:
         federation = run(
@@ -400,6 +402,7 @@ class TestSeveralRuns:
         again = quiet_trainer(1, FedAvg()).test(federation, datamodule=data, verbose=False)
         assert again == [values]
 
+    @pytest.mark.short("FedAvg", "<lambda>")
     @pytest.mark.parametrize("callback", CALLBACKS)
     def test_a_second_fit_on_the_same_trainer_continues(self, callback: Any) -> None:
         data = small_data(cohort_size=3)

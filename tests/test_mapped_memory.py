@@ -741,6 +741,7 @@ def processes() -> Any:
     return context
 
 
+@pytest.mark.long
 def test_a_run_killed_again_and_again_is_one_that_was_not(processes: Any, tmp_path: Path) -> None:
     rounds, chance, kills = 30, random.Random(1), 0
     last, arguments = tmp_path / "last.ckpt", ("local on disk", str(rounds), str(tmp_path))

@@ -63,6 +63,7 @@ class LogsInTraining(Classifier):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.short("*-EarlyStopping")
 @pytest.mark.parametrize("watcher", WATCHERS)
 @pytest.mark.parametrize(
     ("monitor", "hint"),

@@ -85,6 +85,9 @@ def client_of(make: Any, **options: Any) -> Classifier:
     return network_client(make(), **options)
 
 
+@pytest.mark.short(
+    "FedAvg-*", "FedSGD-Tied", "Local-Recurrent", "<lambda>-spectral_norm", "<lambda>-weight_norm"
+)
 @pytest.mark.filterwarnings("ignore:spectral norm keeps:UserWarning")
 @pytest.mark.parametrize("make", NETWORKS)
 @pytest.mark.parametrize("callback", [FedAvg, FedSGD, Local, lambda: FeSEM(2)])
@@ -122,6 +125,7 @@ def test_the_vectors_of_spectral_norm_are_not_averaged_in_silence(make: Any) -> 
         torch.testing.assert_close([v.norm().item() for v in vectors], [1.0, 1.0])
 
 
+@pytest.mark.short("0.5")
 @pytest.mark.parametrize("lr", [0.1, 0.5])
 def test_a_tied_layer_stays_tied_whatever_the_server_optimizer(lr: float) -> None:
     data = small_data(batch_size=None)

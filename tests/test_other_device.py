@@ -60,6 +60,9 @@ def trained(algorithm: Algorithm, engine: str, folder: Path, **options: Any) -> 
     return [*states, *metrics, {name: str(getattr(runner, name, None)) for name in names}]
 
 
+@pytest.mark.short(
+    "FeSEM-vectorized", "FedAvg-sequential", "HeurpFedLA-sequential", "SCAFFOLD-sequential"
+)
 @pytest.mark.parametrize(("name", "engine"), CASES)
 def test_devices_agree(
     name: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

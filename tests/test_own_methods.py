@@ -60,9 +60,10 @@ class TestFedDyn:
         assert shared(two) == pytest.approx([1.115025, 0.737708], abs=1e-6)
 
     def test_it_comes_to_rest_where_the_mean_of_the_losses_does(self) -> None:
-        federation = run(quadratic_client(), world_q(), MyFedDyn(a=0.5), 60, local_steps=20)
+        options = {"local_steps": 12, "trainer": {"limit_val_batches": 0}}
+        federation = run(quadratic_client(), world_q(), MyFedDyn(a=0.5), 50, **options)
         assert shared(federation) == pytest.approx([1.25, 0.75], abs=1e-4)
-        plain = run(quadratic_client(), world_q(), FedAvg("uniform"), 60, local_steps=20)
+        plain = run(quadratic_client(), world_q(), FedAvg("uniform"), 20, **options)
         assert np.abs(shared(plain) - [1.25, 0.75]).max() > 0.1
 
     def test_without_what_it_keeps_it_is_fedprox(self) -> None:
@@ -141,6 +142,7 @@ class TestFedBABU:
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["my_feddyn", "my_fedbabu"])
 def test_from_the_command_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -139,6 +139,7 @@ class Patient(L.Callback):
 """
 
 
+@pytest.mark.short("options0-*", "options4-*")
 @pytest.mark.parametrize(
     ("options", "got"),
     [

@@ -198,6 +198,7 @@ def test_runs_go_on_and_become_a_table(papers: Any, tmp_path: Path) -> None:
 PAGES = [ROOT / "docs/papers.md", ROOT / "docs/papers-appendix.md"]
 
 
+@pytest.mark.short("papers.md")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_tables_of_the_pages_are_those_of_the_figures(papers: Any, page: Path) -> None:
     text = page.read_text(encoding="utf-8")

@@ -170,6 +170,12 @@ CASES: list[tuple[str, Any, str]] = [
 ]
 
 
+@pytest.mark.short(
+    "data.batch_size-ten-*",
+    "model.engine-warp-*",
+    "data.dropout-None-*",
+    "data.partition-Diriclet-*",
+)
 @pytest.mark.parametrize(("option", "value", "message"), CASES)
 def test_one_line(
     option: str, value: Any, message: str, capsys: pytest.CaptureFixture[str]
@@ -183,6 +189,7 @@ def test_one_line(
         assert in_file == f"own.yaml: {said}"
 
 
+@pytest.mark.short("fit: *", "trainer: {callbacks+: *FeSEMM*", "a: *")
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -230,6 +237,7 @@ def test_several_mistakes_hide_no_suggestion(capsys: pytest.CaptureFixture[str])
     assert "did you mean data.root?" in refused(capsys, *needed)
 
 
+@pytest.mark.short("args0-*", "args1-*")
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -261,6 +269,7 @@ def printed(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
     return yaml.safe_load(shown.out)
 
 
+@pytest.mark.short("--config=later.yaml*", "*init_args.num_clusters=3")
 @pytest.mark.parametrize(
     "args",
     [
@@ -289,6 +298,7 @@ def test_options_by_class(args: list[str], capsys: pytest.CaptureFixture[str]) -
         assert config == printed(capsys, *by_place)
 
 
+@pytest.mark.short("args0-*", "args5-*")
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -326,6 +336,7 @@ def test_options_by_class_that_are_wrong(
     assert message in refused(capsys, *TWO, *args)
 
 
+@pytest.mark.long
 def test_options_of_a_logger_by_class(capsys: pytest.CaptureFixture[str]) -> None:
     names = [f"--trainer.logger.{kind}Logger.save_dir={kind}" for kind in ("CSV", "TensorBoard")]
     alone = ["--trainer.logger=CSVLogger", "--trainer.logger.CSVLogger.save_dir=here"]
@@ -436,6 +447,7 @@ FAILURES = [
 ]
 
 
+@pytest.mark.short("key-*", "import-*")
 @pytest.mark.parametrize(("with_", "cause"), FAILURES)
 @pytest.mark.usefixtures("own_parts")
 def test_own_classes_that_fail(with_: str, cause: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -443,6 +455,7 @@ def test_own_classes_that_fail(with_: str, cause: str, capsys: pytest.CaptureFix
     assert said.startswith(f"own_parts.FailingData: {cause}")
 
 
+@pytest.mark.short("key-*-model-FailingModule", "stop-*-FailingCallback")
 @pytest.mark.parametrize(
     ("option", "kind"),
     [

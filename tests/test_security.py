@@ -55,6 +55,7 @@ def test_nothing_is_read_from_an_address(source: str, capsys: pytest.CaptureFixt
     assert "there is no c" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_run_has_the_rights_that_the_umask_leaves(tmp_path: Path) -> None:
     configs = ["--config=configs/data/digits.yaml", "--config=configs/algorithm/local.yaml"]
     options = [f"--trainer.default_root_dir={tmp_path / 'run'}", "--model.client_memory=disk"]

@@ -126,6 +126,7 @@ def changed(root: Path) -> set[str]:
     return found
 
 
+@pytest.mark.long
 def test_five_files_ship_a_method(copy: Path) -> None:
     for name, text in WRITTEN.items():
         with (copy / name).open("a", encoding="utf-8") as file:

@@ -113,6 +113,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestFit:
+    @pytest.mark.short("15-sequential")
     @pytest.mark.parametrize(
         ("signum", "engine"),
         [(signal.SIGTERM, "sequential"), (signal.SIGINT, "vectorized")],
@@ -137,6 +138,7 @@ class TestFit:
         assert read_events("run").scalars["train/loss"] == [0, 1, 2, 3, 4]
         assert read_events("run").values == read_events("straight").values
 
+    @pytest.mark.short("Federation-*")
     @pytest.mark.parametrize(
         ("owner", "method"),
         [(Federation, "validation_step"), (AtomicCheckpointIO, "save_checkpoint")],
@@ -159,11 +161,13 @@ class TestFit:
         pflight("fit", *saves, root="straight")
         assert read_events("run").values == read_events("straight").values
 
+    @pytest.mark.long
     def test_min_epochs_do_not_hold_it_up(self, monkeypatch):
         raising(monkeypatch, Federation, "training_step", signal.SIGTERM, call=2)
         assert stopped("fit", "--trainer.min_epochs=4") == 143
         assert last()["global_step"] == 2
 
+    @pytest.mark.long
     def test_in_the_last_round_the_run_is_complete(self, monkeypatch, capfd):
         raising(monkeypatch, Federation, "training_step", signal.SIGTERM, call=2)
         assert stopped("fit", rounds=2) == 143
@@ -182,6 +186,7 @@ class TestFit:
         assert not Path("run.1").exists()
         assert all(torch.equal(last()["state_dict"][name], before[name]) for name in before)
 
+    @pytest.mark.long
     def test_a_signal_that_was_ignored_stays_so(self, monkeypatch):
         raising(monkeypatch, Federation, "training_step", signal.SIGINT)
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -213,6 +218,7 @@ class TestFit:
 
 
 class TestEvaluation:
+    @pytest.mark.short("predict-*")
     @pytest.mark.parametrize(
         ("command", "method", "signum"),
         [

@@ -102,6 +102,7 @@ ADJUSTED = {  # by class counts: what logits are multiplied by, and what is adde
 }
 
 
+@pytest.mark.short("*-sequential")
 @ENGINES
 @pytest.mark.parametrize("kind", ADJUSTED)
 def test_several_rounds(kind: str, engine: str) -> None:

@@ -117,6 +117,7 @@ def apfl(
     return theta, models, alphas
 
 
+@pytest.mark.short("*-sequential")
 @ENGINES
 @pytest.mark.parametrize("alpha_lr", [None, 2.0])
 def test_several_rounds_with_partial_participation(alpha_lr: float | None, engine: str) -> None:
@@ -140,6 +141,7 @@ def test_several_rounds_with_partial_participation(alpha_lr: float | None, engin
     assert (set(alphas.values()) == {0.75}) == (alpha_lr is None)
 
 
+@pytest.mark.short("*-sequential")
 @ENGINES
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_the_shared_model_moves_once_a_step(alpha: float, engine: str) -> None:

@@ -95,6 +95,7 @@ def test_the_schedules() -> None:
         assert fades == [1, 0, 0]
 
 
+@pytest.mark.short("sequential")
 @ENGINES
 def test_three_rounds(engine: str) -> None:
     case = Normalised.make()
@@ -168,6 +169,7 @@ def test_newcomers_mix_by_shares_and_are_in_no_mixture() -> None:
     assert parameters(state) == pytest.approx(mixed, rel=1e-9)
 
 
+@pytest.mark.short("sequential")
 @ENGINES
 def test_only_so_many_clients_hold_all_cores_at_once(
     engine: str, monkeypatch: pytest.MonkeyPatch

@@ -230,6 +230,7 @@ class TestNewcomers:
 
 
 class TestReductions:
+    @pytest.mark.short("uniform")
     @pytest.mark.parametrize("weighting", ["uniform", "samples"])
     def test_never_split_it_is_fedavg(self, weighting: str) -> None:
         data = small_data(cohort_size=3, dtype=torch.float64)

@@ -41,6 +41,7 @@ SAME: list[tuple[Classifier, Callable[[], ServerCallback], Callable[[], ServerCa
 ]
 
 
+@pytest.mark.short("client0-*", "client2-*", "client4-*", "client6-*")
 @pytest.mark.parametrize(("client", "bare", "told"), SAME)
 def test_without_options_of_its_own_a_callback_takes_the_clients(
     client: Classifier, bare: Callable[[], ServerCallback], told: Callable[[], ServerCallback]

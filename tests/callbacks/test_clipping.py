@@ -86,6 +86,9 @@ def manual(kind: type[Classifier]) -> type[Classifier]:
     return Manual
 
 
+@pytest.mark.short(
+    "Ditto-norm-vectorized", "APFL-value-sequential", "APFL-adaptive-norm-sequential"
+)
 @ENGINES
 @ALGORITHMS
 @pytest.mark.parametrize("method", PERSONAL)
@@ -98,6 +101,7 @@ def test_the_shared_model_is_fedavgs(method: str, algorithm: str, engine: str) -
     assert np.abs(shared(free) - shared(other)).max() > 0.05  # clipping is felt
 
 
+@pytest.mark.short("Ditto-norm-sequential", "APFL-value-vectorized")
 @ENGINES
 @ALGORITHMS
 @pytest.mark.parametrize("method", ALONE)
@@ -157,6 +161,7 @@ def test_it_is_what_a_plain_computation_gives(method: str, engine: str) -> None:
         assert judged(federation, i) == pytest.approx(own, rel=1e-10, abs=1e-12)
 
 
+@pytest.mark.short("sequential")
 @ENGINES
 def test_buffers_and_several_layers_change_nothing_of_it(engine: str) -> None:
     ditto = run(client(make=batchnorm_client), data(), Ditto(lam=2.0), 3, engine=engine)
@@ -164,6 +169,7 @@ def test_buffers_and_several_layers_change_nothing_of_it(engine: str) -> None:
     assert shared(ditto) == pytest.approx(shared(plain), rel=1e-9, abs=1e-11)
 
 
+@pytest.mark.short("sequential")
 @ENGINES
 def test_one_step_of_pfedme_is_fedavgs_also_when_it_is_clipped(engine: str) -> None:
     callback = PFedMe(lam=4.0, personal_steps=1, personal_lr=0.25)
@@ -187,6 +193,7 @@ def test_per_fedavgs_adaptation_is_never_clipped(algorithm: str, engine: str) ->
         assert judged(federation, i) == pytest.approx(theta - alpha * slope, rel=1e-10, abs=1e-12)
 
 
+@pytest.mark.short("norm-sequential", "value-vectorized")
 @ENGINES
 @ALGORITHMS
 def test_fedsgd_is_fedavg_with_one_full_batch_step(algorithm: str, engine: str) -> None:

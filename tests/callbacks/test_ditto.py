@@ -39,6 +39,7 @@ def test_by_hand() -> None:
     assert judged(two, 0) == pytest.approx(v, abs=1e-15)
 
 
+@pytest.mark.short("samples")
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_several_rounds_with_partial_participation(weighting: str) -> None:
     data = small_data(cohort_size=3, dtype=torch.float64)

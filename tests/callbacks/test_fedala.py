@@ -127,6 +127,7 @@ def test_weights_are_learned_on_mini_batches_in_the_order_of_the_round() -> None
 
 
 class TestReductions:
+    @pytest.mark.short("shared")
     @pytest.mark.parametrize("buffers", ["shared", "local"])
     def test_without_a_step_it_is_fedavg(self, buffers: Any) -> None:
         data = small_data(cohort_size=3)
@@ -224,6 +225,7 @@ def test_the_first_time_takes_more_batches_and_a_share_of_them() -> None:
     assert learned == [0, 2 * 8, 2 * 2]  # 7.5 and 2.5 batches, of either client
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_a_client_that_fails_keeps_everything() -> None:
     def fail(c: LocalClient) -> None:

@@ -63,6 +63,7 @@ def test_f1s_alignment(align: Any) -> None:
     assert_rows(aligned[1], expected)
 
 
+@pytest.mark.short("*-sequential")
 @ENGINES
 @pytest.mark.parametrize("align", ["sample", "class"])
 def test_several_rounds(engine: str, align: Any) -> None:

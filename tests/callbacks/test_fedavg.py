@@ -46,6 +46,7 @@ def test_q2_locals(client: int, expected: list[float]) -> None:
     assert flat(federation.server_states()[0]) == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.short("client-samples", "trainer-uniform")
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 @pytest.mark.parametrize("double_by", ["client", "trainer"])
 def test_several_rounds_with_partial_participation(weighting: str, double_by: str) -> None:

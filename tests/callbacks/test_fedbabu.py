@@ -89,6 +89,7 @@ def test_b2_of_each_client_alone() -> None:
         assert weights == pytest.approx(body, abs=1e-6)
 
 
+@pytest.mark.short("sequential")
 @ENGINES
 def test_three_rounds(engine: str) -> None:
     """With momentum and weight decay, which leave the head where it is."""

@@ -67,6 +67,7 @@ def test_k1_once_the_threshold_is_over_all_overlaps_everybody_is_alone() -> None
     assert judged(federation, 0) == pytest.approx([0.970825, -0.232], abs=1e-6)
 
 
+@pytest.mark.short("sequential")
 @ENGINES
 def test_three_rounds(engine: str) -> None:
     """Parameters of a client depend on its own statistics alone, which are not mixed."""
@@ -142,6 +143,7 @@ def test_a_tensor_that_stays_zero_has_nothing_critical() -> None:
     assert callback.critical(start, trained).long().tolist() == [[0, 0, 0, 0], [1, 1, 0, 0]]
 
 
+@pytest.mark.short("bias-dtype0", "zero bias-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("zero", [False, True], ids=["bias", "zero bias"])
 def test_rounding_makes_nothing_critical(zero: bool, dtype: torch.dtype) -> None:

@@ -66,6 +66,7 @@ def test_cp1() -> None:
     assert client_method.loss(client, batch).item() == close(1.984949)
 
 
+@pytest.mark.short("*-sequential")
 @ENGINES
 @pytest.mark.parametrize("upload_head", ["half", "personal"])
 def test_several_rounds(engine: str, upload_head: Any) -> None:

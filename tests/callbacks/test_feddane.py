@@ -114,6 +114,7 @@ def feddane(
     return theta
 
 
+@pytest.mark.short("samples-False", "uniform-True")
 @pytest.mark.parametrize("same_set", [False, True])
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_several_rounds_with_partial_participation(same_set: bool, weighting: str) -> None:
@@ -152,6 +153,7 @@ def test_the_same_set_trains_again() -> None:
     assert callback.sets[::2] == callback.sets[1::2]
 
 
+@pytest.mark.short("True")
 @pytest.mark.parametrize("same_set", [False, True])
 def test_the_model_travels_down_once_to_each_client(same_set: bool) -> None:
     data = small_data([4] * 12, cohort_size=3)
@@ -199,6 +201,7 @@ def test_in_finetuning_it_is_a_plain_client() -> None:
     assert tuned == pytest.approx([0.4375 - 0.1 * 2.4375, 0.2675 + 0.1 * 3.7325])
 
 
+@pytest.mark.short("True")
 @pytest.mark.parametrize("same_set", [False, True])
 def test_a_resumed_run_is_an_uninterrupted_one(same_set: bool, tmp_path: Path) -> None:
     def fit(rounds: int, **options: Any) -> Federation:

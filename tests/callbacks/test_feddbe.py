@@ -58,6 +58,7 @@ class Later(FedDBE):
         self.clients.train = train  # type: ignore[method-assign]
 
 
+@pytest.mark.short("*-sequential")
 @ENGINES
 @pytest.mark.parametrize("init", ["all", "cohort"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -123,6 +124,7 @@ def steps(
                 own -= 0.1 * gradients[-1]
 
 
+@pytest.mark.short("sequential")
 @ENGINES
 def test_without_mean_and_bias_it_is_fedavg(engine: str) -> None:
     callback = FedDBE(kappa=0, bias_lr=0)

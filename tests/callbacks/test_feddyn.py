@@ -74,7 +74,8 @@ def test_d1c_with_a_larger_weight_for_clients_with_fewer_samples() -> None:
 @pytest.mark.parametrize(("size", "optimum"), [(False, [1.25, 0.75]), (True, [5 / 3, 9 / 7])])
 def test_it_comes_to_rest_at_the_optimum(size: bool, optimum: list[float]) -> None:
     callback = FedDyn(a=0.5, size=size)
-    federation = run(quadratic_client(), world_q(), callback, 120, local_steps=30)
+    without = {"limit_val_batches": 0}
+    federation = run(quadratic_client(), world_q(), callback, 50, local_steps=12, trainer=without)
     assert shared(federation) == pytest.approx(optimum, abs=1e-4)
 
 

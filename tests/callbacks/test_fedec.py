@@ -338,6 +338,7 @@ class Twice(nn.Module):
         return self.output(second(self.first(x).tanh()).tanh())
 
 
+@pytest.mark.short("sequential")
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_a_module_with_two_names_is_one(engine: Any) -> None:
     fits = [

@@ -76,6 +76,7 @@ def test_three_rounds(weighting: str) -> None:
         assert statistics(tensors) == pytest.approx(norms, rel=1e-9, abs=1e-11)
 
 
+@pytest.mark.short("uniform")
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
 def test_with_a_large_eps_the_server_is_fedavgs(weighting: str) -> None:
     data = small_data(cohort_size=3, dtype=torch.float64)

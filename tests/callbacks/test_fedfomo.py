@@ -134,6 +134,7 @@ def fedfomo(
     return models, affinity
 
 
+@pytest.mark.short("sequential")
 @ENGINES
 def test_several_rounds_with_partial_participation(engine: str) -> None:
     data = small_data(cohort_size=4, dtype=torch.float64)
@@ -269,6 +270,7 @@ def test_newcomers_are_judged_by_the_initial_model_and_their_first_mixture() -> 
     assert (held_out < initial).all()
 
 
+@pytest.mark.long
 def test_clients_alike_weigh_more_than_others() -> None:
     """Two groups of clients with opposite labels."""
     random = torch.Generator().manual_seed(0)

@@ -43,6 +43,7 @@ def test_f3(engine: str, batch: int) -> None:
     assert_rows(state["network.1.weight"], expected)
 
 
+@pytest.mark.short("sequential")
 @ENGINES
 def test_several_rounds(engine: str) -> None:
     data, client, epochs, lr = reference.data(), reference.client(), 2, 0.3

@@ -109,6 +109,7 @@ def test_a_path_is_where_gradients_of_one_lead(nesterov: bool, steps: int) -> No
     )
 
 
+@pytest.mark.short("*-sequential")
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize(("mu", "tau_eff"), [(0.0, "norm"), (0.4, "steps")])
 def test_three_rounds(mu: float, tau_eff: str, engine: str) -> None:

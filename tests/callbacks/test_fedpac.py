@@ -103,6 +103,7 @@ class TestCombinations:
         assert found[1] == pytest.approx(np.array([1, 4, 1]) / 6)
 
 
+@pytest.mark.short("*-sequential")
 @ENGINES
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_several_rounds(engine: str, momentum: float) -> None:
@@ -190,6 +191,7 @@ def step(
                 p -= lr * v
 
 
+@pytest.mark.short("sequential")
 @ENGINES
 def test_a_client_by_itself_is_fedrep(engine: str) -> None:
     data = reference.data(cohort_size=1, counts=[9])

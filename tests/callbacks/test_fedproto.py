@@ -51,6 +51,7 @@ class TestWorldT:
         assert_rows(prototypes[1], [0.229149, 1.290783])
 
 
+@pytest.mark.short("*-sequential")
 @ENGINES
 @pytest.mark.parametrize("align", ["sample", "class"])
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
@@ -117,6 +118,7 @@ class TestClasses:
         assert not state[MEANS][2].any()
         assert federation.history[-1].failed == []
 
+    @pytest.mark.short("sequential")
     def test_one_that_nobody_sends_any_more_keeps_its_prototype(self, engine: str) -> None:
         data = of_classes([0, 0], [1, 1], [2, 2], cohort_size=1)
         one, two = (
@@ -129,6 +131,7 @@ class TestClasses:
         assert after[MEANS][kept].equal(before[MEANS][kept])
         assert not after[MEANS][sender].equal(before[MEANS][sender])
 
+    @pytest.mark.short("sequential")
     def test_predictions_by_prototype(self, engine: str) -> None:
         """Only a client's own classes are predicted, and those that have a prototype."""
         data = of_classes([0, 0, 1, 1], [1, 2, 2, 1], [2, 0, 0, 0])
@@ -144,6 +147,7 @@ class TestClasses:
         (values,) = quiet_trainer().test(federation, datamodule=data, verbose=False)
         assert values["test/prototype/macro_acc"] == pytest.approx(torch.stack(right).mean().item())
 
+    @pytest.mark.short("*-sequential")
     @pytest.mark.parametrize("epochs", [0, 3])
     def test_predictions_of_clients_that_never_trained(self, engine: str, epochs: int) -> None:
         """They have classes of their own as well, and are fine-tuned first."""

@@ -38,6 +38,7 @@ def test_q3_locals(client: int, expected: list[float]) -> None:
     assert flat(federation.server_states()[0]) == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.short("samples")
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_several_rounds_with_partial_participation(weighting: str) -> None:
     data = small_data(cohort_size=3, dtype=torch.float64)
@@ -80,6 +81,7 @@ def test_the_pull_counts_in_finetuning_for_nothing() -> None:
         assert_same(strong.client_state(i), plain.client_state(i))
 
 
+@pytest.mark.short("callback0-plain", "callback1-eq7")
 @pytest.mark.parametrize("scaling", ["plain", "eq7"])
 @pytest.mark.parametrize("callback", [FedAvg(), FedProx()])
 def test_a_client_that_names_the_half_is_the_same(scaling: str, callback: ServerCallback) -> None:

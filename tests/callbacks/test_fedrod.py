@@ -55,6 +55,7 @@ def phi(extra: dict[str, Tensor], counts: Tensor, z: Tensor) -> Tensor:
     return z @ made[:, :-1].T + made[:, -1]
 
 
+@pytest.mark.short("*-sequential")
 @ENGINES
 @pytest.mark.parametrize("personal", ["linear", "hyper"])
 @pytest.mark.parametrize("gamma", [0.5, 1.0])
@@ -127,6 +128,7 @@ def test_a_client_of_one_class_leaves_the_generic_model_as_it_is(engine: str) ->
     assert federation.callback.personalize(torch.arange(6))[PHI].abs().amax((1, 2)).min() > 0
 
 
+@pytest.mark.short("sequential")
 @ENGINES
 def test_fine_tuning_trains_the_personal_head_alone(engine: str) -> None:
     data = reference.data(holdout_clients=0.34)

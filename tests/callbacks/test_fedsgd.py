@@ -50,6 +50,7 @@ def test_a_gradient_over_more_samples_than_fit_one_pass_is_still_their_mean() ->
     assert flat(federation.server_states()[0]) == pytest.approx(expected, rel=1e-12, abs=1e-14)
 
 
+@pytest.mark.short("uniform")
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_it_is_fedavg_with_one_full_batch_step(weighting: str) -> None:
     data = small_data(batch_size=None, cohort_size=4, dtype=torch.float64)

@@ -122,6 +122,7 @@ def test_c4_proximal_steps(scaling: str, expected: list[float]) -> None:
     )
 
 
+@pytest.mark.short("2-eq7", "3-plain")
 @pytest.mark.parametrize("scaling", ["eq7", "plain"])
 @pytest.mark.parametrize("clusters", [2, 3])
 def test_several_rounds_with_partial_participation(scaling: str, clusters: int) -> None:

@@ -78,6 +78,7 @@ def test_gp1() -> None:
     assert client_method.loss(client, batch).item() == close(2.064663)
 
 
+@pytest.mark.short("sequential")
 @ENGINES
 def test_several_rounds(engine: str) -> None:
     data, client, epochs, lam, mu = reference.data(), reference.client(), 2, 0.5, 0.2

@@ -120,6 +120,7 @@ class TestRounds:
         assert first == pytest.approx([0.7 / 3, -0.1 / 3], abs=1e-12)
         assert second == pytest.approx([-2, 3 + 0.1 / 3], abs=1e-12)
 
+    @pytest.mark.short("0-cluster", "1-cohort")
     @pytest.mark.parametrize("divide_by", ["cluster", "cohort"])
     @pytest.mark.parametrize("group_rounds", [0, 1])
     def test_shared_layers_are_the_mean_of_all_clients(

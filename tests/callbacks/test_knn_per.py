@@ -68,6 +68,7 @@ class TestN1:
         assert empty(QUERY, lambda z: z + BIAS).equal(QUERY + BIAS)
 
 
+@pytest.mark.short("*-sequential")
 @ENGINES
 @pytest.mark.parametrize("capacity", [50, 4])
 def test_several_rounds(engine: str, capacity: int) -> None:
@@ -134,6 +135,7 @@ def test_all_neighbours_alike_are_the_class_frequencies() -> None:
         torch.testing.assert_close(given, expected, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.short("sequential")
 @ENGINES
 def test_without_validation_samples_and_without_any(engine: str) -> None:
     counts = (5, 0, 1)
@@ -158,6 +160,7 @@ def test_after_fine_tuning_the_store_is_filled_anew() -> None:
     torch.testing.assert_close(module.pflight_extra.store[: len(x)], body(x).detach())
 
 
+@pytest.mark.long
 def test_nothing_travels() -> None:
     one = run(reference.client(), reference.data(), KNNPer(), 2)
     other = run(reference.client(), reference.data(), FedAvg(), 2)

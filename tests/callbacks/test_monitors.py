@@ -168,6 +168,7 @@ class TestResultTable:
         down = sum(entry.bytes_down for entry in module.history)
         assert f"2 rounds; {down} B down, 0 B up" in text
 
+    @pytest.mark.short("FedPAC-*-0.4")
     @pytest.mark.parametrize("holdout", [0.0, 0.4])
     @pytest.mark.parametrize(
         ("method", "model"), [(FedProto, "prototype"), (FedPAC, "local"), (FedGH, "received")]
@@ -271,6 +272,7 @@ class TestPredictionWriter:
         expected = [module.client_module(i).net(data.samples(i, "test")[0]) for i in range(CLIENTS)]
         assert [int(row["output"]) for row in rows] == torch.cat(expected).argmax(1).tolist()
 
+    @pytest.mark.short("nothing", "fewer rows")
     @pytest.mark.parametrize(
         "predict",
         [

@@ -81,6 +81,7 @@ def test_an_old_model_that_is_the_servers_has_no_effect() -> None:
     assert body == pytest.approx([0.998707, 0.012725, 0.012725, 0.998707], abs=5e-7)
 
 
+@pytest.mark.short("sequential")
 @ENGINES
 def test_several_rounds(engine: str) -> None:
     data, client, epochs, mu, tau = reference.data(), reference.client(), 2, 2.0, 0.3
@@ -125,6 +126,7 @@ def test_without_the_contrast_it_is_fedavg() -> None:
     assert_same(one.server_states()[0], other.server_states()[0])
 
 
+@pytest.mark.short("sequential")
 @ENGINES
 def test_first_participations_are_fedavg(engine: str) -> None:
     one = run(reference.client(), reference.data(cohort_size=6), MOON(mu=5.0), 1, engine=engine)

@@ -123,6 +123,7 @@ class TestTrial:
         assert found.num_clusters == 3
         assert list(found.accuracy) == [1, 2, 3, 4][criterion == "accuracy" :]
 
+    @pytest.mark.short("bbp_map")
     @pytest.mark.parametrize("matching", [None, "bbp_map"])
     def test_its_numbers_are_those_of_a_run_of_three_rounds(self, matching: str | None) -> None:
         class Recording(FeSEM):
@@ -242,6 +243,7 @@ class TestAuto:
         assert loaded.callback.num_clusters == 3
         assert_same(loaded.client_state(0), client_method.client_state(0))
 
+    @pytest.mark.long
     def test_with_a_server_optimizer_and_double_precision(self) -> None:
         federation = run(
             classifier(),

@@ -63,6 +63,7 @@ DIFFERENT: dict[str, tuple[ServerCallback, ServerCallback, str]] = {
 }
 
 
+@pytest.mark.short("weighting", "several", "clusters", "centers", "layers", "handed on")
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_another_trainers_options_are_not_discarded_in_silence(case: str) -> None:
     first, second, message = DIFFERENT[case]
@@ -75,6 +76,7 @@ def test_another_trainers_options_are_not_discarded_in_silence(case: str) -> Non
     assert (shared(federation) == before).all()
 
 
+@pytest.mark.short("<lambda>0", "<lambda>3")
 @pytest.mark.parametrize(
     "make",
     [

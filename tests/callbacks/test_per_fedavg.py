@@ -40,6 +40,7 @@ def test_m2(engine: str) -> None:
         assert theta(federation) == pytest.approx(expected, abs=1e-15)
 
 
+@pytest.mark.short("sequential")
 @ENGINES
 def test_clients_are_judged_after_steps_of_alpha(engine: str) -> None:
     a, b = np.array([1, 2]), np.array([1, -1])
@@ -77,6 +78,7 @@ def meta_gradient(
     return gradient
 
 
+@pytest.mark.short("*-sequential")
 @ENGINES
 @ORDERS
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])

@@ -48,6 +48,7 @@ def fit(
     return run(make(), data, method(), rounds, **options)
 
 
+@pytest.mark.short("APFL")
 @ALL
 def test_both_engines_agree(method: Method) -> None:
     data = small_data(cohort_size=4, dtype=torch.float64)
@@ -62,6 +63,7 @@ def test_both_engines_agree(method: Method) -> None:
         torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.short("L2GD")
 @ALL
 def test_a_resumed_run_knows_all_personal_models(method: Method, tmp_path: Path) -> None:
     fit(method, 2, dropout_client).trainer.save_checkpoint(tmp_path / "half.ckpt")
@@ -72,6 +74,7 @@ def test_a_resumed_run_knows_all_personal_models(method: Method, tmp_path: Path)
         assert_same(resumed.client_state(i), whole.client_state(i))
 
 
+@pytest.mark.short("Ditto", "Per-FedAvg")
 @pytest.mark.parametrize("name", AS_FEDAVG)
 def test_only_the_network_travels(name: str) -> None:
     network = batchnorm_client().state_dict()
@@ -80,6 +83,7 @@ def test_only_the_network_travels(name: str) -> None:
         assert entry.bytes_down == entry.bytes_up == 3 * size
 
 
+@pytest.mark.short("Ditto", "APFL", "Per-FedAvg")
 @ALL
 def test_a_clients_module_predicts_with_its_personal_model(method: Method) -> None:
     data = small_data(cohort_size=3)
@@ -104,6 +108,7 @@ def test_newcomers_have_the_servers_model(method: Method) -> None:
         torch.testing.assert_close(federation.client_state(i), server)
 
 
+@pytest.mark.short("Ditto", "L2GD", "Per-FedAvg")
 @ALL
 @pytest.mark.filterwarnings("ignore:.*client . failed:UserWarning")
 def test_a_client_that_always_fails_keeps_nothing(method: Method) -> None:
@@ -123,6 +128,7 @@ def test_a_cohort_of_one_and_clients_of_one_sample(method: Method) -> None:
     assert all(value.isfinite().all() for state in states for value in state.values())
 
 
+@pytest.mark.short("Ditto", "APFL", "Per-FedAvg")
 @ALL
 def test_fine_tuning_goes_on_from_the_personal_model_with_the_task_alone(method: Method) -> None:
     def loss(federation: Federation) -> Tensor:

@@ -119,6 +119,7 @@ def linear(mean: Tensor, covariance: Tensor, prior: Tensor) -> tuple[Tensor, Ten
     return weight, prior.log() - 0.5 * (mean * weight).sum(1)
 
 
+@pytest.mark.short("sequential")
 @ENGINES
 def test_several_rounds(engine: str) -> None:
     data, client, epochs = reference.data(), reference.client(), 2

@@ -154,6 +154,7 @@ class Identity(PFedHN):
                 embedding.copy_(torch.cat([value.flatten() for value in start.values()]))
 
 
+@pytest.mark.short("0", "2")
 @pytest.mark.parametrize("private_layers", [0, 1, 2])
 def test_the_identity_is_local_training(private_layers: int) -> None:
     data = small_data(UNEQUAL, cohort_size=3, dtype=torch.float64)

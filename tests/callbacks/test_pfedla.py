@@ -223,6 +223,7 @@ class TestVectors:
         assert other["embedding"].item() == 0.5
         assert flat(federation.server_states()[1]).tolist() == [3, 2]
 
+    @pytest.mark.short("1-2", "3-124", "5-12345")
     @pytest.mark.parametrize(
         ("retain", "kept"), [(0, ""), (1, "2"), (2, "24"), (3, "124"), (4, "1234"), (5, "12345")]
     )
@@ -319,6 +320,7 @@ def reference(
     return [{n: v.detach() for n, v in start_of(i)[0].items()} for i in clients]
 
 
+@pytest.mark.short("softmax-0-True", "softmax-2-False", "relu_norm-0-False", "relu_norm-1-True")
 @pytest.mark.parametrize("scale_free", [False, True])
 @pytest.mark.parametrize("retain", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["softmax", "relu_norm"])
@@ -378,6 +380,7 @@ class TestReductions:
             entry.bytes_down for entry in fedavg.history
         ]
 
+    @pytest.mark.short("softmax")
     @pytest.mark.parametrize("kind", ["softmax", "relu_norm"])
     def test_with_all_layers_retained_it_is_local(self, kind: str) -> None:
         data = small_data(UNEQUAL, cohort_size=3)
@@ -389,6 +392,7 @@ class TestReductions:
             entry.bytes_down for entry in local.history
         ]
 
+    @pytest.mark.short("0")
     @pytest.mark.parametrize("retain", [0, 1])
     def test_with_all_weight_on_its_own_model_it_is_local(self, retain: int) -> None:
         data = small_data(UNEQUAL, cohort_size=3)
@@ -423,6 +427,7 @@ class TestTraffic:
         assert totals[1] / totals[0] == pytest.approx(0.99505, abs=5e-6)
         assert totals[2] / totals[0] == pytest.approx(0.63639, abs=1e-5)
 
+    @pytest.mark.short("0", "3")
     @pytest.mark.parametrize("retain", [0, 1, 3])
     def test_buffers_never_travel(self, retain: int) -> None:
         client = batchnorm_client()
@@ -533,6 +538,7 @@ class TestParticipation:
                 assert weights[0, trained].tolist() == [pytest.approx(1 / len(trained))] * 4
                 assert weights.sum() == pytest.approx(1)
 
+    @pytest.mark.short("options0")
     @pytest.mark.parametrize("options", [{"counts": (6, 0, 7, 9)}, {"holdout_clients": 0.34}])
     def test_clients_that_never_train_count_for_nobody(self, options: dict) -> None:
         data = small_data(dtype=torch.float64, **options)
@@ -608,6 +614,7 @@ class TestWeights:
         one, other = (callback.hypernetworks[i]["embedding"] for i in (0, 1))
         assert not torch.equal(one, other)
 
+    @pytest.mark.long
     def test_clients_alike_come_to_weigh_more_than_others(self) -> None:
         """Two groups of clients with opposite labels."""
         random = torch.Generator().manual_seed(0)

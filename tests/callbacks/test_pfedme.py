@@ -86,6 +86,7 @@ def pfedme(
     return w, personal
 
 
+@pytest.mark.short("*-sequential")
 @ENGINES
 @pytest.mark.parametrize(
     ("weighting", "beta", "mu"), [("samples", 1.0, 0.0), ("uniform", 1.5, 0.1)]
@@ -186,6 +187,7 @@ def test_a_newcomers_failure_names_the_last_round_also_from_a_checkpoint(tmp_pat
         )
 
 
+@pytest.mark.short("sequential")
 @ENGINES
 def test_fine_tuning_goes_on_from_the_model_that_a_client_would_use(engine: str) -> None:
     """For clients that took part the personal model, for others that of the inner loop."""

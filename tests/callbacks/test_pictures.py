@@ -120,6 +120,7 @@ class TestWhenAndWhere:
         run(linear_client(), small_data(), FedAvg(), 5, Blank(every=2), trainer=options)
         assert drawn(tmp_path) == [f"blank-{i:04}.png" for i in (1, 3, 4)]
 
+    @pytest.mark.long
     def test_a_second_fit_goes_on_with_the_rounds(self, undrawn):
         federation, drawn = Federation(linear_client()), []
 
@@ -153,6 +154,7 @@ class TestWhenAndWhere:
         )
         assert drawn(tmp_path) == ["blank-0000.png", "convergence-0000.png"]
 
+    @pytest.mark.long
     def test_tensorboard_has_them_too(self, tmp_path):
         logger = TensorBoardLogger(tmp_path, name="", version="")
         run(
@@ -256,6 +258,7 @@ class TestClusterPlot:
         )
         assert not (tmp_path / "pictures").exists()
 
+    @pytest.mark.long
     @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
     def test_a_resumed_run_knows_clients_that_answered_before(self, tmp_path):
         def go(rounds: int, folder: str, *more: L.Callback, **options: Any) -> ClusterPlot:
@@ -441,6 +444,7 @@ class TestConvergence:
         figure = convergence_figure({"a": self.history(0.0)}, ["val/macro_acc"])
         assert figure.legends == []
 
+    @pytest.mark.long
     def test_reads_earlier_runs(self, tmp_path, monkeypatch):
         curves: dict[str, Any] = {}
 
@@ -526,6 +530,7 @@ class TestEmbedding:
         assert_close(mean_features(client, x, batch_size=2), expected)
         assert not client.network.output._forward_pre_hooks
 
+    @pytest.mark.long
     def test_the_first_rounds(self, tmp_path):
         picture = EmbeddingTrajectory(rounds=[2, 3, 50], every=2, color="round")
         options = {"default_root_dir": tmp_path}
@@ -534,12 +539,14 @@ class TestEmbedding:
         names = [f"embedding-first-{count}-rounds-0004.png" for count in (2, 3, 4)]
         assert drawn(tmp_path) == names
 
+    @pytest.mark.long
     def test_rounds_that_are_not_drawn_are_not_kept(self, tmp_path):
         picture = EmbeddingTrajectory(rounds=[1, 2])
         options = {"default_root_dir": tmp_path}
         run(linear_client(), small_data(), FedAvg(), 4, picture, trainer=options)
         assert picture.state_dict()["features"]["rounds"].tolist() == [0, 1]
 
+    @pytest.mark.long
     @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
     def test_a_resumed_run_draws_all_rounds(self, tmp_path):
         def go(folder: str, *more: L.Callback, **options: Any) -> dict[str, Any]:
@@ -628,6 +635,7 @@ class TestEmbedding:
 
 
 class TestAggregationWeights:
+    @pytest.mark.long
     def test_what_is_drawn(self, undrawn, tmp_path):
         picture = AggregationWeights(client=2, clients=[1, 2, 4])
         options = {"default_root_dir": tmp_path}
@@ -646,6 +654,7 @@ class TestAggregationWeights:
         assert own.zorder == max(line.zorder for line in evolution.lines)
         assert own.get_linewidth() == max(line.get_linewidth() for line in evolution.lines)
 
+    @pytest.mark.long
     @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
     def test_a_resumed_run_draws_all_rounds(self, undrawn, tmp_path):
         def go(folder: str, *more: L.Callback, **options: Any) -> list[dict[str, Any]]:
@@ -692,6 +701,7 @@ class TestAggregationWeights:
         assert_close(bars[:, 0], expected, check_dtype=False)
         assert_close(bars.sum(0), torch.ones(2), check_dtype=False)
 
+    @pytest.mark.long
     def test_evolution_of_many_clients(self):
         weights = torch.softmax(torch.randn(20, 4, 100), dim=2)
         figure = evolution_figure(weights, range(20), ["a", "b", "c", "d"], client=5)
@@ -712,6 +722,7 @@ class TestAggregationWeights:
         assert {axes.images[0].get_clim() for axes in figure.axes[:2]} == {(0.0, 1.0)}
         assert [int(t.get_text()) for t in figure.axes[0].get_xticklabels()] == [0, 20, 40, 60, 80]
 
+    @pytest.mark.long
     def test_layers_are_named_as_in_pictures_or_with_their_network(self, undrawn):
         for name in ("second", "network.second"):
             picture = AggregationWeights(layers=[name], every=9)
@@ -725,6 +736,7 @@ class TestNames:
 
     names = ("a$b$", "$\\frac$", "Charité", "d")
 
+    @pytest.mark.long
     def test_weights(self, undrawn):
         data, picture = small_data((5, 6, 7, 8), client_names=self.names), AggregationWeights()
         figures = picture.figures(run(linear_client(), data, Mixing(), 1, picture))
@@ -761,6 +773,7 @@ def test_the_palette_is_told_apart():
     assert len({point_style(index)[1] for index in range(len(MARKERS))}) == len(MARKERS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", ["narrow", "wide"])
 def test_nothing_is_cut_off(width):
     names = {"narrow": "K", "wide": "a run with quite a long name, number"}

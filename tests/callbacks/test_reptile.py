@@ -33,6 +33,7 @@ def test_q6(callback: Reptile, expected: list[float]) -> None:
     assert flat(federation.server_states()[0]) == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.short("samples")
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_a_step_of_one_is_fedavg(weighting: str) -> None:
     data = small_data(cohort_size=3)

@@ -118,6 +118,7 @@ def scaffold(
     return Expected(theta, control, own)
 
 
+@pytest.mark.short("1.0-0.0-I", "0.7-0.01-II")
 @OPTIONS
 @pytest.mark.parametrize(("server_lr", "decay"), [(1.0, 0.0), (0.7, 0.01)])
 def test_several_rounds_with_partial_participation(
@@ -211,6 +212,7 @@ def test_buffers_are_averaged_and_have_no_controls() -> None:
     assert added == [f"{OWN}control.{name}" for name in parameters]
 
 
+@pytest.mark.short("II")
 @OPTIONS
 def test_twice_the_model_travels_each_way(option: str) -> None:
     data = small_data(cohort_size=3)
@@ -222,6 +224,7 @@ def test_twice_the_model_travels_each_way(option: str) -> None:
         assert entry.bytes_down == entry.bytes_up == 3 * (2 * parameters + buffers)
 
 
+@pytest.mark.short("I")
 @OPTIONS
 def test_a_resumed_run_knows_all_controls(option: str, tmp_path: Path) -> None:
     def fit(rounds: int, **options: Any) -> Federation:
@@ -238,6 +241,7 @@ def test_a_resumed_run_knows_all_controls(option: str, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.short("II")
 @OPTIONS
 def test_many_clients_at_once_are_as_one_by_one(option: str) -> None:
     def fit(engine: str) -> Federation:
@@ -275,6 +279,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.short("momentum=0.9", "Adam;", "maximize=True", "lr=0.1, 0.2;")
 @pytest.mark.parametrize("reason", REFUSED)
 def test_option_two_needs_plain_sgd(reason: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"option II needs plain SGD .*, got {reason}"):

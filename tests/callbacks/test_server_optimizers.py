@@ -97,6 +97,7 @@ def test_several_rounds_with_partial_participation(name: str) -> None:
     assert flat(federation.server_states()[0]) == pytest.approx(theta, rel=1e-12, abs=1e-13)
 
 
+@pytest.mark.short("fedyogi")
 @NAMES
 def test_a_resumed_run_is_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
     def fit(rounds: int, **options: Any) -> dict[str, Tensor]:
@@ -118,6 +119,7 @@ def fail_later(c: LocalClient) -> None:
         raise RuntimeError("out of battery")
 
 
+@pytest.mark.short("fedavgm", "fedyogi")
 @NAMES
 @pytest.mark.filterwarnings("ignore:.*round .*failed:UserWarning")
 def test_a_round_without_answers_moves_nothing(name: str) -> None:
@@ -130,6 +132,7 @@ def test_a_round_without_answers_moves_nothing(name: str) -> None:
     assert_same(fit(watched(linear_client(), fail_later), 3), fit(linear_client(), 1))
 
 
+@pytest.mark.short("fedadam")
 @NAMES
 def test_buffers_are_set_to_their_mean(name: str) -> None:
     data = small_data()

@@ -174,6 +174,7 @@ def shared_part(
     return theta, [model(i) for i in own]
 
 
+@pytest.mark.short("*-sequential")
 @ENGINES
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 @pytest.mark.parametrize("private", ["head", "body"])
@@ -199,6 +200,7 @@ def test_several_rounds_with_partial_participation(
         assert flat(federation.client_state(i)) == pytest.approx(model, rel=1e-12, abs=1e-14)
 
 
+@pytest.mark.short("*-sequential")
 @ENGINES
 @pytest.mark.parametrize("layers", [Layers(), BATCHNORM])
 def test_with_nothing_private_it_is_fedavg(engine: str, layers: Layers) -> None:

@@ -68,6 +68,7 @@ def test_a_single_sample_at_the_end_makes_no_batch() -> None:
     assert plain.clients.num_batches(clients).tolist() == [2, 3, 2, 1, 0]
 
 
+@pytest.mark.short("*-sequential")
 @ENGINES
 @pytest.mark.parametrize("method", METHODS)
 def test_the_others_train_as_if_they_were_alone(method: str, engine: str) -> None:

@@ -122,6 +122,7 @@ def test_without_test_samples_there_is_no_test_mask(tmp_path):
     assert opened(tmp_path, lambda writer: writer.add(X, Y, "zoe")).test is None
 
 
+@pytest.mark.long
 @given(
     x=hnp.arrays(
         st.sampled_from([np.uint8, np.float32]),

@@ -48,6 +48,7 @@ def test_a_config_comes_back_as_it_was_printed(name):
     assert data.partition == type(data)().partition
 
 
+@pytest.mark.short("Digits-*")
 @pytest.mark.parametrize(
     ("arguments", "partition"),
     [

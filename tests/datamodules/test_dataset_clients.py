@@ -110,6 +110,7 @@ def hospitals(root: Path, workers: int, **options: Any) -> DatasetClients:
     return DatasetClients(train, val=val, batch_size=3, num_workers=workers, **options)
 
 
+@pytest.mark.short("0")
 @WORKERS
 def test_an_image_is_decoded_once_an_epoch_and_never_to_be_counted(
     root: Path, workers: int
@@ -126,6 +127,7 @@ def unreadable(samples: list[Any]) -> Any:
     raise OSError("no such image")
 
 
+@pytest.mark.short("True")
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_worker_outlives_its_data(root: Path, fails: bool) -> None:
     def fit() -> None:
@@ -147,6 +149,7 @@ def mixed(samples: list[Any]) -> Any:
     return x + torch.rand(()) * x.roll(1, 0) + np.random.rand() + random.random(), y
 
 
+@pytest.mark.short("None")
 @pytest.mark.parametrize("collate_fn", [None, mixed])
 def test_random_images_are_the_same_with_workers_and_when_resumed(
     root: Path, collate_fn: Any, tmp_path: Path
@@ -263,6 +266,7 @@ def test_batches_that_are_no_pairs_are_not_augmented_but_refused(root: Path, wor
         run(network(), data, FedAvg())
 
 
+@pytest.mark.short("0")
 @WORKERS
 @pytest.mark.filterwarnings("ignore:round .*failed:UserWarning")
 def test_readers_go_on_after_an_image_that_cannot_be_read(root: Path, workers: int) -> None:
@@ -298,6 +302,7 @@ class Breaks(Dataset[Any]):
         return torch.full((3, 4, 4), 1.0 * index), index % 2
 
 
+@pytest.mark.short("exits-*")
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     ("how", "workers", "said"),

@@ -312,6 +312,7 @@ def test_a_bad_file_is_an_error_and_the_mended_one_works(femnist, name):
     assert opened(femnist).num_clients == 3
 
 
+@pytest.mark.short("0-NaN-*", "8190--Infinity-x")
 @pytest.mark.parametrize("part", ["users", "x", "y", "num_samples"])
 @pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
 @pytest.mark.parametrize("padding", [0, 8190, 8191])
@@ -381,6 +382,7 @@ def test_users_of_test_samples_alone_are_newcomers(femnist):
     assert len(mixed.new_clients) == 0
 
 
+@pytest.mark.short("vectorized")
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_leafs_split_by_user_trains_on_some_and_tests_newcomers(tmp_path, engine):
     dump(tmp_path / "train" / "a.json", leaf(TRAIN))
@@ -499,6 +501,7 @@ def agrees_with_json(root: Path, content: bytes) -> bool:
     return True
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*users have no samples")
 @given(content=ANY | near_misses())
 @settings(max_examples=150, deadline=None)

@@ -140,6 +140,7 @@ def check(partition: Partition, labels, groups, parts):
             assert all(len(np.unique(groups[part])) == 1 for part in parts)
 
 
+@pytest.mark.long
 @given(
     partition=PARTITIONS,
     labels=LABELS,

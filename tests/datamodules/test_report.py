@@ -66,6 +66,7 @@ def test_the_figure_stacks_each_clients_classes():
     assert pale == set(data.new_clients.tolist())
 
 
+@pytest.mark.short("70-*", "3-*")
 @pytest.mark.parametrize(
     ("num_clients", "num_classes", "bars", "label"),
     [

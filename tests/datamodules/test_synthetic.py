@@ -169,6 +169,7 @@ class TestClusteredSynthetic:
         assert clustered > 0.95
         assert pooled < most
 
+    @pytest.mark.short("labels")
     @pytest.mark.parametrize("difference", ["labels", "rotation", "features"])
     def test_fesem_finds_the_clusters(self, difference):
         data = ClusteredSynthetic(difference=difference, num_clients=16, batch_size=10)

@@ -49,6 +49,7 @@ def again(run: Deployed, anew: bool) -> Node:
     return node
 
 
+@pytest.mark.short("False-all_of_it", "True-newer_rounds")
 @pytest.mark.parametrize("lose", [all_of_it, newer_rounds])
 @pytest.mark.parametrize("anew", [False, True])
 def test_a_node_that_has_lost_its_memory(
@@ -79,6 +80,7 @@ def test_a_node_that_has_lost_its_memory(
         assert any("or start its node with --anew" in str(w.message) for w in caught)
 
 
+@pytest.mark.short("salt")
 @pytest.mark.parametrize("lose", [all_of_it, newer_rounds, salt])
 def test_a_run_that_is_resumed_without_a_nodes_memory(
     lose: Callable[[Path, Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -106,6 +106,7 @@ LIES = {
 }
 
 
+@pytest.mark.short("*NaN or infinite*")
 @pytest.mark.parametrize("said", LIES)
 def test_a_node_that_lies_is_left_out_and_named(said: str, tmp_path: Path) -> None:
     """The others' result is that of a round in which its node was not connected."""
@@ -163,6 +164,7 @@ class AfterRound(L.Callback):
             self.work()
 
 
+@pytest.mark.short("FedPer")
 @pytest.mark.parametrize("name", KEEPERS)
 def test_a_node_that_starts_again_goes_on(name: str, tmp_path: Path) -> None:
     whole = deployed(tmp_path / "whole", KEEPERS[name]).server(4)
@@ -176,6 +178,7 @@ def test_a_node_that_starts_again_goes_on(name: str, tmp_path: Path) -> None:
     assert whole.history[-1].metrics == broken.history[-1].metrics
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", KEEPERS)
 def test_a_node_that_was_too_late_goes_on_from_what_was_used(name: str, tmp_path: Path) -> None:
     """It has trained in round 1, which the server knows nothing of."""
@@ -201,6 +204,7 @@ def test_a_node_that_was_too_late_goes_on_from_what_was_used(name: str, tmp_path
     assert left.history[-1].metrics == right.history[-1].metrics
 
 
+@pytest.mark.short("FedPer")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", KEEPERS)
 def test_a_server_that_resumes_finds_its_nodes_as_they_were(name: str, tmp_path: Path) -> None:
@@ -225,6 +229,7 @@ def test_a_checkpoint_of_another_release_is_refused(tmp_path: Path) -> None:
         run.server(2, ckpt_path=tmp_path / "old.ckpt")
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(
     "ignore:Checkpoint directory", "ignore:Be aware that when using", "ignore::FutureWarning"
 )
@@ -241,6 +246,7 @@ def test_a_node_keeps_its_memory_by_run(name: str, tmp_path: Path) -> None:
     assert whole.history == resumed.history
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(
     "ignore:Checkpoint directory",
     "ignore:Be aware that when using",
@@ -289,6 +295,7 @@ def flipped(content: bytes) -> bytes:
     return content.replace(tensor, bytes([tensor[0] ^ 1]) + tensor[1:])
 
 
+@pytest.mark.short("*another client's*")
 @pytest.mark.filterwarnings(
     "ignore:round .*client 1 failed on its val samples", "ignore::FutureWarning"
 )
@@ -317,6 +324,7 @@ def test_a_lost_memory_is_said(
     assert [entry.failed for entry in federation.history] == [[], [1], [1]]
 
 
+@pytest.mark.short("FedRep")
 @pytest.mark.parametrize("callback", [Ditto, APFL, FedRep, KEEPERS["FedPer"]])
 def test_what_is_private_never_leaves(callback: Any, tmp_path: Path) -> None:
     run = deployed(tmp_path, callback)
@@ -432,6 +440,7 @@ def test_a_node_with_another_version_is_told(
         run.server(1)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", ["FedAvg", "FedEC", "FeSEM"])
 def test_a_newcomer_joins_between_rounds_and_keeps_its_id(name: str, tmp_path: Path) -> None:

@@ -160,6 +160,7 @@ def test_paths_that_only_look_like_those_of_nodes(path: str, server: Server) -> 
         assert ask(server, path, method=method, key="one")[0] in (400, 404)
 
 
+@pytest.mark.long
 def test_only_the_owner_reaches_the_socket(server: Server) -> None:
     assert stat.S_IMODE(server.place.stat().st_mode) == 0o700
     assert stat.S_IMODE((server.place / SECRET).stat().st_mode) == 0o600

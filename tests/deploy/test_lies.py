@@ -365,6 +365,7 @@ def assert_same_outcome(one: Outcome, other: Outcome) -> None:
     assert torch.equal(left.clients.after, right.clients.after)
 
 
+@pytest.mark.short("SCAFFOLD-train")
 @OF_KIND
 def test_a_liar_is_left_out_and_named(kind: Kind, tmp_path: Path) -> None:
     """The others' result is that of rounds in which the liar was not connected."""
@@ -451,6 +452,7 @@ DESCRIBED: dict[str, Lie] = {
 }
 
 
+@pytest.mark.long
 def test_a_liar_does_not_take_part(tmp_path: Path) -> None:
     run = deployed("FedProto", tmp_path)
     run.server(1)
@@ -581,6 +583,7 @@ def test_a_node_refuses_what_is_no_request(work: str, tmp_path: Path) -> None:
     assert node.answer(across(request)).object_id == honest.object_id
 
 
+@pytest.mark.long
 def test_random_requests_are_done_or_refused(tmp_path: Path) -> None:
     run = deployed("IFCA", tmp_path)
     requests, node = asked_of(run, 0), run.post.nodes[0]

@@ -30,6 +30,7 @@ CASES: dict[str, Callable[[], ServerCallback]] = COMBINATIONS | {
 }
 
 
+@pytest.mark.short("FeSEM + top k", "CFL + private head", "all")
 @pytest.mark.parametrize("name", CASES)
 def test_deployed_is_simulated(name: str, tmp_path: Path) -> None:
     callback = CASES[name]
@@ -73,6 +74,7 @@ LIES: dict[str, Any] = {
 }
 
 
+@pytest.mark.short("dense")
 @pytest.mark.filterwarnings("ignore:.*failed")
 @pytest.mark.parametrize("lie", LIES)
 def test_a_message_that_nothing_was_packed_into_is_left_out(lie: str, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def assert_same_run(here: Federation, there: Federation) -> None:
         assert one.metrics == pytest.approx(other.metrics, abs=1e-6, nan_ok=True)
 
 
+@pytest.mark.short("FedAvg", "FeSEM", "Ditto", "SCAFFOLD", "pFedLA")
 @pytest.mark.parametrize("name", of_each_kind(name for name in ALGORITHMS if name not in REFUSED))
 def test_deployed_is_simulated(name: str, tmp_path: Path) -> None:
     algorithm = ALGORITHMS[name]
@@ -72,6 +73,7 @@ class Sorted(FederatedDataModule):
         return x + client + round
 
 
+@pytest.mark.short("FedAvg")
 @pytest.mark.parametrize("callback", [FedAvg, FedFomo])
 def test_what_the_data_define_counts_at_nodes(
     callback: type[ServerCallback], tmp_path: Path
@@ -194,6 +196,7 @@ def test_a_deployed_run_can_be_loaded_anywhere(tmp_path: Path) -> None:
     assert loaded.history == there.history
 
 
+@pytest.mark.short("FedAvg", "Ditto")
 @pytest.mark.parametrize("name", ["FedAvg", "FeSEM", "FedEC", "Ditto", "pFedLA", "SCAFFOLD"])
 def test_traffic_is_what_messages_carry(name: str, tmp_path: Path) -> None:
     """To the byte, but for what is around the tensors: names, shapes and numbers."""
@@ -207,6 +210,7 @@ def test_traffic_is_what_messages_carry(name: str, tmp_path: Path) -> None:
         assert less < more <= less + around
 
 
+@pytest.mark.long
 def test_a_client_of_ifca_gets_all_models_in_one_message(tmp_path: Path) -> None:
     data = small_data()
     deployed = Deployed(batchnorm_client, data, partial(IFCA, 3, group_rounds=1), tmp_path)
@@ -216,6 +220,7 @@ def test_a_client_of_ifca_gets_all_models_in_one_message(tmp_path: Path) -> None
     assert len(deployed.post.carried["losses"]) == trained + judged
 
 
+@pytest.mark.short("FedAvg-1")
 @pytest.mark.parametrize(("callback", "models"), [(FedAvg, 1), (partial(FeSEM, 2), 2)])
 def test_a_model_for_many_clients_is_held_once(
     callback: Callable[[], ServerCallback], models: int, tmp_path: Path

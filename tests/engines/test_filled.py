@@ -105,6 +105,13 @@ def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     return calls
 
 
+@pytest.mark.short(
+    "False-*-4",
+    "True-Own-loss0-*-None",
+    "True-OwnMean-cross_entropy-*-None",
+    "True-OwnBoth-hardest-*-None",
+    "True-OwnBoth-with_square_logits-*-4",
+)
 @pytest.mark.parametrize("batch_size", [4, None])
 @pytest.mark.parametrize(
     ("kind", "loss", "filled"),

@@ -419,6 +419,18 @@ KINDS = {
 }
 
 
+@pytest.mark.short(
+    "*-sequential",
+    "loss-*",
+    "training_step-*",
+    "its client method*",
+    "remembers *",
+    "another *",
+    "many losses-*",
+    "NaN-*",
+    "no loss-*",
+    "leaves things-*",
+)
 @ENGINES
 @pytest.mark.parametrize(("odd", "reason"), KINDS.values(), ids=KINDS)
 def test_what_a_client_does(

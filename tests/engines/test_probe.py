@@ -458,6 +458,7 @@ def same_sizes() -> TensorClients:
     return TensorClients(train, num_classes=CLASSES, batch_size=None, cohort_size=4)
 
 
+@pytest.mark.short("FedAvg")
 @pytest.mark.parametrize("callback", [FedAvg, FedSGD])
 def test_a_module_that_changes_from_call_to_call_stops_the_run(callback: Any) -> None:
     rounds: list[int] = []

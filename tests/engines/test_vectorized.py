@@ -115,6 +115,16 @@ def test_options_of_algorithms(
     both(batchnorm_client(kind, **options).double(), callback, rounds=4)
 
 
+@pytest.mark.short(
+    "optimizer0-duration0",
+    "optimizer1-duration0",
+    "optimizer2-duration0",
+    "optimizer3-duration0",
+    "optimizer4-duration1",
+    "optimizer5-duration1",
+    "optimizer6-duration1",
+    "optimizer7-duration1",
+)
 @pytest.mark.parametrize("duration", [{"local_epochs": 3}, {"local_steps": 4}])
 @pytest.mark.parametrize(
     "optimizer",
@@ -151,6 +161,7 @@ def test_parameter_groups() -> None:
     assert all(len({float(value) for value in values}) == 1 for values in states)
 
 
+@pytest.mark.short("0.01-norm", "0.3-value", "100.0-norm")
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("limit", [0.01, 0.3, 100.0])
 def test_clipping(algorithm: str, limit: float) -> None:
@@ -158,6 +169,7 @@ def test_clipping(algorithm: str, limit: float) -> None:
     both(client.double(), local_epochs=2)
 
 
+@pytest.mark.short("4", "None")
 @pytest.mark.parametrize("batch_size", [2, 4, 7, None])
 def test_batchnorm_of_ragged_clients(batch_size: int | None) -> None:
     """A last single sample joins the batch before it, and a client of one sample stays still."""
@@ -176,6 +188,7 @@ def test_fine_tuning() -> None:
     assert quality == pytest.approx(expected, abs=1e-10)
 
 
+@pytest.mark.short("1", "4", "None")
 @pytest.mark.parametrize("chunk", [1, 2, 4, 100, None])
 def test_any_number_at_once(chunk: int | None) -> None:
     both(linear_client(ProximalClient, double=True), chunk=chunk)
@@ -242,6 +255,7 @@ def test_attention_is_stacked() -> None:
     both(network_client(Attentive()).double())
 
 
+@pytest.mark.short("ProximalClient-linear_client", "ElasticClient-batchnorm_client")
 @pytest.mark.parametrize("make", [linear_client, batchnorm_client])
 @pytest.mark.parametrize("kind", [ProximalClient, ElasticClient])
 def test_mixed_precision(make: Callable[..., Classifier], kind: type[Classifier]) -> None:
@@ -695,6 +709,7 @@ def test_updates_are_freed_before_the_next_chunk_trains(monkeypatch: pytest.Monk
 # Evaluation
 
 
+@pytest.mark.short("2-counts1", "1024-counts0")
 @pytest.mark.parametrize("counts", [[6] * 6, [1, 9, 0, 4, 4, 2]])
 @pytest.mark.parametrize("eval_batch_size", [2, 1024])
 def test_evaluation_of_a_model_per_client(counts: list[int], eval_batch_size: int) -> None:
@@ -732,6 +747,13 @@ class Mapped(nn.Module):
         return nn.functional.linear(x, self.w + self.other)
 
 
+@pytest.mark.short(
+    "FedAvg-sgd-*",
+    "FedAvg-clipped-transposed",
+    "FedAvg-adam-expanded",
+    "FedSGD-sgd-expanded",
+    "FedSGD-clipped-shared",
+)
 @pytest.mark.parametrize("kind", ["transposed", "expanded", "shared"])
 @pytest.mark.parametrize(
     "options",

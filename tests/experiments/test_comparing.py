@@ -42,6 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 class TestRun:
+    @pytest.mark.long
     def test_gives_what_fit_and_test_log(self, made, tmp_path):
         folder, task, outcome = made
         config = [f"--config={folder}/data.yaml", "--config=configs/algorithm/fedprox.yaml"]
@@ -135,6 +136,7 @@ def test_without_test_samples_nothing_is_trained(tmp_path):
 
 
 class TestFairness:
+    @pytest.mark.long
     def test_methods_see_the_same_at_a_seed_and_something_else_at_another(self, plain):
         by_seed = [
             {json.dumps(run.fingerprints) for run in plain if run.seed == seed} for seed in (0, 1)
@@ -168,6 +170,7 @@ class TestFairness:
 
 
 class TestAgain:
+    @pytest.mark.long
     def test_nothing_is_done_twice_and_rows_and_seeds_can_be_added(self, tmp_path):
         first = finish(comparison(tmp_path, ["fedavg"]))
         before = _times(tmp_path / "out")
@@ -189,6 +192,7 @@ class TestAgain:
         assert {path: after[path] for path in before} == before
         assert Path(first[0].folder, RESULTS) in before
 
+    @pytest.mark.long
     def test_a_damaged_result_is_made_again(self, tmp_path):
         (task,) = finish(comparison(tmp_path, ["fedavg"]))
         path = Path(task.folder, RESULTS)
@@ -201,6 +205,7 @@ class TestAgain:
             finish(found)
         assert _numbers(path) == whole
 
+    @pytest.mark.long
     def test_a_result_of_other_options_is_not_that_of_the_run(self, tmp_path):
         (task,) = finish(comparison(tmp_path, ["fedavg"]))
         path = Path(task.folder, RESULTS)
@@ -282,6 +287,7 @@ class TestFolder:
         with pytest.raises(ResultError, match=r"comparison.json is damaged"):
             report(tmp_path)
 
+    @pytest.mark.long
     def test_that_is_damaged_is_left_alone_until_its_file_is_deleted(self, tmp_path):
         finish(comparison(tmp_path, ["fedavg"]))
         path = tmp_path / "out" / "comparison.json"
@@ -293,6 +299,7 @@ class TestFolder:
         assert not found.due()
         assert report(found.folder).findings.finished
 
+    @pytest.mark.long
     def test_is_described_for_others(self, tmp_path):
         found = comparison(tmp_path, ["fedavg", "fedprox"], {"trainer.callbacks.mu": [1, 2]})
         described = Described.read(found.folder / "comparison.json")
@@ -308,6 +315,7 @@ class TestFolder:
         ]
 
 
+@pytest.mark.short("options0-*", "options3-*", "options4-*", "options5-*")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -349,6 +357,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class TestOwnModule:
+    @pytest.mark.long
     def test_lower_may_be_better(self, own):
         text = f"monitor: val/macro_mae\nmode: min\n{REGRESSION}"
         found = comparison(own, ["fedavg", "local"], seeds=2, text=text)
@@ -364,6 +373,7 @@ class TestOwnModule:
         assert means[0] < means[1]
         assert "lowest val/macro_mae" in " ".join(results.to_markdown().split())
 
+    @pytest.mark.long
     def test_tuning_takes_the_lowest(self, own):
         text = f"monitor: val/macro_mae\nmode: min\n{REGRESSION}"
         text += "search_space: {model.client.lr: [0.001, 0.1]}\n"

@@ -58,6 +58,7 @@ def test_the_frame_is_of_the_later_rounds_and_of_all_bytes() -> None:
     assert axes.get_xscale() == "linear"
 
 
+@pytest.mark.short("inf")
 @pytest.mark.parametrize("later", [None, math.inf])
 def test_curves_may_end_in_what_is_no_number(later: float | None) -> None:
     curve = Curve([1, 2, 3, 4, 5, 6], [100] * 6, {ACC: [0.5, *[later] * 5]})

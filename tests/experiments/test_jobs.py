@@ -65,6 +65,7 @@ class TestRows:
         assert log.is_relative_to(folder / "out")
         assert "Traceback" in log.read_text()
 
+    @pytest.mark.long
     def test_a_process_that_is_killed_each_time_says_so(self, done):
         folder, results, said = done
         (row,) = [row for row in results.findings.rows if row.method == "always"]
@@ -149,6 +150,7 @@ class Heard:
         return lambda task, *told: self.said.append((name, *told))
 
 
+@pytest.mark.long
 def test_a_failure_that_cannot_be_written_down_ends_as_well(tmp_path):
     (tmp_path / "file").write_text("")
     task = Task("k", "A", {}, 0, ["--data=Digits"], str(tmp_path / "file" / "run"))
@@ -230,6 +232,7 @@ def test_a_signal_ends_it_after_the_round_and_leaves_no_process(signum, long):
     assert not [*(long / "out").glob("*/seed-0/results.json")]
 
 
+@pytest.mark.long
 @linux
 def test_a_killed_comparison_gives_what_an_uninterrupted_one_gives(long, tmp_path_factory):
     """All is killed in the middle of a round; then this process and another go on together."""

@@ -28,6 +28,7 @@ def rows_of(plan: Plan, *methods: str, **settings: Any) -> Any:
 
 
 class TestSettings:
+    @pytest.mark.long
     def test_of_one_method_only_leave_the_others_one_row(self, plan):
         rows = plan.rows(methods_of(["fedavg", "fedprox"]), {MU: [0.1, 1]})
         assert [(row.method.name, dict(row.settings)) for row in rows] == [
@@ -47,6 +48,7 @@ class TestSettings:
         ]
         assert [dict(flat(row.config)).get(MU) for row in rows] == [None, 0.1, 1]
 
+    @pytest.mark.long
     def test_are_multiplied(self, plan):
         settings = {MU: [0.1, 1], "model.local_epochs": [1, 2]}
         rows = plan.rows(methods_of(["fedprox", "fedavg"]), settings)
@@ -69,6 +71,9 @@ class TestSettings:
         assert with_partition.data["init_args"]["partition"]["init_args"]["alpha"] == 0.3
         assert plan.data != with_partition.data
 
+    @pytest.mark.short(
+        "model.local_epoch-*", "seed_everything-*", "trainer.default_root_dir-*", "ckpt_path-*"
+    )
     @pytest.mark.parametrize(
         ("name", "value", "message"),
         [
@@ -128,6 +133,7 @@ class TestKey:
         (one,), (two,) = rows_of(plan, "fedavg"), rows_of(other, "fedavg")
         assert one.key == two.key
 
+    @pytest.mark.short("lr: *", "max_epochs: *")
     @pytest.mark.parametrize(
         ("old", "new"),
         [

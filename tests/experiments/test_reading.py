@@ -66,6 +66,7 @@ def runs(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     hidden.rename(plain)
 
 
+@pytest.mark.long
 def test_runs_of_wrapped_data_at_several_seeds_are_a_row(tmp_path):
     folders = [tmp_path / "0", tmp_path / "1"]
     for seed, folder in enumerate(folders):
@@ -85,6 +86,7 @@ def gone_on(folder: Path, option: str) -> Any:
 
 
 class TestRuns:
+    @pytest.mark.long
     def test_are_rows_with_the_options_by_which_they_differ(self, runs, capfd):
         folders = [runs / name for name in ("fedavg-0", "fedavg-1", "fedprox-0.5", "fedprox-1")]
         results = report(folders)
@@ -119,15 +121,18 @@ class TestRuns:
         assert report(runs / "fedavg-0").findings.rows[0].runs[0] == run
         assert path.stat().st_mtime_ns == before
 
+    @pytest.mark.long
     def test_that_went_on_are_tested_again(self, runs):
         row = gone_on(runs / "fedavg-0", "--trainer.max_epochs=4")
         assert row.runs[0].last.round == 4
         assert len(row.runs[0].curve.round) == 4
 
+    @pytest.mark.long
     def test_whose_options_have_changed_are_tested_again(self, runs):
         row = gone_on(runs / "fedavg-0", "--model.finetune_epochs=1")
         assert "test/finetuned/macro_acc" in row.runs[0].last.values
 
+    @pytest.mark.long
     def test_that_have_rounds_to_make_wait(self, runs, tmp_path):
         folder = begun(tmp_path, 1)
         with pytest.warns(UserWarning, match="counts as running: 2 of its rounds are missing"):
@@ -135,6 +140,7 @@ class TestRuns:
         assert ([*row.runs], row.waiting) == ([0], {1})
         assert not (folder / RESULTS).exists()
 
+    @pytest.mark.long
     def test_that_were_stopped_early_are_over(self, tmp_path):
         root = tmp_path / "run"
         stop = {"": "EarlyStopping", "monitor": "communication/total_bytes_down", "patience": 1}
@@ -143,6 +149,7 @@ class TestRuns:
         (row,) = report(root).findings.rows
         assert row.runs[0].last.round == 2
 
+    @pytest.mark.long
     def test_that_go_on_while_they_are_tested(self, runs, tmp_path, monkeypatch):
         folder, further = runs / "fedavg-0", tmp_path / "further"
         fit(data_config(tmp_path), "fedavg", further, "--trainer.max_epochs=4")
@@ -160,6 +167,7 @@ class TestRuns:
         curve = read_events(further).values["val/macro_acc"]
         assert run.chosen.validation == pytest.approx(curve[3])
 
+    @pytest.mark.long
     def test_without_test_samples_say_so(self, tmp_path):
         text = DATA.replace("val_fraction: 0.2", "val_fraction: 0.2, test_fraction: 0")
         fit(data_config(tmp_path, text), "fedavg", tmp_path / "run")
@@ -189,6 +197,7 @@ class TestRuns:
             report([runs / "fedavg-0", runs / "fedavg-0"])
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:there is no last.ckpt")
 def test_a_run_with_its_own_checkpoints(tmp_path):
     text = DATA.replace(
@@ -236,6 +245,7 @@ def test_other_folders(text, message, tmp_path):
 
 
 class TestComparison:
+    @pytest.mark.long
     def test_while_it_runs(self, tmp_path):
         found = comparison(tmp_path, ["fedavg", "local"], seeds=2)
         out = tmp_path / "out"
@@ -251,6 +261,7 @@ class TestComparison:
         list(made)
         assert report(out).to_csv() == found.results().to_csv()
 
+    @pytest.mark.long
     def test_while_settings_are_chosen(self, tmp_path):
         from pflight.experiments.tuning import Tuning
 
@@ -264,11 +275,13 @@ class TestComparison:
         (row,) = report(tmp_path / "out").findings.rows
         assert row.tuned.chosen == row.settings
 
+    @pytest.mark.long
     def test_with_a_run_of_its_own(self, tmp_path, plain):
         finish(comparison(tmp_path, ["local"]))
         rows = report([tmp_path / "out", plain / "fedavg-0"]).findings.rows
         assert {row.method for row in rows} == {"Local", "FedAvg"}
 
+    @pytest.mark.long
     def test_goes_on_with_a_run_that_was_reported_by_itself(self, tmp_path):
         found = comparison(tmp_path, ["fedavg"])
         (task,) = found.due()
@@ -281,6 +294,7 @@ class TestComparison:
         (row,) = report(tmp_path / "out").findings.rows
         assert row.runs[0].last.round == 3
 
+    @pytest.mark.long
     def test_keeps_its_results_if_a_run_of_it_is_reported_by_itself(self, tmp_path):
         (task,) = finish(comparison(tmp_path, ["fedavg"]))
         config = f"--config={task.folder}/config.yaml"
@@ -290,6 +304,7 @@ class TestComparison:
         (row,) = report(tmp_path / "out").findings.rows
         assert row.runs[0].last.round == 3
 
+    @pytest.mark.long
     def test_with_a_baseline_by_its_name_as_an_option(self, tmp_path):
         finish(comparison(tmp_path, ["fedavg_ft", "local"]))
         baseline = report(tmp_path / "out", baseline="fedavg_ft").findings.baseline
@@ -301,6 +316,7 @@ class TestComparison:
         report("~/out").save(Path("~/tables"))
         assert (tmp_path / "tables" / "table.md").is_file()
 
+    @pytest.mark.long
     def test_beside_one_with_a_setting_that_all_of_it_has(self, tmp_path):
         made = {"a": [0.05], "b": [0.1], "c": [0.1]}
         for name, rates in made.items():
@@ -313,6 +329,7 @@ class TestComparison:
         with pytest.raises(ResultError, match="two runs of one configuration"):
             report(outs)
 
+    @pytest.mark.long
     def test_a_trial_is_tested_if_it_is_asked_for_itself(self, tmp_path):
         from pflight.experiments.tuning import Tuning
 

@@ -621,6 +621,7 @@ def test_tables_fit_a_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert all(number in text for number in numbers)  # none is broken
 
 
+@pytest.mark.long
 def test_a_terminal_without_unicode_and_with_control_characters() -> None:
     code = (
         "from pflight.messages import one_line, write_plainly\n"

@@ -191,6 +191,7 @@ class TestTrials:
         failure = Failure.read(Path(made[4].folder, "failure.json"))
         assert "somebody looks at test samples" in failure.reason
 
+    @pytest.mark.long
     def test_choose_what_was_best_on_validation_samples(self, tmp_path):
         found = comparison(tmp_path, ["local"], tuning=Tuning(3), seeds=2)
         assert found.count == 5
@@ -208,6 +209,7 @@ class TestTrials:
             config = Path(task.folder, "config.yaml").read_text()
             assert f"lr: {best.settings[LR]}" in config
 
+    @pytest.mark.long
     def test_that_exist_are_not_made_again(self, tmp_path):
         first = finish(comparison(tmp_path, ["local"], tuning=Tuning(1)))
         more = finish(comparison(tmp_path, ["local"], tuning=Tuning(2)))
@@ -217,6 +219,7 @@ class TestTrials:
         (row,) = comparison_results(tmp_path, Tuning(2)).findings.rows
         assert row.tuned.trials == 2
 
+    @pytest.mark.long
     def test_without_validation_samples_are_a_row_that_says_so(self, tmp_path):
         text = DATA.replace("val_fraction: 0.2, ", "val_fraction: 0, ")
         found = comparison(tmp_path, ["local"], tuning=Tuning(2), text=text)
@@ -225,6 +228,7 @@ class TestTrials:
         assert "all 2 trials failed: " in row.failures[0].reason
         assert "validation" in row.failures[0].reason
 
+    @pytest.mark.long
     def test_that_fail_leave_the_others(self, tmp_path):
         text = DATA + "search_space: {model.local_epochs: [0, 1]}\n"
         found = comparison(tmp_path, ["local"], tuning=Tuning(4), text=text)
@@ -232,6 +236,7 @@ class TestTrials:
         (row,) = found.results().findings.rows
         assert row.settings["model.local_epochs"] == 1
 
+    @pytest.mark.short("{low: *")
     @pytest.mark.parametrize("told", ["[one, 2]", "{low: 0.5, high: 2}"])
     def test_of_values_that_the_option_cannot_have_are_not_begun(self, told, tmp_path):
         text = DATA + f"search_space: {{model.local_epochs: {told}}}\n"

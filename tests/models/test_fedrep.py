@@ -97,6 +97,7 @@ def fedrep(
     return theta, [model(i) for i in own]
 
 
+@pytest.mark.short("*-sequential")
 @ENGINES
 @pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.5, 0.0), (0.9, 0.1)])
 def test_several_rounds_with_partial_participation(
@@ -130,6 +131,7 @@ def test_several_rounds_with_partial_participation(
         assert flat(federation.client_state(i)) == pytest.approx(expected, rel=1e-12, abs=1e-14)
 
 
+@pytest.mark.short("Adam")
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
 def test_both_engines_agree(optimizer: Any) -> None:
     def fit(engine: str) -> Federation:
@@ -161,6 +163,7 @@ def test_with_an_empty_head_it_is_fedavg(engine: str) -> None:
     )
 
 
+@pytest.mark.short("head-sequential", "body-vectorized")
 @ENGINES
 @pytest.mark.parametrize("resting", ["head", "body"])
 def test_batchnorm_that_rests_keeps_its_statistics(engine: str, resting: str) -> None:

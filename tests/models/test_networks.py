@@ -174,6 +174,9 @@ def test_vmap_equals_separate_networks(case: Case) -> None:
     torch.testing.assert_close(stacked(parameters, buffers, x), expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.short(
+    "logistic regression", "McMahan", "LEAF CelebA", "pFedLA EMNIST", "FedRep CIFAR10", "FedBN"
+)
 @every_network
 def test_export_keeps_the_function(case: Case) -> None:
     network = case.build().eval()
@@ -381,6 +384,7 @@ class TestAnyNetworkByItsClassPath:
         state = self.fit(network, "--model.client.network.width=5")
         assert state["server.0.network.hidden.weight"].shape == (5, 64)
 
+    @pytest.mark.long
     def test_a_function_that_returns_a_network(self) -> None:
         network = "--model.client.network=own_networks.deep"
         state = self.fit(network, "--model.client.network.layers=3")

@@ -134,6 +134,14 @@ def networks() -> dict[str, nn.Module]:
     return {"tied": nn.Sequential(tied, nn.Linear(FEATURES, CLASSES)), "frozen": frozen}
 
 
+@pytest.mark.short(
+    "tied-Ditto",
+    "tied-APFL",
+    "tied-Per-FedAvg-Hessian",
+    "frozen-APFL-adaptive",
+    "frozen-pFedMe",
+    "frozen-Per-FedAvg",
+)
 @ALL
 @pytest.mark.parametrize("kind", ["tied", "frozen"])
 def test_tied_and_frozen_weights(name: str, kind: str) -> None:

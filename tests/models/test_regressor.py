@@ -47,6 +47,7 @@ def regressor(outputs: int = 1, **options: Any) -> Regressor:
     return Regressor(network, **{"optimizer": sgd(0.05), **options}).double()
 
 
+@pytest.mark.short("FedAvg-None", "method1-1", "method2-2")
 @pytest.mark.parametrize("width", [None, 1, 2])
 @pytest.mark.parametrize(
     "method", [FedAvg, partial(FeSEM, 2, mu=0.1), partial(Ditto, lam=0.3), Local]
