@@ -16,7 +16,7 @@ from pflight.randomness import Purpose, shuffled
 
 Batch = tuple[Tensor, Tensor]
 Split = Literal["train", "val", "test", "held_out"]
-"""``held_out`` are the samples that :class:`~pflight.datamodules.HeldOut` keeps out of training."""
+"""``held_out``: the samples that :class:`~pflight.datamodules.HeldOut` keeps out of training."""
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 

@@ -1,4 +1,4 @@
-"""Metric objects of many clients: undefined ones, and their values over all samples."""
+"""Metric objects of many clients: undefined metrics, and values over all samples."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Seen(NamedTuple):
     """The state of a metric object at one client."""
 
     metric: Metric
-    """The object; it may have been reset since."""
+    """The metric object; it may have been reset since."""
     state: dict[str, Any]
 
     @classmethod
@@ -194,7 +194,7 @@ class Pool:
         self._states |= other._states
 
     def without(self, clients: Collection[int]) -> Pool:
-        """Return the states at all but some clients."""
+        """Return the states without those of some clients."""
         rest = copy.copy(self)
         rest._states = {i: state for i, state in self._states.items() if i not in clients}
         return rest
