@@ -33,7 +33,7 @@ class Evaluator:
 
     Args:
         clients: The clients.
-        callback: The server callback, which gives each client's model.
+        callback: The server callback. It returns each client's model.
         split: ``"val"`` or ``"test"``; also the prefix of the tags.
         f1_average: As in :class:`~pflight.metrics.collection.ClientMetrics`.
     """

@@ -51,7 +51,7 @@ class Federation(L.LightningModule):
         client: The client module. It never changes: copies of it are trained. A copy is set up
             once, by ``prepare_data()``, ``setup("fit")`` and ``configure_model()``.
         local_epochs: Epochs of local training in a round.
-        local_steps: Batches of local training in a round, in place of ``local_epochs``.
+        local_steps: Batches of local training in a round, instead of ``local_epochs``.
         finetune_epochs: If positive, clients are judged by fine-tuned copies of their models. The
             copies train for so many epochs on the client's training data, with the task loss alone.
         server_optimizer: Builds the server optimizer; by default the callback's own.
@@ -146,7 +146,7 @@ class Federation(L.LightningModule):
         self.evaluators: dict[str, Evaluator] = {}
         self._predict_failures = self.clients.failures_of(0, "it is left out")
 
-    # What a user asks for
+    # For users
 
     @property
     def client(self) -> L.LightningModule:
@@ -244,7 +244,7 @@ class Federation(L.LightningModule):
         callback.move_state()
         return federation
 
-    # What Lightning calls
+    # For Lightning
 
     def configure_callbacks(self) -> list[L.Callback]:
         """Check the Trainer's options, and add FedAvg if there is no server callback."""

@@ -117,7 +117,7 @@ def generators_of(module: nn.Module) -> list[Any]:
 
 
 def seed_own(module: nn.Module, seed: int) -> None:
-    """Seed the generators of a module, each with numbers of its own."""
+    """Seed the generators of a module, each with different numbers."""
     for place, own in enumerate(generators_of(module)):
         if isinstance(own, np.random.Generator):
             fresh = np.random.default_rng([seed, place])

@@ -342,7 +342,7 @@ class FederatedDataModule(L.LightningDataModule):
         return IndexedSamples(x, y)
 
     def client(self, i: int) -> ClientData:
-        """Return client ``i``'s data as an ordinary data module, for a Trainer of its own."""
+        """Return client ``i``'s data as an ordinary data module, for its own Trainer."""
         if hasattr(self, "num_clients"):
             self.check_client(i)
         return ClientData(self, i)
@@ -443,7 +443,7 @@ class _LocalData(L.LightningDataModule):
         return batch_loader(AugmentedSamples(dataset, augment), data.batch_size, order)
 
     def _order(self, count: int, epoch: int) -> Tensor:
-        """Return the order of ``count`` training samples in an epoch: of one client, its own."""
+        """Return the order of ``count`` training samples in an epoch; for one client, its own."""
         if len(self.clients) == 1:
             return self.data.order(int(self.clients), epoch)
         return sample_order(count, self.data.seed, epoch)

@@ -122,7 +122,7 @@ class AugmentedSamples(Dataset[Batch]):
     """Samples with features that change as they are gathered.
 
     Args:
-        samples: The samples as they are.
+        samples: The unchanged samples.
         augment: A function of the features of a batch ``[b, ...]`` and their positions ``[b]``.
     """
 
@@ -170,7 +170,7 @@ class EpochSampler(Sampler[int]):
 
 
 def as_gathered(batch: Any) -> Any:
-    """Return the batch as it is: it has been gathered already, and needs no collating."""
+    """Return the batch unchanged. It is already gathered and needs no collating."""
     return batch
 
 

@@ -20,7 +20,7 @@ from pflight.states.updates import ClientFailure, ClientUpdates, Evaluation, Kep
 from .client_setup import ClientSetup
 
 _LARGEST = 1e19  # largest sum of an entry; its square still fits into 32 bits
-ONE_THREAD = 20e6  # several threads pay from so many operations of a batch's forward pass
+ONE_THREAD = 20e6  # from so many operations of a batch's forward pass, threads pay
 
 
 class Engine(Protocol):

@@ -14,7 +14,7 @@ from pflight.states.state import StateLayout
 
 @contextmanager
 def resting(module: L.LightningModule, layout: StateLayout, phase: Phase | None) -> Iterator[None]:
-    """Freeze the parameters that don't train in a phase, and layers without trained parameters."""
+    """Freeze the parameters that rest in a phase. Layers with only these are in evaluation mode."""
     if phase is None:
         yield
         return

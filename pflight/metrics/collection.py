@@ -279,7 +279,7 @@ class ClientValues:
         higher_is_better: Mapping[str, bool],
         seen: Mapping[str, Seen],
     ) -> None:
-        """Add what one client logged; ``val/dice`` and ``val_dice`` both become ``dice``.
+        """Add one client's logged values. ``val/dice`` and ``val_dice`` both become ``dice``.
 
         Args:
             client: The client.

@@ -132,7 +132,7 @@ class StopBetweenRounds(L.Callback):
             connector = trainer._signal_connector
             connector._sigterm_notifier_fn = lambda *_: None  # type: ignore[method-assign]
 
-    # What Lightning calls
+    # For Lightning
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Watch the Trainer's ranks."""

@@ -211,7 +211,7 @@ def add_extra(module: nn.Module, extra: nn.Module) -> None:
     Args:
         module: A federation's copy of the client module. The extra module is added to it.
         extra: Called with features ``[n, d]`` and the head, a function of features; returns
-            outputs in place of the head's.
+            outputs instead of the head's.
     """
     head = module.get_submodule(head_of(module).name)
     weight = next((p for p in head.parameters() if p.is_floating_point()), None)

@@ -52,7 +52,7 @@ class ClientModel:
         raise NotImplementedError
 
     def _loss_at(self, tensors: Mapping[str, Tensor], batch: Any) -> Tensor:
-        """Return the module's loss with other tensors in place of its own."""
+        """Return the module's loss with other tensors instead of its own."""
         raise NotImplementedError
 
     def mean(self, values: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class Witness(NamedTuple):
 class Audit:
     """Ends a run if clients get other results in a stack than alone.
 
-    The audit is due in rounds 1, 2, 4, 8 and so on, until a client has been compared.
+    The audit is due in the 1st, 2nd, 4th, 8th round and so on, until a client has been compared.
 
     Args:
         probe: The probe that has tried the client.

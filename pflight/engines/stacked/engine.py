@@ -215,7 +215,7 @@ class VectorizedEngine(SequentialEngine):
                 finite = self._are_finite(chunk)
             except STOPS:
                 raise
-            except BaseException as error:  # whose it is will be seen below
+            except BaseException as error:  # the code below finds the client
                 cause, finite = error, [False] * len(chunk.clients)
             for row, client in enumerate(chunk.clients):
                 if not finite[row]:
@@ -335,7 +335,7 @@ class VectorizedEngine(SequentialEngine):
                 alike = not failed and same(together[place], alone)
             except STOPS:
                 raise
-            except BaseException as error:  # whose it is will be seen below
+            except BaseException as error:  # the code below finds the client
                 reason = reason_of(error)
             if alike:
                 stacked.update(rows)

@@ -128,7 +128,7 @@ class Probe:
         """Return the reason why clients can't be stacked, or ``None``.
 
         A stack of two clients computes gradients, changes after training, memory, and predictions.
-        All of them must equal those of each client alone. The module must not change global
+        All results must be the same as for each client alone. The module must not change global
         generators or its attributes, since all clients share one call. They also share one
         optimizer.
 

@@ -134,7 +134,7 @@ class Stack:
         self._note_modes()
 
     def take_frozen(self, states: Mapping[str, Tensor]) -> None:
-        """Set the frozen tensors to those of these states ``[C]``. All states have the same."""
+        """Set the frozen tensors from the states ``[C]``. All states have the same ones."""
         self._frozen.take({name: states[name][0] for name in self.layout.frozen})
 
     @contextmanager
