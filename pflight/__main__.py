@@ -16,15 +16,15 @@ from .messages import write_plainly
 from .runs.allocator import keep_freed_memory
 
 _SLOW = ("compare", "report")  # commands, besides runs, that import PyTorch
-_ONLY_SHOWN = ("-h", "--help", "--print_config")  # options with which nothing is run
-_BEFORE_A_RUN = ("-c", "--config", "--print_config")  # options that its name may follow
+_ONLY_SHOWN = ("-h", "--help", "--print_config")  # with these options nothing runs
+_BEFORE_A_RUN = ("-c", "--config", "--print_config")  # may come before the command
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run a command; Lightning is imported only by those that need it.
+    """Run a command. Import Lightning only if the command needs it.
 
     Args:
-        args: Arguments in place of those of the process.
+        args: Arguments that replace the process's arguments.
     """
     for signum in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(signum) != signal.SIG_IGN:
@@ -53,18 +53,18 @@ def main(args: Sequence[str] | None = None) -> None:
 def _look_in_the_current_folder() -> None:
     """Let Python find modules in the current folder, as ``python -m pflight`` does.
 
-    The options ``-P`` and ``-I`` and the variable ``PYTHONSAFEPATH`` of Python prevent it.
+    Python's options ``-P`` and ``-I`` and its variable ``PYTHONSAFEPATH`` prevent this.
     """
     if not sys.flags.safe_path and sys.path[:1] not in ([""], [os.getcwd()]):
         sys.path.insert(0, os.getcwd())
 
 
 def _run(args: Sequence[str]) -> None:
-    """Import what a run needs, and run it.
+    """Import the modules of a run, and run it.
 
-    The process belongs to the run, which sets its memory up for training: freed memory stays
-    with the process. The garbage collector is off during the imports, which saves a fifth of their
-    time, and never scans the imported objects afterwards.
+    The process belongs to the run. The run keeps freed memory in the process, for training. The
+    garbage collector is off during the imports, which saves a fifth of their time. It never scans
+    the imported objects afterwards.
     """
     keep_freed_memory()
     gc.disable()
@@ -77,13 +77,13 @@ def _run(args: Sequence[str]) -> None:
 
 
 def _begin(command: str) -> None:
-    """Print a first line before the imports, which take seconds."""
+    """Print a first line. The imports that follow take seconds."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"pflight: starting {command}", flush=True)
 
 
 def _end(signum: int, frame: FrameType | None) -> None:
-    """End the process at once, since there is nothing to save yet or any more."""
+    """End the process at once: there is nothing to save, before or after the run."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         os.write(2, f"pflight: stopped by {signal.Signals(signum).name}\n".encode())
     os._exit(128 + signum)

@@ -16,10 +16,10 @@ class ConfigurationError(MisconfigurationException, ValueError):
 
 
 class UnknownOptionError(ConfigurationError):
-    """There are no options of these names.
+    """An option does not exist.
 
     Attributes:
-        options: Their full names.
+        options: Full names of the unknown options.
     """
 
     def __init__(self, message: str, options: Sequence[str]) -> None:
@@ -32,15 +32,15 @@ class TakenError(ConfigurationError):
 
 
 class ClientError(RuntimeError):
-    """A client failed, and ``on_client_error`` is ``"raise"``; or all clients in all rounds did."""
+    """A client failed with ``on_client_error="raise"``, or all clients failed in all rounds."""
 
 
 class Stopped(BaseException):
-    """Raised to end a run after a signal; what catches all that a client raises lets it pass."""
+    """Ends a run after a signal. Code that catches clients' errors lets it pass."""
 
 
 def said_by(error: BaseException) -> str:
-    """Return what an exception says, if it can: one of a user's own may raise another.
+    """Return the message of an exception. A user's own exception may raise instead of giving one.
 
     Example:
         >>> said_by(ValueError("no such image"))
@@ -53,7 +53,7 @@ def said_by(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Return what an exception is and says, in one line.
+    """Return the class and the message of an exception in one line.
 
     Example:
         >>> described(ValueError("no  such image")), described(MemoryError())

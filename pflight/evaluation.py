@@ -1,4 +1,4 @@
-"""Evaluation: which models of a client are judged, and under which tags the values are logged."""
+"""Evaluation: the judged models of a client, and the tags of the logged values."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .states.updates import Evaluation, Predictions
 from .task import Task
 
 WhichModel = str
-"""Which model of a client is judged, as a prefix of tags: ``""``, the client's own model;
-``"server/"``, the model that the server would send it; ``"finetuned/"``, the client's own model
-after fine-tuning; or one of the ``further_models`` of what clients do."""
+"""The judged model of a client, as a prefix of tags: ``""``, the client's own model;
+``"server/"``, the model that the server would send to the client; ``"finetuned/"``, the client's
+own model after fine-tuning; or one of the ``further_models`` of the client method."""
 
 
 class Evaluator:
@@ -33,7 +33,7 @@ class Evaluator:
 
     Args:
         clients: The clients.
-        callback: The server callback, which gives each client's model.
+        callback: The server callback. It returns each client's model.
         split: ``"val"`` or ``"test"``; also the prefix of the tags.
         f1_average: As in :class:`~pflight.metrics.collection.ClientMetrics`.
     """
@@ -102,12 +102,12 @@ class Evaluator:
         """Return all metrics by tag over the clients of all ranks; newcomers are under ``new/``.
 
         Args:
-            required: Whether somebody must have been judged, as always where names of metrics are
-                not known otherwise.
+            required: Whether at least one client must have been judged. This is always so if the
+                names of the metrics are not known otherwise.
 
         Raises:
-            ClientError: On all ranks, if a client of any rank failed and ``on_client_error`` is
-                ``"raise"``, or if all failed and that is an error.
+            ClientError: On all ranks. A client of any rank failed and ``on_client_error`` is
+                ``"raise"``, or all clients failed and at least one must have been judged.
             ConfigurationError: If no client's module logged anything.
         """
         self.failures.raise_together()
@@ -130,7 +130,7 @@ class Evaluator:
         }
 
     def end(self) -> None:
-        """Raise if clients failed, and none could be judged; every rank has to call it.
+        """Raise if clients failed and no client could be judged. Every rank has to call it.
 
         Raises:
             ClientError: On all ranks, with the first failure.
@@ -140,14 +140,14 @@ class Evaluator:
         self.failures.end(f"judged on its {self.split} samples")
 
     def _check_logged(self, model: WhichModel, metrics: LoggedMetrics) -> None:
-        """Raise if nothing was logged, and say once which clients a metric leaves out."""
+        """Raise if nothing was logged. Warn once of the clients that a metric leaves out."""
         if metrics.is_empty:
             step = "test_step" if self.split == "test" else "validation_step"
             raise ConfigurationError(
                 f"{type(self.clients.module).__name__}.{step} logs nothing to judge clients by: "
                 f"call self.log('{self.split}/...', value) in it"
             )
-        if isinstance(self.clients.module, Task):  # which knows what is not defined
+        if isinstance(self.clients.module, Task):  # a task reports undefined values as NaN
             return
         for name, clients in metrics.not_finite().items():
             tag = f"{self.split}/{name}"
@@ -175,7 +175,7 @@ class Evaluator:
 
     @property
     def directions(self) -> Mapping[str, Direction | None]:
-        """Whether the highest or lowest values of the metrics are best, where that is known."""
+        """Whether the highest or the lowest values of each metric are best, if known."""
         return self._metrics[""].directions
 
     def _new_metrics(self) -> ClientMetrics | LoggedMetrics:
@@ -189,7 +189,7 @@ class Evaluator:
         return LoggedMetrics(counts, self.split, getattr(module, "lower_is_better", ()))
 
     def _add(self, model: WhichModel, outputs: Evaluation | ClientValues) -> None:
-        """Add the outputs of all but the failed clients to the metrics of a model."""
+        """Add the outputs of the clients that did not fail to the metrics of a model."""
         metrics, failed = self._metrics[model], self.failures.clients
         if isinstance(outputs, Evaluation) and isinstance(metrics, LoggedMetrics):
             outputs = self._measured(outputs)
@@ -206,7 +206,7 @@ class Evaluator:
         metrics.update(outputs.clients, predictions, outputs.targets, outputs.losses)
 
     def _measured(self, outputs: Evaluation) -> ClientValues:
-        """Return what a task measures of each client's outputs."""
+        """Return the metrics of a task for each client's outputs."""
         task, values = self.clients.module, ClientValues()
         assert isinstance(task, Task)
         clients, counts = outputs.clients.unique_consecutive(return_counts=True)
@@ -232,13 +232,13 @@ def _joined(parts: list[Any]) -> Any:
 
 
 class ClientModels(NamedTuple):
-    """The models by which some clients are judged."""
+    """The judged models of some clients."""
 
     used: TensorDict
     """Each client's own model ``[C]``."""
     finetuned: TensorDict | None
-    """With ``finetune_epochs``, the fine-tuned models ``[C]``. They are also :attr:`used`, except
-    where clients are judged by what they keep in memory."""
+    """With ``finetune_epochs``, the fine-tuned models ``[C]``. They are also :attr:`used`, unless
+    clients are judged by their memory."""
 
     @classmethod
     def of(cls, clients: Clients, callback: ServerCallback, ids: Tensor) -> ClientModels:
@@ -258,7 +258,7 @@ class ClientModels(NamedTuple):
 def model_of(
     clients: Clients, client: int, callback: ServerCallback, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return the state that a client is judged by, without fine-tuning if the client fails."""
+    """Return a client's judged model; without fine-tuning if the client fails in it."""
     failures = clients.failures_of(clients.rounds, "its model is taken as it is", together=False)
     with server_work(device, clients.seed, clients.rounds), clients.noting(failures):
         used = ClientModels.of(clients, callback, torch.tensor([client], device=device)).used

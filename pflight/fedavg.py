@@ -20,13 +20,13 @@ _STEPPED = {torch.optim.Adam: "FedAdam", torch.optim.Adagrad: "FedAdagrad", Yogi
 class FedAvg(ServerCallback):
     r"""Federated averaging (McMahan et al. 2017, algorithm 1).
 
-    The pseudo-gradient is :math:`\theta - \sum_{i \in S} w_i \theta_i`, so that the default server
-    optimizer, SGD with step 1, sets the server's model to the mean of the returned models. With a
-    :class:`~pflight.models.ProximalClient` it is FedProx.
+    The pseudo-gradient is :math:`\theta - \sum_{i \in S} w_i \theta_i`. The default server
+    optimizer is SGD with step 1. It sets the server's model to the mean of the returned models.
+    With a :class:`~pflight.models.ProximalClient` the algorithm is FedProx.
 
     Args:
         weighting: ``"samples"`` for :math:`w_i = n_i / \sum_{j \in S} n_j`, ``"uniform"`` for
-            :math:`w_i = 1 / |S|`; both over the clients of the round that answered.
+            :math:`w_i = 1 / |S|`. ``S`` are the clients that answered in the round.
         buffers: As in :class:`ServerCallback`.
 
     Example:
@@ -65,7 +65,7 @@ class FedAvg(ServerCallback):
         self.mean.add(updates.states, weights)
 
     def set_pseudo_gradients(self) -> None:
-        """Set the server's pseudo-gradient to what :meth:`aggregate` makes of the clients' mean."""
+        """Set the server's pseudo-gradient by the result of :meth:`aggregate`."""
         self.mean.all_reduce()
         if self.mean.weights[0] > 0:
             self.server.set_pseudo_gradient(0, self.aggregate(self.mean.compute()[0]))
@@ -74,7 +74,7 @@ class FedAvg(ServerCallback):
         """Return the target of the server's step, by default the mean of the clients' models.
 
         Args:
-            mean: Mean of the models of the clients that answered; their weights add up to
+            mean: Mean of the models of the clients that answered. The clients' weights add up to
                 ``self.mean.weights[0]``.
         """
         return mean

@@ -39,45 +39,46 @@ from .states.updates import Evaluation, Predictions
 
 
 class Federation(L.LightningModule):
-    """A server and its clients, each of which trains a model, as a LightningModule.
+    """A server and its clients as a LightningModule. Every client trains a model.
 
-    A cohort of clients is a batch, a communication round is a training step and one epoch, and the
-    server's update is an optimizer step, so that the stock ``lightning.Trainer`` runs a federation:
-    ``max_epochs`` is the number of rounds, after which another ``fit`` goes on. The algorithm is a
-    :class:`~pflight.callbacks.ServerCallback` among the Trainer's callbacks, by default FedAvg; the
+    The stock ``lightning.Trainer`` runs a federation. A cohort of clients is a batch. A
+    communication round is a training step and one epoch. The server's update is an optimizer step.
+    ``max_epochs`` is the number of rounds; another ``fit`` continues after them. The algorithm is a
+    :class:`~pflight.callbacks.ServerCallback` among the Trainer's callbacks, by default FedAvg. The
     data comes from a :class:`~pflight.datamodules.FederatedDataModule`.
 
     Args:
-        client: The client module. Copies of it are trained; it is never changed. A copy is set up
+        client: The client module. It never changes: copies of it are trained. A copy is set up
             once, by ``prepare_data()``, ``setup("fit")`` and ``configure_model()``.
         local_epochs: Epochs of local training in a round.
-        local_steps: Batches of local training in a round, in place of ``local_epochs``.
-        finetune_epochs: If positive, clients are judged by copies of their models, fine-tuned for
-            this many epochs on their training data with the task loss alone.
+        local_steps: Batches of local training in a round, instead of ``local_epochs``.
+        finetune_epochs: If positive, clients are judged by fine-tuned copies of their models. The
+            copies train for so many epochs on the client's training data, with the task loss alone.
         server_optimizer: Builds the server optimizer; by default the callback's own.
-        server_scheduler: Builds a scheduler of the server's step size, stepped once a round; a
+        server_scheduler: Builds a scheduler of the server's step size, stepped once a round. A
             ``ReduceLROnPlateau`` watches its ``monitor``, by default ``val/macro_acc``.
-        engine: ``"sequential"``, one client after the other; ``"vectorized"``, many at once; or
-            ``"auto"``, by a rule on network, batch and device.
+        engine: ``"sequential"`` trains one client after the other, ``"vectorized"`` many at once.
+            ``"auto"`` chooses by a rule on network, batch and device.
         clients_at_once: By default as many as fit into the CPU's caches or the GPU's memory.
         on_client_error: ``"skip"`` leaves a failed client out, with a warning; ``"raise"`` stops.
-        client_timeout: Seconds after which a client is interrupted, unless it is in a call into a
-            library, and has failed. Clients train one by one, in the main thread of a POSIX system.
-        client_memory: Where the states that clients keep between rounds are stored: in ``"ram"``,
-            with a copy in each checkpoint; or on ``"disk"``, in the folder ``memory`` of
-            ``trainer.default_root_dir``, which the run's checkpoints then need.
+        client_timeout: Time limit of a client in seconds. A slower client is interrupted and has
+            failed. A call into a library ends first. Clients train one by one, in the main thread
+            of a POSIX system.
+        client_memory: Storage of the states that clients keep between rounds. ``"ram"``: in memory,
+            with a copy in each checkpoint. ``"disk"``: in the folder ``memory`` of
+            ``trainer.default_root_dir``. The run's checkpoints then need this folder.
         allow_other_data: Whether a run may be resumed with other data of as many clients.
         seed: Seed of all randomness of local training and of the server.
         f1_average: As in :class:`~pflight.metrics.collection.ClientMetrics`.
         client_lr_decay: Factor of the clients' step sizes each round, except in fine-tuning.
-        save_frozen: Whether checkpoints hold the frozen weights, and not only their digests.
+        save_frozen: Whether checkpoints hold the frozen weights. Otherwise they hold only digests.
 
     Attributes:
         clients: The clients, which train for the server callback.
-        server: The server's models, whose parameters the server optimizer steps.
+        server: The server's models. The server optimizer steps their parameters.
 
     Raises:
-        ConfigurationError: Before training starts, when options, data, network or checkpoint do
+        ConfigurationError: Before training starts, if options, data, network or checkpoint do
             not fit together.
         ClientError: With ``on_client_error="raise"``, naming the client and the round.
 
@@ -145,7 +146,7 @@ class Federation(L.LightningModule):
         self.evaluators: dict[str, Evaluator] = {}
         self._predict_failures = self.clients.failures_of(0, "it is left out")
 
-    # What a user asks for
+    # For users
 
     @property
     def client(self) -> L.LightningModule:
@@ -164,7 +165,7 @@ class Federation(L.LightningModule):
 
     @property
     def server_callback(self) -> ServerCallback:
-        """The server callback that set this federation up, and none since; an error without one."""
+        """The server callback that set this federation up. It is an error if there is none."""
         return attached(self.callback, self.clients)
 
     @property
@@ -178,7 +179,7 @@ class Federation(L.LightningModule):
         return [self.layout.state_dict(state) for state in states]
 
     def client_state(self, client: int) -> dict[str, Tensor]:
-        """Return the model that a client is judged by, in the form of ``client.state_dict()``.
+        """Return a client's judged model in the form of ``client.state_dict()``.
 
         Raises:
             ConfigurationError: For an unknown client, or before the federation has been set up.
@@ -186,16 +187,16 @@ class Federation(L.LightningModule):
         return self.layout.state_dict(self._own(client))
 
     def client_module(self, client: int) -> L.LightningModule:
-        """Return a client's own LightningModule, copied, in evaluation mode."""
+        """Return a copy of a client's own LightningModule in evaluation mode."""
         return with_state(self.client, self.layout.state_dict(self._own(client), extra=True)).eval()
 
     def client_metrics(self, split: str = "test", model: WhichModel = "") -> dict[str, Tensor]:
-        """Return every client's metrics in the last evaluation; all ranks have to call it.
+        """Return every client's metrics in the last evaluation. All ranks have to call it.
 
         Args:
             split: ``"val"`` or ``"test"``.
             model: ``""`` for the client's own model, ``"server/"`` for the model that the server
-                sends it, or ``"finetuned/"``.
+                sends to the client, or ``"finetuned/"``.
 
         Returns:
             ``num_samples`` and each metric by name, ``[num_clients]``; NaN without samples.
@@ -217,13 +218,13 @@ class Federation(L.LightningModule):
         callback: ServerCallback | None = None,
         **options: Any,
     ) -> Federation:
-        """Load a federation from a checkpoint; it is ready for use without its data.
+        """Load a federation from a checkpoint. It can be used without its data.
 
         Args:
             checkpoint_path: A checkpoint that a Trainer saved.
             map_location: As in ``torch.load``.
-            client: A client module with the network that was trained; its weights don't matter.
-            callback: The server callback that trained it, with its options; by default FedAvg.
+            client: A client module with the trained network; its weights don't matter.
+            callback: The server callback of the training, with its options; by default FedAvg.
             **options: Arguments of :class:`Federation` to change.
 
         Raises:
@@ -243,10 +244,10 @@ class Federation(L.LightningModule):
         callback.move_state()
         return federation
 
-    # What Lightning calls
+    # For Lightning
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """Check the Trainer's options and add FedAvg where there is no server callback."""
+        """Check the Trainer's options, and add FedAvg if there is no server callback."""
         check_trainer(self.trainer, self.client)
         server = [] if server_callback_of(self.trainer) else [self.callback or FedAvg()]
         return [*server, WaitingSchedule(self.clients)]
@@ -285,7 +286,7 @@ class Federation(L.LightningModule):
         return optimizer if scheduler is None else ([optimizer], [scheduler])
 
     def on_train_epoch_start(self) -> None:
-        """Have the loader yield the cohort of the round that begins, the next after the last."""
+        """Set the loader to the cohort of the next round."""
         loader: Any = self.trainer.train_dataloader
         loader.round = self.clients.rounds
 
@@ -305,7 +306,7 @@ class Federation(L.LightningModule):
         step_schedule(self.lr_schedulers())
 
     def on_fit_end(self) -> None:
-        """Copy the memory of all ranks to every rank; raise if nobody was trained or judged."""
+        """Copy the memory of all ranks to every rank. Raise if no client was trained or judged."""
         self.clients.memory.load_state_dict(self.clients.memory.state_of_all_ranks())
         check_trained(self.history, self.evaluators.get("val"))
 
@@ -337,37 +338,37 @@ class Federation(L.LightningModule):
             self.evaluators["test"].judge(clients)
 
     def on_test_epoch_end(self) -> None:
-        """Log the means over clients; newcomers, held out of training, are logged separately."""
+        """Log the means over clients. Newcomers never trained: they are logged separately."""
         log_values(self, self.evaluators["test"].means(), self.clients.last_round)
 
     def on_predict_epoch_start(self) -> None:
-        """Start a prediction without failed clients."""
+        """Start a prediction: no client has failed so far."""
         index, consequence = self.clients.last_round, "it is left out of the predictions"
         self._predict_failures = self.clients.failures_of(index, consequence)
 
     def predict_step(self, clients: Tensor, batch_idx: int) -> Evaluation | Predictions:
         """Return the outputs of a chunk of clients ``[C]`` on their test samples.
 
-        For a module that is not a task: pairs of a client's id and the results of ``predict_step``,
-        one for each batch.
+        If the module is not a task, return pairs: a client's id, and the result of
+        ``predict_step`` for each batch.
         """
         with self._server_work(), self.clients.noting(self._predict_failures):
             return predict(self.clients, self.server_callback, owned(clients))
 
     def on_predict_epoch_end(self) -> None:
-        """Raise if a client failed and ``on_client_error`` is ``"raise"``, or all failed."""
+        """Raise if all clients failed, or if one did and ``on_client_error`` is ``"raise"``."""
         self._predict_failures.end("asked for its predictions")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what a resumed run needs, as tensors and primitives."""
+        """Add the record that a resumed run needs, as tensors and primitives."""
         if self.callback is not None:  # it is None if the set-up failed
             checkpoint["pflight"] = self.record.save(self.callback)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check that a checkpoint fits, and load history and this rank's client memory."""
+        """Check that a checkpoint fits. Load the history and this rank's client memory."""
         callback = self.server_callback
         state = checkpoint.get("callbacks", {}).get(callback.state_key)
-        if state is not None:  # it may say how many models there are
+        if state is not None:  # the state may give the number of models
             callback.load_state_dict(state)
         record, trained = checkpoint.get("pflight", {}), self.clients.data is not None
         self.record.check(checkpoint, callback, trained and self.trainer.state.fn == "fit")
@@ -379,7 +380,7 @@ class Federation(L.LightningModule):
     # Setting up
 
     def _choose_method(self, callback: ServerCallback, head: Sequence[Any] | None = None) -> None:
-        """Use the callback's client method, or the one that the client module names."""
+        """Use the client method of the callback, or of the client module."""
         callback.on_num_clients(self.clients.num_clients)
         self.clients.set_method(callback.combined_method(self.client), callback.outer_method)
         if self.callback is None:

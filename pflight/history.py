@@ -17,7 +17,7 @@ from .errors import ClientError
 from .runs.distributed import gather
 
 Logs = dict[str, tuple[Any, int]]
-"""Values that clients logged: from name to (sum over samples, number of samples)."""
+"""Logged values of clients: name to (sum over samples, number of samples)."""
 
 
 @dataclass
@@ -27,10 +27,10 @@ class Round:
     Attributes:
         index: The round's number, counted from 0, as in messages and as the loggers' step.
         clients: Ids of the clients that were sent a model, ascending.
-        failed: Those of them that dropped out, raised an error or returned NaN.
+        failed: Ids of the clients among them that dropped out, raised an error or returned NaN.
         bytes_down: Bytes sent to clients.
         bytes_up: Bytes received from clients.
-        metrics: Values that were logged for this round, including the evaluation after it.
+        metrics: Logged values of this round, including the evaluation after it.
     """
 
     index: int
@@ -64,11 +64,11 @@ class Judge(Protocol):
     """An evaluation of all clients."""
 
     def end(self) -> None:
-        """Raise if clients failed, and none could be judged."""
+        """Raise if clients failed and no client could be judged."""
 
 
 def check_trained(rounds: Sequence[Round], judge: Judge | None = None) -> None:
-    """Raise if clients took part in rounds, and none could be trained, or judged, in any of them.
+    """Raise if clients took part, but in no round could a client be trained or judged.
 
     Args:
         rounds: The rounds.
@@ -88,7 +88,7 @@ def check_trained(rounds: Sequence[Round], judge: Judge | None = None) -> None:
 
 
 def add_logs(into: Logs, logs: Logs) -> None:
-    """Add values, sums over samples by name, to others."""
+    """Add values, as sums over samples by name, to the values ``into``."""
     for name, (total, samples) in logs.items():
         if name in into:
             total, samples = into[name][0] + total, into[name][1] + samples
@@ -96,7 +96,7 @@ def add_logs(into: Logs, logs: Logs) -> None:
 
 
 def merge_logs(parts: Iterable[Logs]) -> Logs:
-    """Add up the values of several parts, sums over samples by name."""
+    """Add up the values of several parts, as sums over samples by name."""
     merged: Logs = {}
     for logs in parts:
         add_logs(merged, logs)
@@ -116,7 +116,7 @@ class Traffic:
             self.count(entry)
 
     def count(self, entry: Round) -> dict[str, int]:
-        """Count one more round; return its bytes and those of all rounds, by tag."""
+        """Count one more round. Return the bytes of the round and of all rounds, by tag."""
         self.down += entry.bytes_down
         self.up += entry.bytes_up
         return {
@@ -128,12 +128,12 @@ class Traffic:
 
 
 class Journal:
-    """The history as compressed text to which rounds are appended.
+    """The history as compressed text. New rounds are appended to it.
 
-    A checkpoint late in a run therefore costs hardly more than an early one. A round is appended
-    once the next one exists; the last round, whose metrics may still change, is written each time.
+    So a checkpoint late in a run costs hardly more than an early one. A round is appended once the
+    next one exists. The metrics of the last round may still change: it is written each time.
 
-    A round is a line of JSON: its index, the ids of its clients and of those that failed (as
+    A round is a line of JSON: its index, the ids of its clients and of its failed clients (as
     differences), bytes down and up, the number of a line of names, and the values of its metrics.
     The names of metrics are on lines of their own, numbered from 0.
     """
@@ -149,8 +149,7 @@ class Journal:
         """Return the rounds as bytes for :func:`load_history`.
 
         Args:
-            history: All rounds. Rounds that were dumped before, except the last, must not have
-                changed since.
+            history: All rounds. Rounds of an earlier dump, except its last, must not have changed.
         """
         if self._added and history[self._added - 1 : self._added] != [self._last]:
             vars(self).update(vars(Journal()))

@@ -1,4 +1,4 @@
-"""Texts of messages: names that may have been meant, and what terminals can show."""
+"""Texts of messages: suggested names, and text that terminals can show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from io import TextIOWrapper
 from itertools import takewhile
 from typing import Any
 
-_DIRECTIONS = r"\u200e\u200f\u202a-\u202e\u2066-\u2069"  # which turn the text that follows
+_DIRECTIONS = r"\u200e\u200f\u202a-\u202e\u2066-\u2069"  # change the direction of the text
 _CONTROLS = re.compile(rf"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0e-\x1b\x7f-\x9f{_DIRECTIONS}]")
 _PLAIN = {
     "±": "+/-",
@@ -26,7 +26,7 @@ _PLAIN = {
 
 
 def write_plainly() -> None:
-    """Let standard streams write letters that their encoding lacks in ASCII."""
+    """Let standard streams write letters in ASCII if their encoding lacks them."""
     codecs.register_error("pflight", _in_ascii)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
@@ -44,7 +44,7 @@ def one_line(text: str) -> str:
 
 
 def cell(value: Any) -> Any:
-    """Return what a spreadsheet shows as it is: a text that begins like a formula is quoted.
+    """Return a value that a spreadsheet shows unchanged. Quote a text that begins like a formula.
 
     Example:
         >>> cell("=1+1"), cell(-0.5), cell("FedAvg")
@@ -55,7 +55,7 @@ def cell(value: Any) -> Any:
 
 
 def markdown(text: str) -> str:
-    r"""Return a text as Markdown shows it in a cell of a table.
+    r"""Return a text escaped for a cell of a Markdown table.
 
     Example:
         >>> print(markdown("A | B <i>"))
@@ -72,15 +72,15 @@ def _in_ascii(error: UnicodeError) -> tuple[str, int]:
 
 
 OF_THE_PARSER = ("config", "print_config", "help")
-"""Options of all runs that no configuration has."""
+"""Options of every run. They are in no configuration."""
 OF_LOADERS = ("sampler", "batch_sampler", "drop_last")
-"""Options of PyTorch's DataLoader that clients' batches have not."""
+"""Options of PyTorch's DataLoader without effect on clients' batches."""
 OWN_BATCHES = "pflight makes the batches: each has batch_size samples, and the last one the rest"
 _MISSED = 2  # letters that a misspelt name may lack, or have too many
 
 
 def question(meant: Sequence[str]) -> str:
-    """Return the end of a message that says what may have been meant.
+    """Return the end of a message: the suggested names.
 
     Example:
         >>> question(["fit"]), question([])
@@ -94,7 +94,7 @@ def no_option(option: str, known: Iterable[str]) -> str:
 
     Args:
         option: The option's full name.
-        known: The full names of the options that there are.
+        known: The full names of the existing options.
 
     Example:
         >>> no_option("model.lr", ["model.local_epochs", "model.client.optimizer.lr"])
@@ -106,7 +106,7 @@ def no_option(option: str, known: Iterable[str]) -> str:
 
 
 def too_early(option: str) -> str:
-    """Return a message that an option is not given after the class that has it.
+    """Return a message that an option is given before its class.
 
     Example:
         >>> too_early("data.partition.alpha")
@@ -117,14 +117,14 @@ def too_early(option: str) -> str:
 
 
 def no_class(name: str, meant: Sequence[str]) -> str:
-    """Return a message that there is no such class, with those that may have been meant."""
+    """Return a message that there is no such class, with the suggested ones."""
     return f"unknown class {name}{question(meant)}"
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known name that is most like another, if one is like it at all.
+    """Return the known name that is most similar to ``name``; nothing if none is similar.
 
-    It contains the other, or is about as long.
+    A similar name contains ``name``, or is about as long.
 
     Example:
         >>> closest("Digit", ["Digits", "Dirichlet"]), closest("root", ["dropout"])
@@ -135,7 +135,7 @@ def closest(name: str, known: Iterable[str]) -> list[str]:
 
 
 def _meant(option: str, known: Iterable[str]) -> list[str]:
-    """Return the options that may have been meant: the same name elsewhere, or a similar name."""
+    """Return the suggested options: the same name elsewhere, or a similar name."""
     *parents, name = option.split(".")
     places: dict[str, list[list[str]]] = {}
     for other in dict.fromkeys(known):

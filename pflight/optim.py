@@ -15,7 +15,7 @@ from .options import PositiveFloat, check_range, checked
 class Yogi(Optimizer):
     r"""Yogi (Zaheer et al. 2018), as the server of FedYogi (Reddi et al. 2021, algorithm 2).
 
-    Its second moment changes by a step of the size of the squared gradient, where Adam's decays:
+    The second moment changes by a step of the size of the squared gradient. In Adam it decays:
 
     .. math:: m \leftarrow \beta_1 m + (1 - \beta_1) g, \qquad
         v \leftarrow v - (1 - \beta_2)\, g^2 \operatorname{sign}(v - g^2), \qquad
@@ -56,7 +56,7 @@ class Yogi(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step every parameter that has a gradient; return what the closure returned, if any."""
+        """Step every parameter that has a gradient. Return the closure's result, if any."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

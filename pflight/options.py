@@ -1,4 +1,4 @@
-"""Checks of options: the arguments of constructors against their annotations and ranges."""
+"""Checks of options: constructors' arguments against their annotations and ranges."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from .errors import ConfigurationError
 
 _MOST = 2**32  # limit of whole numbers, so that their sums and products fit into 64 bits
-_LARGEST = 2.0**128  # limit of numbers, which is infinite in 32 bits
+_LARGEST = 2.0**128  # limit of numbers; it is infinite in 32 bits
 _SCALARS = (bool, int, float, str)
 _NAMED = {
     NoneType: "null",
@@ -67,7 +67,7 @@ class Interval(NamedTuple):
     """
 
     text: str
-    """In mathematical notation, such as ``"(0, 1]"`` or ``"[1, inf)"``."""
+    """The interval in mathematical notation, such as ``"(0, 1]"`` or ``"[1, inf)"``."""
 
     def __repr__(self) -> str:
         return self.text
@@ -84,9 +84,9 @@ OpenUnitInterval = Annotated[float, Interval("(0, 1)")]
 def checked(kind: C) -> C:
     """Make a class check the arguments of its constructor against their annotations.
 
-    Each argument is checked before the constructor runs: a ``float`` must be finite in 32 bits, an
-    ``int`` a whole number below 2**32 and no ``bool``, and a ``Literal`` one of its values. The
-    number of an annotation with an :class:`Interval` must lie in it.
+    Each argument is checked before the constructor runs. A ``float`` must be finite in 32 bits. An
+    ``int`` must be a whole number below 2**32 and no ``bool``. A ``Literal`` must be one of its
+    values. If the annotation has an :class:`Interval`, the number must lie in it.
 
     Raises:
         ConfigurationError: From the constructor, naming the class and the option.
@@ -124,7 +124,7 @@ def checked(kind: C) -> C:
 
 
 def check_types(function: Callable[..., Any], owner: object, given: Mapping[str, Any]) -> None:
-    """Raise unless arguments match a function's annotations; arguments without one are skipped.
+    """Raise unless arguments match a function's annotations. Skip arguments without annotation.
 
     Raises:
         ConfigurationError: Naming the class of ``owner`` and the option.
@@ -140,7 +140,7 @@ def check_types(function: Callable[..., Any], owner: object, given: Mapping[str,
 
 
 def check_range(owner: object, interval: str, **options: Any) -> None:
-    """Raise unless options are numbers in an interval; ``None`` is skipped.
+    """Raise unless options are numbers in an interval. Skip ``None``.
 
     Args:
         owner: The object that has the options; the message names its class.
@@ -183,7 +183,7 @@ def intervals(hint: Any) -> list[Interval]:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Raise if an optimizer has options that torch accepts but that make training diverge.
+    """Raise if torch accepts an optimizer's options, but training would diverge with them.
 
     Raises:
         ConfigurationError: Naming the option.
@@ -221,7 +221,7 @@ def why_not_built(kind: type[Optimizer], options: Mapping[str, Any]) -> str | No
 
 
 def number(value: Any) -> float:
-    """Return a number below 2**128 as it is, and NaN, which fails all comparisons, otherwise.
+    """Return a number below 2**128 unchanged, otherwise NaN. NaN fails all comparisons.
 
     Example:
         >>> number(0.5) > 0, number(None) > 0, number(float("inf")) > 0
@@ -237,7 +237,7 @@ def number(value: Any) -> float:
 
 
 def whole(value: Any) -> float:
-    """Return a whole number below 2**32 as it is, and NaN otherwise.
+    """Return a whole number below 2**32 unchanged, otherwise NaN.
 
     Example:
         >>> whole(2) >= 1, whole(2.5) >= 1, whole(True) >= 1, whole(None) >= 1
@@ -247,7 +247,7 @@ def whole(value: Any) -> float:
 
 
 def arguments(function: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Any]:
-    """Return the arguments of a call by name, with defaults; none if they don't fit the method.
+    """Return the arguments of a call by name, with defaults; nothing if they don't fit.
 
     Example:
         >>> class Server:
@@ -270,7 +270,7 @@ def arguments(function: Callable[..., Any], *args: Any, **options: Any) -> dict[
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the names of the options that are not the same in both.
+    """Return the names of the options that differ.
 
     Example:
         >>> differing({"lr": 1, "shared": [1, 2]}, {"lr": 1.0, "shared": (1, 3)})
@@ -320,7 +320,7 @@ def described(value: Any) -> str:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return the list that an option means which takes one, several or none."""
+    """Return an option as a list. The option may be one value, several or none."""
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
@@ -330,7 +330,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value matches an annotation; containers only as far as that is cheap."""
+    """Return whether a value matches an annotation. Containers are checked only if cheap."""
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind is Annotated:
         return _fits(value, parts[0])
@@ -367,7 +367,7 @@ def annotation(function: Any, name: str) -> Any:
     for kind in [base.__init__ for base in getattr(function, "__mro__", ())] or [function]:
         try:
             hints = _hints(kind)
-        except (NameError, TypeError):  # of names that are imported for types alone
+        except (NameError, TypeError):  # a name is imported for types alone
             continue
         if name in hints:
             return hints[name]
@@ -375,7 +375,7 @@ def annotation(function: Any, name: str) -> Any:
 
 
 def in_words(hint: Any, value: Any) -> str:
-    """Return an annotation in words, for a message about a value that does not fit."""
+    """Return an annotation in words, for a message about a wrong value."""
     *others, last = dict.fromkeys(_words(hint, value))
     return f"{', '.join(others)} or {last}" if others else last
 

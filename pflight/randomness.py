@@ -1,7 +1,7 @@
 """Random numbers that depend on their purpose, never on the order of execution.
 
 Every draw of a run comes from a generator keyed by a purpose and by integers such as
-``(seed, round, client)``, so that both engines, any number of ranks and a resumed run get the same
+``(seed, round, client)``. So both engines, any number of ranks and a resumed run get the same
 numbers.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 
 class Purpose(IntEnum):
-    """What a stream of random numbers is for; streams of two purposes are independent."""
+    """The purpose of a stream of random numbers. Streams of two purposes are independent."""
 
     PARTITION = 0
     COHORT = 1
@@ -64,12 +64,13 @@ def shuffled(
 ) -> list[Tensor]:
     """Return a permutation ``[count]`` for each stream.
 
-    It depends only on the stream's number and count, the purpose and the keys. Items are sorted by
-    64 random bits, a counter of stream and item mixed as in SplitMix64 (Steele et al., 2014).
+    A permutation depends only on the stream's number and count, the purpose and the keys. Items
+    are sorted by 64 random bits: a counter of stream and item, mixed as in SplitMix64 (Steele et
+    al., 2014).
 
     Args:
         counts: The number of items of each stream.
-        purpose: What the permutations are for.
+        purpose: The purpose of the permutations.
         keys: Further keys.
         streams: The streams' numbers.
 
@@ -95,7 +96,7 @@ def shuffled(
 def seed_everything(seed: int, device: torch.device) -> None:
     """Seed the global generators of torch (CPU and ``device``), NumPy and Python.
 
-    A client's dropout layers or a user's own augmentation draw from them.
+    Dropout layers and users' own augmentations draw from these generators.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -116,7 +117,7 @@ def generators_of(module: nn.Module) -> list[Any]:
 
 
 def seed_own(module: nn.Module, seed: int) -> None:
-    """Seed the generators of a module, each with numbers of its own."""
+    """Seed the generators of a module, each with different numbers."""
     for place, own in enumerate(generators_of(module)):
         if isinstance(own, np.random.Generator):
             fresh = np.random.default_rng([seed, place])
@@ -129,7 +130,7 @@ def seed_own(module: nn.Module, seed: int) -> None:
 
 @contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
-    """Restore the global generators at the end, whatever is drawn or seeded inside."""
+    """Restore the global generators at the end, after any draw or seeding inside."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):

@@ -27,26 +27,26 @@ def plain_sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
 class Task(L.LightningModule):
     """A network with a loss and metrics, as a LightningModule that also trains by itself.
 
-    A federation trains a task without Lightning's work around a step, and evaluates many clients at
-    once by their outputs. A subclass defines :meth:`losses` and :meth:`measure`, and can check what
-    they take. If it defines steps of its own, it trains and is judged by these, as any
-    LightningModule.
+    A federation trains a task without Lightning's work around a step. It evaluates many clients at
+    once by their outputs. A subclass defines :meth:`losses` and :meth:`measure`, and can check
+    their arguments. If a subclass defines steps of its own, a federation uses these to train and
+    judge, as for any LightningModule.
 
     Args:
         network: Maps inputs ``[batch, ...]`` to outputs ``[batch, ...]``.
-        optimizer: Builds the optimizer from the trainable parameters, anew at every participation.
+        optimizer: Builds a new optimizer from the trainable parameters at every participation.
         gradient_clip_val: Clip a client's gradients at this value; ``None`` for no clipping. (The
             Trainer's option of the same name would apply to the server.)
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
 
 
     Attributes:
-        judged_by: The metric that chooses the best round, and whether its ``"max"`` or ``"min"`` is
-            best; ``None`` for no choice.
+        judged_by: The metric that chooses the best round, and ``"max"`` or ``"min"`` for its best
+            value; ``None`` for no choice.
         higher_is_better: For each metric of :meth:`measure`, whether higher values are better.
-        metrics: If a subclass has it, a torchmetrics collection that :meth:`measure` fills with the
+        metrics: A torchmetrics collection, if a subclass has one. :meth:`measure` fills it with the
             samples of one client. The ``pooled`` values over clients come from its states.
-        round_index: Of the round in which a client trains, or that was the last; 0 where the task
+        round_index: Index of the current round of training, or of the last one. It is 0 if the task
             trains by itself.
     """
 
@@ -72,7 +72,7 @@ class Task(L.LightningModule):
         """Return the network's outputs ``[batch, ...]`` for a batch of inputs."""
         return self.network(x)
 
-    # What the outputs mean
+    # Meaning of the outputs
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return each sample's loss ``[n]``, for outputs ``[n, ...]`` and targets ``[n, ...]``."""
@@ -100,10 +100,10 @@ class Task(L.LightningModule):
         """Return metrics of all clients at once that replace :meth:`measure`, or ``None``."""
         return None
 
-    # What trains on them
+    # Training and evaluation steps
 
     def sample_losses(self, batch: Batch) -> Tensor:
-        """Return the losses ``[n]`` of a batch's samples, whose mean is :meth:`loss`."""
+        """Return the losses ``[n]`` of a batch's samples. Their mean is :meth:`loss`."""
         x, y = batch
         return self.losses(self(x), y)
 
@@ -118,11 +118,11 @@ class Task(L.LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log loss and metrics of a batch when the module is validated by itself."""
+        """Log loss and metrics of a batch, if the module is validated by itself."""
         self.log_quality(batch, "val")
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log loss and metrics of a batch when the module is tested by itself."""
+        """Log loss and metrics of a batch, if the module is tested by itself."""
         self.log_quality(batch, "test")
 
     def log_quality(self, batch: Batch, stage: str) -> None:
@@ -162,5 +162,5 @@ class Task(L.LightningModule):
 
 
 def trains_as_a_task(module: Any) -> TypeGuard[Task]:
-    """Return whether a module is a task that trains by :class:`Task`'s own training step."""
+    """Return whether a module is a task with :class:`Task`'s own training step."""
     return isinstance(module, Task) and type(module).training_step is Task.training_step

@@ -21,7 +21,7 @@ def check_cohort_options(
     availability: float = 1.0,
     dropout: float = 0.0,
 ) -> None:
-    """Raise for cohort options that are out of range, whatever the number of clients.
+    """Raise for cohort options that are out of range for any number of clients.
 
     Raises:
         ConfigurationError: Names the option as the data modules do.

@@ -75,18 +75,18 @@ class FederatedDataModule(L.LightningDataModule):
     """Number of classes; labels are ``0 .. num_classes - 1``."""
 
     clusters: Tensor | None = None
-    """The true cluster of each client, ``[num_clients]``, where it is known after ``setup``."""
+    """The true cluster of each client, ``[num_clients]``, if it is known after ``setup``."""
 
     client_names: Sequence[str] = ()
-    """The clients' names, such as those of hospitals, one for each; empty if they have none. They
-    are shown in messages, pictures and the table of clients, and known after ``setup``."""
+    """One name for each client, such as a hospital's; empty if clients have no names. Messages,
+    pictures and the table of clients show the names. They are known after ``setup``."""
 
     fill = torch.tensor(0.0)
     """Pixel values outside an image ``[C, H, W]``, in a shape that expands to it."""
 
     id_offset = 0
-    """An addition to a client's id for its random numbers. It is not 0 on a node of a deployment
-    that has its client under another id than the federation."""
+    """Added to a client's id for its random numbers. It is not 0 on a deployment's node, if the
+    client has another id there than in the federation."""
 
     def __init__(
         self,
@@ -312,8 +312,8 @@ class FederatedDataModule(L.LightningDataModule):
     def augment(self, x: Tensor, client: int, round: int, epoch: int = 0) -> Tensor:
         """Return a client's training features ``[n, ...]`` as it sees them in one local epoch.
 
-        Without an ``augmentation`` these are the features themselves. The other arguments are
-        those of :meth:`order`.
+        Without an ``augmentation`` these are the unchanged features. The other arguments are as in
+        :meth:`order`.
         """
         if self.augmentation is None:
             return x
@@ -342,7 +342,7 @@ class FederatedDataModule(L.LightningDataModule):
         return IndexedSamples(x, y)
 
     def client(self, i: int) -> ClientData:
-        """Return client ``i``'s data as an ordinary data module, for a Trainer of its own."""
+        """Return client ``i``'s data as an ordinary data module, for its own Trainer."""
         if hasattr(self, "num_clients"):
             self.check_client(i)
         return ClientData(self, i)
@@ -443,7 +443,7 @@ class _LocalData(L.LightningDataModule):
         return batch_loader(AugmentedSamples(dataset, augment), data.batch_size, order)
 
     def _order(self, count: int, epoch: int) -> Tensor:
-        """Return the order of ``count`` training samples in an epoch: of one client, its own."""
+        """Return the order of ``count`` training samples in an epoch; for one client, its own."""
         if len(self.clients) == 1:
             return self.data.order(int(self.clients), epoch)
         return sample_order(count, self.data.seed, epoch)

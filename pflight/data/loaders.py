@@ -16,7 +16,7 @@ from pflight.randomness import Purpose, shuffled
 
 Batch = tuple[Tensor, Tensor]
 Split = Literal["train", "val", "test", "held_out"]
-"""``held_out`` are the samples that :class:`~pflight.datamodules.HeldOut` keeps out of training."""
+"""``held_out``: the samples that :class:`~pflight.datamodules.HeldOut` keeps out of training."""
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 
@@ -122,7 +122,7 @@ class AugmentedSamples(Dataset[Batch]):
     """Samples with features that change as they are gathered.
 
     Args:
-        samples: The samples as they are.
+        samples: The unchanged samples.
         augment: A function of the features of a batch ``[b, ...]`` and their positions ``[b]``.
     """
 
@@ -170,7 +170,7 @@ class EpochSampler(Sampler[int]):
 
 
 def as_gathered(batch: Any) -> Any:
-    """Return the batch as it is: it has been gathered already, and needs no collating."""
+    """Return the batch unchanged. It is already gathered and needs no collating."""
     return batch
 
 

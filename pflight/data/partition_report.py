@@ -29,8 +29,8 @@ def partition_table(
     Args:
         title: Parts of the first line.
         sizes: Each client's number of samples ``[num_clients]``, by split.
-        classes: How many samples of each class each client has, ``[num_clients, num_classes]``, if
-            they have classes.
+        classes: Each client's number of samples of each class, ``[num_clients, num_classes]``, if
+            there are classes.
 
     Returns:
         Lines of text: a title, a row for each split and for all, and the classes per client.
@@ -63,9 +63,9 @@ def partition_figure(
     evenly spaced selection is drawn. Newcomers are drawn pale.
 
     Args:
-        classes: How many samples of each class each client has, ``[num_clients, num_classes]``.
+        classes: Each client's number of samples of each class, ``[num_clients, num_classes]``.
         new_clients: Ids of the newcomers.
-        labels: How the clients are called; by default by their ids.
+        labels: The clients' labels; by default their ids.
 
     Returns:
         A figure without a window, ready for a logger or ``savefig``.

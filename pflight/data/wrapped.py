@@ -1,4 +1,4 @@
-"""Data modules that hand out some clients, or some samples, of another one."""
+"""Data modules with some clients, or some samples, of another data module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WrappedData(FederatedDataModule):
     """Other data. A subclass takes some of its clients or samples.
 
     If the wrapped data define methods of their own, such as an ``order`` or ``augment``, these are
-    used. The wrapped data are set up before they are wrapped, and not by the wrapper.
+    used. Set the wrapped data up before wrapping; the wrapper does not.
 
     Args:
         data: The wrapped data.
@@ -44,7 +44,7 @@ class WrappedData(FederatedDataModule):
         return client
 
     def taken(self, values: Tensor) -> Tensor:
-        """Return these clients' rows ``[num_clients, ...]`` of one row for each wrapped client."""
+        """Return these clients' rows ``[num_clients, ...]``, given all wrapped clients' rows."""
         return values
 
     def rows(self, client: int, split: Split) -> Tensor:
@@ -101,7 +101,7 @@ class WrappedData(FederatedDataModule):
         return joined(whole, super().fingerprint()) if self.cut and self.holds_tensors else whole
 
     def order(self, client: int, round: int, epoch: int = 0) -> Tensor:
-        """Return the order of the wrapped data, without the samples that are not taken, ``[n]``."""
+        """Return the order of the wrapped data, only for the taken samples, ``[n]``."""
         return self._within(client, self.data.order(self.origin(client), round, epoch))
 
     def orders(self, clients: Sequence[int], round: int, epoch: int = 0) -> Sequence[Tensor]:

@@ -1,4 +1,4 @@
-"""How a cohort's local training runs."""
+"""Engines: they run the local training of a cohort."""
 
 from pflight.engines.alone.engine import SequentialEngine
 from pflight.engines.stacked.engine import VectorizedEngine

@@ -1,4 +1,4 @@
-"""What an engine is, and what all of them know."""
+"""The interface of an engine, and functions that all engines use."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from pflight.states.updates import ClientFailure, ClientUpdates, Evaluation, Kep
 
 from .client_setup import ClientSetup
 
-_LARGEST = 1e19  # of an entry's sum, whose square still fits into 32 bits
-ONE_THREAD = 20e6  # operations of a batch's forward pass from which on threads pay
+_LARGEST = 1e19  # largest sum of an entry; its square still fits into 32 bits
+ONE_THREAD = 20e6  # from so many operations of a batch's forward pass, threads pay
 
 
 class Engine(Protocol):
-    """Trains and evaluates clients: what server callbacks and evaluation ask of an engine.
+    """Trains and evaluates clients for server callbacks and the evaluation.
 
     Attributes:
         setup: The client module, its client method, and its data.
-        chunk: Clients that are trained at once, at most.
-        device: Where clients train.
+        chunk: Largest number of clients that are trained at once.
+        device: The device of the training.
     """
 
     setup: ClientSetup
@@ -40,7 +40,7 @@ class Engine(Protocol):
         """Raise unless module, client method and data fit together.
 
         Raises:
-            ConfigurationError: Naming what does not.
+            ConfigurationError: Naming the part that does not fit.
         """
 
     def train(
@@ -59,13 +59,13 @@ class Engine(Protocol):
 
         Args:
             clients: Ids ``[C]``.
-            starts: What each client starts from, full states ``[C]``; also its anchor.
+            starts: Each client's full start state ``[C]``. It is also the client's anchor.
             round_index: Keys the order of the batches and all other randomness.
             epochs: Local epochs, unless ``steps`` is given.
             steps: Batches to train on, over as many epochs as they take.
             purpose: ``FINETUNE`` trains without an anchor, so that penalties vanish.
-            kept: What the clients kept, where their client method keeps a memory.
-            on_client_end: Called with the id of each client that has trained.
+            kept: Memory of the clients, if their client method keeps one.
+            on_client_end: Called with the id of each client after its training.
         """
 
     def gradients(
@@ -74,7 +74,7 @@ class Engine(Protocol):
         """Return each client's gradient of its loss at the states ``[C]``, in training mode.
 
         The gradient is over all of the client's training samples, or over the first ``batches``
-        mini-batches of its epoch. Buffers in the result are those after the pass.
+        mini-batches of its epoch. The result has the buffers after the pass.
         """
 
     def evaluate(
@@ -83,7 +83,8 @@ class Engine(Protocol):
         """Run each client's model, a row of ``states`` ``[C]``, on its own samples of a split.
 
         Returns:
-            The outputs of a task's clients, or what other modules log; and the clients that failed.
+            The outputs of a task's clients, or the logged values of other modules; and the clients
+            that failed.
 
         Raises:
             ConfigurationError: If a module logs nothing.
@@ -92,26 +93,26 @@ class Engine(Protocol):
     def predict(
         self, clients: Tensor, states: TensorDict, split: Split
     ) -> tuple[Evaluation | Predictions, list[ClientFailure]]:
-        """Return a task's outputs, or by client what an own ``predict_step`` gives for batches."""
+        """Return a task's outputs, or each client's results of an own ``predict_step`` by batch."""
 
     def run(
         self, look: Pass, clients: Tensor, states: TensorDict, *, round_index: int
     ) -> tuple[list[dict[str, Tensor]], list[ClientFailure]]:
-        """Return what a pass finds out of each client's own samples, by client; and who failed.
+        """Return the results of a pass over each client's own samples, and the failed clients.
 
-        Clients without samples, and those that failed, have found nothing.
+        Clients without samples and failed clients have an empty result.
 
         Args:
             look: The pass.
             clients: Ids ``[C]``.
-            states: Their models ``[C]``.
+            states: The clients' models ``[C]``.
             round_index: Keys the random numbers of each client.
         """
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Compute on so many threads."""
+    """Compute on ``count`` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -126,7 +127,7 @@ def are_one(columns: Iterable[Tensor]) -> bool:
 
 
 def finite_rows(states: TensorDict) -> list[bool]:
-    """Tell for each state of a stack whether its floating values are finite, and can be added up.
+    """Return for each state of a stack whether its floating values are finite and can be summed.
 
     A single value of 3e38 would make the server's sums infinite.
     """
@@ -135,13 +136,13 @@ def finite_rows(states: TensorDict) -> list[bool]:
 
 
 def is_finite(tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether :func:`finite_rows` would take these tensors as a row."""
+    """Return whether :func:`finite_rows` would accept these tensors as a row."""
     floats = (tensor for tensor in tensors.values() if tensor.is_floating_point())
     return all(bool((_sums(tensor.unsqueeze(0)).abs() < _LARGEST).all()) for tensor in floats)
 
 
 def what_is_odd(state: TensorDict) -> str:
-    """Return why :func:`finite_rows` refuses one state ``[1]``, naming the entry; or nothing."""
+    """Return why :func:`finite_rows` refuses a state ``[1]``, with the entry's name; else empty."""
     for name, leaf in entries(state):
         if not leaf.is_floating_point():
             continue

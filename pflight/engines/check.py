@@ -1,4 +1,4 @@
-"""Whether a module can be a client, as far as one can tell before the start."""
+"""Checks before the start whether a module can be a client."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ _IGNORED_HOOKS = {
 
 
 class Findings(NamedTuple):
-    """What is known of a task's network once it has been run."""
+    """Properties of a task's network, found by running it."""
 
     operations: float = math.inf
-    """Of a sample's forward pass; infinite if they can't be counted."""
+    """Operations of a sample's forward pass; infinite if they can't be counted."""
     changes_input: bool = False
-    """Whether it works in place on what it is given."""
+    """Whether the network changes its input in place."""
 
 
 def check_client(setup: ClientSetup, copy: LightningModule) -> Findings:
-    """Raise unless module, client method and data fit together; warn of hooks that no client calls.
+    """Raise unless module, client method and data fit together. Warn of hooks that are not called.
 
     Args:
         setup: The client module, its client method, and its data.
-        copy: A copy of the module, which is run.
+        copy: A copy of the module to run.
 
     Raises:
-        ConfigurationError: Naming what does not fit.
+        ConfigurationError: Naming the part that does not fit.
     """
     module, client_method = setup.client, setup.client_method
     if setup.mixes_samples and setup.data.batch_size == 1:

@@ -1,6 +1,6 @@
-"""Which engine trains the clients, and how many at once: a fixed rule, never a clock.
+"""Choice of the engine, and of the number of clients at once: by a fixed rule, never by a clock.
 
-The rule looks at the network, the batch and the device, so that equal runs take equal paths and a
+The rule looks at the network, the batch and the device. So equal runs take equal paths, and a
 resumed run goes on as it began.
 """
 
@@ -29,39 +29,39 @@ EngineName = Literal["auto", "sequential", "vectorized"]
 
 
 class _Limits(NamedTuple):
-    """What is worth stacking on a kind of device: measured on CPUs by ``benchmarks/engines.py``."""
+    """Limits of stacking on a kind of device, measured on CPUs by ``benchmarks/engines.py``."""
 
     parameters: float
-    """Bytes of a chunk's parameters, unless it has but a few clients."""
+    """Most bytes of a chunk's parameters, unless the chunk has only a few clients."""
     samples: float
-    """Bytes of a chunk's samples, which are put in order before each epoch."""
+    """Most bytes of a chunk's samples. They are put in order before each epoch."""
     operations: float
-    """Of a chunk's forward pass, unless it has but a few clients."""
+    """Most operations of a chunk's forward pass, unless the chunk has only a few clients."""
     cached: float
-    """Bytes of a few clients' parameters that stay at hand between their steps."""
+    """Most bytes of a few clients' parameters that stay in the cache between steps."""
     busy: float
-    """Operations of a client's forward pass from which on a client keeps the device busy alone."""
+    """From so many operations of its forward pass on, one client keeps the device busy alone."""
     thin: float
-    """And of those in convolutions with few input channels, which run slower stacked."""
+    """The same for operations of convolutions with few input channels. They run slower stacked."""
     rows: float
-    """Clients in one call, in the mean, that pay where only batches of equal size are stacked."""
+    """Stacking only batches of equal size pays from so many clients in a call, on average."""
 
 
 _LIMITS = {
     "cpu": _Limits(32 * 2**20, 256 * 2**20, 600e6, 32 * 2**20, busy=500e6, thin=8e6, rows=5),
     "cuda": _Limits(256 * 2**20, 2**30, math.inf, math.inf, busy=math.inf, thin=math.inf, rows=1),
 }
-_FEW = 4  # clients at once, if their samples allow it
+_FEW = 4  # least clients at once, if their samples allow it
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An engine.
+    """A chosen engine.
 
     Attributes:
         engine: ``"sequential"`` or ``"vectorized"``.
-        chunk: Clients that are trained at once.
-        reason: Why.
+        chunk: Number of clients that are trained at once.
+        reason: Reason of the choice.
 
     Example:
         >>> str(Choice("vectorized", 10, "small steps"))
@@ -80,14 +80,14 @@ class Choice:
 def choose(wanted: EngineName, chunk: int | None, setup: ClientSetup) -> Choice:
     """Choose an engine.
 
-    Stacking clients saves what PyTorch spends around each operation, which is most of a small
-    network's step. It loses where one client's step fills the processor or its caches, and where
-    convolutions with few input channels weigh, such as those of images: they run slower stacked. A
-    chunk fits into a CPU's caches or a GPU's memory.
+    Stacking clients saves PyTorch's overhead of each operation. This is most of a small network's
+    step. Stacking loses if one client's step fills the processor or its caches. It also loses with
+    many operations in convolutions of few input channels, such as of images: they run slower
+    stacked. A chunk fits into a CPU's caches or a GPU's memory.
 
     Args:
-        wanted: The engine asked for, or ``"auto"``.
-        chunk: Clients at once, if it was given.
+        wanted: The requested engine, or ``"auto"``.
+        chunk: The requested number of clients at once, if any.
         setup: The client module, its client method, and its data.
     """
     data, layout = setup.data, setup.layout
@@ -122,7 +122,7 @@ def choose(wanted: EngineName, chunk: int | None, setup: ClientSetup) -> Choice:
 
 
 def _operations(setup: ClientSetup) -> Operations:
-    """Count the operations of a sample's forward pass, or of its training step, if that fails."""
+    """Count the operations of a sample's forward pass; if it fails, of its training step."""
     x, *others = (leaf[:1].clone() for leaf in setup.example)
 
     def step(module: LightningModule, x: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def _limits_of(device: torch.device) -> _Limits:
 
 
 def _chunk_size(limits: _Limits, setup: ClientSetup, operations: float) -> int:
-    """Return how many clients to stack, however many there are."""
+    """Return how many clients to stack, independent of the number of clients."""
     largest = int(setup.data.num_samples("train").max())
     sample = sum(leaf[0].nbytes for leaf in setup.example)
     by_parameters = limits.parameters / max(setup.layout.nbytes, 1)
@@ -150,19 +150,19 @@ def _chunk_size(limits: _Limits, setup: ClientSetup, operations: float) -> int:
 def build_engine(
     wanted: EngineName, chunk: int | None, setup: ClientSetup, warned: set[str] | None = None
 ) -> tuple[Engine, Choice]:
-    """Return the engine that trains the clients, ready for use, and why it is the one.
+    """Return the engine that trains the clients, ready for use, and the reason of the choice.
 
-    Where clients can't be stacked, or only few at a time, the engine is a vectorized one that
-    trains them one by one, and that still stacks what it evaluates.
+    If clients can't be stacked, or only few at a time, the engine is a vectorized one. It then
+    trains them one by one, but still stacks the evaluation.
 
     Args:
-        wanted: The engine asked for, or ``"auto"``.
-        chunk: Clients at once, if it was given.
+        wanted: The requested engine, or ``"auto"``.
+        chunk: The requested number of clients at once, if any.
         setup: The client module, its client method, and its data.
         warned: As in :class:`VectorizedEngine`.
 
     Raises:
-        ConfigurationError: As in :meth:`~pflight.engines.base.Engine.check_input`, or where clients
+        ConfigurationError: As in :meth:`~pflight.engines.base.Engine.check_input`, or if clients
             can't be interrupted.
     """
     if setup.client_timeout is None:

@@ -1,4 +1,4 @@
-"""What an engine knows of the clients before they train: module, client method and data."""
+"""The clients' parts that an engine knows before training: module, client method and data."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ class ClientSetup:
         client: The client module; engines train copies.
         client_method: The client method.
         layout: The state layout of both.
-        data: Where the clients' samples come from.
+        data: The data module with the clients' samples.
         precision: The precision plugin of the federation's Trainer.
-        device: Where clients train.
-        seed: Of all local randomness, together with round and client.
-        client_timeout: Seconds after which what a client does is interrupted, or ``None``.
-        lr_decay: What the clients' step sizes are multiplied by in each round after the first.
+        device: The device of the training.
+        seed: Seed of all local randomness, together with round and client.
+        client_timeout: Seconds after which a client's code is interrupted, or ``None``.
+        lr_decay: Factor of the clients' step sizes in each round after the first.
 
     Raises:
         ConfigurationError: If clients can't be interrupted here, or samples can't be augmented.
 
     Attributes:
-        task: The client module, where it is a task that is judged by its outputs.
-        predicts_outputs: Whether it is one that has no ``predict_step`` of its own.
-        has_loss_of_its_kind: Whether its loss is that of a ready-made task.
-        form: Of the clients' samples, where the data module holds them as tensors.
-        example: Two such samples.
+        task: The client module, if it is a task that is judged by its outputs.
+        predicts_outputs: Whether ``task`` has no ``predict_step`` of its own.
+        has_loss_of_its_kind: Whether the client module is a task with the loss of a ready-made one.
+        form: Form of the clients' samples, if the data module holds them as tensors.
+        example: Two samples of this form.
         mean_samples: Mean number of training samples of the clients that may train.
-        mixes_samples: Whether BatchNorm makes a sample's outputs depend on the others of its batch.
-        round_index: Of the round in which clients train, or that was the last.
+        mixes_samples: Whether BatchNorm makes a sample's outputs depend on the rest of its batch.
+        round_index: Index of the current round of training, or of the last one.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class ClientSetup:
             self.example = [leaf[:2].to(device, copy=True) for leaf in tree_leaves(samples)]
 
     def pace(self, groups: Iterable[dict[str, Any]], anchored: bool) -> None:
-        """Lower the step sizes of an optimizer's groups as the round has it.
+        """Multiply the step sizes of an optimizer's groups by the round's decay.
 
         Args:
-            groups: Its groups of parameters.
-            anchored: Whether this is a participation in a round, and not fine-tuning.
+            groups: The optimizer's groups of parameters.
+            anchored: Whether this is a participation in a round. Fine-tuning is not.
         """
         if self.lr_decay != 1 and anchored:
             for group in groups:
@@ -130,7 +130,7 @@ class ClientSetup:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the client's parameters."""
+        """The type of the client's parameters."""
         return self.layout.template[self.layout.parameters[0]].dtype
 
     @cached_property
@@ -144,12 +144,12 @@ class ClientSetup:
         return isinstance(self.client, Task)
 
     def samples(self, client: int, split: Split) -> list[Tensor]:
-        """Return the tensors that a client's samples are made of, on the device.
+        """Return the tensors of a client's samples, on the device.
 
         Raises:
-            TypeError: If they are no tensors.
-            ValueError: If they have another form than those of other clients, or are not as many
-                as the data module says.
+            TypeError: If the samples are no tensors.
+            ValueError: If the samples' form differs from other clients', or their number from the
+                data module's.
         """
         assert self.form is not None
         samples: Any = self.data.samples(client, split)
@@ -164,10 +164,10 @@ class ClientSetup:
         return [leaf.to(self.device) for leaf in samples]
 
     def augmented(self, leaves: list[Tensor], *visit: int) -> list[Tensor]:
-        """Return training samples as a client sees them in one local epoch.
+        """Return the augmented training samples of a client in one local epoch.
 
         Args:
-            leaves: The tensors that the samples are made of.
+            leaves: The tensors of the samples.
             *visit: The client, round and epoch.
         """
         if self.form is None or self.form.names[0] != "features":
@@ -181,13 +181,13 @@ class ClientSetup:
 
     @property
     def trainable(self) -> Tensor:
-        """Ids of the clients that have one, ascending; of all that train if nobody has."""
+        """Ids of the clients with a batch to train on, ascending; all train clients if none has."""
         clients = self.data.train_clients
         able = clients[self.has_batches(clients)]
-        return able if len(able) else clients  # where nobody learns anything, nothing moves
+        return able if len(able) else clients  # if no client learns anything, nothing moves
 
     def idle_clients(self) -> str | None:
-        """Say which clients can't train on all that they have, if there are any."""
+        """Return a message that names the clients without a batch to train on, if any."""
         clients = self.data.train_clients
         idle = clients[~self.has_batches(clients)].tolist()
         if not idle:
@@ -199,10 +199,10 @@ class ClientSetup:
         )
 
     def batch_sizes(self, num_samples: int) -> list[int]:
-        """Sizes of an epoch's batches.
+        """Return the sizes of an epoch's batches.
 
-        BatchNorm can't train on a single sample: such a last batch joins the one before, and is
-        left out where it is the client's only one (:meth:`has_batches`).
+        BatchNorm can't train on a single sample. A last batch of one sample joins the batch before.
+        It is left out if it is the client's only batch (:meth:`has_batches`).
         """
         size = self.data.batch_size or max(num_samples, 1)
         sizes = [size] * (num_samples // size)
@@ -215,11 +215,11 @@ class ClientSetup:
         return sizes
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Return what the Trainer's precision wants passes to run in."""
+        """Return the context for passes in the Trainer's precision."""
         return nullcontext() if self._as_they_are else self.precision.forward_context()
 
 
 def _of_its_kind(client: Task, *methods: str) -> bool:
-    """Return whether methods of a task are those of the ready-made ones, and not a user's own."""
+    """Return whether methods of a task are pflight's, and not a user's own."""
     defined = (getattr(type(client), method).__module__ for method in methods)
     return all(module.split(".")[0] == "pflight" for module in defined)

@@ -1,4 +1,4 @@
-"""What a client's Trainer hands to Lightning in place of its own parts."""
+"""Parts of a client's Trainer that replace Lightning's own."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from pflight.history import Logs, add_logs
 from pflight.metrics.pooling import Seen, is_undefined, own_value, value_of
 
 Step = Callable[[Callable[[], Any], Any], Any]
-"""Takes the module's own training step and its batch; returns what stands for its output."""
+"""Gets the module's own training step and its batch; returns the output to use instead."""
 
 
 _OF_AN_EPOCH = {"on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end"}
 
 
 class LocalStrategy(SingleDeviceStrategy):
-    """Lets a client method have its say in every training step, outside of the user's module."""
+    """Lets a client method change every training step, outside of the user's module."""
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
         accelerator = CUDAAccelerator() if device.type == "cuda" else CPUAccelerator()
@@ -44,7 +44,7 @@ class LocalStrategy(SingleDeviceStrategy):
         return super().training_step(batch, *args)
 
     def training_step(self, batch: Any, *args: Any) -> Any:
-        """Run the module's training step, and what the client method makes of it."""
+        """Run the module's training step as the client method changes it."""
         if self.step is None:
             return self.own_step(batch, *args)
         return self.step(lambda: self.own_step(batch, *args), batch)
@@ -62,21 +62,21 @@ class LocalStrategy(SingleDeviceStrategy):
     def _note_batch_size(self) -> None:
         assert self.lightning_module is not None
         results = self.lightning_module.trainer._results
-        if results is not None:  # no guess at the size of a batch of a form of its own
+        if results is not None:  # Lightning could only guess the size of a user's own batch
             results.batch_size = self.batch_size
 
 
 class Results(_ResultCollection):
-    """What a module logs; also sample-weighted sums of all that it logs while it trains.
+    """Holds the logged values of a module, and their sample-weighted sums during training.
 
-    A value that is logged in a step weighs as much as the step's batch, one of an epoch as all of
-    the client's samples. A metric object counts by what it computes at the end of an epoch.
+    The weight of a step's value is the step's batch size. The weight of an epoch's value is the
+    number of the client's samples. A metric object counts with its result at the end of an epoch.
 
     Attributes:
         logs: The sums.
-        num_samples: Of the client.
-        directions: For the values of metric objects, whether higher is better, where that is known.
-        seen: In an evaluation, what the metric objects have seen, by name.
+        num_samples: Number of the client's samples.
+        directions: Whether higher is better, by name; only for metric objects that know it.
+        seen: In an evaluation, the states of the metric objects by name.
     """
 
     def __init__(self, training: bool) -> None:
@@ -87,12 +87,12 @@ class Results(_ResultCollection):
         self.seen: dict[str, Seen] = {}
 
     def forget(self) -> None:
-        """Forget what was logged, and the metric objects of another copy."""
+        """Forget the logged values, and the metric objects of another copy."""
         self.clear()
         self.logs = {}
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Take a value as Lightning does, and note it."""
+        """Take a value as Lightning does, and add it to the sums."""
         super().log(fx, name, value, *args, **kwargs)
         if isinstance(value, Metric):
             if value.higher_is_better is not None:
@@ -102,7 +102,7 @@ class Results(_ResultCollection):
             self._note(name, value, self.num_samples if fx in _OF_AN_EPOCH else count)
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
-        """Forget values as Lightning does, and note before what metric objects have seen."""
+        """Add the metric objects' results to the sums, then forget values as Lightning does."""
         for item in self.values() if self.training and metrics is not False else ():
             known = not item.is_tensor and item.value.update_called
             if known and fx in (None, item.meta.fx) and not is_undefined(item.value):
@@ -110,9 +110,9 @@ class Results(_ResultCollection):
         super().reset(metrics, fx)
 
     def _get_cache(self, item: Any, on_step: bool) -> Tensor | None:  # type: ignore[override]
-        """Return an item's value as Lightning does, but for metrics with a value of their own."""
+        """Return an item's value as Lightning does, except for metrics with an own value."""
         of_an_epoch = not (self.training or on_step or item.is_tensor) and item.meta.on_epoch
-        if of_an_epoch and item._computed is None:  # which is asked for several times
+        if of_an_epoch and item._computed is None:  # only once: Lightning asks several times
             self.seen[item.meta.name] = Seen.by(item.value)
             item._computed = own_value(item.value)
         return super()._get_cache(item, on_step)
@@ -123,10 +123,10 @@ class Results(_ResultCollection):
 
 
 class Feed(_DataFetcher):
-    """Hands Lightning's loop the one batch that it is offered."""
+    """Gives Lightning's loop the one batch that was offered."""
 
     def offer(self, batch: Any, last: bool) -> None:
-        """Have the loop take this batch next."""
+        """Offer the next batch to the loop."""
         self._batch, self.done = batch, last
 
     def __iter__(self) -> Feed:
@@ -137,7 +137,7 @@ class Feed(_DataFetcher):
 
 
 class Loader:
-    """A loader that Lightning need not guess the length of."""
+    """A loader of known length, so that Lightning need not guess it."""
 
     def __init__(self, batches: Iterator[Any], count: int) -> None:
         self._batches, self._count = batches, count
@@ -151,7 +151,7 @@ class Loader:
 
 @contextmanager
 def needing_optimizers(module: L.LightningModule) -> Iterator[None]:
-    """Raise if a copy gives no optimizer, of which Lightning would warn for each client."""
+    """Raise if a copy gives no optimizer. Lightning would only warn, once for each client."""
     given, is_own = module.configure_optimizers, "configure_optimizers" in vars(module)
 
     def asked() -> Any:
@@ -173,11 +173,11 @@ def needing_optimizers(module: L.LightningModule) -> Iterator[None]:
 
 
 def no_clipping(*_: Any, **__: Any) -> None:
-    """Don't clip where the client method has an optimizer of its own, unknown to the module."""
+    """Don't clip: the client method has its own optimizer, unknown to the module."""
 
 
 def never_synchronise(module: torch.nn.Module) -> None:
-    """Keep torchmetrics from adding up what different ranks' clients have counted."""
+    """Keep torchmetrics from adding up the counts of different ranks' clients."""
     for part in module.modules():
         if isinstance(part, Metric):
             part.distributed_available_fn = _alone
@@ -188,12 +188,12 @@ def _alone() -> bool:
 
 
 def no_hint() -> None:
-    """Take the place of Lightning's hint at modules in evaluation mode, as what is frozen is."""
+    """Replace Lightning's hint at modules in evaluation mode. Frozen modules are in this mode."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Make a Trainer without a word on the machine, which the federation's own has said."""
+    """Create a Trainer without messages on the machine. The federation's Trainer has given them."""
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:

@@ -1,4 +1,4 @@
-"""How much arithmetic a network takes, counted and never timed."""
+"""The operations of a network, counted and never timed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Operations(NamedTuple):
     """Floating-point operations of a forward pass."""
 
     total: float
-    """Of products of matrices and of convolutions, which take most of them."""
+    """Operations of matrix products and convolutions. They are most of all operations."""
     thin: float
-    """Of convolutions with at most four input channels, such as those of an image."""
+    """Operations of convolutions with at most four input channels, such as of an image."""
 
 
 def count_operations(
@@ -31,12 +31,12 @@ def count_operations(
 
     Args:
         network: The network; a copy of it is run.
-        x: Its input ``[batch, ...]``.
-        function: What is made of the copy and the input, instead of a forward pass.
+        x: The network's input ``[batch, ...]``.
+        function: A function of the copy and the input to run instead of a forward pass.
 
     Returns:
-        The operations for all samples; infinite for a network that can't be counted, which may be
-        of any size.
+        The operations for all samples. They are infinite if they can't be counted: the network may
+        have any size.
 
     Example:
         >>> count_operations(nn.Conv1d(2, 3, kernel_size=4), torch.ones(1, 2, 13))
@@ -54,11 +54,11 @@ def count_operations(
     try:
         # Without gradients, transformers take other paths.
         with everything, thin, torch.enable_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what a module warns of, it says when it trains
+            warnings.simplefilter("ignore")  # the module warns again when it trains
             function(network, x.to(first.device))
     except KeyboardInterrupt:
         raise
-    except BaseException:  # of any kind: it is a user's network
+    except BaseException:  # a user's network may raise anything
         return Operations(math.inf, math.inf)
     return Operations(
         float(everything.get_total_flops()),

@@ -1,4 +1,4 @@
-"""The outputs of tasks' clients on their own samples, by which they are judged."""
+"""The outputs of tasks' clients on their own samples, for their evaluation."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def evaluate_task(
     alone: Callable[[int, Tensor], Tensor],
     operations: float,
 ) -> tuple[Evaluation, list[ClientFailure]]:
-    """Return the outputs of the clients ``[C]`` that gave any, and what became of the others.
+    """Return the outputs of the clients ``[C]``, and the failures of the clients without outputs.
 
-    Their samples can't be read or have targets that are none, the model fails on them, or its
-    losses are not finite.
+    A client fails if its samples can't be read, its targets are wrong, its model raises an error,
+    or its losses are not finite.
 
     Args:
-        setup: Of a task.
+        setup: The setup of a task.
         clients: Ids ``[C]``.
-        split: Of their samples.
+        split: The split of the samples.
         attempt: Notes failures.
-        at_once: Returns the outputs of all, or ``None`` if that can't be done; not asked where each
-            client has a limit of time.
-        alone: Returns the outputs of the client in a row for its inputs.
-        operations: Of a sample's forward pass.
+        at_once: Returns the outputs of all clients, or ``None`` if this is impossible. It is not
+            called if clients have a time limit.
+        alone: Returns the outputs of one client, given its row and its inputs.
+        operations: Operations of a sample's forward pass.
     """
     task = setup.task
     assert task is not None
@@ -81,7 +81,7 @@ def _samples_of_all(
     attempt: Attempt,
     failures: list[ClientFailure],
 ) -> Samples:
-    """Return the samples of some clients by row, and note who has none."""
+    """Return the samples of some clients by row, and note the clients that fail."""
     samples: Samples = {}
     if setup.client_timeout is None:
         try:
@@ -91,7 +91,7 @@ def _samples_of_all(
             return samples
         except STOPS:
             raise
-        except BaseException:  # whose it is will be seen one by one
+        except BaseException:  # the loop below finds the client
             samples = {}
     for row, client in enumerate(ids):
         with attempt(client, failures):

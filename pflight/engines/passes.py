@@ -14,15 +14,15 @@ from .base import is_finite
 
 
 class Sums(Pass):
-    """Adds up what the batches of a client's training samples give.
+    """Adds up the results of a function for the batches of a client's training samples.
 
     Args:
         measure: Gets a client and a batch; returns the sums over the samples of the batch.
-        like: Zeros of the sums' shapes and types, by their names.
-        batch_size: Of the batches, where it matters.
+        like: Zeros of the sums' shapes and types, by name.
+        batch_size: Size of the batches, if it matters.
     """
 
-    stacks = False  # so that a method's numbers don't depend on the engine's chunks
+    stacks = False  # a method's numbers must not depend on the engine's chunks
 
     def __init__(
         self, measure: Measure, like: Mapping[str, Tensor], batch_size: int | None = None
@@ -47,11 +47,11 @@ class Sums(Pass):
 
 
 class Rows(Pass):
-    """Collects what each sample of a client gives.
+    """Collects the results of a function for each sample of a client.
 
     Args:
         measure: Gets a client and a batch; returns tensors ``[n, ...]`` of the batch's samples.
-        split: Of the client's samples.
+        split: The split of the samples.
     """
 
     stacks = False
@@ -69,11 +69,11 @@ class Rows(Pass):
 class Loss(Pass):
     """The mean loss of the client module over a client's samples, as ``loss``.
 
-    A server chooses models by it. It is always computed alone: stacked, its last bits depend on
-    which clients share a call.
+    A server chooses models by this loss. It is always computed alone. In a stack, its last bits
+    depend on the clients in the same call.
 
     Args:
-        split: Of the client's samples.
+        split: The split of the samples.
     """
 
     stacks = False

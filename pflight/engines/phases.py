@@ -1,4 +1,4 @@
-"""Local epochs in which some parameters rest."""
+"""Phases: local epochs with some parameters at rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pflight.states.state import StateLayout
 
 @contextmanager
 def resting(module: L.LightningModule, layout: StateLayout, phase: Phase | None) -> Iterator[None]:
-    """Let the parameters that don't train in a phase rest, and layers without any that do."""
+    """Freeze the parameters that rest in a phase. Layers with only these are in evaluation mode."""
     if phase is None:
         yield
         return
@@ -43,12 +43,12 @@ def resting(module: L.LightningModule, layout: StateLayout, phase: Phase | None)
 def paced(
     groups: Sequence[dict[str, Any]], phase: Phase | None, pace: Callable[[Any], None]
 ) -> Iterator[None]:
-    """Give the groups of an optimizer the learning rate of a phase, if it has one.
+    """Set the learning rate of an optimizer's groups to the phase's, if it has one.
 
     Args:
-        groups: Of the optimizer.
+        groups: The groups of the optimizer.
         phase: The phase.
-        pace: Lowers the learning rates of groups as the round has it.
+        pace: Multiplies the learning rates of groups by the round's decay.
     """
     if phase is None or phase.lr is None:
         yield
@@ -65,6 +65,6 @@ def paced(
 
 
 def phase_of(phases: Sequence[Phase] | None, epoch: int) -> Phase | None:
-    """Return the phase to which an epoch belongs."""
+    """Return the phase of an epoch."""
     begun = [phase for phase in phases or () if phase.first <= epoch]
     return begun[-1] if begun else None

@@ -1,4 +1,4 @@
-"""Clients' samples, checked when they are read: any client may hand out anything."""
+"""Clients' samples, checked when they are read: any client may return anything."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pflight.states.updates import STOPS, ClientFailure
 
 from .time_limit import time_limit
 
-_ASKED = 5  # clients, of which one or two may be odd
+_ASKED = 5  # clients whose samples are read; one or two may be unusual
 
 
 class Kind(NamedTuple):
@@ -36,15 +36,15 @@ class Kind(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What the samples of all clients have in common.
+    """The common structure of all clients' samples.
 
     Samples are any nesting of tensors ``[n, ...]``, most often a pair of features and labels.
     """
 
     names: tuple[str, ...]
-    """Of the tensors."""
+    """Names of the tensors."""
     kinds: tuple[Kind, ...]
-    """Likewise, of a single sample."""
+    """Kinds of the tensors of a single sample."""
     spec: TreeSpec
 
     @classmethod
@@ -57,7 +57,7 @@ class Form(NamedTuple):
         return cls(tuple(f"samples{keystr(path)}" for path, _ in named), kinds, spec)
 
     def fits_pair(self, samples: Any) -> bool:
-        """Return whether these are features and as many labels of this form, found out fast."""
+        """Return whether the samples are features and as many labels of this form. It is fast."""
         if len(self.kinds) != 2 or not _is_pair(samples):
             return False
         (x, y), (of_x, of_y) = samples, self.kinds
@@ -72,10 +72,10 @@ class Form(NamedTuple):
         )
 
     def fitted(self, samples: Any) -> list[Tensor]:
-        """Return the tensors of samples of this form, which nothing at all has.
+        """Return the tensors of samples of this form. No samples at all also fit.
 
         Raises:
-            ValueError: If they are of another.
+            ValueError: If the samples have another form.
         """
         leaves, _ = tree_flatten(samples)
         form = Form.of(samples)
@@ -96,7 +96,7 @@ class Form(NamedTuple):
         raise ValueError(f"its {name} are {own}, those of other clients {usual}")
 
     def batch(self, leaves: list[Tensor]) -> Any:
-        """Return tensors, in the order of :attr:`names`, as the samples that they make up."""
+        """Return samples made of tensors in the order of :attr:`names`."""
         return tuple(leaves) if self.names[0] == "features" else tree_unflatten(leaves, self.spec)
 
 
@@ -109,15 +109,15 @@ def _is_pair(samples: Any) -> bool:
 
 
 def checked(samples: Any, of_pairs: bool = True) -> Any:
-    """Return a client's samples, tensors of one length.
+    """Return a client's samples, checked: tensors of one length.
 
     Args:
-        samples: What the client hands out.
-        of_pairs: Whether they have to be features and labels.
+        samples: The client's samples.
+        of_pairs: Whether the samples have to be features and labels.
 
     Raises:
-        TypeError: If they are anything but a pair of tensors, or a nesting of some.
-        ValueError: If these are not of one length.
+        TypeError: If the samples are not a pair of tensors or, without ``of_pairs``, a nesting.
+        ValueError: If the tensors have different lengths.
     """
     leaves = tree_leaves(samples)
     if of_pairs and not _is_pair(samples):
@@ -152,13 +152,13 @@ def check_order(count: int, order: Tensor) -> None:
 def usual_samples(
     data: FederatedDataModule, of_pairs: bool = True, timeout: float | None = None
 ) -> Any:
-    """Return the training samples of a client that has them in the most frequent form.
+    """Return the training samples of a client, in the most frequent form.
 
-    Of the first clients, and finite ones if there are; any of these may differ, or fail to hand
-    out its own, or take longer than ``timeout`` seconds.
+    Only the first clients are read. Finite samples are preferred. Any of these clients may differ,
+    fail, or take longer than ``timeout`` seconds.
 
     Raises:
-        ConfigurationError: If all of them fail.
+        ConfigurationError: If all these clients fail.
     """
     found: list[Any] = []
     failures: list[ClientFailure] = []
@@ -186,5 +186,5 @@ def are_finite(samples: Any) -> bool:
     """Return whether results on these samples can be compared."""
     try:
         return all(bool(leaf.isfinite().all()) for leaf in tree_leaves(samples))
-    except Exception:  # of tensors that hold nothing, or no rows
+    except Exception:  # tensors without elements or rows
         return False

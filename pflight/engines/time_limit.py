@@ -1,4 +1,4 @@
-"""A limit of time for what a client does, as far as Python can interrupt it."""
+"""A time limit for a client's code, as far as Python can interrupt it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 
 from pflight.errors import ConfigurationError
 
-_AGAIN = 1.0  # seconds until the next try, where a client has caught the exception
+_AGAIN = 1.0  # seconds until the next try, if a client has caught the exception
 
 
 class ClientTimeout(BaseException):
-    """A client took too long; it passes through ``except Exception`` of the client's own."""
+    """A client took too long. The client's own ``except Exception`` does not catch this."""
 
 
 def check_timer() -> None:
@@ -36,17 +36,17 @@ def check_timer() -> None:
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise :class:`ClientTimeout` in what takes longer; a timer that runs already goes on after.
+    """Raise :class:`ClientTimeout` in code that takes longer. An earlier timer goes on afterwards.
 
-    Python code is interrupted, and calls that wait, such as ``time.sleep`` or reading a socket; a
-    call into a library of C ends first. A client that catches the exception has failed all the
-    same: it is raised again at the end.
+    Python code is interrupted, and so are calls that wait, such as ``time.sleep`` or reading a
+    socket. A call into a C library ends first. A client that catches the exception has failed too:
+    the exception is raised again at the end.
 
     Args:
         seconds: The limit, or ``None`` for no limit.
 
     Raises:
-        ClientTimeout: When the time is over, and at the end if that was caught inside.
+        ClientTimeout: When the time is over, and again at the end if it was caught inside.
     """
     if seconds is None:
         yield
@@ -66,7 +66,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    finally:  # which is reached also when it goes off in the line above
+    finally:  # also if the timer goes off in the line above
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if left:

@@ -65,7 +65,7 @@ class ClientMetrics(Metric):
     is_differentiable = False
     full_state_update = False
     directions: Mapping[str, Direction | None] = {"acc": "max", "f1": "max", "loss": "min"}
-    weigh: Callable[[Tensor], Tensor] | None = None  # of numbers of samples, if these may lie
+    weigh: Callable[[Tensor], Tensor] | None = None  # caps numbers of samples that may be false
 
     tp: Tensor
     fp: Tensor
@@ -75,7 +75,7 @@ class ClientMetrics(Metric):
     def __init__(
         self, num_clients: int, num_classes: int, *, f1_average: F1Average = "union"
     ) -> None:
-        # Without the cache, which would answer compute(newcomers) with the value for all clients.
+        # The cache would return the value of all clients for compute(newcomers).
         super().__init__(compute_with_cache=False)
         if num_clients < 1:
             raise ConfigurationError(f"num_clients must be at least 1, not {num_clients}")
@@ -201,7 +201,7 @@ class ClientMetrics(Metric):
         }
 
     def scores(self, client: int) -> dict[str, Tensor]:
-        """Return one client's numbers without those of its classes, for :class:`ClientScores`."""
+        """Return one client's numbers without numbers of classes, for :class:`ClientScores`."""
         count, right = self._count()[client], self._right()[client]
         f1 = torch.where(count > 0, self._f1()[client], 0.0)
         return {"count": count, "right": right, "f1": f1, "loss_sum": self.loss_sum[client]}
@@ -232,13 +232,13 @@ class ClientMetrics(Metric):
 
 
 class ClientScores(ClientMetrics):
-    """The same metrics, of clients that count their answers themselves and send only the sums.
+    """The same metrics, if clients count their answers themselves and send only the sums.
 
     Attributes:
         count: Number of samples of each client ``[num_clients]``.
-        right: Number of its right answers.
-        f1: Its F1.
-        loss_sum: Sum of its losses.
+        right: Number of right answers of each client.
+        f1: F1 of each client.
+        loss_sum: Sum of losses of each client.
     """
 
     count: Tensor
@@ -246,7 +246,7 @@ class ClientScores(ClientMetrics):
     f1: Tensor
 
     def __init__(self, num_clients: int) -> None:
-        super().__init__(num_clients, num_classes=1)  # none is told apart
+        super().__init__(num_clients, num_classes=1)  # classes are not distinguished
         for name in ("count", "right"):
             whole = torch.zeros(num_clients, dtype=torch.int64)
             self.add_state(name, whole, dist_reduce_fx="sum")
@@ -279,14 +279,14 @@ class ClientValues:
         higher_is_better: Mapping[str, bool],
         seen: Mapping[str, Seen],
     ) -> None:
-        """Add what one client logged; ``val/dice`` and ``val_dice`` both become ``dice``.
+        """Add one client's logged values. ``val/dice`` and ``val_dice`` both become ``dice``.
 
         Args:
             client: The client.
-            split: Of its samples.
-            logged: The values, by the names under which they were logged.
-            higher_is_better: Whether higher is better, for some of them.
-            seen: The states of the metric objects behind some of them.
+            split: The split of the client's samples.
+            logged: The values by logged name.
+            higher_is_better: Whether higher is better, for some values.
+            seen: The states of the metric objects behind some values.
 
         Raises:
             ConfigurationError: If two values get the same short name, or one a reserved name.
@@ -315,7 +315,7 @@ class ClientValues:
                 self.pools[short].add(client, seen[name])
 
     def without(self, clients: Collection[int]) -> ClientValues:
-        """Return the values of all but some clients."""
+        """Return the values without those of some clients."""
         rest = ClientValues()
         rest.clients = [client for client in self.clients if client not in clients]
         rest.values = {
@@ -353,8 +353,8 @@ class LoggedMetrics:
     Args:
         num_samples: Number of samples of each client in the judged split ``[N]``.
         split: ``"val"`` or ``"test"``.
-        lower_is_better: Names of metrics, with or without the split, with better lower values that
-            torchmetrics does not know about.
+        lower_is_better: Names of metrics, with or without the split. Lower values are better, and
+            torchmetrics does not know this.
     """
 
     weigh: Callable[[Tensor], Tensor] | None = None
@@ -369,7 +369,7 @@ class LoggedMetrics:
         self._all: ClientValues | None = None
 
     def update(self, values: ClientValues) -> None:
-        """Add what more clients logged."""
+        """Add the logged values of more clients."""
         self.values.update(values)
         self._all = None
 
@@ -383,17 +383,17 @@ class LoggedMetrics:
 
     @property
     def is_empty(self) -> bool:
-        """Whether clients were judged, and none logged anything."""
+        """Whether clients were judged, but no client logged anything."""
         gathered = self._gathered()
         return bool(gathered.clients) and not gathered.values
 
     @property
     def has_nothing(self) -> bool:
-        """Whether no value is known, perhaps because nobody was judged."""
+        """Whether no value is known, perhaps because no client was judged."""
         return not self._gathered().values
 
     def not_finite(self) -> dict[str, list[int]]:
-        """Return the clients with values that have no mean, by name."""
+        """Return the clients with values that are not finite, by name."""
         odd = {
             name: sorted(client for client, value in values.items() if not math.isfinite(value))
             for name, values in self._gathered().values.items()

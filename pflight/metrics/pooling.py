@@ -1,4 +1,4 @@
-"""Metric objects of many clients: undefined ones, and their values over all samples."""
+"""Metric objects of many clients: undefined metrics, and values over all samples."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def own_value(metric: Metric) -> Tensor | None:
 
 
 def is_undefined(metric: Metric) -> bool:
-    """Return whether no predictions could give a metric a value on the samples that it has seen.
+    """Return whether a metric has no value on the samples it has seen, for any predictions.
 
     torchmetrics returns 0 or 1 there, or raises. Examples are AUROC of samples of one class, R² of
     one sample or of equal targets, and recall or F1 without positives. A macro average over classes
@@ -155,7 +155,7 @@ class Seen(NamedTuple):
     """The state of a metric object at one client."""
 
     metric: Metric
-    """The object; it may have been reset since."""
+    """The metric object; it may have been reset since."""
     state: dict[str, Any]
 
     @classmethod
@@ -194,7 +194,7 @@ class Pool:
         self._states |= other._states
 
     def without(self, clients: Collection[int]) -> Pool:
-        """Return the states at all but some clients."""
+        """Return the states without those of some clients."""
         rest = copy.copy(self)
         rest._states = {i: state for i, state in self._states.items() if i not in clients}
         return rest
@@ -202,7 +202,7 @@ class Pool:
     def value(self, clients: Collection[int]) -> Tensor:
         """Return the metric of all samples of some clients; NaN without any, or if undefined.
 
-        The states are merged as torchmetrics merges those of several processes.
+        The states are merged as in torchmetrics for several processes.
         """
         states = [state for client, state in sorted(self._states.items()) if client in clients]
         if not states:

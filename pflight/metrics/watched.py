@@ -64,7 +64,7 @@ def check_monitor(
         clients: Its clients, with their data.
         watcher: The watcher of the metric, for the message.
         monitor: The tag of the metric.
-        more: Further tags that are known, besides those of a round's entry in the history.
+        more: Further known tags, besides the tags of a round's entry in the history.
 
     Raises:
         ConfigurationError: Naming similar tags.

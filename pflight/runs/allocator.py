@@ -7,18 +7,18 @@ import os
 from contextlib import suppress
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt, as malloc.h numbers them
-_KEPT = 128 * 2**20  # bytes at the end of the heap that are kept when they are free
-_LARGEST = 32 * 2**20  # bytes of a block that comes from the heap; glibc takes no more
+_KEPT = 128 * 2**20  # free bytes that are kept at the end of the heap
+_LARGEST = 32 * 2**20  # largest block from the heap in bytes; glibc allows no more
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep what is freed, so that a step does not wait for the system's fresh pages.
+    """Let glibc keep freed memory, so that a step does not wait for new pages from the system.
 
-    The command ``pflight`` calls this when it starts; a Python program may, before it trains. The
-    gradients of clients that train together are megabytes that live for a step. By default glibc
-    gives them back to the operating system whenever they lie at the end of the heap, and a round of
-    small clients spends more on getting them again, page by page, than on arithmetic. Nothing is
-    changed where there is no glibc, or where the environment has options for its allocator.
+    The command ``pflight`` calls this at its start. A Python program may call it before training.
+    The gradients of clients that train together take megabytes for one step. By default glibc gives
+    them back to the operating system if they lie at the end of the heap. A round of small clients
+    then spends more time on getting pages again than on arithmetic. Nothing changes without glibc,
+    or if the environment has options for its allocator.
 
     Returns:
         Whether the setting was changed.
@@ -37,6 +37,6 @@ def keep_freed_memory() -> bool:
 
 
 def give_freed_memory_back() -> None:
-    """Let glibc give free memory back to the system now, after large blocks were freed at odds."""
+    """Let glibc give free memory back to the system now, after large blocks were freed."""
     with suppress(AttributeError, OSError, TypeError):  # another C library, or Windows
         ctypes.CDLL(None).malloc_trim(0)

@@ -18,13 +18,13 @@ from .folder import RunFolder
 class RunCheckpoint(ModelCheckpoint):
     """A ModelCheckpoint that finds its files again after the run folder was moved.
 
-    Unless it is ``strict``, it ignores that its metric is missing.
+    If it is not ``strict``, it ignores a missing metric.
     """
 
     strict = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state, with the paths of the files as they are now."""
+        """Load the state with the files' current paths."""
 
         def here(path: str) -> str:
             return str(Path(str(self.dirpath), Path(path).name)) if path else path
@@ -35,16 +35,16 @@ class RunCheckpoint(ModelCheckpoint):
         super().load_state_dict(
             {**state_dict, **moved, "best_k_models": best, "dirpath": self.dirpath}
         )
-        self.current_score = state_dict["current_score"]  # which the next checkpoint has, too
+        self.current_score = state_dict["current_score"]  # the next checkpoint has it, too
 
 
 class SaveRunConfig(SaveConfigCallback):
     """Saves the configuration of a ``fit`` to the run folder, without ``ckpt_path``.
 
-    It does so right before training, when everything has been checked.
+    It saves right before training, after all checks.
 
     Args:
-        make_room: Called first; moves an earlier run out of the way.
+        make_room: Called first. It moves an earlier run out of the way.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class SaveRunConfig(SaveConfigCallback):
         """Write nothing yet."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write ``config.yaml``; the other ranks wait for it."""
+        """Write ``config.yaml``. The other ranks wait for it."""
         if trainer.is_global_zero:
             self.make_room()
             RunFolder(trainer.default_root_dir).save_config(dumped(self.parser, self.config))

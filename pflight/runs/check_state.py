@@ -1,4 +1,4 @@
-"""Finds the state of a server callback that its author forgot to declare."""
+"""Finds undeclared state of a server callback."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from pflight.clients import Clients
 from pflight.errors import ConfigurationError
 from pflight.server_callback import ServerCallback
 
-_ELSEWHERE = {"clients", "server", "modules", "round"}  # saved by others, or not to be saved
+_ELSEWHERE = {"clients", "server", "modules", "round"}  # saved elsewhere, or never saved
 
 
 class CheckState(L.Callback):
-    """Ends a run with an error if the server callback keeps state that it does not declare.
+    """Ends a run with an error if the server callback keeps undeclared state.
 
     Give it to a Trainer for a short run of your method, of three rounds or more. Before each round
-    it deletes the attributes that earlier rounds have set, unless
-    :meth:`~pflight.callbacks.ServerCallback.add_state` has declared them. Results don't change.
+    it deletes the attributes that earlier rounds have set. It keeps the ones that
+    :meth:`~pflight.callbacks.ServerCallback.add_state` has declared. Results don't change.
 
     Raises:
-        ConfigurationError: Naming the attribute that is used in a later round, or that is changed
-            in place.
+        ConfigurationError: Naming the attribute. A later round uses it, or it was changed in place.
 
     Example:
         >>> trainer = L.Trainer(max_epochs=3, callbacks=[CheckState()], logger=False)
     """
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Note all attributes, and look at each round."""
+        """Note all attributes, and check each round."""
         callback: ServerCallback = pl_module.server_callback
         self._start = {**vars(callback)}
         self._prints = {name: fingerprint(value) for name, value in _others(callback).items()}
@@ -52,7 +51,7 @@ class CheckState(L.Callback):
         vars(callback)["round"] = checked_round
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Look for what was made before the first round and has been changed in place."""
+        """Raise if an attribute from before the first round has been changed in place."""
         callback: ServerCallback = pl_module.server_callback
         vars(callback).pop("round", None)
         for name, value in _others(callback).items():
@@ -61,13 +60,13 @@ class CheckState(L.Callback):
                 raise _undeclared(callback, name)
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Leave the callback as it was."""
+        """Restore the callback."""
         vars(pl_module.callback or self).pop("round", None)
 
     def _forget(self, callback: ServerCallback) -> None:
         for name, value in _others(callback).items():
             if name not in self._start or value is not self._start[name]:
-                if hasattr(type(callback), name):  # from where it would come back
+                if hasattr(type(callback), name):  # it would come back from the class
                     raise _undeclared(callback, name)
                 delattr(callback, name)
                 self._forgotten.add(name)
@@ -88,7 +87,7 @@ def _undeclared(callback: ServerCallback, name: str) -> ConfigurationError:
 
 
 def fingerprint(value: Any, seen: frozenset[int] = frozenset()) -> Any:
-    """Return something that another value of an attribute would not have."""
+    """Return a fingerprint of an attribute's value. Other values have other fingerprints."""
     if isinstance(value, Tensor):
         if value.is_meta:
             return tuple(value.shape)

@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill at any moment, and errors that name the file."""
+"""Checkpoints that survive a kill at any time, and errors that name the file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
 
     Raises:
         ConfigurationError: If the file is missing, damaged or no checkpoint, or if the clients'
-            memory on disk that it refers to is gone.
+            memory on disk is missing.
     """
     if not Path(path).is_file():
         raise ConfigurationError(f"there is no checkpoint {path}")
@@ -50,15 +50,15 @@ def is_whole(path: str | os.PathLike[str]) -> bool:
 
 
 def steps_so_far(path: str | os.PathLike[str]) -> int | None:
-    """Return the step at which an undamaged file was saved; ``None`` if it can't be resumed."""
+    """Return the step of an undamaged checkpoint; ``None`` if a run can't resume from it."""
     progress = _progress(path)
     return progress and progress[0]
 
 
 def rounds_so_far(path: str | os.PathLike[str]) -> int | None:
-    """Return after how many rounds an undamaged file was saved; ``None`` if it can't be resumed.
+    """Return the number of rounds before an undamaged checkpoint; ``None`` if it can't be resumed.
 
-    For a checkpoint of another module than a federation, these are epochs.
+    If the checkpoint is not of a federation, return the number of epochs.
     """
     progress = _progress(path)
     return progress and progress[1]
@@ -76,15 +76,15 @@ def _progress(path: str | os.PathLike[str]) -> tuple[int, int] | None:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint to a file beside the target, then renames it: a kill leaves one whole."""
+    """Writes a checkpoint to a file beside the target, then renames it. A kill can't damage it."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write ``checkpoint`` to ``path`` so that a kill leaves the old file or the new one.
+        """Write ``checkpoint`` to ``path``. A kill leaves the old file or the new one.
 
         Raises:
-            OSError: If the disk is full or can't be written to; the old file stays.
+            OSError: If the disk is full or not writable. The old file stays.
         """
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -109,5 +109,5 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def memory_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's record of the clients' memory; empty if it is not a federation's."""
+    """Return a checkpoint's record of the clients' memory; empty for other modules."""
     return (checkpoint.get("pflight") or {}).get("memory", {})

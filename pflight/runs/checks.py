@@ -1,4 +1,4 @@
-"""Checks before a run starts; each message says what to use instead."""
+"""Checks before a run starts. Each message suggests an alternative."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .checkpoint import AtomicCheckpointIO
 from .memory import ClientMemory, MappedMemory
 
 _PROCESSES_PER_CORE = 4
-_HERE = ("127.0.0.1", "localhost")  # which no other machine can reach
+_HERE = ("127.0.0.1", "localhost")  # no other machine can reach these
 _OF_ONE_MODEL = (
     callbacks.BaseFinetuning,
     callbacks.BatchSizeFinder,
@@ -39,11 +39,11 @@ _OF_ONE_MODEL = (
     callbacks.StochasticWeightAveraging,
     callbacks.WeightAveraging,
 )
-"""Callbacks that copy, change or watch the one model that a Trainer trains."""
+"""Callbacks that copy, change or watch the Trainer's single model."""
 
 
 def check_trainer(trainer: L.Trainer, client: L.LightningModule) -> None:
-    """Raise on Trainer options that have no meaning for a federation of such clients."""
+    """Raise on Trainer options without meaning for a federation of such clients."""
     name = type(client).__name__
     if trainer.gradient_clip_val is not None:
         remedy = (
@@ -90,7 +90,7 @@ def check_trainer(trainer: L.Trainer, client: L.LightningModule) -> None:
 
 
 def settings_of(module: L.LightningModule) -> dict[str, Any]:
-    """Return what is set on a module, by name: plain attributes and the versions of tensors."""
+    """Return the settings of a module by name: plain attributes and the versions of tensors."""
     found: dict[str, Any] = {}
     for name, part in module.named_modules(prefix="client"):
         own = {**vars(part), **getattr(part, "_hparams", {})}
@@ -106,14 +106,14 @@ def settings_of(module: L.LightningModule) -> dict[str, Any]:
 
 
 def check_unchanged(module: L.LightningModule, before: Mapping[str, Any]) -> None:
-    """Raise if somebody has set something on a module of which all clients have copies.
+    """Raise if a setting of the client module has changed. The clients' copies would lack it.
 
     Args:
         module: The client module.
-        before: Its :func:`settings_of` the time when the copies were made.
+        before: The result of :func:`settings_of` when the copies were made.
 
     Raises:
-        ConfigurationError: Naming what was set.
+        ConfigurationError: Naming the changed setting.
     """
     now = settings_of(module)
     changed = [
@@ -134,7 +134,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def check_strategy(strategy: object) -> None:
-    """Raise unless a federation can run with this strategy, given as an object or by name."""
+    """Raise unless a federation can run with this strategy, an object or a name."""
     if isinstance(strategy, str):
         fits = strategy == "auto" or strategy.startswith("ddp")
     else:
@@ -147,11 +147,11 @@ def check_strategy(strategy: object) -> None:
 
 
 def check_processes(trainer: L.Trainer, num_clients: int | None) -> None:
-    """Raise on processes that don't start as programs, or so many that it must be a mistake.
+    """Raise if processes don't start as programs, or if there are far too many.
 
     Args:
         trainer: The Trainer.
-        num_clients: Number of clients, if it is known.
+        num_clients: Number of clients, if known.
     """
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         raise ConfigurationError(
@@ -173,7 +173,7 @@ def check_processes(trainer: L.Trainer, num_clients: int | None) -> None:
 
 
 def check_data(data: object, client: L.LightningModule) -> FederatedDataModule:
-    """Return the Trainer's data module, or raise unless it is federated and fits the client."""
+    """Return the Trainer's data module. Raise unless it is federated and fits the client."""
     if not isinstance(data, FederatedDataModule):
         raise ConfigurationError(
             "a federation needs federated data: pass a pflight.datamodules.FederatedDataModule "
@@ -198,7 +198,7 @@ def check_data(data: object, client: L.LightningModule) -> FederatedDataModule:
 
 
 def check_same_options(kind: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
-    """Raise unless a Trainer's server callback has the options that the federation began with.
+    """Raise unless a Trainer's server callback has the same options as at the federation's start.
 
     Args:
         kind: The callbacks' class.
@@ -214,7 +214,7 @@ def check_same_options(kind: str, here: Mapping[str, Any], there: Mapping[str, A
 
 
 def other_options(kind: str, saved: Mapping[str, str], here: Mapping[str, Any]) -> str | None:
-    """Return a message on how a server callback's options differ from those in a checkpoint.
+    """Return a message on the differences of a server callback's options from a checkpoint's.
 
     Args:
         kind: The callbacks' class.
@@ -245,7 +245,7 @@ def _call(
 
 
 def check_given(record: Mapping[str, Any], client: object, callback: object) -> None:
-    """Raise unless ``load_from_checkpoint`` was given what it needs; the message names it.
+    """Raise if an argument of ``load_from_checkpoint`` is missing. The message names it.
 
     Args:
         record: The checkpoint's record of its federation.
@@ -267,7 +267,7 @@ def check_given(record: Mapping[str, Any], client: object, callback: object) -> 
 
 
 def open_memory(memory: ClientMemory, trainer: L.Trainer) -> None:
-    """Open the client memory in a Trainer's folder, and have checkpoints written atomically.
+    """Open the client memory in a Trainer's folder, and make checkpoints atomic.
 
     Raises:
         ConfigurationError: If the memory is on disk and another plugin writes the checkpoints.
@@ -286,12 +286,12 @@ def open_memory(memory: ClientMemory, trainer: L.Trainer) -> None:
 
 
 def check_record(record: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise unless a checkpoint's record of a federation agrees with the federation at hand.
+    """Raise unless a checkpoint's record of a federation agrees with the current federation.
 
     Args:
         record: The checkpoint's record; empty if the checkpoint is of another module.
-        here: The same of the federation at hand: ``callback``, ``num_clients``, ``server_models``
-            and ``layout``, a mapping from the names of the network's tensors to shape and dtype.
+        here: The current federation's record: ``callback``, ``num_clients``, ``server_models`` and
+            ``layout``, a mapping from the names of the network's tensors to shape and dtype.
     """
     if not record:
         raise ConfigurationError("the checkpoint is not that of a federation")
@@ -311,7 +311,7 @@ def _check_equal(name: str, saved: object, here: object) -> None:
 
 
 def _check_validation(every: int | None, interval: object) -> None:
-    """Raise unless validation comes after a whole number of rounds."""
+    """Raise unless there is a whole number of rounds between validations."""
     name = "check_val_every_n_epoch"
     rounds: float | None = every
     if every is None and isinstance(interval, int | float):

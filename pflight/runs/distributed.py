@@ -1,4 +1,4 @@
-"""Exchange between ranks; with one process every function returns what it was given."""
+"""Exchange between ranks. With one process every function returns its input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def is_distributed() -> bool:
 
 
 def owned(clients: Tensor) -> Tensor:
-    """Return those of the clients ``[C]`` that this rank trains, evaluates and remembers."""
+    """Return this rank's clients among ``[C]``. The rank trains, evaluates and remembers them."""
     if not is_distributed():
         return clients
     return clients[clients % dist.get_world_size() == dist.get_rank()]
@@ -49,7 +49,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def gather_to_first(value: Any) -> list[Any]:
-    """Return the picklable values of all ranks on rank 0, and its own alone on any other."""
+    """Return the picklable values of all ranks on rank 0, and only the own value elsewhere."""
     if not is_distributed():
         return [value]
     values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None

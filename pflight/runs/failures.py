@@ -1,4 +1,4 @@
-"""Clients that fail: they are left out with a warning, or the run stops on all ranks."""
+"""Failed clients: they are left out with a warning, or the run stops on all ranks."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from .distributed import gather, is_distributed
 class Failures:
     """Collects the clients that failed, and warns of them or stops the run.
 
-    With several ranks the run ends when all of them call :meth:`raise_together`, so that none waits
-    for another one that has ended.
+    With several ranks the run ends when all ranks call :meth:`raise_together`. So no rank waits for
+    a rank that has ended.
 
     Args:
-        round_index: The round in or after which they failed.
-        consequence: What happens to a failed client if the run goes on, for the warning.
+        round_index: The round of the failures, or the round before.
+        consequence: Consequence for a failed client if the run goes on, for the warning.
         on_client_error: ``"skip"`` or ``"raise"``.
-        together: Whether all ranks will call :meth:`raise_together`; otherwise each stops by
+        together: Whether all ranks will call :meth:`raise_together`. Otherwise each rank stops by
             itself.
         numbered: Returns a client's number for messages, with its name if it has one.
 
     Attributes:
         clients: Ids of the failed clients.
-        sound: How many did not fail, where that is counted.
+        sound: Number of clients that did not fail, if it is counted.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class Failures:
 
         Args:
             failures: Failures of this rank's clients.
-            doing: What the clients were doing, to follow "failed" in the message.
+            doing: The clients' activity, for the message after "failed".
 
         Raises:
-            ClientError: If failures stop the run, and ranks do not stop together.
+            ClientError: If failures stop the run, and the ranks do not stop together.
         """
         for failure in failures:
             if not self.stop:
@@ -80,13 +80,13 @@ class Failures:
             self._errors.append(error)
 
     def end(self, doing: str) -> None:
-        """Raise as :meth:`raise_together`, or if all clients failed; every rank has to call it.
+        """Raise as :meth:`raise_together`, or if all clients failed. Every rank has to call it.
 
         Args:
-            doing: What the clients were doing, to follow "no client could be".
+            doing: The clients' activity, for the message after "no client could be".
 
         Raises:
-            ClientError: The same one on every rank, with the first failure.
+            ClientError: The same error on every rank, with the first failure.
         """
         self.raise_together()
         ranks = gather((self.sound, len(self.clients), self._first))
@@ -96,12 +96,12 @@ class Failures:
             raise ClientError(f"no client could be {doing}: all {failed:,} failed, first {first}")
 
     def raise_together(self) -> None:
-        """Stop all ranks if a client of any rank failed and that stops the run.
+        """Stop all ranks if a client of any rank failed and failures stop the run.
 
         Every rank has to call it.
 
         Raises:
-            ClientError: The same one on every rank.
+            ClientError: The same error on every rank.
         """
         if not (self.stop and self.together):
             return

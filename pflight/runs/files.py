@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and the recognition of a full disk."""
+"""Atomic writing of files, and the recognition of a full disk."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, quota or file
 
 
 def partial_of(path: Path) -> Path:
-    """Return the path to which a file is written before it is renamed."""
+    """Return the path of a file during writing, before it is renamed."""
     return path.with_name(f".{path.name}{PARTIAL}")
 
 
 @contextmanager
 def replacing(path: Path, shared: bool = False) -> Iterator[Path]:
-    """Yield a path beside a file to write to; at the end it replaces the file.
+    """Yield a path beside a file to write to. At the end the new file replaces the old one.
 
-    A kill leaves either the old file or the new one, an error only the old file.
+    A kill leaves the old file or the new one. An error leaves the old file.
 
     Args:
         path: The file.
@@ -41,7 +41,7 @@ def replacing(path: Path, shared: bool = False) -> Iterator[Path]:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and those that caused it, each once, even if they form a cycle."""
+    """Yield an exception and its causes, each once, even in a cycle."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -57,7 +57,7 @@ def full_disk(error: BaseException) -> OSError | None:
 
 @contextmanager
 def full_disk_left_to_the_main_thread() -> Iterator[None]:
-    """Don't print a full disk in TensorBoard's writer thread, which the main thread raises too."""
+    """Don't print a full disk in TensorBoard's writer thread. The main thread raises it too."""
     report = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:

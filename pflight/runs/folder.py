@@ -43,11 +43,11 @@ _MOVE = f"move it, or {_ANOTHER}"
 class RunFolder:
     """The folder of one run: config, TensorBoard events, checkpoints, pictures, tables.
 
-    It also holds the clients' memory if that is kept on disk. Files of other names are neither read
-    nor moved.
+    It also holds the clients' memory on disk, if used. Files with other names are neither read nor
+    moved.
 
     Args:
-        path: The folder, ``trainer.default_root_dir``, by default the current one; it need not
+        path: The folder, ``trainer.default_root_dir``, by default the current one. It need not
             exist yet.
 
     Raises:
@@ -72,7 +72,7 @@ class RunFolder:
                 )
         if os.path.exists(self.path) and not os.path.isdir(self.path):
             raise ConfigurationError(f"the run folder {self.path} is a file: {_ANOTHER}")
-        self._found: list[Path] | None = None  # files that were here when it was locked
+        self._found: list[Path] | None = None  # files at the time of the lock
         self._aside: Path | None = None
 
     @property
@@ -81,7 +81,7 @@ class RunFolder:
         return self.path / CHECKPOINTS
 
     def events(self, suffix: str = "") -> list[Path]:
-        """Return the event files in the folder whose names end in ``suffix``."""
+        """Return the event files in the folder with names that end in ``suffix``."""
         return sorted(self.path.glob(_EVENTS + suffix))
 
     def requeued(self) -> list[Path]:
@@ -89,15 +89,15 @@ class RunFolder:
         return sorted(self.path.glob("hpc_ckpt_*.ckpt"))
 
     def rounds_saved(self) -> int | None:
-        """Return after how many rounds, or epochs, the newest checkpoint was saved, if any."""
+        """Return the number of rounds, or epochs, before the newest checkpoint, if any."""
         found = map(rounds_so_far, [*self.checkpoints.glob("*.ckpt"), *self.requeued()])
         return max((rounds for rounds in found if rounds is not None), default=None)
 
     def has_run(self) -> bool:
         """Return whether there are results of a round: a checkpoint, a logged scalar, a picture.
 
-        What is written before the first round, such as the config, does not count. Client memory
-        counts if a checkpoint anywhere needs it.
+        Files from before the first round, such as the config, do not count. Client memory counts if
+        a checkpoint anywhere needs it.
         """
         return (
             self._has_checkpoint()
@@ -107,15 +107,15 @@ class RunFolder:
         )
 
     def resolve(self, checkpoint: str, may_start: bool = False) -> Path | None:
-        """Return the path of a checkpoint; ``"last"`` and ``"best"`` are those of this folder.
+        """Return the path of a checkpoint. ``"last"`` and ``"best"`` mean this folder's.
 
         If ``last.ckpt`` is missing, damaged or not the newest, ``"last"`` means the newest
         undamaged checkpoint of the folder, with a warning.
 
         Args:
             checkpoint: ``"last"``, ``"best"``, or the path of a file.
-            may_start: Whether to return ``None`` for ``"last"`` if the folder has nothing but what
-                a run writes before its first round is complete.
+            may_start: Whether to return ``None`` for ``"last"`` if no round is complete in this
+                folder.
 
         Raises:
             ConfigurationError: If there is no such checkpoint.
@@ -138,18 +138,18 @@ class RunFolder:
 
     @contextmanager
     def claimed(self, work: str) -> Iterator[None]:
-        """Lock this folder against other processes that do the same work, inside the context.
+        """Lock this folder inside the context against other processes with the same work.
 
-        Reading needs no lock. The lock ends with the process, even if it is killed. The folder is
+        Reading needs no lock. The lock ends with the process, even after a kill. The folder is
         created if needed, and removed again if it stays empty. If it can't be locked, there is a
         warning.
 
         Args:
-            work: What is going to be written: ``"fit"`` or ``"test"``.
+            work: The work that writes: ``"fit"`` or ``"test"``.
 
         Raises:
             TakenError: If another process has the lock.
-            ConfigurationError: If the folder can't be written to.
+            ConfigurationError: If the folder is not writable.
         """
         try:
             made = [path for path in (self.path, *self.path.parents) if not path.exists()]
@@ -186,7 +186,7 @@ class RunFolder:
                     path.rmdir()
 
     def check_kinds(self, work: str) -> None:
-        """Raise if there is a folder where a command would write a file, or the other way round.
+        """Raise if a folder is in the place of a file that a command writes, or the reverse.
 
         Args:
             work: The command, such as ``"fit"``.
@@ -224,7 +224,7 @@ class RunFolder:
     def check_origin(self) -> None:
         """Raise if a new run would move files aside that don't seem to be pflight's.
 
-        Every run writes its config before anything else that is worth keeping.
+        Every run writes its config before any other file that is worth keeping.
         """
         others = (self.checkpoints, self.path / PICTURES)
         foreign = [path for path in others if path.is_dir() and any(path.iterdir())]
@@ -248,7 +248,7 @@ class RunFolder:
         return text.startswith(HEADER.encode())
 
     def save_config(self, text: str) -> None:
-        """Write the config, unless it is unchanged; a kill leaves the old file or the new one."""
+        """Write the config, unless it is unchanged. A kill leaves the old file or the new one."""
         text = HEADER + text
         config = self.path / CONFIG
         if not config.is_file() or config.read_text(encoding="utf-8", errors="replace") != text:
@@ -257,14 +257,14 @@ class RunFolder:
     def set_aside(self) -> Path | None:
         """Make room for a new run: move an earlier one to ``<folder>.1``, ``.2``, ...
 
-        Files of a run that ended before its first round are removed. Files that appeared since the
-        folder was locked stay.
+        If a run ended before its first round, its files are removed. Files newer than the lock
+        stay.
 
         Returns:
             The new path of the earlier run; ``None`` if there was none.
 
         Raises:
-            ConfigurationError: If it can't be moved there.
+            ConfigurationError: If the earlier run can't be moved.
         """
         found = self._own() if self._found is None else self._found
         if not self.has_run():
@@ -305,16 +305,16 @@ class RunFolder:
         return True
 
     def drop_empty_events(self) -> None:
-        """Remove event files without a scalar that appeared since the folder was locked.
+        """Remove event files without a scalar that are newer than the lock.
 
-        They could make TensorBoard drop rounds that have not been repeated.
+        With them TensorBoard could drop rounds that were not repeated.
         """
         for path in {*self.events()}.difference(self._found or ()):
             if not any(True for _ in _steps(path)):
                 path.unlink(missing_ok=True)
 
     def _newest(self, last: Path) -> Path | None:
-        """Return the newest undamaged checkpoint to resume from; of equally new ones ``last``."""
+        """Return the newest undamaged checkpoint to resume from; if equally new, ``last``."""
         files = [*sorted(self.checkpoints.glob("*.ckpt")), *self.requeued()]
         steps = {path: steps_so_far(path) for path in files}
         damaged = [path for path in files if steps[path] is None and not is_whole(path)]
@@ -344,7 +344,7 @@ class RunFolder:
         return any(self.checkpoints.glob("*.ckpt"))
 
     def _is_empty(self) -> bool:
-        # A run that is killed in its first round may have logged it, and saved no checkpoint yet.
+        # A run that is killed in its first round may have logged it before its first checkpoint.
         if any(step > 0 for path in self.events() for step in _steps(path)):
             return False
         others = {*self.path.glob("*")} - {*self._own()} - {*self.path.glob(f".*{_LOCK}*")}
@@ -367,7 +367,7 @@ class RunFolder:
         return own + self.events() + self.requeued()
 
     def _clear(self, paths: Iterable[Path]) -> None:
-        """Remove the files among ``paths`` that a start-up left, and empty folders."""
+        """Remove a start-up's files among ``paths``, and empty folders."""
         for path in {*self.events(), self.path / _HPARAMS}.intersection(paths):
             path.unlink(missing_ok=True)
         clear(self.path / MEMORY)
@@ -376,7 +376,7 @@ class RunFolder:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file whole, or not at all."""
+    """Write a file atomically."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
         sync(partial)

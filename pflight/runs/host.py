@@ -17,8 +17,8 @@ _GROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 def available_memory(device: torch.device) -> int:
     """Return an upper bound on the bytes that this process can still allocate on a device.
 
-    On the CPU this is the smallest of the system's available memory, the limit of the control group
-    and what the process's own limit (``ulimit -v``) leaves.
+    On the CPU this is the minimum of the system's available memory, the limit of the control group
+    and the rest of the process's own limit (``ulimit -v``).
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -44,9 +44,9 @@ def check_fits(device: torch.device, whose: str, parts: Mapping[str, int], inste
 
     Args:
         device: The device.
-        whose: What needs the memory, for the message.
-        parts: Bytes needed, by part.
-        instead: What to change, for the message.
+        whose: The user of the memory, for the message.
+        parts: Needed bytes by part.
+        instead: The suggested change, for the message.
 
     Raises:
         ConfigurationError: With all numbers.

@@ -1,4 +1,4 @@
-"""Locks of files that end with their process, also where a file system has no locks."""
+"""Locks of files. They end with their process, even on a file system without locks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _LOOK = 0.1  # seconds between two looks at a lock of another process
 def hold(path: Path) -> BaseFileLock:
     """Lock a file, for as long as the returned lock is referenced and not released.
 
-    The lock ends with the process, also if it is killed. Where the file system has no locks, a file
-    with the holder's process stands for the lock. It is taken over from a process of this machine
-    that has ended.
+    The lock ends with the process, even after a kill. If the file system has no locks, a file that
+    names the holder's process is the lock. It is taken over if the holder ran on this machine and
+    has ended.
 
     Args:
         path: The file, in a folder that exists. A hard link to another folder's lock is removed.
@@ -35,7 +35,7 @@ def hold(path: Path) -> BaseFileLock:
     from filelock import Timeout
 
     with suppress(OSError):
-        if path.stat().st_nlink > 1:  # of a copied folder, whose lock is another's
+        if path.stat().st_nlink > 1:  # in a copied folder: the original's lock
             path.unlink()
     before = holder(path)
     try:
@@ -51,7 +51,7 @@ def hold(path: Path) -> BaseFileLock:
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Hold a lock inside of the context, and wait for it until no other process has it.
+    """Hold a lock inside the context. Wait until no other process has it.
 
     Args:
         path: As in :func:`hold`.
@@ -64,7 +64,7 @@ def held(path: Path) -> Iterator[None]:
             lock = hold(path)
             break
         except BlockingIOError as error:
-            if _marker(path).exists() or _is_record(path):  # nobody can tell if it has ended
+            if _marker(path).exists() or _is_record(path):  # unknown whether the holder has ended
                 warnings.warn(f"waiting, since {error}", stacklevel=3)
             time.sleep(_LOOK)
     try:
@@ -80,7 +80,7 @@ def release(lock: BaseFileLock) -> None:
 
 
 def holder(path: Path) -> str:
-    """Return in words which process holds, or held, a lock; empty if its file does not say.
+    """Return in words which process holds, or held, a lock; empty if the file does not name it.
 
     Args:
         path: As in :func:`hold`.
@@ -107,7 +107,7 @@ def _locked(path: Path) -> BaseFileLock:
             raise
         except (OSError, NotImplementedError):
             with suppress(OSError):
-                if not path.stat().st_size:  # the attempt has left it
+                if not path.stat().st_size:  # left by the attempt
                     path.unlink()
             lock = SoftFileLock(_marker(path), thread_local=False)
             lock.acquire(blocking=False)
@@ -115,7 +115,7 @@ def _locked(path: Path) -> BaseFileLock:
 
 
 def _marker(path: Path) -> Path:
-    """Return the file that stands for a lock where there are none."""
+    """Return the file that is the lock on a file system without locks."""
     return path.with_name(f"{path.name}.marker")
 
 
@@ -125,7 +125,7 @@ def _is_record(path: Path) -> bool:
 
 
 def _text(path: Path) -> str:
-    """Return a file's text as one line, as far as it can be read."""
+    """Return the readable text of a file as one line."""
     try:
         return " ".join(path.read_text(errors="replace").split())
     except OSError:

@@ -1,4 +1,4 @@
-"""Client memory: what each client keeps between its participations, in RAM or on disk."""
+"""Client memory: each client's states between its participations, in RAM or on disk."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 class ClientMemory:
     """Named slots with one state per client, in RAM on the rank that owns the client.
 
-    A client's slot is created the first time it is written; until then reading it gives the
-    default. Values are copied in and out, and are kept on the CPU.
+    A client's slot is created at its first write. Before that, reading it gives the default. Values
+    are copied in and out, and are kept on the CPU.
 
     Example:
         >>> memory = ClientMemory()
@@ -58,13 +58,13 @@ class ClientMemory:
 
     def __init__(self) -> None:
         self._slots: Slots = {}
-        self._unsaved: dict[str, set[int]] = {}  # clients whose tensors no saved state shares
+        self._unsaved: dict[str, set[int]] = {}  # clients with tensors in no saved state
 
     def open(self, run_folder: str) -> None:
-        """Set the run folder; memory in RAM does not use it."""
+        """Set the run folder. Memory in RAM does not use it."""
 
     def write(self, slot: str, clients: Tensor, states: TensorDict) -> None:
-        """Keep the states of a stack ``[C]`` for the clients ``[C]``, replacing what was kept."""
+        """Keep the states of a stack ``[C]`` for the clients ``[C]``. Replace earlier states."""
         kept, unsaved = self._slots.setdefault(slot, {}), self._unsaved.setdefault(slot, set())
         columns = {name: leaf.detach().cpu() for name, leaf in entries(states)}
         for position, client in enumerate(clients.tolist()):
@@ -94,7 +94,7 @@ class ClientMemory:
         return TensorDict(columns, batch_size=[len(clients)])
 
     def seen(self, slot: str, clients: Tensor) -> Tensor:
-        """Return a mask ``[C]`` of the clients whose slot has been written."""
+        """Return a mask ``[C]`` of the clients with a written slot."""
         kept = self._slots.get(slot, {})
         return torch.tensor([client in kept for client in clients.tolist()], dtype=torch.bool)
 
@@ -104,10 +104,10 @@ class ClientMemory:
         return {slot: dict(clients) for slot, clients in self._slots.items()}
 
     def state_of_all_ranks(self, first_only: bool = False) -> Slots:
-        """Return the slots of all ranks together; all ranks have to call it.
+        """Return the slots of all ranks together. All ranks have to call it.
 
         Args:
-            first_only: Whether only rank 0 gets all slots; the other ranks then get their own.
+            first_only: Whether only rank 0 gets all slots. The other ranks then get their own.
         """
         states = gather_to_first(self.state_dict()) if first_only else gather(self.state_dict())
         merged: Slots = {}
@@ -132,15 +132,15 @@ class ClientMemory:
         }
 
     def save(self) -> dict[str, Any]:
-        """Return, on rank 0, the slots of all ranks for a checkpoint; all ranks have to call it."""
+        """Return the slots of all ranks on rank 0, for a checkpoint. All ranks have to call it."""
         return self.state_of_all_ranks(first_only=True)
 
     def load(self, saved: dict[str, Any], clients: Collection[int] | None = None) -> None:
-        """Replace all slots by those of a checkpoint, whichever kind of memory it was made with.
+        """Replace all slots by those of a checkpoint with either kind of memory.
 
         Args:
-            saved: What :meth:`save` returned.
-            clients: The clients whose states to load; all by default.
+            saved: The result of :meth:`save`.
+            clients: The clients to load; all by default.
 
         Raises:
             ConfigurationError: If a state on disk was overwritten or removed since.
@@ -167,16 +167,16 @@ def _fits(new: dict[str, Tensor], old: dict[str, Tensor]) -> bool:
 
 
 class MappedMemory(ClientMemory):
-    """A :class:`ClientMemory` on disk; RAM holds only a table of each client's row.
+    """A :class:`ClientMemory` on disk. RAM holds only a table of each client's row.
 
-    States are rows of files, which are mapped into memory while they are read. Each process writes
-    its own files and reads those of all processes. A row that a checkpoint refers to is never
-    overwritten as long as the checkpoint exists: a client that trains gets another row, so that a
-    killed run can be resumed from any of its checkpoints. The checkpoints hold the table.
+    States are rows of files. The files are mapped into memory for reading. Each process writes its
+    own files and reads those of all processes. Rows of an existing checkpoint are never
+    overwritten: a client that trains gets another row. So a killed run can be resumed from any of
+    its checkpoints. The checkpoints hold the table.
 
-    The folder ``tables`` beside the files lists the rows that each checkpoint refers to. A row on
-    no list is free: its checkpoint was removed, or the run was killed before it saved one. A
-    checkpoint that was renamed or copied by hand has no list until a run is resumed from it.
+    The folder ``tables`` beside the files lists the rows of each checkpoint. A row on no list is
+    free: its checkpoint was removed, or the run was killed before it saved one. If a checkpoint was
+    renamed or copied by hand, it has no list until a run is resumed from it.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -197,13 +197,13 @@ class MappedMemory(ClientMemory):
         self._files: dict[Path, RowFile] = {}
         self._spaces: dict[RowFile, Space] = {}
         self._unsynced: set[RowFile] = set()
-        self._loaded: dict[str, list[int]] = {}  # rows of all ranks in the checkpoint loaded
+        self._loaded: dict[str, list[int]] = {}  # rows of all ranks in the loaded checkpoint
 
     def __getstate__(self) -> dict[str, Any]:  # a copy reads the same rows but writes new ones
         return {**vars(self), "_own": None, "_lock": None, "_spaces": {}}
 
     def open(self, run_folder: str) -> None:
-        """Write to ``memory`` in this folder; rows elsewhere are copied there at the next save.
+        """Write to ``memory`` in this folder. The next save copies other rows to it.
 
         Raises:
             ConfigurationError: If the folder is not on a local file system.
@@ -221,7 +221,7 @@ class MappedMemory(ClientMemory):
         """Write the states of a stack ``[C]`` to free rows for the clients ``[C]``.
 
         Raises:
-            ConfigurationError: If the disk is full or can't be written to.
+            ConfigurationError: If the disk is full or not writable.
         """
         columns = {name: leaf.detach().cpu() for name, leaf in sorted(entries(states))}
         layout = tuple((n, dtype_name(c.dtype), tuple(c.shape[1:])) for n, c in columns.items())
@@ -252,17 +252,17 @@ class MappedMemory(ClientMemory):
         return super()._stacked(states, names)
 
     def load_state_dict(self, state: Slots, clients: Collection[int] | None = None) -> None:
-        """Replace all slots by ``state``; states in RAM are written to disk at the next save."""
+        """Replace all slots by ``state``. The next save writes states in RAM to disk."""
         super().load_state_dict(state, clients)
         self._spaces.clear()
 
     def load(self, saved: dict[str, Any], clients: Collection[int] | None = None) -> None:
-        """Replace all slots by those of a checkpoint, whichever kind of memory it was made with."""
+        """Replace all slots by those of a checkpoint with either kind of memory."""
         super().load(saved, clients)
         self._loaded = named_rows(saved)
 
     def save(self) -> dict[str, Any]:
-        """Return the table of all ranks on rank 0, after all its rows have reached the disk."""
+        """Return the table of all ranks on rank 0. Its rows are on the disk."""
         assert self._folder is not None
         for slot, kept in self._slots.items():
             for client, entry in kept.items():
@@ -274,7 +274,7 @@ class MappedMemory(ClientMemory):
                 for written in (path, path.parent, path.parent.parent):
                     sync(written)
         self._unsynced.clear()
-        self._spaces.clear()  # which rows are free depends on the checkpoint to be written
+        self._spaces.clear()  # the new checkpoint decides which rows are free
         self._loaded.clear()
         return table_of(super().save(), self._folder)
 
@@ -295,7 +295,7 @@ class MappedMemory(ClientMemory):
             yield from (entry for entry in kept.values() if isinstance(entry, Row))
 
     def _space(self, file: RowFile) -> Space:
-        """Return the free rows of a file that this process writes."""
+        """Return the free rows of one of this process's files."""
         if file not in self._spaces:
             assert self._folder is not None
             named = {row.index for row in self._rows() if row.file == file}
@@ -308,8 +308,8 @@ class MappedMemory(ClientMemory):
     def _own_folder(self) -> Path:
         """Return the folder that only this process writes to.
 
-        If possible, it takes over a folder whose rows it refers to and whose process has ended.
-        Files with a second hard link belong to a copy of the run, too, and are not written to.
+        If possible, take over a folder with this memory's rows from a process that has ended. Files
+        with a second hard link belong to a copy of the run, too. They are not written to.
         """
         if self._own is not None and has_links(self._own):
             self._own = self._lock = None

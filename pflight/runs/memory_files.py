@@ -1,4 +1,4 @@
-"""Files of client states, and the lists of their rows that checkpoints refer to."""
+"""Files of client states, and lists of the rows in each checkpoint."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _HEADER = 16  # bytes: the client and the checksum
 
 @dataclass(frozen=True)
 class RowFile:
-    """A file of states of one layout; each row has a header with its client and its checksum.
+    """A file of states of one layout. Each row has a header with its client and its checksum.
 
-    It is written by system calls and read through a memory map: a full disk is an error in a system
-    call, but would crash a process that writes to a map.
+    The file is written by system calls and read through a memory map. A full disk is an error in a
+    system call, but would crash a process that writes to a map.
 
     Attributes:
         path: The file.
@@ -79,12 +79,12 @@ class RowFile:
     def write(
         self, indices: Iterator[int], clients: Sequence[int], states: Mapping[str, Tensor]
     ) -> Iterator[Row]:
-        """Write the states ``[C]`` of clients to rows; the file is created or extended as needed.
+        """Write the states ``[C]`` of clients to rows. Create or extend the file as needed.
 
         Each index is taken from the iterator just before its row is written.
 
         Raises:
-            OSError: If the disk is full or can't be written to.
+            OSError: If the disk is full or not writable.
         """
         sources = self._places(states)
         data = np.zeros(self.row_bytes, np.uint8)
@@ -136,12 +136,12 @@ class RowFile:
     def _places(self, states: Mapping[str, Tensor]) -> list[tuple[NDArray[np.uint8], slice]]:
         """Return the bytes ``[C, n]`` of each tensor of a stack, and their slice of a row.
 
-        They share memory with the stack if it is contiguous.
+        The bytes share memory with the stack if it is contiguous.
         """
         places = []
         for name, (place, _, _) in self.columns.items():
             data = states[name].contiguous().flatten()
-            if len(data) == 1:  # whose stride may be anything
+            if len(data) == 1:  # its stride may be anything
                 data = data.as_strided((1,), (1,))
             data = data.view(torch.uint8)
             width = place.stop - place.start
@@ -184,7 +184,7 @@ class Row:
         return {name: value[0] for name, value in self.file.read([self]).items()}
 
     def lost(self) -> ConfigurationError:
-        """Return the error for a state that is not in its file any more."""
+        """Return the error for a state that is no longer in its file."""
         return ConfigurationError(
             f"client {self.client}'s memory is not in {self.file.path} any more: it was "
             "overwritten or damaged"
@@ -226,7 +226,7 @@ class Space:
 
 
 def tensors(entry: Entry) -> State:
-    """Return the tensors of a state by name; a state in RAM is not copied."""
+    """Return the tensors of a state by name. A state in RAM is not copied."""
     return entry.tensors() if isinstance(entry, Row) else entry
 
 
@@ -243,18 +243,18 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-# Checkpoints and the rows that they name
+# Checkpoints and their rows
 
 
 @contextmanager
 def named_by(checkpoint: Path, memory: dict[str, Any]) -> Iterator[None]:
-    """Protect the rows that a checkpoint refers to, while it is written and afterwards.
+    """Protect the rows of a checkpoint, while it is written and afterwards.
 
-    Inside the context, the rows of the checkpoint that it replaces are protected too.
+    Inside the context, the rows of the replaced checkpoint are protected too.
 
     Args:
         checkpoint: The path of the checkpoint.
-        memory: What :meth:`ClientMemory.save` returned; the path is added to it.
+        memory: The result of :meth:`ClientMemory.save`. The path is added to it.
 
     Raises:
         ConfigurationError: If the list of rows can't be written.
@@ -284,11 +284,11 @@ def named_by(checkpoint: Path, memory: dict[str, Any]) -> Iterator[None]:
 
 
 def locate(memory: dict[str, Any], checkpoint: Path) -> None:
-    """Find the folder of a checkpoint's client memory, which may have moved along with the file.
+    """Find the folder of a checkpoint's client memory. It may have moved along with the file.
 
     Args:
-        memory: What :meth:`ClientMemory.save` returned; its ``folder`` is set.
-        checkpoint: The file that it was read from.
+        memory: The result of :meth:`ClientMemory.save`. Its ``folder`` is set.
+        checkpoint: The file of the checkpoint.
 
     Raises:
         ConfigurationError: If there is no such folder.
@@ -316,7 +316,7 @@ def is_needed(folder: Path) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Remove all client memory from a folder, and the folder itself if it is then empty."""
+    """Remove all client memory from a folder. Then remove the folder if it is empty."""
     for own in {path.parent for path in folder.glob(f"*/*{_ROWS}")} | {folder / TABLES}:
         shutil.rmtree(own, ignore_errors=True)
     if folder.is_dir() and not any(folder.iterdir()):
@@ -324,7 +324,7 @@ def clear(folder: Path) -> None:
 
 
 def named_rows(memory: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return the rows that a checkpoint refers to, by file."""
+    """Return the rows of a checkpoint by file."""
     names = [name for name, _ in memory.get("files", ())]
     rows: dict[str, list[int]] = {name: [] for name in names}
     for held in memory["rows"].values() if names else ():
@@ -334,7 +334,7 @@ def named_rows(memory: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def rows_of(memory: Mapping[str, Any], clients: Collection[int] | None) -> Slots:
-    """Return the rows that a checkpoint refers to, and check that they still exist."""
+    """Return the rows of a checkpoint, and check that they still exist."""
     folder = Path(memory["folder"])
     files = [
         RowFile(folder / name, tuple((n, dtype, tuple(shape)) for n, dtype, shape in layout))
@@ -394,7 +394,7 @@ def _tables(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _write_table(path: Path, table: dict[str, Any]) -> None:
-    """Write a table and its checksum; a kill leaves the whole file or none."""
+    """Write a table and its checksum. A kill leaves the whole file or none."""
     content = json.dumps(table).encode()
     partial = path.with_suffix(".partial")
     try:
@@ -429,13 +429,13 @@ def _is_kept(folder: Path, table: Mapping[str, Any]) -> bool:
 
 
 def _seen_from(folder: Path, checkpoint: Path) -> str:
-    """Return the path of a checkpoint relative to the run folder, as both may be moved together."""
+    """Return the path of a checkpoint relative to the run folder. Both may move together."""
     path, run = checkpoint.resolve(), folder.parent
     return str(path.relative_to(run) if path.is_relative_to(run) else path)
 
 
 def sweep(folder: Path, ours: Collection[Path]) -> None:
-    """Remove folders that no running process writes to and no checkpoint needs."""
+    """Remove folders without a running writer and without a checkpoint that needs them."""
     needed = {(folder / name).parent for rows in kept_tables(folder) for name in rows}
     for own in {path.parent for path in folder.glob(f"*/*{_ROWS}")} - needed - {*ours}:
         if locked(own) is not None:
@@ -446,7 +446,7 @@ def sweep(folder: Path, ours: Collection[Path]) -> None:
 
 
 def locked(folder: Path) -> BaseFileLock | None:
-    """Lock a folder for as long as the returned lock is referenced; ``None`` if it is locked."""
+    """Lock a folder while the returned lock is referenced; return ``None`` if already locked."""
     try:
         lock = hold(folder / "lock")
     except BlockingIOError:
@@ -455,7 +455,7 @@ def locked(folder: Path) -> BaseFileLock | None:
 
 
 def has_links(folder: Path) -> bool:
-    """Return whether files of states in a folder have a second name, as in a hard-linked copy."""
+    """Return whether files of states in a folder have a second hard link, as after a copy."""
     return any(path.stat().st_nlink > 1 for path in folder.glob(f"*{_ROWS}"))
 
 
@@ -465,7 +465,7 @@ def file_name(slot: str, layout: Layout) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name, which is the same in torch and NumPy."""
+    """Return a dtype's name. It is the same in torch and NumPy."""
     return str(dtype).removeprefix("torch.")
 
 

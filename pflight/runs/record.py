@@ -27,14 +27,14 @@ _log = logging.getLogger("lightning.pytorch.pflight")
 
 
 class RunRecord:
-    """Writes and reads what a resumed run needs, as tensors and primitives.
+    """Writes and reads the record for a resumed run, as tensors and primitives.
 
     Args:
         clients: The clients of the federation.
         allow_other_data: Whether a run may be resumed with other data of as many clients.
 
     Attributes:
-        choice: The engine that trains the clients, and why; ``None`` before it is known.
+        choice: The engine and the reason of its choice; ``None`` before it is known.
     """
 
     def __init__(self, clients: Clients, allow_other_data: bool) -> None:
@@ -61,15 +61,15 @@ class RunRecord:
         }
 
     def check(self, checkpoint: dict[str, Any], callback: ServerCallback, goes_on: bool) -> None:
-        """Raise unless a checkpoint belongs to this federation; warn of other options.
+        """Raise unless a checkpoint belongs to this federation. Warn of different options.
 
         Args:
             checkpoint: The checkpoint.
             callback: The server callback of this run.
-            goes_on: Whether the clients will train on, with the data of this run.
+            goes_on: Whether the clients will continue training, with the data of this run.
 
         Raises:
-            ConfigurationError: Naming what differs.
+            ConfigurationError: Naming the difference.
         """
         record = checkpoint.get("pflight", {})
         check_record(record, self._must_agree(callback))
@@ -89,7 +89,7 @@ class RunRecord:
             rank_zero_only(_log.warning)(others)
 
     def keep_engine(self, record: dict[str, Any], strategy: Strategy) -> None:
-        """Keep the engine chosen when the run began, even if the rule would now choose another."""
+        """Keep the engine of the run's start, even if the rule would now choose another."""
         here, saved = self._engine(), record.get("engine")
         if saved in (None, here):
             return
@@ -122,19 +122,19 @@ class RunRecord:
         return [repr(one) for one in callback.active_modifiers]
 
     def _engine(self) -> dict[str, Any] | None:
-        """Return the choice of the engine, which decides a run's last bits."""
+        """Return the choice of the engine. A run's last bits depend on it."""
         if self.choice is None:
             return None
         return {"name": self.choice.engine, "clients_at_once": self.choice.chunk}
 
     def _digests(self) -> dict[str, str]:
-        """Return the digests of the frozen weights, which are computed once."""
+        """Return the digests of the frozen weights. They are computed once."""
         if self._frozen is None:
             self._frozen = digests_of(self.clients.layout)
         return self._frozen
 
     def forget_data(self) -> None:
-        """Forget the record of the data, which are about to change."""
+        """Forget the record of the data, since they are about to change."""
         self._data = None
 
     def _record_of_data(self) -> dict[str, Any] | None:
@@ -143,7 +143,7 @@ class RunRecord:
         return self._data
 
     def _check_same_data(self, saved: dict[str, Any] | None) -> None:
-        """Raise if a run would be resumed with other data, unless that is allowed."""
+        """Raise if a run would be resumed with other data and this is not allowed."""
         here = self._record_of_data()
         if saved and here and (renewed := [*self.clients.renewed]):
             known = saved["fingerprint"].clone()

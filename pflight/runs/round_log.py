@@ -1,4 +1,4 @@
-"""What a federation writes to its loggers."""
+"""A federation's output to its loggers."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def silence_hints() -> None:
 
 
 def log_hyperparameters(federation: L.LightningModule, **names: str) -> None:
-    """Pass the hyper-parameters to the loggers, which write them beside their logs.
+    """Pass the hyper-parameters to the loggers.
 
     Args:
         federation: The federation.
         **names: Further hyper-parameters, besides the federation's options.
     """
     for logger in federation.loggers:
-        if isinstance(logger, TensorBoardLogger):  # would log an empty hp_metric as well
+        if isinstance(logger, TensorBoardLogger):  # it would also log an empty hp_metric
             logger.hparams.update({**names, **federation.hparams, **logger.hparams})
         else:
             logger.log_hyperparams({**names, **federation.hparams})
 
 
 def log_values(federation: L.LightningModule, values: Mapping[str, float], step: int) -> None:
-    """Log values that are equal on all ranks.
+    """Log values. They must be equal on all ranks.
 
     Args:
         federation: The federation.
@@ -68,7 +68,7 @@ def log_values(federation: L.LightningModule, values: Mapping[str, float], step:
 def log_histograms(
     federation: L.LightningModule, histograms: Mapping[str, Tensor], step: int
 ) -> None:
-    """Log distributions to TensorBoard, where there is one."""
+    """Log distributions to TensorBoard, if it is in use."""
     for logger in federation.loggers:
         if isinstance(logger, TensorBoardLogger) and federation.trainer.is_global_zero:
             for name, values in histograms.items():

@@ -1,4 +1,4 @@
-"""A checkpoint's record of the clients' data, so that a run is resumed with the same."""
+"""A checkpoint's record of the clients' data, so that a run is resumed with the same data."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def record_of(data: FederatedDataModule) -> dict[str, Any]:
 def difference(
     saved: Mapping[str, Any], here: Mapping[str, Any], numbered: Callable[[int], str] = str
 ) -> str | None:
-    """Return how the data of a checkpoint differ from those of this run; ``None`` if they don't.
+    """Return how a checkpoint's data and this run's data differ; ``None`` if they don't.
 
     Args:
         saved: The :func:`record_of` the checkpoint's data.
-        here: That of this run's data, with as many clients.
+        here: The :func:`record_of` this run's data, with as many clients.
         numbered: Returns a client's number for messages, with its name if it has one.
     """
     counts = [
@@ -67,7 +67,7 @@ def difference(
 
 
 def _small(numbers: Tensor) -> Tensor:
-    """Return non-negative integers in the smallest type that holds them."""
+    """Return non-negative integers in the smallest possible type."""
     most = int(numbers.max()) if len(numbers) else 0
     kinds = (torch.uint8, torch.int16, torch.int32)
     kind = next((kind for kind in kinds if most <= torch.iinfo(kind).max), torch.long)

@@ -1,4 +1,4 @@
-"""Whether all ranks of a run are about to train the same federation."""
+"""Checks that all ranks of a run train the same federation."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def check_ranks(clients: Clients, callback: ServerCallback, options: Mapping[str
     Args:
         clients: The clients.
         callback: The server callback.
-        options: Of the federation.
+        options: The federation's options.
 
     Raises:
-        ConfigurationError: On all ranks, naming what differs.
+        ConfigurationError: On all ranks, naming the difference.
     """
     if not is_distributed():
         return
@@ -50,7 +50,7 @@ def check_ranks(clients: Clients, callback: ServerCallback, options: Mapping[str
 def _known(
     clients: Clients, callback: ServerCallback, options: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return what has to be the same, by name."""
+    """Return the values that must be the same on all ranks, by name."""
     data, template = clients.attached_data, clients.layout.template
     of_client = settings_of(clients.module).items()
     of_data = ((f"data.{name}", value) for name, value in vars(data).items())

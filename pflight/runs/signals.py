@@ -28,30 +28,30 @@ from .files import causes
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAUNCHER = "PFLIGHT_LAUNCHER"  # set in processes that end with this one
-_END = 0  # the byte that ends the thread; the others are numbers of signals
-_SAME = 0.2  # seconds in which the same signal may come twice, from the terminal and a parent
+_END = 0  # the byte that ends the thread; other bytes are numbers of signals
+_SAME = 0.2  # within these seconds the same signal may come twice: from the terminal and a parent
 _LOOK = 1.0  # seconds between two checks of the other ranks
-_GRACE = 5.0  # seconds for a rank to end by itself after another one has ended
+_GRACE = 5.0  # seconds for a rank to end by itself after another rank
 
 
 class StopBetweenRounds(L.Callback):
-    """Ends a fit after the round in which SIGTERM or Ctrl-C came, and anything else at once.
+    """After SIGTERM or Ctrl-C, ends a fit after the current round, and other work at once.
 
     It is both a callback of the Trainer and a context manager in the main thread around the
     Trainer's work. Inside, signals are recorded. Before each round the ranks check whether one of
-    them got a signal; if so, all stop, after the previous round has been saved. Outside rounds, as
-    in the set-up or a test, a signal stops the process at once; so does a second Ctrl-C anywhere.
+    them got a signal. If so, all ranks stop; the previous round has been saved. Outside rounds, as
+    in the set-up or a test, a signal stops the process at once. So does a second Ctrl-C anywhere.
     The context then ends with ``SystemExit``, status 143 for SIGTERM and 130 for Ctrl-C, and a line
     on standard error.
 
-    Processes that Lightning started for the other ranks end with this one; if one of them dies,
-    this one ends too. Signals that the process ignores, and all other signals, are left alone.
+    Lightning's processes for the other ranks end with this one. If one of them dies, this one ends
+    too. Ignored signals and all other signals are not touched.
 
     Args:
-        advice: Returns how to continue the run, for that line.
+        advice: Returns how to continue the run, for the line on standard error.
 
     Attributes:
-        at_once: The signals that, as a second one, stop the process at once.
+        at_once: The signals that stop the process at once if they come second.
 
     Example:
         >>> import lightning as L, pflight, torch
@@ -70,7 +70,7 @@ class StopBetweenRounds(L.Callback):
     def __init__(self, advice: Callable[[], str] = str) -> None:
         self.advice = advice
         self.signum = 0
-        self.saved_apart = False  # set by SaveWhenStopped, which then decides alone
+        self.saved_apart = False  # set by SaveWhenStopped: it then decides alone
         self._in_rounds = False
         self._agreed = False
         self._trainer: L.Trainer | None = None
@@ -81,16 +81,16 @@ class StopBetweenRounds(L.Callback):
         self._ear: tuple[int, int] | None = None
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # another process can use none of the rest
+    def __reduce__(self) -> tuple[Any, ...]:  # the rest is useless in another process
         return type(self), (), {"saved_apart": self.saved_apart}
 
     def __enter__(self) -> StopBetweenRounds:
-        """Begin to record signals; only the main thread can."""
+        """Begin to record signals. Only the main thread can do this."""
         if threading.current_thread() is threading.main_thread():
             for signum in _SIGNALS:
                 if signal.getsignal(signum) not in (signal.SIG_IGN, None):
                     self._before[signum] = signal.signal(signum, self._note)
-            # The main thread may be waiting for another rank; this wakes a thread that is not.
+            # The main thread may be waiting for another rank. This pipe wakes another thread.
             self._ear = os.pipe()
             os.set_blocking(self._ear[1], False)
             self._wakeup = signal.set_wakeup_fd(self._ear[1], warn_on_full_buffer=False)
@@ -114,7 +114,7 @@ class StopBetweenRounds(L.Callback):
         ending = error is not None or self.signum
         dead = self._end_ranks(_GRACE if self._agreed else _LOOK) if ending else {}
         if any(isinstance(cause, KeyboardInterrupt) for cause in causes(error)):
-            self.signum = self.signum or signal.SIGINT  # by hand, not by a signal
+            self.signum = self.signum or signal.SIGINT  # raised without a signal
         if lost_rank(error) or (self.signum and not isinstance(error, Exception)):
             raise SystemExit(self._print_reason(dead)) from None
 
@@ -125,21 +125,21 @@ class StopBetweenRounds(L.Callback):
         signal.set_wakeup_fd(self._wakeup)
 
     def watch(self, trainer: L.Trainer) -> None:
-        """Watch a Trainer's ranks, also while they are set up."""
+        """Watch a Trainer's ranks, also during their set-up."""
         self._trainer = trainer
         if signal.SIGTERM in self._before:
-            # Lightning's own handler would broadcast from wherever a rank is at that moment.
+            # Lightning's own handler would broadcast at any point of a rank's work.
             connector = trainer._signal_connector
             connector._sigterm_notifier_fn = lambda *_: None  # type: ignore[method-assign]
 
-    # What Lightning calls
+    # For Lightning
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Watch the Trainer's ranks."""
         self.watch(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """From now on, let signals wait for the end of a round."""
+        """Let signals wait for the end of a round from now on."""
         self._in_rounds = True
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -157,13 +157,13 @@ class StopBetweenRounds(L.Callback):
         self._in_rounds = False
 
     def is_over(self) -> bool:
-        """Return whether a signal came to any rank; all ranks have to call it."""
+        """Return whether a signal came to any rank. All ranks have to call it."""
         signum = int(all_max(torch.tensor(self.signum)))
         if signum:  # don't overwrite a signal that comes meanwhile
             self.signum, self._agreed = signum, True
         return self._agreed
 
-    # What signals and the other ranks do
+    # Signals and the other ranks
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         first, self.signum = not self.signum, self.signum or signum
@@ -172,7 +172,7 @@ class StopBetweenRounds(L.Callback):
             raise Stopped
 
     def _listen(self) -> None:
-        """Receive signals and watch the ranks in a thread, whatever the main thread waits for."""
+        """Receive signals and watch the ranks in a thread, even while the main thread waits."""
         assert self._ear is not None
         heard, last, since = 0, 0.0, math.inf
         while True:
@@ -198,16 +198,16 @@ class StopBetweenRounds(L.Callback):
                 self._end_now(heard)
 
     def _dead(self) -> dict[int, int]:
-        """Return the exit status of each rank that Lightning started and that failed."""
+        """Return the exit status of each failed rank among Lightning's processes."""
         launcher = self._trainer.strategy.launcher if self._trainer else None
         if isinstance(launcher, _SubprocessScriptLauncher):
-            with suppress(IndexError):  # if they stayed there, Lightning would kill this process
+            with suppress(IndexError):  # otherwise Lightning would kill this process
                 while True:
                     self._ranks.append(launcher.procs.pop(0))
         return {rank: code for rank, p in enumerate(self._ranks, 1) if (code := p.poll())}
 
     def _end_ranks(self, patience: float) -> dict[int, int]:
-        """End all ranks, and return the exit status of those that failed by themselves."""
+        """End all ranks. Return the exit status of the ranks that failed by themselves."""
         self._dead()
         with suppress(TimeoutExpired):
             for process in self._ranks:
@@ -236,7 +236,7 @@ class StopBetweenRounds(L.Callback):
 
 
 class SaveWhenStopped(Checkpoint):
-    """Saves the last round of a stopped run, for callbacks that do not save every round.
+    """Saves the last round of a stopped run, if callbacks don't save every round.
 
     Args:
         stop: Stops the run.

@@ -1,4 +1,4 @@
-"""Buffers whose mean over clients may make no sense."""
+"""Buffers that may have no meaningful mean over clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .updates import ClientUpdates
 
 
 def unit_vectors(module: nn.Module) -> list[str]:
-    """Return the names of the buffers in which spectral norm keeps vectors of length 1.
+    """Return the names of the buffers with spectral norm's vectors of length 1.
 
     Example:
         >>> unit_vectors(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 3)))
@@ -41,7 +41,7 @@ def unit_vectors(module: nn.Module) -> list[str]:
 class BufferWatch:
     """Warns once of buffers that clients change and that are no statistics of a norm.
 
-    Single numbers, such as a counter, are left out.
+    Single numbers, such as a counter, are not watched.
 
     Args:
         module: The client module.
@@ -61,7 +61,7 @@ class BufferWatch:
     def look(
         self, clients: Tensor, sent: TensorDict, updates: ClientUpdates, round_index: int
     ) -> None:
-        """Compare what the clients ``[C]`` were sent with what those that answered return."""
+        """Compare the buffers that the clients ``[C]`` received and returned."""
         states = updates.states
         names = sorted(self._names.intersection(sent.keys(), states.keys()))
         if not names:

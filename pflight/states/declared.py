@@ -14,22 +14,22 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class DeclaredState:
-    """How the base class treats a state of a server callback.
+    """Saves, loads and moves a declared state of a server callback.
 
     Args:
         kind: The dataclass or named tuple of the value, or of the entries of a list. A checkpoint
             has its fields as a dictionary.
-        on_cpu: Whether its tensors stay on the CPU.
+        on_cpu: Whether the state's tensors stay on the CPU.
     """
 
     kind: type | None = None
     on_cpu: bool = False
 
     def save(self, value: Any) -> Any:
-        """Return a value as tensors and primitives, which a checkpoint can hold.
+        """Return a value as tensors and primitives, for a checkpoint.
 
         Raises:
-            TypeError: If the value is or has something else.
+            TypeError: If the value has a part of another type.
         """
         if self.kind is not None and isinstance(value, self.kind):
             return {name: self.save(getattr(value, name)) for name in names_of(self.kind)}
@@ -42,7 +42,7 @@ class DeclaredState:
         return value
 
     def load(self, saved: Any) -> Any:
-        """Return the value of which :meth:`save` returned this."""
+        """Return the value that :meth:`save` has saved as ``saved``."""
         if self.kind is None or saved is None:
             return saved
         if isinstance(saved, dict):
@@ -61,7 +61,7 @@ def names_of(kind: type) -> tuple[str, ...]:
 
 
 def _with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a value, with each of its tensors replaced by what a function returns for it."""
+    """Return a value with a function applied to each of its tensors."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) is dict:

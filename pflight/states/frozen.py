@@ -1,4 +1,4 @@
-"""Frozen weights, which checkpoints name by their digests."""
+"""Frozen weights. Checkpoints identify them by digests."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def _digest(name: str, tensor: Tensor) -> str:
 
 
 def check_frozen(saved: Mapping[str, str], here: Mapping[str, str]) -> None:
-    """Raise unless a module has the frozen weights that a checkpoint was trained on.
+    """Raise unless a module has the frozen weights of a checkpoint's training.
 
     Args:
         saved: The digests in the checkpoint.
-        here: Those of the module.
+        here: The digests of the module.
 
     Raises:
         ConfigurationError: Naming an entry that differs.

@@ -1,4 +1,4 @@
-"""The split of a network into features and a head, one for all methods."""
+"""The split of a network into features and head, the same for all methods."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ EXTRA = "pflight_extra"
 _FOUND = "pflight_head"  # the attribute of a federation's copy of the client module
 
 Outputs = Callable[[Tensor, Tensor], Tensor]
-"""Gets features ``[n, d]`` and what the head gives for them; returns what takes its place."""
+"""Gets features ``[n, d]`` and the head's outputs for them; returns the outputs to use instead."""
 
 
 class Head(NamedTuple):
     """The module of a network that maps features to outputs."""
 
     name: str
-    """As in ``module.get_submodule``."""
+    """The module's name, as in ``module.get_submodule``."""
     width: int
     """Number of a sample's features: the head's input, flattened from dimension 1."""
     outputs: int
-    """Number of a sample's outputs, likewise."""
+    """Number of a sample's outputs, flattened in the same way."""
 
 
 def head_of(module: nn.Module) -> Head:
     """Return the head of a client module.
 
-    It is the module that the client module names as its attribute ``head``, or that a module inside
-    of it so names; by default it is the last linear layer. Which of several that is, is found out
-    by a forward pass in a federation with data, and else taken from their order.
+    The attribute ``head`` of the client module, or of a module inside, names the head. By default
+    the head is the last linear layer. A federation with data finds the last one by a forward pass.
+    Otherwise the order of the layers decides.
 
     Raises:
         ConfigurationError: In one line, if there is no such layer.
@@ -62,7 +62,7 @@ def head_of(module: nn.Module) -> Head:
 
 
 def named_head(module: nn.Module) -> str | None:
-    """Return the name of the head that a module, or one inside of it, names; ``None`` if none does.
+    """Return the head's name from a module or a module inside; ``None`` if no module names it.
 
     Raises:
         ConfigurationError: If there is no module of that name.
@@ -83,7 +83,7 @@ def named_head(module: nn.Module) -> str | None:
 
 
 def has_plain_head(module: nn.Module) -> bool:
-    """Return whether it needs no forward pass to tell which module is the head."""
+    """Return whether the head is known without a forward pass."""
     parts = [*module.modules()]
     layers = [part for part in parts if isinstance(part, nn.Linear)]
     tied = any(isinstance(part, nn.Embedding) for part in parts)  # perhaps, by F.linear
@@ -91,13 +91,13 @@ def has_plain_head(module: nn.Module) -> bool:
 
 
 def trace(module: nn.Module, run: Callable[[], Any]) -> Head | None:
-    """Return the head as a forward pass shows it: the one that is named, or the last linear layer.
+    """Return the head, found by a forward pass: the named one, or the last linear layer.
 
-    It is an embedding if the weight of this is used as the last linear layer.
+    The head is an embedding, if the embedding's weight is used as the last linear layer.
 
     Args:
         module: The module.
-        run: Passes something through it.
+        run: Runs a forward pass of the module.
     """
     named, found = named_head(module), list[Head]()
 
@@ -122,7 +122,7 @@ def trace(module: nn.Module, run: Callable[[], Any]) -> Head | None:
     owners = {
         part.weight.data_ptr(): (name, part)
         for name, part in module.named_modules()
-        if isinstance(part, nn.Embedding | nn.Linear)  # the last one counts, where they are tied
+        if isinstance(part, nn.Embedding | nn.Linear)  # of tied layers the last one counts
     }
     name, part = owners.get(last.weight or 0, ("", None))
     if named is None and isinstance(part, nn.Embedding):
@@ -131,7 +131,7 @@ def trace(module: nn.Module, run: Callable[[], Any]) -> Head | None:
 
 
 class _LastWeight(TorchFunctionMode):
-    """Notes where the weight of the last product lies, also if it is transposed."""
+    """Notes the memory address of the last product's weight, also if it is transposed."""
 
     weight: int | None = None
     _PRODUCTS = (F.linear, torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
@@ -149,10 +149,10 @@ class _LastWeight(TorchFunctionMode):
 
 
 def mark(module: nn.Module, head: Sequence[Any] | None) -> None:
-    """Note in a federation's copy of a client module which its head is.
+    """Note the head in a federation's copy of a client module.
 
     Raises:
-        ConfigurationError: If it is an embedding, and so also the first layer of the body.
+        ConfigurationError: If the head is an embedding, and so also the body's first layer.
     """
     found = None if head is None else Head(*head)
     if found is not None and isinstance(module.get_submodule(found.name), nn.Embedding):
@@ -165,7 +165,7 @@ def mark(module: nn.Module, head: Sequence[Any] | None) -> None:
 
 
 def marked(module: nn.Module) -> list[Any] | None:
-    """Return what :func:`mark` noted, for a checkpoint."""
+    """Return the head that :func:`mark` noted, for a checkpoint."""
     head = vars(module).get(_FOUND)
     return None if head is None else [*head]
 
@@ -174,11 +174,11 @@ def marked(module: nn.Module) -> list[Any] | None:
 def watched(
     module: nn.Module, outputs: Outputs | None = None
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Note features and what the head itself gives for them, of every pass.
+    """Note the features and the head's own outputs in every pass.
 
     Args:
         module: The client module.
-        outputs: What takes the place of the head's outputs meanwhile.
+        outputs: A function that replaces the head's outputs inside the context.
     """
     head, seen = module.get_submodule(head_of(module).name), list[tuple[Tensor, Tensor]]()
 
@@ -206,12 +206,12 @@ def watched(
 
 
 def add_extra(module: nn.Module, extra: nn.Module) -> None:
-    """Have a module predict by what another makes of features and head.
+    """Have a module predict by an extra module, which uses the features and the head.
 
     Args:
-        module: A federation's copy of the client module, to which the other is added.
+        module: A federation's copy of the client module. The extra module is added to it.
         extra: Called with features ``[n, d]`` and the head, a function of features; returns
-            outputs in place of the head's.
+            outputs instead of the head's.
     """
     head = module.get_submodule(head_of(module).name)
     weight = next((p for p in head.parameters() if p.is_floating_point()), None)
@@ -220,11 +220,11 @@ def add_extra(module: nn.Module, extra: nn.Module) -> None:
 
 
 class _Prediction:
-    """A hook of the head that lets an extra module predict; copied with both of them."""
+    """A hook of the head that lets an extra module predict. It is copied with both modules."""
 
     def __init__(self, extra: nn.Module) -> None:
         self.extra = extra
-        self.rests = False  # where something else takes its place
+        self.rests = False  # while other outputs replace it
 
     def __call__(self, head: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         if self.rests:
@@ -239,15 +239,15 @@ class _Prediction:
 
 
 def step_extra(module: nn.Module, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
-    """Have an optimizer step the parameters of a module's extra one, with options of their own.
+    """Have an optimizer step the parameters of the extra module, with their own options.
 
     Args:
-        module: A client module, which may have none.
+        module: A client module, with or without an extra module.
         optimizer: The module's optimizer.
-        options: Those that this kind of optimizer does not have have to be 0 or ``False``.
+        options: The options. If the optimizer lacks an option, it must be 0 or ``False``.
 
     Raises:
-        ConfigurationError: If one is not.
+        ConfigurationError: If the optimizer lacks an option with another value.
     """
     extra = getattr(module, EXTRA, None)
     if extra is None:

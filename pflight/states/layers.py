@@ -1,4 +1,4 @@
-"""A selection of a client's layers, such as those that stay private."""
+"""A selection of a client's layers, such as the private ones."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .state import StateLayout, other_places
 @checked
 @dataclass(frozen=True)
 class Layers:
-    """Selects a client's layers by name, by position or by type; a layer needs to match only one.
+    """Selects a client's layers by name, by position or by type. One match is enough.
 
-    Layers are those of :attr:`~pflight.states.state.StateLayout.layers`: modules that hold tensors
-    of their own, in the order of ``state_dict()``. A layer has its weight, bias and buffers.
+    The layers are :attr:`~pflight.states.state.StateLayout.layers`: modules with tensors of their
+    own, in the order of ``state_dict()``. A layer has its weight, bias and buffers.
 
     Args:
-        names: Names of layers, such as ``"network.output"``, or of modules, which stand for all
-            layers inside them; ``*``, ``?`` and ``[...]`` match as in file names.
-        first: Number of layers to take from the start. Those without parameters, such as a loss
+        names: Names of layers, such as ``"network.output"``. A module's name means all layers
+            inside. ``*``, ``?`` and ``[...]`` match as in file names.
+        first: Number of layers to take from the start. Layers without parameters, such as a loss
             with class weights, are not counted.
-        last: Number of layers to take from the end, likewise.
-        types: Classes of modules, such as ``torch.nn.BatchNorm2d``, subclasses included; it is no
-            error if a network has none of them.
+        last: Number of layers to take from the end, counted in the same way.
+        types: Classes of modules, such as ``torch.nn.BatchNorm2d``, with subclasses. A network may
+            have none of them.
         head: Whether to take the head, as :func:`~pflight.states.head.head_of` finds it.
 
     Raises:
@@ -55,11 +55,11 @@ class Layers:
     head: bool = False
 
     def of(self, client: nn.Module) -> tuple[str, ...]:
-        """Return the names of these layers of a client, in its order.
+        """Return the names of the selected layers of a client, in the client's order.
 
         Raises:
-            ConfigurationError: If a name matches no layer, there are too few layers, or no head,
-                or one that shares a tensor with the body.
+            ConfigurationError: If a name matches no layer, there are too few layers, there is no
+                head, or the head shares a tensor with the body.
         """
         by_layer, parameters = StateLayout.of(client).layers, dict(client.named_parameters())
         layers = tuple(by_layer)
@@ -88,10 +88,10 @@ class Layers:
 
 
 def own_head(module: nn.Module) -> str:
-    """Return the name of the head, which shares no tensor with another layer.
+    """Return the name of the head. It must share no tensor with another layer.
 
     Raises:
-        ConfigurationError: If it does, so that body and head can't be told apart, or there is none.
+        ConfigurationError: If the head shares a tensor with the body, or if there is no head.
     """
     name = head_of(module).name
     inside = f"{name}."
@@ -111,7 +111,7 @@ def head_entries(module: nn.Module, layout: StateLayout) -> set[str]:
 
 
 def body_names(module: nn.Module) -> list[str]:
-    """Return the names of the parameters that train, but for those of the head.
+    """Return the names of the trainable parameters without the head's.
 
     Raises:
         ConfigurationError: As in :func:`own_head`.

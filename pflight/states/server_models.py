@@ -1,4 +1,4 @@
-"""The server's models, as parameters that the server optimizer steps."""
+"""The server's models, as parameters for the server optimizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .state import StateLayout, StateModule, expand_state
 
 @contextmanager
 def server_work(device: torch.device, seed: int, rounds: int) -> Iterator[None]:
-    """Run the server's code without autocast, inference mode and autograd, and seeded.
+    """Run the server's code seeded, without autocast, inference mode and autograd.
 
     Args:
         device: The server's device.
@@ -42,8 +42,8 @@ def check_finite(values: Mapping[str, Any], whose: str, round_index: int) -> Non
     """Raise if one of the server's tensors is not finite.
 
     Args:
-        values: The tensors by name; what is no floating-point tensor is passed over.
-        whose: They are.
+        values: The tensors by name. Only floating-point tensors are checked.
+        whose: Name of the tensors' owner, for the message.
         round_index: The round that has ended.
 
     Raises:
@@ -58,7 +58,7 @@ def check_finite(values: Mapping[str, Any], whose: str, round_index: int) -> Non
 
 
 def take_step(federation: Any, optimizer: Optimizer, round_index: int) -> None:
-    """Step the server's models without gradients that are not finite; warn of what is not taken.
+    """Step the server's models. Drop gradients that are not finite, with a warning.
 
     Args:
         federation: The module with the server's models.
@@ -90,15 +90,15 @@ class ServerModels(nn.ModuleList):
     All models share one copy of the frozen entries.
 
     Args:
-        layout: The layout of the client's state; its template is where every model starts.
+        layout: The layout of the client's state. Every model starts as its template.
         build_optimizer: Builds the server optimizer, if the user has chosen one.
-        save_frozen: Whether ``state_dict()`` has the frozen entries, with the first model.
+        save_frozen: Whether ``state_dict()`` has the frozen entries, among the first model's.
 
     Attributes:
         frozen: The frozen entries by name.
         optimizer: The server optimizer, while a Trainer runs the federation.
-        refused: Names of entries that were not finite in this round; no model takes them.
-        on_moved: Is called when the models may have moved to another device.
+        refused: Names of entries that were not finite in this round. No model takes them.
+        on_moved: Called when the models may have moved to another device.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ServerModels(nn.ModuleList):
         return ServerModels(layout, self.build_optimizer, self.save_frozen)
 
     def add(self, count: int) -> None:
-        """Add ``count`` models that start as the client module's weights."""
+        """Add ``count`` models with the client module's initial weights."""
         layout = self.layout
         moving = {name: layout.template[name] for name in layout.moving}
         for _ in range(count):
@@ -130,7 +130,7 @@ class ServerModels(nn.ModuleList):
     def copy(self, index: int) -> None:
         """Add a copy of a model during a round.
 
-        The optimizer steps it too from now on, with a copy of its state for the original.
+        From now on the optimizer also steps the copy. It copies its state of the original for this.
         """
         assert self.optimizer is not None
         model = copy.deepcopy(self[index])
@@ -156,15 +156,15 @@ class ServerModels(nn.ModuleList):
         return {n: moving[n] if n in moving else self.frozen[n] for n in chosen}
 
     def expand(self, index: int, names: Iterable[str], count: int) -> TensorDict:
-        """Return entries of one model for ``count`` clients: a stack ``[count]`` of views."""
+        """Return entries of one model for ``count`` clients, as a stack ``[count]`` of views."""
         return expand_state(self.tensors(index, names), count)
 
     @torch.no_grad()
     def set_pseudo_gradient(self, index: int, aggregate: Mapping[str, Tensor]) -> None:
-        """Set a model's gradient to its difference to the aggregate, and its buffers to the latter.
+        """Set a model's gradient to model minus aggregate, and its buffers to the aggregate's.
 
-        SGD with step 1 then moves the parameters all the way to the aggregate. A model without a
-        pseudo-gradient in a round stays where it is, whatever the optimizer.
+        SGD with step 1 then moves the parameters exactly to the aggregate. A model without a
+        pseudo-gradient in a round does not change, with any optimizer.
         """
         parameters = self.tensors(index, self.layout.parameters)
         distances = {
@@ -175,9 +175,9 @@ class ServerModels(nn.ModuleList):
 
     @torch.no_grad()
     def set_gradients(self, index: int, gradients: Mapping[str, Tensor]) -> None:
-        """Set the gradients of a model's parameters, and its buffers to the other entries.
+        """Set the gradients of a model's parameters. Other entries replace the model's buffers.
 
-        If some are not finite, the model stays as it is.
+        If a value is not finite, the model does not change.
         """
         tensors = self.tensors(index)
         if not self._may_take(tensors, gradients):
@@ -191,7 +191,7 @@ class ServerModels(nn.ModuleList):
 
     @torch.no_grad()
     def replace(self, index: int, state: Mapping[str, Tensor]) -> None:
-        """Replace a model, without the server optimizer; by one that is finite.
+        """Replace a model without the server optimizer, if the new one is finite.
 
         Raises:
             ConfigurationError: If a shared parameter is missing, or an entry is not the network's.
@@ -225,7 +225,7 @@ class ServerModels(nn.ModuleList):
             destination.update((f"{prefix}0.{name}", t) for name, t in self.frozen.items())
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Take frozen entries where there are some; once, every model was saved with them."""
+        """Load frozen entries if saved. Earlier versions saved them with every model."""
         for name, tensor in self.frozen.items():
             saved = [state_dict.pop(f"{prefix}{i}.{name}", None) for i in range(len(self))]
             if saved and saved[0] is not None:
@@ -234,7 +234,7 @@ class ServerModels(nn.ModuleList):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _may_take(self, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> bool:
-        """Return whether values are finite, but where the model itself is not; note if not."""
+        """Return whether values are finite wherever the model is. Note the names of others."""
         odd = [
             name
             for name, value in values.items()

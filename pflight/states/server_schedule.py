@@ -23,7 +23,7 @@ def build_optimizer(
     build: Callable[[Iterable[nn.Parameter]], Optimizer],
     schedule: Schedule,
 ) -> tuple[Optimizer, LRScheduler | ReduceLROnPlateau | None]:
-    """Build the server optimizer, and its scheduler if there is one.
+    """Build the server optimizer and, if there is one, its scheduler.
 
     Raises:
         ConfigurationError: If they can't be built.
@@ -47,7 +47,7 @@ def step_schedule(scheduler: Any) -> None:
     """Step a scheduler at the end of a round, unless it watches a metric.
 
     Raises:
-        ConfigurationError: If it can't.
+        ConfigurationError: If the scheduler can't step.
     """
     if isinstance(scheduler, LRScheduler) and monitored(scheduler) is None:
         try:
@@ -59,12 +59,12 @@ def step_schedule(scheduler: Any) -> None:
 
 
 class WaitingSchedule(L.Callback):
-    """Steps a server's scheduler that watches a metric, once the round has it.
+    """Steps a server's scheduler that watches a metric, when the round has the metric.
 
-    It also looks at what a checkpoint has made of the server optimizer.
+    It also checks the server optimizer after a checkpoint was loaded.
 
     Args:
-        clients: The clients, whose history has the metrics.
+        clients: The clients with the history of the metrics.
     """
 
     def __init__(self, clients: Clients) -> None:
@@ -74,10 +74,10 @@ class WaitingSchedule(L.Callback):
         """Raise if the checkpoint has the state of an optimizer of another class.
 
         Raises:
-            ConfigurationError: Naming what that lacks.
+            ConfigurationError: Naming the missing options.
         """
         for optimizer in trainer.optimizers:
-            # PyTorch adds "differentiable" to the defaults alone when it loads a state.
+            # When PyTorch loads a state, it adds "differentiable" to the defaults only.
             expected = optimizer.defaults.keys() - {"differentiable"}
             if missing := sorted(expected - optimizer.param_groups[0].keys()):
                 raise ConfigurationError(
@@ -86,7 +86,7 @@ class WaitingSchedule(L.Callback):
                 )
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Step it with the round's metric."""
+        """Step the scheduler with the round's metric."""
         scheduler: Any = pl_module.lr_schedulers()
         values = self.clients.history[-1].metrics
         if (monitor := monitored(scheduler)) in values:

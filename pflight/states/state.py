@@ -1,8 +1,8 @@
-"""States of models: which tensors make up a client's model, and arithmetic on stacks of states.
+"""States of models: the tensors of a client's model, and arithmetic on stacks of states.
 
 A *state* maps names, as in ``client.state_dict()``, to tensors. A *stack* of ``C`` states is a
-TensorDict of batch size ``[C]`` with the same names. What the server broadcasts, what clients
-return and what they keep all have this form.
+TensorDict of batch size ``[C]`` with the same names. The server's broadcasts, the clients' answers
+and the clients' memory all have this form.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class StateModule(nn.Module):
             self._places[name] = (module, leaf)
 
     def tensors(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Return the tensors themselves by name: all, in the order given, or those of ``names``."""
+        """Return the tensors by name, without copies: all in the given order, or only ``names``."""
         chosen = self._places if names is None else names
         return {name: getattr(*self._places[name]) for name in chosen}
 
@@ -83,12 +83,11 @@ class StateLayout:
         parameters: Names of trainable parameters.
         averaged: Names of floating-point buffers, such as BatchNorm's running statistics.
         counters: Names of integer buffers, such as ``num_batches_tracked``.
-        frozen: Names of tensors that never change and never travel: parameters that are not
-            trained, and the buffers of modules all of whose parameters are not trained.
+        frozen: Names of tensors that never change and never travel: parameters that don't train,
+            and the buffers of modules with only such parameters.
         aliases: Further names of tied tensors in ``state_dict()``, with the first name of each.
-        own: Names of tensors that a client method keeps besides the client module's
-            ``state_dict()``.
-        private: Names of entries that stay with the client, as the server callback declares them.
+        own: Names of a client method's tensors besides the client module's ``state_dict()``.
+        private: Names of entries that the server callback declares to stay with the client.
     """
 
     template: dict[str, Tensor]
@@ -142,7 +141,7 @@ class StateLayout:
         )
 
     def with_private(self, names: Collection[str]) -> StateLayout:
-        """Return this layout with the entries that stay with the client; frozen ones don't move."""
+        """Return this layout with private entries. Frozen entries don't travel anyway."""
         chosen = {*names} - {*self.frozen}
         return replace(self, private=tuple(name for name in self.template if name in chosen))
 
@@ -192,23 +191,23 @@ class StateLayout:
 
     @property
     def module_buffers(self) -> tuple[str, ...]:
-        """Names of the client module's own buffers, without all that a client method adds."""
+        """Names of the client module's own buffers, without a client method's additions."""
         added = {*self.own, *self.extra}
         return tuple(name for name in self.buffers if name not in added)
 
     @property
     def extra(self) -> tuple[str, ...]:
-        """Names of the tensors of the module that a client method adds to the client module."""
+        """Names of the extra module's tensors. A client method adds this module."""
         return tuple(name for name in self.template if name.startswith(f"{EXTRA}."))
 
     @property
     def layers(self) -> dict[str, tuple[str, ...]]:
         """Names by layer, in ``state_dict()`` order; each name is in exactly one layer.
 
-        A layer is a module that holds tensors of its own, under its name in
-        ``client.get_submodule``. So a weight and its bias are in one layer, and a BatchNorm is a
-        layer with its buffers. A tied tensor is in the layer of its first name; the tensors of a
-        parametrization such as ``weight_norm`` are in the layer of the module that it parametrizes.
+        A layer is a module with tensors of its own, under its name in ``client.get_submodule``. So
+        a weight and its bias are in one layer, and a BatchNorm is a layer with its buffers. A tied
+        tensor is in the layer of its first name. The tensors of a parametrization, such as
+        ``weight_norm``, are in the layer of the parametrized module.
 
         Example:
             >>> network = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, affine=False))
@@ -227,7 +226,7 @@ class StateLayout:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of what each client has a copy of: a state without what is frozen."""
+        """Size in bytes of a client's own copy: a state without its frozen entries."""
         return sum(self.template[name].nbytes for name in self.moving)
 
     def state_dict(self, state: Mapping[str, Tensor], extra: bool = False) -> dict[str, Tensor]:
@@ -235,7 +234,7 @@ class StateLayout:
 
         Args:
             state: The state.
-            extra: Whether with those of the module that a client method adds.
+            extra: Whether to include the tensors of the extra module.
         """
         own = {*self.own} if extra else {*self.own, *self.extra}
         copy = {name: state[name].detach().clone() for name in self.template if name not in own}
@@ -243,7 +242,7 @@ class StateLayout:
         return copy
 
     def describe(self) -> dict[str, str]:
-        """Return shape and dtype by name, as primitives that a checkpoint can hold."""
+        """Return shape and dtype by name, as primitives for a checkpoint."""
         return {
             name: f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
             for name, t in self.template.items()
@@ -253,8 +252,8 @@ class StateLayout:
 def state_tensors(client: nn.Module) -> dict[str, Tensor]:
     """Return the live tensors of a client's model by name; tied ones once, under their first name.
 
-    The states of torchmetrics objects are left out, and what is neither a parameter nor a buffer,
-    such as the extra state of a module.
+    Only parameters and buffers are included, but no states of torchmetrics objects. The extra state
+    of a module is neither.
     """
     tensors = _named_tensors(client)
     for alias in _aliases(client):
@@ -271,9 +270,9 @@ ValueT = TypeVar("ValueT")
 
 
 def rest_frozen(module: ModuleT) -> ModuleT:
-    """Put the frozen parts of a module, none of whose parameters train, into evaluation mode.
+    """Put the frozen parts of a module, with no trainable parameter, into evaluation mode.
 
-    Dropout then leaves a frozen backbone alone, and BatchNorm does not change its statistics.
+    Then dropout does not change a frozen backbone, and BatchNorm keeps its statistics.
     """
     for part in resting_parts(module):
         part.training = False
@@ -281,9 +280,9 @@ def rest_frozen(module: ModuleT) -> ModuleT:
 
 
 def with_state(module: ModuleT, state: Mapping[str, Tensor]) -> ModuleT:
-    """Return a copy of a module with the tensors of a state, in their dtypes.
+    """Return a copy of a module with the tensors of a state, in the state's dtypes.
 
-    What the module leaves out of its ``state_dict()`` is as in the module.
+    Tensors outside of the module's ``state_dict()`` are as in the module.
     """
     module = copy.deepcopy(module)
     for name, tensor in state_tensors(module).items():
@@ -293,7 +292,7 @@ def with_state(module: ModuleT, state: Mapping[str, Tensor]) -> ModuleT:
 
 
 def resting_parts(module: nn.Module) -> list[nn.Module]:
-    """Return the frozen parts of a module, none of whose parameters train, and their submodules."""
+    """Return the frozen parts of a module, with no trainable parameter, and their submodules."""
     found: list[nn.Module] = []
     for part in module.modules():
         trains = [parameter.requires_grad for parameter in part.parameters()]
@@ -305,7 +304,7 @@ def resting_parts(module: nn.Module) -> list[nn.Module]:
 def _resting_buffers(client: nn.Module) -> set[str]:
     """Return the names of the buffers that rest.
 
-    They are those of frozen modules, none of whose parameters train, and constants that are not
+    These are buffers of modules with parameters but no trainable one, and constants that are not
     finite, such as a causal mask.
     """
     buffers = client.named_buffers()
@@ -332,7 +331,7 @@ def _aliases(client: nn.Module) -> dict[str, str]:
 
 
 def other_places(module: nn.Module) -> dict[str, str]:
-    """Return the further places of tied tensors, one name each, with each tensor's first name.
+    """Return the further places of tied tensors: one name for each place, and the first name.
 
     A module with two names counts as one place.
     """
@@ -356,17 +355,17 @@ def call_with(
     places: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> ValueT:
-    """Call a function of a module with other tensors in place of the module's own.
+    """Call a function of a module with other tensors instead of the module's own.
 
-    PyTorch's ``functional_call`` also ties tensors, but leaves some of them behind in a module that
-    has two names.
+    PyTorch's ``functional_call`` also ties tensors. But it leaves some behind in a module with two
+    names.
 
     Args:
         module: The module.
         tensors: Tensors by name; tied ones by their first name.
         function: A function of the module and the further arguments.
         *args: Further arguments of the function.
-        places: The result of :func:`other_places`, if it is known already.
+        places: The result of :func:`other_places`, if already known.
         **kwargs: Further arguments of the function.
     """
     places = other_places(module) if places is None else places
@@ -376,7 +375,7 @@ def call_with(
 
 
 class _Function(nn.Module):
-    """Calls a function of a module as its forward pass, as ``functional_call`` needs it."""
+    """A module with a function as its forward pass, for ``functional_call``."""
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -400,7 +399,7 @@ def state_bytes(states: TensorDict) -> int:
 def squared_distance(states: TensorDict, center: Mapping[str, Tensor]) -> Tensor:
     """Return the squared L2 distance ``[C]`` of each state of a stack to one state.
 
-    The sum runs over the names of ``center``. Differences are taken before squaring, which keeps
+    The sum runs over the names of ``center``. Differences are taken first, then squared. This keeps
     the precision for models that are close.
     """
 
@@ -425,14 +424,14 @@ def largest_values(states: TensorDict, names: Iterable[str]) -> Tensor:
         if not own.shape[1]:
             return torch.zeros(len(leaf), dtype=torch.double, device=leaf.device)
         own = own.abs() if own.is_complex() else own
-        # A thirtieth of the time of the maximum norm.
+        # This takes a thirtieth of the time of the maximum norm.
         return torch.maximum(own.amax(dim=1), -own.amin(dim=1)).double().expand(len(leaf))
 
     return torch.stack([largest(states[name]) for name in names]).amax(dim=0)
 
 
 def moved(before: TensorDict, after: TensorDict, names: Iterable[str]) -> Tensor:
-    """Return a mask ``[C]`` of the states of a stack in which one of the named entries changed.
+    """Return a mask ``[C]`` of a stack's states: whether one of the named entries has changed.
 
     Example:
         >>> before = TensorDict({"w": torch.zeros(2, 3)}, [2])
@@ -465,9 +464,9 @@ def rows(leaf: Tensor) -> Tensor:
 class WeightedMean:
     """Accumulates stacks of states into weighted means of ``groups`` groups.
 
-    Floating-point tensors are averaged with the weights given; integer tensors take their maximum,
-    so that ``num_batches_tracked`` stays an integer and does not depend on the order. It takes the
-    memory of ``groups`` states, whatever the number of states added.
+    Floating-point tensors are averaged with the given weights. Integer tensors take their maximum:
+    so ``num_batches_tracked`` stays an integer and does not depend on the order. It uses the
+    memory of ``groups`` states, for any number of added states.
 
     Args:
         like: A state with the names, shapes, dtypes and device of the means.
@@ -512,14 +511,14 @@ class WeightedMean:
                 torch.maximum(maximum[group], value, out=maximum[group])
 
     def all_reduce(self) -> None:
-        """Add up the sums of all ranks; every rank has to call it."""
+        """Add up the sums of all ranks. Every rank has to call it."""
         for total in (self.weights, *self.sums.values()):
             all_sum(total)
         for maximum in self.maxima.values():
             all_max(maximum)
 
     def compute(self) -> TensorDict:
-        """Return the means ``[groups]``; that of a group of zero weight is meaningless."""
+        """Return the means ``[groups]``. The mean of a group with zero weight is meaningless."""
         means = {}
         for name, total in self.sums.items():
             weights = self.weights.to(total.dtype).view(-1, *[1] * (total.dim() - 1))
@@ -538,7 +537,7 @@ def stack_states(states: Iterable[Mapping[str, Tensor]]) -> TensorDict:
 
 
 def expand_state(state: Mapping[str, Tensor], count: int) -> TensorDict:
-    """Return ``count`` copies of one state as a stack of views: no memory is used."""
+    """Return ``count`` copies of one state as a stack of views. It uses no memory."""
     return TensorDict(
         {name: value.detach().expand(count, *value.shape) for name, value in state.items()},
         batch_size=[count],

@@ -1,4 +1,4 @@
-"""What an engine gives back after local training or evaluation of some clients."""
+"""An engine's results of local training or evaluation of some clients."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pflight.errors import Stopped, described, said_by
 from pflight.history import Logs
 
 STOPS = (KeyboardInterrupt, Stopped, SIGTERMException, MisconfigurationException)
-"""What ends a run wherever it is raised: a signal, or a mistake that is not one client's. All else
-is the failure of the client that raises it, ``SystemExit`` as well."""
+"""Exceptions that end a run wherever they are raised: a signal, or a mistake of no single client.
+Any other one, even ``SystemExit``, is the failure of the client that raises it."""
 _REASON = 500  # characters
 
 
 @dataclass(frozen=True)
 class ClientFailure:
-    """What a client was asked for in vain: it raised, or its result is not finite."""
+    """The failure of a client: it raised, or its result is not finite."""
 
     client: int
     reason: str
@@ -31,12 +31,12 @@ class ClientFailure:
     def of(cls, client: int, error: BaseException) -> ClientFailure:
         """Return the failure of a client that raised."""
         said, lines = described(error), said_by(error).splitlines()
-        if "DataLoader worker process" in said:  # whose traceback ends with what was raised there
+        if "DataLoader worker process" in said:  # its last line is the error there
             said = lines[-1]
         return cls(client, shorten(said, _REASON, placeholder=" ..."), error)
 
     def forget_frames(self) -> None:
-        """Drop the frames in which it was raised, which hold the client's copy of the module."""
+        """Drop the error's frames. They hold the client's copy of the module."""
         error, seen = self.error, set[int]()
         while error is not None and id(error) not in seen:
             seen.add(id(error))
@@ -45,28 +45,28 @@ class ClientFailure:
 
 
 class Kept(NamedTuple):
-    """What some clients kept from earlier participations."""
+    """Memory of some clients from earlier participations."""
 
     states: TensorDict
-    """``[C]``: what a client kept or, if nothing, those entries of the state it starts from."""
+    """Memory ``[C]``. A client without memory has the entries of its start state."""
     seen: Tensor
-    """Which of the clients kept anything ``[C]``."""
+    """Mask ``[C]`` of the clients with memory."""
 
 
 @dataclass(frozen=True)
 class ClientUpdates:
-    """The clients of a chunk that answered, and what they return.
+    """The clients of a chunk that answered, and their results.
 
     Attributes:
         clients: Ids ``[C]``, ascending.
         states: Stacked states ``[C]``: the trained models or, from an engine's ``gradients``, the
             gradients under the parameters' names and the updated buffers under theirs.
-        num_samples: Training samples of each client ``[C]``.
-        failures: The clients that were asked and gave nothing.
-        logs: What the clients logged: name to (sum over samples, number of samples).
-        kept: What they keep for themselves ``[C]``, where their module keeps a memory.
-        bytes_saved: Bytes by which a transform makes each client's message smaller.
-        changes: The updates ``[C, d]`` that a smaller message holds; see
+        num_samples: Number of training samples of each client ``[C]``.
+        failures: The clients without a result.
+        logs: Logged values of the clients: name to (sum over samples, number of samples).
+        kept: New memory of the clients ``[C]``, if their client method keeps one.
+        bytes_saved: Number of bytes that a transform saves in each client's message.
+        changes: The updates ``[C, d]`` in a smaller message; see
             :class:`~pflight.transforms.Pipeline`.
     """
 
@@ -94,22 +94,22 @@ class ClientUpdates:
 
 
 Predictions = list[tuple[int, list[Any]]]
-"""Pairs of a client's id and what its own ``predict_step`` gives for each batch."""
+"""Pairs of a client's id and the results of its own ``predict_step`` for each batch."""
 
 
 class Evaluation(NamedTuple):
     """The outputs of some clients' models on their own samples, ``B`` samples in all."""
 
     clients: Tensor
-    """Whose sample it is ``[B]``."""
+    """The client of each sample ``[B]``."""
     outputs: Tensor
-    """What their models give ``[B, ...]``, such as logits."""
+    """The models' outputs ``[B, ...]``, such as logits."""
     targets: Tensor
-    """What is right ``[B, ...]``, such as classes."""
+    """The true values ``[B, ...]``, such as classes."""
     losses: Tensor
-    """Of each sample ``[B]``."""
+    """The loss of each sample ``[B]``."""
 
     @property
     def logits(self) -> Tensor:
-        """The outputs, where they are logits ``[B, num_classes]``."""
+        """The outputs, if they are logits ``[B, num_classes]``."""
         return self.outputs

@@ -24,12 +24,12 @@ from .muting import muted
 from .trainer import loss_of, step_arguments
 
 SCALARS = ("num_samples", "mean_samples", "seen", "num_steps")
-"""Names of the scalars that a client method finds at a client."""
+"""Names of a client's scalars. A client method can read them."""
 _NO_LOSS = "its training_step returned no loss"
 
 
 class ClientModel:
-    """A model of a client, as a client method sees it: what is the same alone and in a stack."""
+    """A client's model for a client method: the part that is the same alone and in a stack."""
 
     module: L.LightningModule
     weights: Mapping[str, Tensor]
@@ -52,7 +52,7 @@ class ClientModel:
         raise NotImplementedError
 
     def _loss_at(self, tensors: Mapping[str, Tensor], batch: Any) -> Tensor:
-        """Return the module's loss with other tensors in place of its own."""
+        """Return the module's loss with other tensors instead of its own."""
         raise NotImplementedError
 
     def mean(self, values: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class ClientModel:
         return rows.to(next(iter(self.weights.values())).dtype)
 
     def _lent(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors with copies of the buffers, which a step may change in place."""
+        """Return tensors with copies of the buffers, since a step may change buffers in place."""
         return {n: t.clone() if n in self.buffers else t for n, t in tensors.items()}
 
     def _last(self, seen: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -162,20 +162,20 @@ def _evaluating(module: L.LightningModule) -> Iterator[None]:
 
 
 class AloneClient(ClientModel):
-    """One client by itself, as a client method sees it: a :class:`~pflight.method.LocalClient`.
+    """One client alone, for its client method: a :class:`~pflight.method.LocalClient`.
 
     Args:
         copies: The module's copies.
         client_method: The client method of this model.
         own: The client method's own entries, without their prefix.
-        scalars: ``num_samples`` and the others, by name.
-        received: What the server sent, with buffers.
-        shared: For a personal copy, the client whose model it stands beside.
+        scalars: The scalars by name, such as ``num_samples``.
+        received: The model that the server sent, with buffers.
+        shared: For a personal copy, the client with the shared model.
 
     Attributes:
         has_loss: Whether a training step has given a loss.
-        skipped: Whether the last one returned none.
-        num_skipped: How many returned none in this training.
+        skipped: Whether the last training step returned no loss.
+        num_skipped: Number of steps without a loss in this training.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class AloneClient(ClientModel):
         self._own_step: Callable[[], Tensor] | None = None
         self.trainer.penalty = self._penalty
 
-    # What a client method asks for
+    # For client methods
 
     def task_loss(self, batch: Any) -> Tensor:
         """See :class:`~pflight.method.LocalClient`."""
@@ -244,16 +244,16 @@ class AloneClient(ClientModel):
                 "as a non-persistent buffer, through which the algorithm can't differentiate"
             ) from error
 
-    # What the engine asks for
+    # For the engine
 
     def set_anchor(self, received: Mapping[str, Tensor] | None) -> None:
-        """Tell the client what the server sent."""
+        """Set the anchor to the model that the server sent."""
         self.received = self.anchor = received
         if received is not None:
             self.anchor = {name: received[name] for name in self.copies.shared}
 
     def remember(self) -> Mapping[str, Tensor]:
-        """Return what the client method keeps of this client."""
+        """Return the memory that the client method keeps of this client."""
         return self.client_method.remember_all(self)
 
     def after_training(self) -> None:
@@ -261,7 +261,7 @@ class AloneClient(ClientModel):
         self.client_method.after_training(self)
 
     def step(self, own_step: Callable[[], Any], batch: Any) -> Any:
-        """Run a training step of the module, with what the client method makes of its loss."""
+        """Run a training step of the module with the client method's loss."""
         if not self.module.automatic_optimization:
             return own_step()
         if trains_as_a_task(self.module):
@@ -292,7 +292,7 @@ class AloneClient(ClientModel):
         return {**output, "loss": loss} if isinstance(output, dict) else loss
 
     def loss(self, batch: Any, size: int) -> Tensor | None:
-        """Return the loss of a training step, outside of training and without a word in logs."""
+        """Return the loss of a training step, outside of training and without logs."""
 
         def step(batch: Any) -> Tensor | None:
             with muted(self.module):
@@ -309,22 +309,22 @@ class _StepSkippedError(RuntimeError):
 
 
 def training_step(module: L.LightningModule, batch: Any, index: int = 0) -> Any:
-    """Return what a module's training step gives, which need not take the batch's index."""
+    """Run a module's training step and return its output. Its batch index is optional."""
     return module.training_step(*step_arguments(module, batch, index))
 
 
 def task_loss(module: L.LightningModule, batch: Any, index: int = 0) -> Tensor:
-    """Return a module's loss on a batch: a task's own, or that of the module's training step.
+    """Return a module's loss on a batch: a task's ``loss``, or the loss of the training step.
 
-    What else is called ``loss`` may be anything, such as ``nn.functional.mse_loss``.
+    In other modules, ``loss`` may be anything, such as ``nn.functional.mse_loss``.
 
     Args:
         module: The client module.
-        batch: What its training step takes.
-        index: Of the batch in its epoch.
+        batch: The batch of a training step.
+        index: Index of the batch in its epoch.
 
     Raises:
-        ConfigurationError: If the module optimizes by hand, whose training step has none.
+        ConfigurationError: If the module optimizes by hand. Its training step gives no loss.
     """
     if trains_as_a_task(module):
         return module.loss(batch)

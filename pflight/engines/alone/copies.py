@@ -1,4 +1,4 @@
-"""Copies of a client module, in which one client after the other trains."""
+"""Copies of a client module. One client after the other trains in them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .trainer import ModuleTrainer
 
 
 class Frozen:
-    """The tensors of a module that never train, as all clients have them.
+    """The tensors of a module that never train. All clients share them.
 
     Args:
         module: The module.
@@ -35,10 +35,10 @@ class Frozen:
         tensors = state_tensors(module)
         self._held = {name: tensors[name] for name in layout.frozen}
         self._values = {name: tensor.detach().clone() for name, tensor in self._held.items()}
-        self._taken: dict[str, tuple[Tensor, int]] = {}  # held, so that nothing else lies there
+        self._taken: dict[str, tuple[Tensor, int]] = {}  # held, so that their memory is not reused
 
     def take(self, state: Mapping[str, Tensor]) -> None:
-        """Take the values of a state, unless they are where those of the last one were."""
+        """Take the values of a state, unless they are the same memory as the last ones."""
         with torch.no_grad():
             for name, held in self._held.items():
                 given = state[name]
@@ -49,7 +49,7 @@ class Frozen:
                     held.copy_(given)
 
     def mend(self, module: nn.Module) -> list[str]:
-        """Put back what has changed in a copy of the module; return the names."""
+        """Reset the changed frozen tensors in a copy of the module. Return their names."""
         if not self._values:
             return []
         now = state_tensors(module)
@@ -65,17 +65,17 @@ def _same(now: Tensor, before: Tensor) -> bool:
 
 
 class Copies:
-    """Copies of a module, one at a time, that share the tensors which each of them overwrites.
+    """Copies of a module, one at a time. They share their tensors; each client overwrites these.
 
-    A participation begins with a pristine copy, so that no list, counter or buffer of one client
-    reaches the next; what is frozen is shared by all. A copy that is found as it was goes on.
+    A participation begins with a pristine copy. So no list, counter or buffer of one client reaches
+    the next. Frozen tensors are shared by all. A copy without other changes is used again.
 
     Args:
         template: The client module.
         layout: Its state layout.
         precision: The precision plugin of the federation's Trainer.
         device: Where the copies train.
-        channels_last: Whether the channels of a pixel lie side by side.
+        channels_last: Whether the copies use the memory format channels-last.
     """
 
     def __init__(
@@ -117,18 +117,18 @@ class Copies:
         self.plain = all(map(_is_plain, self.module.modules()))
 
     def close(self) -> None:
-        """Free the memory of all copies at once: they hold each other, and are collected late."""
+        """Free the memory of all copies at once. They hold each other and are collected late."""
         for module in (self._pristine, self.module):
             for tensor in (*module.parameters(), *module.buffers()):
                 tensor.data = tensor.new_empty(0)
 
     def load(self, start: Mapping[str, Tensor], prefix: str, reuse: bool) -> None:
-        """Make ready for the next client.
+        """Prepare a copy for the next client.
 
         Args:
-            start: The tensors that it starts from, by name.
-            prefix: What their names begin with.
-            reuse: Go on with the same copy, if nothing but tensors has changed in it.
+            start: The client's start tensors by name.
+            prefix: Prefix of the tensors' names.
+            reuse: Use the same copy again if only its tensors have changed.
         """
         if not (reuse and self._is_as_it_was()):
             self.fresh()
@@ -143,15 +143,15 @@ class Copies:
             torch._foreach_copy_(list(self.live.values()), columns)
 
     def set_round(self, round_index: int) -> None:
-        """Tell the copy its round, which is no change of it."""
+        """Set the copy's round. This does not count as a change."""
         _, as_it_was = self._attributes[0]
         self.module.round_index = as_it_was["round_index"] = round_index  # type: ignore[assignment]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what stands in the copy now, by name.
+        """Return the copy's tensors by name.
 
         Raises:
-            RuntimeError: If a tensor of the copy is gone, or of another form.
+            RuntimeError: If a tensor of the copy is missing or has another form.
         """
         if self._is_as_it_was():
             return {**self.live, **self._frozen}
@@ -164,15 +164,15 @@ class Copies:
         return {name: held[name] for name in (*self.live, *self._frozen)}
 
     def _is_as_it_was(self) -> bool:
-        """Return whether nothing but tensors has changed in the copy; set its modes back."""
+        """Return whether only tensors have changed in the copy. Reset its modes."""
         if not self.plain:
             return False
         for part, mode in self._modes:
             if part.training is not mode:
-                vars(part)["training"] = mode  # without what a module does for any attribute
+                vars(part)["training"] = mode  # faster than setting the attribute
         try:
             same = all(now == before for now, before in self._attributes)
-        except Exception:  # what has been put there can't be compared
+        except Exception:  # a new value can't be compared
             return False
         return (
             same
@@ -182,13 +182,13 @@ class Copies:
         )
 
     def _registered(self) -> tuple[list[int], list[int]]:
-        """Return how much the registers of the copy hold, and what, by its ``id``."""
+        """Return the sizes of the copy's registers, and the ``id`` of each entry."""
         values = chain.from_iterable(map(dict.values, self._registers))
         return list(map(len, self._registers)), list(map(id, values))
 
 
 def set_up(module: L.LightningModule) -> L.LightningModule:
-    """Return a copy of a client module after what a Trainer calls once before it trains.
+    """Return a copy of a client module after a Trainer's set-up calls.
 
     Raises:
         ConfigurationError: If it has an attribute that can't be copied.
@@ -205,12 +205,12 @@ def set_up(module: L.LightningModule) -> L.LightningModule:
 def _copied(module: L.LightningModule) -> L.LightningModule:
     try:
         return copy.deepcopy(module)
-    except Exception as error:  # of any attribute's own
+    except Exception as error:  # an attribute may raise anything
         raise ConfigurationError(_why_not_copied(module, error)) from error
 
 
 def _why_not_copied(module: L.LightningModule, error: Exception) -> str:
-    """Return which attribute of a module can't be copied, and what to do."""
+    """Return a message: the attribute of a module that can't be copied, and the remedy."""
     for prefix, part in module.named_modules():
         where = ".".join(filter(None, ["client", prefix]))
         for name, value in _attributes(part):
@@ -239,7 +239,7 @@ def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _innermost(name: str, value: Any, outside: tuple[int, ...] = ()) -> tuple[str, Any]:
-    """Return what in an object can't be copied, with its name."""
+    """Return the innermost value in an object that can't be copied, with its name."""
     if isinstance(value, Mapping):
         inner = ((f"{name}[{key!r}]", one) for key, one in value.items())
     elif isinstance(value, list | tuple):
@@ -268,7 +268,7 @@ def _remedy(part: nn.Module, value: Any, error: Exception) -> str:
 
 
 def ready(template: L.LightningModule) -> L.LightningModule:
-    """Return a copy of a client module in the modes in which it trains."""
+    """Return a copy of a client module in its training modes."""
     module = copy.deepcopy(template)
     return rest_frozen(module.train() if isinstance(module, Task) else module)
 
@@ -278,7 +278,7 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, bool]:
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """Return whether a module's attributes can't change but by being set anew."""
+    """Return whether a module's attributes can change only by a new assignment."""
     if isinstance(part, Metric | MetricCollection):  # they count their updates
         return True
     return all(n in _OF_A_MODULE or _is_constant(value) for n, value in vars(part).items())
@@ -290,7 +290,7 @@ def _is_constant(value: Any) -> bool:
     return isinstance(value, _CONSTANT)
 
 
-_DEEPEST = 20  # levels of attributes that are searched
+_DEEPEST = 20  # searched levels of attributes
 _CONSTANT = (
     *(bool, int, float, str, bytes, type(None), type, torch.dtype, torch.device),
     *(FunctionType, BuiltinFunctionType, partial),

@@ -1,4 +1,4 @@
-"""Gradient descent without what ``torch.optim`` does around every step."""
+"""Gradient descent without the overhead of ``torch.optim`` around every step."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _OPTIONS = (
 
 
 def steps_only(optimizer: Optimizer, own: Container[int]) -> bool:
-    """Return whether an optimizer steps nothing but these parameters, by their ``id``."""
+    """Return whether an optimizer steps only these parameters, given by ``id``."""
     return all(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
 class Descent:
     """Takes a client's steps of SGD with the arithmetic of ``zero_grad``, ``backward``, ``step``.
 
-    Those look for hooks, profilers and graphs at every call, which takes longer than the step of a
-    small network itself. Here gradients are never stored in the parameters.
+    PyTorch's calls look for hooks, profilers and graphs. This takes longer than the step of a small
+    network itself. Here gradients are never stored in the parameters.
 
     Args:
-        optimizer: The client's optimizer, one that :meth:`suits`.
+        optimizer: The client's optimizer. It must pass :meth:`suits`.
 
     Example:
         >>> w = torch.nn.Parameter(torch.tensor([3.0]))
@@ -51,7 +51,7 @@ class Descent:
 
     @staticmethod
     def suits(optimizers: Sequence[Optimizer]) -> bool:
-        """Return whether this is one SGD as torch has it, whose steps nothing else waits for."""
+        """Return whether this is one plain SGD of torch, and nothing waits for its steps."""
         if len(optimizers) != 1 or type(optimizers[0]) is not SGD:
             return False
         (optimizer,) = optimizers
@@ -60,7 +60,7 @@ class Descent:
             and not optimizer._optimizer_step_pre_hooks
             and not optimizer._optimizer_step_post_hooks
             and not any(group["differentiable"] for group in optimizer.param_groups)
-            # A fused step takes gradients to lie like their parameters; backward() makes them so.
+            # A fused step needs gradients with their parameters' strides, as backward() makes them.
             and not any(group["fused"] for group in optimizer.param_groups)
             and all(p.requires_grad for group in optimizer.param_groups for p in group["params"])
         )
@@ -71,7 +71,7 @@ class Descent:
         return [options for _, options in self._groups]
 
     def step(self, loss: Tensor) -> None:
-        """Step along the gradient of a scalar; what it does not depend on stays as it is."""
+        """Step along the gradient of a scalar. Independent parameters don't change."""
         awake = [place for place, p in enumerate(self._parameters) if p.requires_grad]
         found = torch.autograd.grad(
             loss, [self._parameters[place] for place in awake], allow_unused=True
@@ -96,8 +96,8 @@ class Descent:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group, among them whether PyTorch would step its tensors together."""
+    """Return the options of a group. ``foreach`` is PyTorch's own choice."""
     options = {name: group[name] for name in _OPTIONS}
     if options["foreach"] is None and all(p.device.type == "cpu" for p in group["params"]):
-        options["foreach"] = False  # as it decides by itself, in every step
+        options["foreach"] = False  # as PyTorch decides in every step
     return options

@@ -1,4 +1,4 @@
-"""One client after the other, by its own module's steps and hooks."""
+"""The sequential engine: one client after the other, by its module's own steps and hooks."""
 
 from __future__ import annotations
 
@@ -39,14 +39,13 @@ from .visits import evaluation_visits, gradient_visits, training_visits, visits_
 
 
 class SequentialEngine:
-    """Trains and evaluates clients one by one, whatever LightningModule they are.
+    """Trains and evaluates clients one by one, for any LightningModule.
 
-    Each participation begins with a pristine copy of the module and trains by its own
-    ``training_step`` and hooks, with what the client method adds to its loss from outside. A client
-    method with a personal model has a second copy of its own, which sees the same batches. A task
-    that has no hooks of its own and is stepped by SGD trains without what Lightning does around a
-    step. Networks too small to gain from several threads train on one. See
-    :class:`~pflight.engines.base.Engine` for what it is asked for.
+    Each participation begins with a pristine copy of the module. It trains by the module's own
+    ``training_step`` and hooks; the client method adds to the loss from outside. A client method
+    with a personal model has a second copy, which sees the same batches. A task without own hooks,
+    with SGD, trains without Lightning's work around a step. Networks too small for several threads
+    train on one. The methods are those of :class:`~pflight.engines.base.Engine`.
 
     Args:
         setup: The client module, its client method, and its data.
@@ -58,7 +57,7 @@ class SequentialEngine:
         self.setup = setup
         self.device = setup.device
         self.models = LocalModels(setup)
-        self.operations = math.inf  # of a sample's forward pass
+        self.operations = math.inf  # operations of a sample's forward pass
         self._changes_input = False
         self._threads = torch.get_num_threads()
         self._training = ClientTraining(self.models)
@@ -72,7 +71,7 @@ class SequentialEngine:
         self.models.try_channels_last()
 
     def _is_small(self, size: float) -> bool:
-        """Whether a batch of this size takes too little arithmetic to gain from several threads."""
+        """Return whether a batch of this size is too small to gain from several threads."""
         module = self.setup.client
         if math.isfinite(self.operations):
             return self.operations * size < ONE_THREAD
@@ -147,7 +146,7 @@ class SequentialEngine:
         results = _like({name: columns[name] for name in layout.moving})
         memories = dict(entries(kept.states)) if kept is not None else {}
         remembered = _like(memories)
-        done: dict[int, Logs] = {}  # by row, of those that came to an end
+        done: dict[int, Logs] = {}  # logs of the finished clients by row
         failures: list[ClientFailure] = []
         with threads(self._threads):
             for row, client in enumerate(clients.tolist()):
@@ -171,7 +170,7 @@ class SequentialEngine:
                             _copy_whole(name, own[name], value[row])
                     self.models.mend_frozen()
                     done[row] = logs
-        late = {failure.client for failure in failures}  # one may have caught its time-out
+        late = {failure.client for failure in failures}  # a client may have caught its time-out
         done = {row: logs for row, logs in done.items() if int(clients[row]) not in late}
         trained = TensorDict(results, batch_size=[len(clients)])
         keep = TensorDict(remembered, batch_size=[len(clients)])
@@ -186,7 +185,7 @@ class SequentialEngine:
         ended = torch.tensor(list(done), dtype=torch.long, device=self.device)
         if len(ended) < len(clients):
             trained, keep = trained[ended], keep[ended]
-        # What is frozen is as it was sent: one tensor for all clients.
+        # Frozen entries are as the server sent them: one tensor for all clients.
         frozen = {name: columns[name][: len(ended)] for name in layout.frozen}
         states = {name: frozen[name] if name in frozen else trained[name] for name in columns}
         answered = clients[ended.to(clients.device)]
@@ -201,7 +200,7 @@ class SequentialEngine:
 
     @contextmanager
     def attempt(self, client: int, failures: list[ClientFailure]) -> Iterator[None]:
-        """Note the failure of a client that raises or takes too long; the next gets a new copy."""
+        """Note the failure if a client raises or is too slow. The next client gets a new copy."""
         try:
             with time_limit(self.setup.client_timeout):
                 yield
@@ -230,7 +229,7 @@ class SequentialEngine:
         )
 
     def outputs(self, state: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return what a client's model gives for its inputs, in evaluation mode."""
+        """Return the outputs of a client's model for its inputs, in evaluation mode."""
         module = self.models.evaluated(state)
         with self.setup.forward_context():
             size = self.setup.data.eval_batch_size
@@ -239,7 +238,7 @@ class SequentialEngine:
             return torch.cat([module(part) for part in given])
 
     def outputs_of_one(self, states: TensorDict, samples: Samples) -> dict[int, Tensor] | None:
-        """Return the outputs of clients that have one and the same model, by row, or ``None``."""
+        """Return the outputs of clients with the same model, by row; else ``None``."""
         if not are_one(states[name] for name in self.setup.layout.names):
             return None
         task = self.setup.task
@@ -251,7 +250,7 @@ class SequentialEngine:
             task.check_outputs(outputs, y)
         except STOPS:
             raise
-        except BaseException:  # whose it is will be seen one by one
+        except BaseException:  # running them one by one finds the client
             self.models.renew()
             return None
         return dict(zip(samples, outputs.split(counts), strict=True))
@@ -261,12 +260,12 @@ class SequentialEngine:
     ) -> tuple[ClientValues, list[ClientFailure]]:
         module = self.setup.client
         values, step = ClientValues(), "test_step" if split == "test" else "validation_step"
-        if not is_overridden(step, module):  # as Lightning does
+        if not is_overridden(step, module):  # as in Lightning
             return values, []
 
         def judge(_: int, client: int, visit: Visit, batches: Iterator[Any]) -> None:
             logged = self.models.client.trainer.evaluate(split, visit.parts, batches)
-            self.models.state()  # raises unless the tensors are as they were, for the next client
+            self.models.state()  # raises if the tensors have changed, for the next client
             values.add(client, split, *logged)
 
         return values, self._visit_each(clients, states, split, judge)
@@ -306,7 +305,7 @@ class SequentialEngine:
             sizes = [*map(len, visit.parts)]
             own = dict(model.trainer.look(sizes, batches, partial(look, model)))
             look.check(own)
-            # It may be a view of what the next client changes.
+            # The result may be a view of a tensor that the next client changes.
             found[row] = {name: value.clone() for name, value in own.items()}
 
         with threads(self._threads):
@@ -321,14 +320,14 @@ class SequentialEngine:
         work: Callable[[int, int, Visit, Iterator[Any]], None],
         batch_size: int | None = None,
     ) -> list[ClientFailure]:
-        """Do something with each client's model and samples, of which some have none.
+        """Call a function for each client with samples, with its model loaded.
 
         Args:
             clients: Ids ``[C]``.
-            states: Their models ``[C]``.
-            split: Of their samples.
-            work: Gets the client's row, its id, what is visited, and the batches.
-            batch_size: Of these, in place of that of an evaluation.
+            states: The clients' models ``[C]``.
+            split: The split of the samples.
+            work: Gets the client's row, its id, the visit, and the batches.
+            batch_size: Size of the batches, instead of an evaluation's.
         """
         failures: list[ClientFailure] = []
 
@@ -352,7 +351,7 @@ def _row(states: TensorDict, row: int) -> dict[str, Tensor]:
 
 
 def _like(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return empty tensors in which rows lie one after the other."""
+    """Return empty contiguous tensors of the same shapes."""
     return {
         name: torch.empty_like(column, memory_format=torch.contiguous_format)
         for name, column in columns.items()
@@ -360,7 +359,7 @@ def _like(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _copy_whole(name: str, value: Tensor, into: Tensor) -> None:
-    """Copy a tensor into one of its shape."""
+    """Copy a tensor into another one of the same shape."""
     if value.shape != into.shape:
         raise RuntimeError(
             f"its {name} is of shape {list(value.shape)}, where {list(into.shape)} is wanted"

@@ -1,4 +1,4 @@
-"""A penalty under manual optimization, where no loss is seen: its gradient, added at each step."""
+"""A penalty under manual optimization. No loss is known, so each step adds its gradient."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 Penalty = Callable[[], Tensor | None]
-"""Gives what is added to the loss, a scalar, or nothing."""
+"""Returns the scalar to add to the loss, or nothing."""
 
 
 def penalise(optimizer: Optimizer, penalty: Penalty) -> None:
-    """Have an optimizer step along a penalty's gradient, too: after its closure, if it has one."""
+    """Add a penalty's gradient to an optimizer's steps: after its closure, if it has one."""
 
     def penalised(
         _: Optimizer, args: tuple[Any, ...], options: dict[str, Any]
@@ -36,7 +36,7 @@ def penalise(optimizer: Optimizer, penalty: Penalty) -> None:
 
 @torch.enable_grad()
 def _add_gradient(optimizer: Optimizer, penalty: Penalty) -> None:
-    """Add the gradient of a penalty to those that an optimizer steps along."""
+    """Add the gradient of a penalty to the gradients of an optimizer's parameters."""
     value = penalty()
     if value is None:
         return

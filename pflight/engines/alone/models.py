@@ -28,22 +28,23 @@ HOOKS = (
     *STEP_HOOKS,
     *("on_train_epoch_end", "on_train_end", "on_fit_end"),
 )
-"""What a module may do of its own around its training steps."""
-_LARGE_KERNEL = 2**20  # weights of a convolution that takes 1.2 times as long channels-last
+"""Hooks of a module around its training."""
+_LARGE_KERNEL = 2**20  # weights; such a convolution takes 1.2 times as long channels-last
 
 
 class LocalModels:
-    """A client's copy of the module and, where its method has one, the personal copy beside it.
+    """A client's copy of the module and, if its method has one, its personal copy.
 
     Args:
         setup: The client module, its client method, and its data.
 
     Attributes:
-        client: The client at hand.
-        clients: Its models: the personal one first, since it may look at the other before a step.
-        hooks: What the module does of its own around its training steps.
-        plain: Whether it trains as a ready-made task does, and nothing else.
-        draws: Whether it has random generators of its own.
+        client: The current client.
+        clients: The client's models. The personal one is first: it may read the other before a
+            step.
+        hooks: The module's own hooks around its training steps.
+        plain: Whether the module trains exactly as a ready-made task.
+        draws: Whether the module has its own random generators.
     """
 
     client: AloneClient
@@ -72,12 +73,12 @@ class LocalModels:
         self.renew()
 
     def renew(self) -> None:
-        """Forget all that a client may have done to its copies."""
+        """Forget all changes of the copies."""
         setup = self.setup
         for copies in filter(None, (self._copies, self._personal_copies)):
             copies.close()
         for client in self.clients:
-            vars(client).clear()  # what it was sent and remembers
+            vars(client).clear()  # its received model and its memory
         if self.clients:
             give_freed_memory_back()
         device = setup.device
@@ -93,7 +94,7 @@ class LocalModels:
 
     @property
     def module(self) -> LightningModule:
-        """The copy at hand of the client module."""
+        """The current copy of the client module."""
         return self._copies.module
 
     def load(
@@ -103,13 +104,13 @@ class LocalModels:
         memory: Mapping[str, Tensor] | None = None,
         client: int | None = None,
     ) -> None:
-        """Make the copies the next client.
+        """Load the next client into the copies.
 
         Args:
             start: The client's state.
-            anchored: Whether it knows what it was sent, its start.
-            memory: What it remembers.
-            client: Its id, where it is told its own class counts.
+            anchored: Whether the client knows its start, the model that the server sent.
+            memory: The client's memory.
+            client: The client's id, if it needs its own class counts.
         """
         self._load(self._copies, start, "")
         for name, tensor in self._own.items():
@@ -156,7 +157,7 @@ class LocalModels:
         return self.module.eval()
 
     def mend_frozen(self) -> None:
-        """Name what was frozen and has changed, once, and put it back."""
+        """Reset changed frozen tensors. Warn once of each."""
         for copies in filter(None, (self._copies, self._personal_copies)):
             for name in copies.frozen.mend(copies.module):
                 if name not in self._drifted:
@@ -164,14 +165,14 @@ class LocalModels:
                     rank_zero_warn(f"training changed the frozen {name!r}; it is reset each time")
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state of the client at hand."""
+        """Return the state of the current client."""
         held = {**self._copies.tensors(), **{f"{OWN}{n}": t for n, t in self._own.items()}}
         if self._personal_copies is not None:
             held |= {f"{PERSONAL}{n}": t for n, t in self._personal_copies.tensors().items()}
         return held
 
     def try_channels_last(self) -> None:
-        """Keep the channels of a pixel side by side if that is faster, and the module allows it."""
+        """Use the memory format channels-last if it is faster and the module allows it."""
         kernels = [
             part.weight.numel()
             for part in self.setup.client.modules()
@@ -186,7 +187,7 @@ class LocalModels:
             self.renew()
 
     def _runs(self) -> bool:
-        """Try a step and an evaluation; a ``view`` in the client may need the usual layout."""
+        """Try a step and an evaluation. A ``view`` in the client may need the usual layout."""
         setup = self.setup
         assert setup.form is not None
         start = {name: t.to(setup.device) for name, t in setup.layout.template.items()}

@@ -1,4 +1,4 @@
-"""A pass of a client's module without a word in its logs and metrics."""
+"""A pass of a client's module without logs and metrics."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torchmetrics import Metric
 
 @contextmanager
 def muted(module: L.LightningModule) -> Iterator[None]:
-    """Have a copy log nothing, and its metrics count nothing."""
+    """Keep a copy from logging, and its metrics from counting."""
     metrics = [part for part in module.modules() if isinstance(part, Metric)]
     counted = [(metric, _states(metric), metric._update_count) for metric in metrics]
-    for metric in metrics:  # not in place, which a pass to be differentiated would forbid
+    for metric in metrics:  # not in place: the pass may be differentiated
         _set_states(metric, metric._copy_state_dict())
     own = vars(module)
     before = {name: own.get(name) for name in ("log", "log_dict")}  # it may be muted already
@@ -43,4 +43,4 @@ def _set_states(metric: Metric, states: Mapping[str, Any]) -> None:
 
 
 def _no_log(*_: Any, **__: Any) -> None:
-    """Take the place of ``self.log``."""
+    """Replace ``self.log``."""

@@ -1,8 +1,8 @@
 """One real Trainer that trains and evaluates client after client, stepped by hand.
 
-Lightning's own loops run each batch, so that hooks, optimizers, schedulers, manual optimization,
-``self.log`` and ``self.trainer`` are what a module finds under a Trainer of its own. What Lightning
-does around them (data loaders, signals, checkpoints, set-up) is done once, not once a client.
+Lightning's own loops run each batch. So hooks, optimizers, schedulers, manual optimization,
+``self.log`` and ``self.trainer`` work as under a module's own Trainer. Lightning's other work (data
+loaders, signals, checkpoints, set-up) is done once, not once for each client.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ STEP_HOOKS = (
     "optimizer_step",
     "on_train_batch_end",
 )
-"""What a module may do of its own around a step, apart from clipping gradients."""
+"""Hooks of a module around a step, apart from gradient clipping."""
 LossT = TypeVar("LossT")
 
 
@@ -74,15 +74,15 @@ class ModuleTrainer:
         device: Where the copies train.
 
     Attributes:
-        trainer: The Trainer that a copy finds as ``self.trainer``.
-        penalty: Gives what is added to the loss under manual optimization.
-        logs: What the copy logged while it trained: name to (sum over samples, number of samples).
+        trainer: The ``self.trainer`` of the copies.
+        penalty: Returns the addition to the loss under manual optimization.
+        logs: Logged values of the copy's training: name to (sum over samples, number of samples).
     """
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
         self._strategy = LocalStrategy(precision, device)
         self._bare: bool | None = None
-        self._only_moves = False  # what a batch goes through before a step
+        self._only_moves = False  # whether a batch is only moved before a step
         self.penalty: Penalty = lambda: None
         with quiet():
             self.trainer = L.Trainer(
@@ -95,7 +95,7 @@ class ModuleTrainer:
                 enable_progress_bar=False,
                 enable_model_summary=False,
             )
-        # Hidden by a filter, the hint would cost all other warnings their being said only once.
+        # A filter against the hint would make Python repeat all other warnings.
         self.trainer.fit_loop._warn_if_modules_in_eval_mode = no_hint  # type: ignore[method-assign]
         self._results = Results(training=True)
         self.trainer.fit_loop.epoch_loop._results = self._results
@@ -104,11 +104,11 @@ class ModuleTrainer:
 
     @property
     def logs(self) -> Logs:
-        """What the copy logged while it trained."""
+        """Logged values of the copy's training."""
         return self._results.logs
 
     def count(self, num_samples: int) -> None:
-        """Take the number of the copy's training samples, by which its epochs weigh."""
+        """Set the number of the copy's training samples, the weight of its epochs."""
         self._results.num_samples = num_samples
 
     @property
@@ -122,7 +122,7 @@ class ModuleTrainer:
         return self.trainer.should_stop
 
     def attach(self, module: L.LightningModule) -> None:
-        """Make a copy the one that is trained or evaluated next; forget the one before."""
+        """Set the copy to train or evaluate next. Forget the one before."""
         trainer, loop = self.trainer, self.trainer.fit_loop
         module._trainer = trainer
         self._strategy.connect(module)
@@ -151,7 +151,7 @@ class ModuleTrainer:
             )
 
     def _is_bare(self, module: L.LightningModule) -> bool:
-        """Whether nothing of the module's own happens around its training steps."""
+        """Return whether a module has no own hooks around its training steps."""
         return (
             module.automatic_optimization
             and type(self._strategy.precision_plugin) is Precision
@@ -179,12 +179,11 @@ class ModuleTrainer:
             max_epochs: Local epochs, or ``None`` for as many as ``max_batches`` takes.
             num_batches: Batches in one epoch.
             max_batches: Batches in all.
-            step: What a client method makes of the module's own step.
-            optimizer: What is stepped in place of the module's own optimizers.
-            extra_options: For the parameters of a client method's own module in the first
-                optimizer.
-            may_be_muted: Whether the client method may take the module's steps where they log
-                nothing.
+            step: A client method's replacement of the module's own step.
+            optimizer: An optimizer that replaces the module's own optimizers.
+            extra_options: Options in the first optimizer, for the parameters of a client method's
+                own module.
+            may_be_muted: Whether the client method may run the module's steps without logs.
             constant: Whether the learning rate has to be constant.
 
         Raises:
@@ -217,7 +216,7 @@ class ModuleTrainer:
                 )
             for schedule in self._strategy.lr_scheduler_configs:
                 if may_be_muted or str(schedule.monitor).startswith("val"):
-                    schedule.strict = False  # since that is not logged while clients train
+                    schedule.strict = False  # its metric is not logged while clients train
         else:
             self._strategy.optimizers, self._strategy.lr_scheduler_configs = [optimizer], []
             module.configure_gradient_clipping = no_clipping  # type: ignore[method-assign]
@@ -245,14 +244,14 @@ class ModuleTrainer:
 
     @property
     def batch_idx(self) -> int:
-        """Index of the batch of the step that goes on, in its epoch."""
+        """Index of the current step's batch in its epoch."""
         return self.trainer.fit_loop.epoch_loop.batch_idx
 
     @contextmanager
     def watching(
         self, max_epochs: int | None, num_batches: int, max_batches: int | None
     ) -> Iterator[Callable[[int, int, int], None]]:
-        """Let the copy see and log what it does in a training whose steps somebody else takes.
+        """Let the copy see and log its training, while other code takes the steps.
 
         Args:
             max_epochs: As in :meth:`start`, like the others.
@@ -260,8 +259,8 @@ class ModuleTrainer:
             max_batches: Batches in all.
 
         Yields:
-            What is to be told before each step: the epoch, the steps so far and the size of the
-            batch.
+            A function to call before each step, with the epoch, the number of steps so far and the
+            size of the batch.
         """
         module, loop, results = self.trainer.lightning_module, self.trainer.fit_loop, self._results
         self._set_out(max_epochs, num_batches, max_batches)
@@ -289,12 +288,12 @@ class ModuleTrainer:
         loop.on_advance_end()
 
     def step(self, batch: Any, size: int, last: bool) -> bool:
-        """Train on a batch; tell whether the epoch goes on.
+        """Train on a batch. Return whether the epoch goes on.
 
         Args:
-            batch: What the module's ``training_step`` takes.
-            size: Number of samples in it.
-            last: Whether it is the last of its epoch.
+            batch: A batch for the module's ``training_step``.
+            size: Number of samples in the batch.
+            last: Whether the batch is the last of its epoch.
         """
         loop = self.trainer.fit_loop.epoch_loop
         self._strategy.batch_size = size
@@ -312,7 +311,7 @@ class ModuleTrainer:
         return True
 
     def _bare_step(self, batch: Any, last: bool) -> None:
-        """Do what Lightning's loop does for a module without hooks, and no more."""
+        """Run Lightning's step for a module without hooks, and nothing else."""
         trainer, strategy, module = self.trainer, self._strategy, self.trainer.lightning_module
         loop, (optimizer,) = trainer.fit_loop.epoch_loop, strategy.optimizers
         progress, steps = loop.batch_progress, loop.automatic_optimization.optim_progress.optimizer
@@ -354,16 +353,16 @@ class ModuleTrainer:
     def evaluate(
         self, split: str, parts: Sequence[Sized], batches: Iterable[Any]
     ) -> tuple[dict[str, Tensor], dict[str, bool], dict[str, Seen]]:
-        """Run the copy's validation or test; return what it logged.
+        """Run the copy's validation or test. Return its logged values.
 
         Args:
             split: ``"val"`` or ``"test"``.
-            parts: The samples of each batch, which are counted.
-            batches: What the copy's step takes.
+            parts: The samples of each batch; only their number is used.
+            batches: The batches for the copy's step.
 
         Returns:
-            The values by the names under which they were logged; for those that torchmetrics
-            knows, whether higher is better; and what metric objects have seen.
+            The values by logged name; whether higher is better, for metrics of torchmetrics; and
+            the states of metric objects.
         """
         trainer = self.trainer
         loop = trainer.test_loop if split == "test" else trainer.validate_loop
@@ -386,11 +385,11 @@ class ModuleTrainer:
         return values, results.directions, results.seen
 
     def predict(self, parts: Sequence[Sized], batches: Iterable[Any]) -> list[Any]:
-        """Return what the copy's ``predict_step`` gives for each batch, on the CPU.
+        """Return the results of the copy's ``predict_step`` for each batch, on the CPU.
 
         Args:
-            parts: The samples of each batch, which are counted.
-            batches: What the copy's step takes.
+            parts: The samples of each batch; only their number is used.
+            batches: The batches for the copy's step.
         """
         trainer, loop = self.trainer, self.trainer.predict_loop
         trainer.state.fn = TrainerFn.PREDICTING
@@ -403,8 +402,8 @@ class ModuleTrainer:
         parts: Sequence[Sized],
         batches: Iterable[Any],
     ) -> Any:
-        """Run a loop without gradients over batches; return what it returns."""
-        loop.inference_mode = torch.is_inference_mode_enabled()  # as the federation's Trainer says
+        """Run a loop without gradients over batches. Return its result."""
+        loop.inference_mode = torch.is_inference_mode_enabled()  # as in the federation's Trainer
         loop._data_source.instance = Loader(self._sized(parts, batches), len(parts))
         try:
             return loop.run()
@@ -430,7 +429,7 @@ class ModuleTrainer:
     def look(
         self, sizes: Sequence[int], batches: Iterable[Any], find: Callable[[Batches], LossT]
     ) -> LossT:
-        """Return what is found in some batches, outside of the training of the copy."""
+        """Return the result of ``find`` for some batches, outside of the copy's training."""
         trainer = self.trainer
         trainer.state.fn = TrainerFn.FITTING
         trainer.training = True
@@ -446,7 +445,7 @@ class ModuleTrainer:
     def _moved(self, batch: Any) -> Any:
         if self._only_moves:
             return move_data_to_device(batch, self._strategy.root_device)
-        torch.clear_autocast_cache()  # of casts without gradients, where some may be wanted
+        torch.clear_autocast_cache()  # cached casts have no gradients, but some may be needed
         batch = self._strategy.precision_plugin.convert_input(batch)
         batch = self.trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return self._strategy.batch_to_device(batch, dataloader_idx=0)
@@ -458,7 +457,7 @@ class ModuleTrainer:
 
 
 def step_arguments(module: L.LightningModule, batch: Any, index: int) -> tuple[Any, ...]:
-    """Return what a module's training step takes: the batch, and its index if it asks for that."""
+    """Return the arguments of a module's training step: the batch, and its index if required."""
     step = module.training_step
     takes_index = _takes_index(getattr(step, "__func__", step))
     return (batch, index) if takes_index else (batch,)
@@ -466,15 +465,15 @@ def step_arguments(module: L.LightningModule, batch: Any, index: int) -> tuple[A
 
 @lru_cache(maxsize=64)
 def _takes_index(step: Callable[..., Any]) -> bool:
-    """Return what Lightning finds out at every step."""
+    """Return whether a step takes the batch's index. Lightning checks this at every step."""
     return is_param_in_hook_signature(step, "batch_idx", min_args=2)
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """Return the loss in what a ``training_step`` returned, or ``None`` if it skips the step.
+    """Return the loss in the output of a ``training_step``, or ``None`` for a skipped step.
 
     Raises:
-        TypeError: If it returned anything else than Lightning takes.
+        TypeError: If Lightning does not accept the output.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if output is not None and not isinstance(loss, Tensor):

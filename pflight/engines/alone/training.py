@@ -29,8 +29,8 @@ Batches = Iterator[tuple[Visit, Iterator[Any]]]
 class ClientTraining:
     """Trains one client by its module's steps and hooks, and by the client method's loss.
 
-    Lightning's loops take the steps. A ready-made task that has no hooks of its own and is stepped
-    by SGD trains without what Lightning does around a step.
+    Lightning's loops take the steps. A ready-made task without own hooks, with SGD, trains without
+    Lightning's work around a step.
 
     Args:
         models: The client's models.
@@ -44,17 +44,16 @@ class ClientTraining:
     def train(
         self, count: int, visits: Batches, epochs: int, steps: int | None
     ) -> tuple[Logs, int]:
-        """Train; return what the client logged, and its number of steps.
+        """Train. Return the client's logged values and its number of steps.
 
         Args:
-            count: The client's training samples.
-            visits: Its local epochs.
-            epochs: How many these are, unless steps are given.
+            count: The client's number of training samples.
+            visits: The client's local epochs.
+            epochs: Number of epochs, unless steps are given.
             steps: Batches in all.
 
         Raises:
-            RuntimeError: If the module gives no loss, or one that has nothing to do with its
-                weights.
+            RuntimeError: If the module gives no loss, or the loss does not depend on the weights.
         """
         setup, models = self.setup, self.models
         sizes = setup.batch_sizes(count)
@@ -104,7 +103,7 @@ class ClientTraining:
         return self._logs(), steps - models.client.num_skipped
 
     def gradient(self, count: int, visits: Batches) -> tuple[dict[str, Tensor], Logs]:
-        """Return the gradients of its parameters over the samples of some visits, and the loss."""
+        """Return the gradients of the parameters over the samples of some visits, and the logs."""
         logs: Logs = {}
         client = self.models.client
         client.num_samples.fill_(count)
@@ -127,7 +126,7 @@ class ClientTraining:
         return gradients, logs
 
     def _descents(self, optimizers: list[Optimizer | None]) -> list[Descent] | None:
-        """Return what takes the clients' steps, if no more than SGD is needed."""
+        """Return the descents that take the client's steps, if plain SGD is enough."""
         found = []
         for client, chosen in zip(self.models.clients, optimizers, strict=True):
             optimizer: Any = client.module.configure_optimizers() if chosen is None else chosen
@@ -146,7 +145,7 @@ class ClientTraining:
         epochs: int,
         limits: tuple[int | None, int, int | None],
     ) -> tuple[Logs, int]:
-        """Train a client that has no hooks of its own."""
+        """Train a client without own hooks."""
         losses: Logs = {}
         taken, clients = 0, self.models.clients
         for descent in descents:
@@ -176,7 +175,7 @@ class ClientTraining:
         return {**self._logs(), **losses}, taken
 
     def _pace(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Lower learning rates as the round has it."""
+        """Multiply learning rates by the round's decay."""
         self.setup.pace(groups, self.models.client.anchor is not None)
 
     def _stopped(self) -> bool:
@@ -193,7 +192,7 @@ class ClientTraining:
         return self._phases[key]
 
     def _logs(self) -> Logs:
-        """Return what a client logged, of two models the personal one."""
+        """Return a client's logged values. If it has two models, they are the personal one's."""
         merged: Logs = {}
         for client in reversed(self.models.clients):
             merged.update(client.trainer.logs)

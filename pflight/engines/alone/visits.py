@@ -1,4 +1,4 @@
-"""What a client trains on and is judged by: its visits, and the batches of each."""
+"""The visits to a client for training and evaluation, and the batches of each visit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pflight.engines.client_setup import ClientSetup
 from pflight.engines.samples import check_order
 from pflight.task import Task
 
-GRADIENT_BATCH = 512  # samples in one pass where their number does not matter
+GRADIENT_BATCH = 512  # samples in one pass, if their number does not matter
 
 Plan = Callable[[int], list[Visit]]
 """Returns the visits to a client, by its id."""
@@ -22,7 +22,7 @@ Plan = Callable[[int], list[Visit]]
 def training_visits(
     setup: ClientSetup, client: int, round_index: int, epochs: int, steps: int | None
 ) -> list[Visit]:
-    """Return the local epochs of a client: so many or, if they are given, as many as steps take."""
+    """Return the local epochs of a client: ``epochs`` or, if given, as many as ``steps`` take."""
     data, visits = setup.data, []
     count = int(data.num_samples("train")[client])
     sizes = setup.batch_sizes(count)
@@ -39,12 +39,12 @@ def training_visits(
 def gradient_visits(
     setup: ClientSetup, client: int, round_index: int, batches: int | None
 ) -> list[Visit]:
-    """Return a visit to a client, with some of its batches or all samples as they lie."""
+    """Return a visit to a client: some of its batches, or all its samples in their own order."""
     sizes = setup.batch_sizes(int(setup.data.num_samples("train")[client]))[:batches]
     order = torch.arange(sum(sizes))
     if batches is not None:
         order = setup.data.order(client, round_index, 0)[: sum(sizes)]
-    # A module that mixes the samples of a batch has to see them all at once.
+    # If a module mixes the samples of a batch, it needs all samples at once.
     size = max(sum(sizes), 1) if setup.mixes_samples else GRADIENT_BATCH
     return [Visit(client, round_index, 0, order.split(size) if sizes else ())]
 
@@ -52,7 +52,7 @@ def gradient_visits(
 def evaluation_visits(
     setup: ClientSetup, client: int, split: Split, batch_size: int | None = None
 ) -> list[Visit]:
-    """Return a visit to a client that has samples in a split, in batches as for evaluation."""
+    """Return a visit to a client for evaluation, if it has samples in the split."""
     count = int(setup.data.num_samples(split)[client])
     size = batch_size or setup.data.eval_batch_size or max(count, 1)
     parts = torch.arange(count).split(size)
@@ -60,7 +60,7 @@ def evaluation_visits(
 
 
 class Visits(Protocol):
-    """The batches of some clients; each client is asked for once, in the order of the clients."""
+    """The batches of some clients. Each client is visited once, in the order of the clients."""
 
     def __getitem__(self, client: int) -> Iterator[tuple[Visit, Iterator[Any]]]:
         """Yield the visits to a client, each with its batches."""
@@ -74,7 +74,7 @@ def visits_to(clients: Tensor, setup: ClientSetup, split: Split, plan: Plan) -> 
 
 
 class TensorVisits:
-    """Batches that are cut out of a client's samples, tensors in memory."""
+    """Batches as slices of a client's samples, which are tensors in memory."""
 
     def __init__(self, setup: ClientSetup, split: Split, plan: Plan) -> None:
         self._setting = setup
@@ -92,7 +92,7 @@ class TensorVisits:
             yield visit, self._cut(seen, visit)
 
     def _samples(self, client: int) -> list[Tensor]:
-        """Return a client's samples, whose targets are such as the loss takes."""
+        """Return a client's samples, with targets checked for the loss."""
         leaves, task = self._setting.samples(client, self._split), self._setting.client
         if isinstance(task, Task) and self._setting.has_loss_of_its_kind:
             task.check_targets(leaves[1])
@@ -110,7 +110,7 @@ class TensorVisits:
 
 
 class StreamedVisits:
-    """Batches that the data module's loader collates, and reads ahead."""
+    """Batches from the data module's loader. It collates them and reads ahead."""
 
     def __init__(self, setup: ClientSetup, split: Split, visits: list[Visit]) -> None:
         self._data = setup.data
@@ -120,7 +120,7 @@ class StreamedVisits:
         for place, visit in enumerate(visits):
             self._of.setdefault(visit.client, []).append(place)
         self._iterator: Iterator[Any] | None = None
-        self._next = 0, 0  # visit and part that the iterator yields next
+        self._next = 0, 0  # the iterator's next visit and part
 
     def __getitem__(self, client: int) -> Iterator[tuple[Visit, Iterator[Any]]]:
         """See :class:`Visits`."""
@@ -130,7 +130,7 @@ class StreamedVisits:
     def _batches(self, place: int) -> Iterator[Any]:
         for part in range(len(self._visits[place].parts)):
             if self._iterator is None or (place, part) != self._next:
-                # The client before has failed, or has skipped the rest of its epoch.
+                # The previous client has failed, or has skipped the rest of its epoch.
                 assert part == 0
                 self._iterator = iter(self._data.batches(self._split, self._visits[place:]))
             try:

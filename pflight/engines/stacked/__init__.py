@@ -1,1 +1,1 @@
-"""Local training of many clients at once, in one module that stands for them all."""
+"""Local training of many clients at once, in one module for all."""

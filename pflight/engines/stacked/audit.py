@@ -1,4 +1,4 @@
-"""Compares clients of a stack with one alone while they train, now and then."""
+"""Compares stacked clients with the same clients alone, in some rounds of the training."""
 
 from __future__ import annotations
 
@@ -20,57 +20,57 @@ from .reference import alike
 from .stack import Columns, Mode
 from .steps import Group
 
-_ODD, _ODD_IN_HALF = 5e-2, 0.3  # of the largest gradient, of a run that goes on
-_VANISHED = 1e-3  # of the largest gradient at first, from which on gradients are rounding
+_ODD, _ODD_IN_HALF = 5e-2, 0.3  # tolerated difference, relative to the largest gradient
+_VANISHED = 1e-3  # smaller gradients are rounding, relative to the largest one at the start
 
 
 _Before = tuple[dict[str, Tensor], list[Tensor]]
-"""A client's state, with all that it is told, and its batch."""
+"""A client's state with its inputs, and its batch."""
 
 
 class Witness(NamedTuple):
-    """One client of a stack in one step: what it had, and what it got."""
+    """One client of a stack in one step: its inputs and its results."""
 
     mode: Mode
     phase: Phase | None
     state: dict[str, Tensor]
-    """With all that it was told."""
+    """The client's state with its inputs."""
     leaves: list[Tensor]
-    """Of its batch."""
+    """The tensors of its batch."""
     gradients: dict[str, Tensor]
     loss: Tensor
 
 
 class Audit:
-    """Ends a run in which stacked clients get something else than they get alone.
+    """Ends a run if clients get other results in a stack than alone.
 
-    It is due in rounds of powers of two, from the first on, until a client has been compared.
+    The audit is due in the 1st, 2nd, 4th, 8th round and so on, until a client has been compared.
 
     Args:
-        probe: Which has tried the client.
+        probe: The probe that has tried the client.
 
     Attributes:
-        due: Whether it is.
+        due: Whether the audit is due.
     """
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
         self.due = False
-        self._round = -1  # the last one
-        self._doubted = False  # whether the last client got something else alone
+        self._round = -1  # the last round
+        self._doubted = False  # whether the last client got other results alone
 
     def begin(self, round_index: int) -> None:
-        """Make it due, if a round is one in which it is."""
+        """Make the audit due, if the round is one of its rounds."""
         if round_index > self._round:
             self._round = round_index
             self.due |= (round_index + 1).bit_count() == 1
 
     def select(self, group: Group, state: Mapping[str, Tensor]) -> dict[int, _Before]:
-        """Return two clients of a group, by row, as they are before their gradients are taken.
+        """Return two clients of a group by row, before their gradients are computed.
 
         Args:
-            group: With its batches.
-            state: Of a chunk ``[C, ...]``, with all that it is told.
+            group: The group with its batches.
+            state: State and inputs of a chunk ``[C, ...]``.
         """
         found = {}
         for row in {0, len(group.leaves[0]) - 1}:
@@ -80,18 +80,18 @@ class Audit:
         return found
 
     def check(self, selected: Mapping[int, _Before], gradients: Columns, losses: Tensor) -> None:
-        """Raise if two clients in a row get something else alone than they got in a stack.
+        """Raise if two clients in succession get other results alone than in a stack.
 
-        A single one may be next to a kink, of which rounding chooses the side. After a stack of one
-        that did, the audit stays due.
+        A single client may be next to a kink, and rounding chooses its side. If a stack has only
+        one client and it differs, the audit stays due.
 
         Args:
             selected: Clients of a group.
-            gradients: What the group got ``[rows, ...]``.
-            losses: And its losses ``[rows]``.
+            gradients: The group's gradients ``[rows, ...]``.
+            losses: The group's losses ``[rows]``.
 
         Raises:
-            ConfigurationError: If they do.
+            ConfigurationError: If both clients get other results.
         """
         stacked = self.probe.stacked
         for row, (state, leaves) in selected.items():
@@ -115,10 +115,10 @@ class Audit:
             self._doubted = True
 
     def contradicts(self, found: Witness) -> bool:
-        """Return whether a client alone gets something else than it got in a stack.
+        """Return whether a client gets other results alone than in a stack.
 
-        What rounding leaves of a gradient that vanishes is not looked at: beside the largest one of
-        now, that of the beginning counts.
+        Rounding errors of vanishing gradients are ignored: the tolerance is relative to the largest
+        gradient of now and of the start.
         """
         setup = self.probe.setup
         with isolated(setup.device), torch.enable_grad():
@@ -128,7 +128,7 @@ class Audit:
         known = {n: g for n, g in alone.items() if g is not None and n in found.gradients}
         numbers = [*known.values(), loss, found.loss, *(found.gradients[name] for name in known)]
         if not all(bool(number.isfinite().all()) for number in numbers):
-            return False  # it will fail by itself
+            return False  # the client will fail by itself
         mixed = isinstance(setup.precision, MixedPrecision)
         tf32 = setup.dtype == torch.float32 and takes_tf32(setup.device)
         precise = setup.dtype.itemsize >= 4 and not mixed and not tf32

@@ -1,4 +1,4 @@
-"""Mixed precision for stacked clients, where ``torch.autocast`` reaches only some operations."""
+"""Mixed precision for stacked clients. ``torch.autocast`` reaches only some operations there."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ _WHOLE = {
 
 
 class StackedAutocast(TorchFunctionMode):
-    """Casts what goes into an operation, as ``torch.autocast`` does, also under ``vmap``.
+    """Casts the inputs of operations as ``torch.autocast`` does, also under ``vmap``.
 
-    Products of matrices and convolutions run in the lower precision; normalisation, softmax and
-    losses in float32; all others as their inputs come. Parameters stay what they are, so that they
-    are stepped, and held to their anchors, in float32.
+    Matrix products and convolutions run in the lower precision. Normalisation, softmax and losses
+    run in float32. All other operations keep their inputs' types. Parameters stay in float32, for
+    the steps and the distances to anchors.
 
     Args:
         dtype: The lower precision.
@@ -105,7 +105,7 @@ def _cast(tree: Any, old: torch.dtype, new: torch.dtype) -> Any:
 
 
 def stacked_context(setup: ClientSetup) -> AbstractContextManager[Any]:
-    """Return what stacked passes run in."""
+    """Return the context of stacked passes."""
     if isinstance(setup.precision, MixedPrecision):
         return StackedAutocast(torch.bfloat16)  # float16 is refused
     return setup.forward_context()

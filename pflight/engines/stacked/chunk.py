@@ -1,4 +1,4 @@
-"""Clients that are stacked in the order in which they train, and put back into their own."""
+"""Stacks of clients, sorted by length of training. Results return in the clients' own order."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .steps import Plan
 
 @dataclass(frozen=True)
 class Work:
-    """What clients are asked for.
+    """The work of clients: a training, or a computation of gradients.
 
     Attributes:
         round_index: Keys the order of batches.
-        mode: What clients train with.
-        plan: The batches of a client with so many samples.
-        run: Does it for a chunk.
-        one_by_one: Does it for some clients in the sequential engine.
-        shuffled: Whether samples come in the order of the round, or as they lie.
-        steps: Whether clients take steps, or tell their gradients.
-        on_client_end: Called with the id of each client that is done.
+        mode: The inputs of the training.
+        plan: Returns the batches of a client with a given number of samples.
+        run: Does the work for a chunk.
+        one_by_one: Does the work for some clients in the sequential engine.
+        shuffled: Whether samples are in the order of the round. Otherwise they keep their own.
+        steps: Whether clients take steps. Otherwise they return gradients.
+        on_client_end: Called with the id of each client at the end of its work.
     """
 
     round_index: int
@@ -45,16 +45,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Clients that are trained at once, those that train longest first.
+    """Clients that are trained at once. The clients with the longest training are first.
 
     Attributes:
-        clients: Their ids.
-        plans: Their batches.
-        starts: What they start from ``[C, ...]``.
-        results: What they return ``[C, ...]``, to be filled in.
+        clients: The clients' ids.
+        plans: The clients' batches.
+        starts: The start states ``[C, ...]``.
+        results: The returned states ``[C, ...]``, to be filled in.
         inputs: Anchor, memory and scalars ``[C, ...]``, by name.
-        kept: What they keep ``[C, ...]``, to be filled in.
-        losses: Sums over samples of the losses ``[C]`` that they log, to be added to.
+        kept: The new memory ``[C, ...]``, to be filled in.
+        losses: Sums over samples of the logged losses ``[C]``; steps add to them.
     """
 
     clients: list[int]
@@ -81,7 +81,7 @@ class Chunk:
 
 
 def scalars_of(setup: ClientSetup, clients: Tensor) -> Columns:
-    """Return what clients ``[C]`` are told beside their state, before they have trained."""
+    """Return the scalars of the clients ``[C]`` before their training."""
     ids = clients.cpu()
     scalars = {
         "num_samples": setup.data.num_samples("train")[ids],
@@ -95,18 +95,18 @@ def scalars_of(setup: ClientSetup, clients: Tensor) -> Columns:
 
 
 class StackedCohort:
-    """All clients of a work, stacked: those that train longest come first.
+    """All clients of a work, stacked. The clients with the longest training are first.
 
     Args:
         setup: The client module, its client method, and its data.
-        stacked: The client module that stands for many.
-        clients: Their ids ``[C]``.
-        starts: What they start from ``[C]``.
-        kept: What they kept ``[C]``, where their client method keeps a memory.
-        work: What they are asked for.
+        stacked: The client module for many clients.
+        clients: The clients' ids ``[C]``.
+        starts: The start states ``[C]``.
+        kept: The clients' memory ``[C]``, if their client method keeps one.
+        work: The work of the clients.
 
     Attributes:
-        order: Where a row of the stack comes from.
+        order: The original position of each row of the stack.
         everyone: The stack.
     """
 
@@ -133,13 +133,13 @@ class StackedCohort:
         self.everyone = self._stack(plans, work.mode)
 
     def _stack(self, plans: list[Plan], mode: Mode) -> Chunk:
-        """Stack up all clients, whose plans these are in their own order."""
+        """Stack all clients. The plans are in the clients' own order."""
         setup, order, starts, kept = self.setup, self.order, self.starts, self.kept
         layout = setup.layout
         rows = None if order == list(range(len(order))) else torch.tensor(order)
 
         def moved(column: Tensor) -> Tensor:
-            column = column.to(setup.device)  # after a fit, Lightning has left it on the CPU
+            column = column.to(setup.device)  # after a fit, Lightning leaves it on the CPU
             if rows is None or column.stride(0) == 0:
                 return column
             return column[rows.to(setup.device)]
@@ -173,14 +173,14 @@ class StackedCohort:
         )
 
     def chunks(self, size: int) -> Iterator[tuple[int, Chunk]]:
-        """Divide the stack into chunks of so many clients, at most; each with its first row."""
+        """Divide the stack into chunks of at most ``size`` clients; each with its first row."""
         count = len(self.order)
         for part in torch.arange(count).tensor_split(-(-count // size)):
             first, last = int(part[0]), int(part[-1]) + 1
             yield first, self.everyone[first:last]
 
     def some(self, rows: Collection[int]) -> tuple[Tensor, TensorDict, Kept | None]:
-        """Return the clients of some rows, what they start from and kept, in their own order."""
+        """Return clients, start states and memory of some rows, in the clients' own order."""
         places, kept = self._places(rows), self.kept
         return (
             self.clients[places],
@@ -194,9 +194,9 @@ class StackedCohort:
         """Put results into the clients' own order.
 
         Args:
-            names: Of the loss, in what is logged.
+            names: Logged names of the loss.
             failed: Rows without a result.
-            again: What came of these one by one.
+            again: The results of the failed rows in the sequential engine.
         """
         done, order, clients = self.everyone, self.order, self.clients
         good = [row for row in range(len(order)) if row not in failed]
@@ -233,5 +233,5 @@ class StackedCohort:
         )
 
     def _places(self, rows: Collection[int]) -> Tensor:
-        """Return where the clients of some rows come from, in ascending order."""
+        """Return the original positions of some rows, ascending."""
         return torch.tensor(sorted(self.order[row] for row in rows))

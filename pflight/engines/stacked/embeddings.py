@@ -11,9 +11,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class CheckedEmbeddings(TorchFunctionMode):
-    """Makes vectors of what is not in an embedding's table NaN.
+    """Makes the vector NaN for an index outside of an embedding's table.
 
-    Under ``vmap`` such an index is no error, but finds a vector of another client.
+    Under ``vmap`` such an index is no error, but reads a vector of another client.
 
     Example:
         >>> with CheckedEmbeddings():

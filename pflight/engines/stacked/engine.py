@@ -40,26 +40,26 @@ from .workspace import Workspace
 
 
 class VectorizedEngine(SequentialEngine):
-    """Trains and evaluates clients in chunks, whose parameters are stacked and stepped together.
+    """Trains and evaluates clients in chunks. Their parameters are stacked and stepped together.
 
-    The losses of a chunk are one call of the module's training step under ``vmap``, with what the
-    client method makes of it, and one optimizer steps the stacked parameters. Clients see the
-    batches that they see in the sequential engine and get its results to float tolerance. Those
-    with batches of one size share a call; a client that has come to its end drops out of the stack.
+    One call of the module's training step under ``vmap`` gives the losses of a chunk, as the client
+    method changes them. One optimizer steps the stacked parameters. Clients see the same batches as
+    in the sequential engine and get its results to float tolerance. Clients with batches of one
+    size share a call. A finished client drops out of the stack.
 
-    What can't be run like this is run one by one, for the reason in :attr:`obstacle`. So is a
-    client that raises or whose result is not finite, so that failures read the same. See
-    :class:`~pflight.engines.base.Engine` for what it is asked for.
+    Clients that can't be stacked run one by one, for the reason in :attr:`obstacle`. So does a
+    client that raises or has a result that is not finite: then failures read the same. The methods
+    are those of :class:`~pflight.engines.base.Engine`.
 
     Args:
         setup: The client module, its client method, and its data.
-        chunk: Clients that are trained at once, at most.
-        warned: What has been said of clients that are not stacked, and is not said again.
+        chunk: Largest number of clients that are trained at once.
+        warned: Warnings about clients that are not stacked. They are not repeated.
 
     Attributes:
         obstacle: Why clients are trained one by one, or ``None``; known after
             :meth:`check_input`.
-        stacks_evaluation: Whether models of their own are evaluated at once; known then, too.
+        stacks_evaluation: Whether clients' own models are evaluated at once; known then, too.
     """
 
     def __init__(self, setup: ClientSetup, chunk: int, warned: set[str] | None = None) -> None:
@@ -76,7 +76,7 @@ class VectorizedEngine(SequentialEngine):
         self._trainer = StackedTraining(setup, self._stacked, self._audit, workspace)
         self._evaluation = StackedEvaluation(setup, self._stacked, chunk, workspace)
         self._passes = StackedPasses(setup, self._stacked)
-        self._alone: set[type[Pass]] = set()  # passes that are not stacked any more
+        self._alone: set[type[Pass]] = set()  # passes that are no longer stacked
         self._warned = set() if warned is None else warned
 
     # Before the start
@@ -90,7 +90,7 @@ class VectorizedEngine(SequentialEngine):
             return
         samples = self._trainer.samples = trial_samples(self.setup)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what a module warns of, it says when it trains
+            warnings.simplefilter("ignore")  # the module warns again when it trains
             try:
                 self.obstacle = self._find_obstacle(samples)
             except STOPS:
@@ -118,11 +118,11 @@ class VectorizedEngine(SequentialEngine):
 
     @property
     def fills_batches(self) -> bool:
-        """Whether batches of unequal size are taken at once."""
+        """Whether batches of unequal size share a call."""
         return all(dependence.weighs_samples for dependence in self._trainer.dependence.values())
 
     def rows_per_call(self) -> float:
-        """Return how many of a chunk's clients have their batches taken at once, in the mean."""
+        """Return how many of a chunk's clients share a call, on average."""
         data = self.setup.data
         clients = data.train_clients[: min(self.chunk, data.cohorts.size)]
         counts = data.num_samples("train")[clients].sort(descending=True).values.tolist()
@@ -201,7 +201,7 @@ class VectorizedEngine(SequentialEngine):
     def _in_chunks(
         self, clients: Tensor, starts: TensorDict, kept: Kept | None, work: Work
     ) -> ClientUpdates:
-        """Do a work for the clients ``[C]``, longest first, and what fails once more one by one."""
+        """Do a work for the clients ``[C]``, longest first. Repeat failed clients one by one."""
         if self.obstacle or not len(clients):
             return work.one_by_one(clients, starts, kept)
         cohort = StackedCohort(self.setup, self._stacked, clients, starts, kept, work)
@@ -215,7 +215,7 @@ class VectorizedEngine(SequentialEngine):
                 finite = self._are_finite(chunk)
             except STOPS:
                 raise
-            except BaseException as error:  # whose it is will be seen below
+            except BaseException as error:  # the code below finds the client
                 cause, finite = error, [False] * len(chunk.clients)
             for row, client in enumerate(chunk.clients):
                 if not finite[row]:
@@ -233,7 +233,7 @@ class VectorizedEngine(SequentialEngine):
         return cohort.updates(names, failed, again)
 
     def _are_finite(self, chunk: Chunk) -> list[bool]:
-        """Tell for each client of a chunk whether all that it returns and keeps is finite."""
+        """Return for each client of a chunk whether its result and memory are finite."""
         size = [len(chunk.clients)]
         finite = finite_rows(TensorDict(chunk.results, batch_size=size))
         if chunk.kept and not self._stacked.remembers_its_state:
@@ -244,11 +244,11 @@ class VectorizedEngine(SequentialEngine):
     def _warn_of_fallbacks(
         self, causes: dict[int, BaseException | None], failures: list[ClientFailure]
     ) -> None:
-        """Warn of clients that fail together, where none of them fails alone.
+        """Warn of clients that fail together, if none of them fails alone.
 
         Args:
-            causes: Why, by client: what their chunk raised, or ``None`` for a result that is NaN.
-            failures: Those that failed alone.
+            causes: By client, the error of its chunk, or ``None`` for a result with NaN.
+            failures: The clients that failed alone.
         """
         alone = {failure.client for failure in failures}
         for cause in set(causes.values()):
@@ -273,7 +273,7 @@ class VectorizedEngine(SequentialEngine):
         """See :class:`~pflight.engines.base.Engine`."""
         if self.setup.task is None:
             return super().evaluate(clients, states, split)
-        reasons: list[str] = []  # why it fell back
+        reasons: list[str] = []  # why clients ran one by one
         names = self.setup.layout.names
 
         def at_once(samples: Samples) -> dict[int, Tensor] | None:
@@ -296,7 +296,7 @@ class VectorizedEngine(SequentialEngine):
             alone=lambda row, x: self.outputs({n: states[n][row] for n in names}, x),
             operations=self.operations,
         )
-        if reasons and not failures:  # else it is the fault of those
+        if reasons and not failures:  # otherwise the failed clients are the cause
             name = type(self.setup.client).__name__
             self.warn_once(f"{name} is evaluated one by one from here on: {reasons[0]}")
             self.stacks_evaluation = False
@@ -325,7 +325,7 @@ class VectorizedEngine(SequentialEngine):
             return super().run(look, clients, states, round_index=round_index)
         found: list[dict[str, Tensor]] = [{} for _ in clients]
         stacked: set[int] = set()
-        reasons: dict[str, set[int]] = {}  # why some did not share a call, and who
+        reasons: dict[str, set[int]] = {}  # why clients did not share a call, with their rows
         for rows in groups:
             alike, reason = False, "clients together get other results than one alone"
             try:
@@ -335,7 +335,7 @@ class VectorizedEngine(SequentialEngine):
                 alike = not failed and same(together[place], alone)
             except STOPS:
                 raise
-            except BaseException as error:  # whose it is will be seen below
+            except BaseException as error:  # the code below finds the client
                 reason = reason_of(error)
             if alike:
                 stacked.update(rows)
@@ -358,9 +358,9 @@ class VectorizedEngine(SequentialEngine):
         return found, failures
 
     def _groups(self, look: Pass, clients: Tensor) -> list[list[int]]:
-        """Return the rows of the clients ``[C]`` that share a call: with as many samples each.
+        """Return the rows of the clients ``[C]`` that share a call: with equally many samples.
 
-        A client whose batches keep a CPU busy by themselves shares none.
+        If a client's batches keep a CPU busy, the client shares no call.
         """
         if self.obstacle or not look.stacks or type(look) in self._alone:
             return []
@@ -377,7 +377,7 @@ class VectorizedEngine(SequentialEngine):
         return [rows for rows in parts if len(rows) > 1]
 
     def warn_once(self, message: str) -> None:
-        """Warn, unless it has been said."""
+        """Warn, but only once."""
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, stacklevel=2)

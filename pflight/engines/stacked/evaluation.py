@@ -1,4 +1,4 @@
-"""The evaluation of many models at once, each on the samples of its own client."""
+"""The evaluation of many models at once, each on its own client's samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .autocast import stacked_context
 from .stack import Columns, Stack
 from .workspace import Workspace
 
-_FILLED = 8  # samples that may fill up a client's in any case
+_FILLED = 8  # so many samples may always fill up a client's batch
 
 
 class StackedEvaluation:
@@ -23,9 +23,9 @@ class StackedEvaluation:
 
     Args:
         setup: The client module, its client method, and its data.
-        stacked: The client module that stands for many.
-        chunk: Clients at once, at most.
-        workspace: Where their samples lie.
+        stacked: The client module for many clients.
+        chunk: Largest number of clients at once.
+        workspace: The memory of the samples.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class StackedEvaluation:
         self.workspace = workspace
 
     def outputs(self, states: TensorDict, samples: Samples) -> dict[int, Tensor] | None:
-        """Return the outputs of clients that have models of their own, by row.
+        """Return the outputs of clients with different models, by row.
 
-        ``None`` if one is NaN; whatever a model raises is not caught.
+        Return ``None`` if one is NaN. A model's error is not caught.
 
         Args:
-            states: Their models ``[C]``.
-            samples: Their inputs and targets, by row.
+            states: The clients' models ``[C]``.
+            samples: The clients' inputs and targets, by row.
         """
         task, rows = self.setup.task, list(samples)
         assert task is not None
@@ -54,7 +54,7 @@ class StackedEvaluation:
         stacked = self._outputs(columns, [x for x, _ in samples.values()])
         outputs = torch.cat(stacked)
         task.check_outputs(outputs, torch.cat([y for _, y in samples.values()]))
-        if outputs.isnan().any():  # as one by one, perhaps
+        if outputs.isnan().any():  # perhaps also one by one
             return None
         return dict(zip(samples, stacked, strict=True))
 
@@ -79,7 +79,7 @@ class StackedEvaluation:
         return [outputs[row] for row in range(len(order))]
 
     def _at_once(self, counts: list[int]) -> Iterator[tuple[int, int]]:
-        """Divide descending numbers of samples into chunks that filling up does not double."""
+        """Divide descending numbers of samples into chunks. Filling up must not double a chunk."""
         first = 0
         for row in range(1, len(counts) + 1):
             full = row - first == self.chunk

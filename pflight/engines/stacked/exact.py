@@ -1,4 +1,4 @@
-"""Arithmetic whose rounding is known, for comparisons."""
+"""Arithmetic with known rounding, for comparisons."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.backends import cudnn
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Compute with all bits of float32, as a GPU's convolutions do not by default.
+    """Compute with all bits of float32. A GPU's convolutions use TF32 by default.
 
-    TF32 has 10 bits, so that a stack and a client alone, which take other kernels, differ in the
-    third digit. What was chosen for single operations (``torch.backends.cudnn.conv.fp32_precision``
-    and the like) is left as it is.
+    TF32 has 10 bits. A stack and a client alone use different kernels, and so differ in the third
+    digit. Settings of single operations (``torch.backends.cudnn.conv.fp32_precision`` and the like)
+    are not changed.
     """
     with ExitStack() as at_end:
         with suppress(RuntimeError):  # single operations differ
@@ -31,7 +31,7 @@ def without_tf32() -> Iterator[None]:
 
 
 def takes_tf32(device: torch.device) -> bool:
-    """Return whether a device may compute products of float32 in TF32, as a GPU does by default."""
+    """Return whether a device may compute float32 products in TF32, a GPU's default."""
     if device.type != "cuda":
         return False
     try:

@@ -1,4 +1,4 @@
-"""A look through the samples of many clients at once."""
+"""Passes over the samples of many clients at once."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .autocast import stacked_context
 from .chunk import scalars_of
 from .stack import Stack
 
-_TOLERANCE = 1e-2  # of the largest value; stacked arithmetic rounds otherwise
-_TRACE = 1e-6  # that rounding leaves of numbers that cancel
+_TOLERANCE = 1e-2  # relative to the largest value; stacked arithmetic rounds differently
+_TRACE = 1e-6  # rounding error of numbers that cancel
 
 
 class StackedPasses:
-    """Runs a pass for clients that have equally many samples, so that no batch is filled up.
+    """Runs a pass for clients with equally many samples, so that no batch is filled up.
 
     Args:
         setup: The client module, its client method, and its data.
-        stacked: The client module that stands for many.
+        stacked: The client module for many clients.
     """
 
     def __init__(self, setup: ClientSetup, stacked: Stack) -> None:
@@ -36,12 +36,12 @@ class StackedPasses:
 
     @torch.no_grad()
     def found(self, look: Pass, clients: Tensor, states: TensorDict) -> list[dict[str, Tensor]]:
-        """Return what the clients ``[C]`` find; whatever the pass raises is not caught.
+        """Return the pass's results for the clients ``[C]``. The pass's errors are not caught.
 
         Args:
             look: The pass.
-            clients: Ids ``[C]``, of clients with as many samples.
-            states: Their models ``[C]``.
+            clients: Ids ``[C]`` of clients with equally many samples.
+            states: The clients' models ``[C]``.
         """
         setup, stacked = self.setup, self.stacked
         ids = clients.tolist()
@@ -61,7 +61,7 @@ class StackedPasses:
         stacked.take_frozen(states)
         frozen, buffers = {*setup.layout.frozen}, {*setup.layout.buffers}
         state = {n: states[n].to(setup.device) for n in setup.layout.names if n not in frozen}
-        # A module may change its buffers in place, and the states are not the pass's own.
+        # A module may change its buffers in place, but the states belong to the caller.
         state |= {name: state[name].clone() for name in state.keys() & buffers}
         state |= {n: t.to(setup.device, setup.dtype) for n, t in scalars_of(setup, clients).items()}
         with stacked_context(setup):
@@ -75,7 +75,7 @@ class StackedPasses:
 
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Return whether two ways to run a pass give the same, up to rounding."""
+    """Return whether two results of a pass are equal up to rounding."""
     return one.keys() == other.keys() and all(_close(one[name], other[name]) for name in one)
 
 

@@ -1,4 +1,4 @@
-"""Finds out whether a client can stand for many clients at once, by trying it."""
+"""Tries whether one client module can compute many clients at once."""
 
 from __future__ import annotations
 
@@ -28,31 +28,32 @@ from .steps import misfit
 from .untouched import left_alone
 
 _FOREIGN = "its configure_optimizers() gives an optimizer of parameters that are not its own"
-_TOLERANCE = 1e-2  # of the largest gradient; stacked arithmetic rounds otherwise
-_TRACE = 1e-4  # of the largest gradient, that samples without weight leave
-_CLASSES = 32  # that are tried
+_TOLERANCE = 1e-2  # relative to the largest gradient; stacked arithmetic rounds differently
+_TRACE = 1e-4  # trace of samples without weight, relative to the largest gradient
+_CLASSES = 32  # classes that are tried
 
 
 class Dependence(NamedTuple):
-    """What the gradients of a client depend on."""
+    """Properties of a client's gradients."""
 
     untouched: frozenset[str]
-    """Parameters without a gradient, which no optimizer may step."""
+    """Parameters without a gradient. No optimizer may step them."""
     unread: frozenset[str]
-    """Tensors that are told to a client, and which its loss does not look at."""
+    """Inputs of a client that its loss does not read."""
     weighs_samples: bool
-    """Whether samples whose weight is zero leave no trace, so that they may fill up a batch."""
+    """Whether samples of zero weight leave no trace. Then they may fill up a batch."""
 
 
 class Probe:
-    """Compares a stack of two clients with unequal weights to either of them alone.
+    """Compares a stack of two clients with unequal weights to each client alone.
 
     Args:
-        stacked: The client module that stands for many.
-        models: Those of a client alone, by which stacking is measured.
+        stacked: The client module for many clients.
+        models: The models of a client alone, for the comparison.
 
     Attributes:
-        largest_gradient: Of a client alone, as it was given; known after :meth:`obstacle`.
+        largest_gradient: Largest gradient of a client alone at the given weights; known after
+            :meth:`obstacle`.
     """
 
     def __init__(self, stacked: Stack, models: LocalModels) -> None:
@@ -64,7 +65,7 @@ class Probe:
         self.largest_gradient = 0.0
 
     def declared_obstacle(self) -> str | None:
-        """Say what a module has that keeps it from being stacked, or return ``None``."""
+        """Return the property of a module that forbids stacking, in words, or ``None``."""
         module = self.module
         if not getattr(module, "vectorizable", True):
             return "it says that it is not vectorizable"
@@ -79,13 +80,13 @@ class Probe:
         return None if module.automatic_optimization else "it optimizes manually"
 
     def training_step(self, batches: Sequence[list[Tensor]]) -> str | None:
-        """Find out under which names a module's own training step logs its loss.
+        """Find the names under which a module's own training step logs its loss.
 
         Args:
-            batches: Some samples, in batches of all the sizes that occur.
+            batches: Some samples, in batches of all sizes in use.
 
         Returns:
-            What else it logs, or why it can't be called.
+            Other logged values, or the reason why the step can't be called; ``None`` otherwise.
         """
         if trains_as_a_task(self.module):
             return None
@@ -124,16 +125,16 @@ class Probe:
 
     @without_tf32()
     def obstacle(self, mode: Mode, batches: Sequence[list[Tensor]]) -> str | None:
-        """Say what keeps a client from standing for many, or return ``None`` if nothing does.
+        """Return the reason why clients can't be stacked, or ``None``.
 
-        A stack of two is asked for its gradients, what changes after training, what is kept, and
-        predictions. All of it must be as of either client alone. Global generators and the module's
-        attributes must be left alone, since one call stands for all clients, and so does one
+        A stack of two clients computes gradients, changes after training, memory, and predictions.
+        All results must be the same as for each client alone. The module must not change global
+        generators or its attributes, since all clients share one call. They also share one
         optimizer.
 
         Args:
-            mode: What clients train with.
-            batches: Some samples, in batches of all the sizes that occur.
+            mode: The inputs of the training.
+            batches: Some samples, in batches of all sizes in use.
         """
         stacked, module = self.stacked, self.module
         stacked.prepare(mode)
@@ -170,7 +171,7 @@ class Probe:
                     "clients, or numbers of the module's own that change from call to call"
                 )
             untouched = [_untouched(results) for results in alone]
-            newcomers = alone[0]  # clients that remember nothing
+            newcomers = alone[0]  # clients without memory
             if mode.remembers:
                 newcomers = self._alone(mode._replace(remembers=False), batches[0])
             given = [g for results in alone for g in results.gradients[0][0].values()]
@@ -184,13 +185,12 @@ class Probe:
 
     @without_tf32()
     def dependence(self, mode: Mode, batches: Sequence[list[Tensor]], unequal: bool) -> Dependence:
-        """Find out what the gradients of a client depend on.
+        """Find the properties of a client's gradients.
 
         Args:
-            mode: What clients train with.
-            batches: Some samples, in batches of all the sizes that occur.
-            unequal: Whether clients have unequal numbers of samples, so that batches are to be
-                filled.
+            mode: The inputs of the training.
+            batches: Some samples, in batches of all sizes in use.
+            unequal: Whether clients have unequal numbers of samples. Then batches are filled up.
         """
         self.stacked.prepare(mode)
         assert self.setup.form is not None
@@ -210,7 +210,7 @@ class Probe:
     @without_tf32()
     @torch.no_grad()
     def predicts_each_alone(self, x: Tensor) -> bool:
-        """Return whether predictions stay as they are beside the zeros that fill batches up."""
+        """Return whether zeros that fill up a batch leave the other predictions unchanged."""
         states = self._two_states(Mode(anchored=False, remembers=False))
         twice = x.expand(2, *x.shape)
         filled = torch.cat([twice, torch.zeros_like(twice)], dim=1)
@@ -219,14 +219,14 @@ class Probe:
             beside = self.stacked.outputs(states, filled)[:, : len(x)]
         except KeyboardInterrupt:
             raise
-        except BaseException:  # it can't be stacked, or takes no such batch
+        except BaseException:  # it can't be stacked, or refuses such a batch
             return False
         return bool(((alone - beside).abs() <= _TRACE * (1 + alone.abs())).all())
 
-    # A client alone, as it trains in the sequential engine
+    # A client alone, as in the sequential engine
 
     def _alone(self, mode: Mode, leaves: list[Tensor]) -> _Alone:
-        """Return what two clients get, one after the other."""
+        """Return the results of two clients, computed one after the other."""
         states = self._two_states(mode)
         alone = _Alone([], [])
         for row in (0, 1):
@@ -246,17 +246,17 @@ class Probe:
         return alone
 
     def _changed_parameter(self, mode: Mode, leaves: list[Tensor]) -> str | None:
-        """Return the name of a parameter that the loss itself changes, such as a bounded one."""
+        """Return the name of a parameter that the loss itself changes, for example by bounds."""
         state = {name: value[0].clone() for name, value in self._two_states(mode).items()}
         for name in self.stacked.parameters:
             state[name] *= 100  # beyond bounds, if there are any
-        with suppress(Exception):  # which are of such weights
+        with suppress(Exception):  # such weights may cause errors
             self.reference.gradients(mode, state, leaves)
         weights = self.models.client.weights
         return next((n for n in self.stacked.parameters if not weights[n].equal(state[n])), None)
 
     def _replaced_buffer(self, mode: Mode, leaves: list[Tensor]) -> str | None:
-        """Return the name of a buffer that the client sets anew, which would be lost."""
+        """Return the name of a buffer that the client replaces. The new one would be lost."""
         state = {name: value[0] for name, value in self._two_states(mode).items()}
         self.reference.enter(mode, state)
         module = self.models.client.module
@@ -266,10 +266,10 @@ class Probe:
         after = dict(module.named_buffers())
         return next((name for name in before if after.get(name) is not before[name]), None)
 
-    # And the stack of two
+    # The stack of two
 
     def _two_states(self, mode: Mode) -> Columns:
-        """Return everything that a loss may look at: as given, and with halved parameters."""
+        """Return all inputs of a loss, for two clients: as given, and with halved parameters."""
         setup, stacked = self.setup, self.stacked
         frozen, device = {*setup.layout.frozen}, setup.device
         given = {
@@ -296,7 +296,7 @@ class Probe:
         return stack
 
     def _agrees(self, mode: Mode, leaves: list[Tensor], alone: _Alone) -> bool:
-        """Return whether stacked clients get what single ones do."""
+        """Return whether stacked clients get the same results as single ones."""
         stacked, setup = self.stacked, self.setup
         assert setup.form is not None
         states = self._two_states(mode)
@@ -328,9 +328,8 @@ class Probe:
     def _weighs_samples(self, mode: Mode, leaves: list[Tensor]) -> bool:
         """Return whether samples without weight leave no trace in gradients, losses and buffers.
 
-        Parameters and samples are drawn around the given ones, so that nothing vanishes by
-        symmetry; what fills batches up is partly ten times as large, so that no maximum is found
-        elsewhere.
+        Parameters and samples are drawn around the given ones: then nothing vanishes by symmetry.
+        Some filling samples are ten times as large: then they would change a maximum.
         """
         stacked, setup = self.stacked, self.setup
         if not (has_sample_losses(self.module) and _averages_samples(setup.client_method)):
@@ -354,7 +353,7 @@ class Probe:
         }
         parameters = {name: states[name] for name in stacked.trained()}
         others = {name: value for name, value in states.items() if name not in parameters}
-        counts = count // 2 + 1, count  # of the two clients' real samples
+        counts = count // 2 + 1, count  # real samples of the two clients
         try:
             with torch.enable_grad():
                 own = [
@@ -384,16 +383,16 @@ class Probe:
 
 
 class _Alone(NamedTuple):
-    """What clients get by themselves."""
+    """Results of clients alone."""
 
     gradients: list[tuple[dict[str, Tensor | None], Tensor]]
-    """And their losses."""
+    """Each client's gradients and loss."""
     others: list[dict[str, Tensor]]
-    """Their states afterwards, what they keep, and their predictions."""
+    """Each client's state afterwards, its memory, and its predictions."""
 
 
 class _Noting(dict[str, Tensor]):
-    """Tensors by name, which notes whose are read."""
+    """Tensors by name. It notes the names that are read."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
@@ -405,7 +404,7 @@ class _Noting(dict[str, Tensor]):
 
 
 def _untouched(alone: _Alone) -> frozenset[str]:
-    """Return the parameters that have no gradient."""
+    """Return the parameters without a gradient."""
     gradients, _ = alone.gradients[1]
     return frozenset(name for name, gradient in gradients.items() if gradient is None)
 
@@ -420,9 +419,9 @@ def _averages_samples(client_method: ClientMethod) -> bool:
 
 
 def has_sample_losses(module: nn.Module) -> bool:
-    """Return whether a module's losses of single samples are those of which its loss is the mean.
+    """Return whether a module's ``loss`` is the mean of its losses of single samples.
 
-    A class that defines another ``loss`` has to say anew what its samples' losses are.
+    A class that defines another ``loss`` has to define its samples' losses again.
     """
     kinds = type(module).__mro__
     defines = {

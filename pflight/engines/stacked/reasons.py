@@ -1,4 +1,4 @@
-"""Why clients can't be stacked, in words for users who don't know how they are."""
+"""Reasons why clients can't be stacked, in words for users without knowledge of stacking."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ DRAWS = "it draws random numbers while it trains, as dropout does unless its rat
 
 
 def failure(what: str, error: Exception) -> str:
-    """Say why clients failed, and which unless the reason says so."""
+    """Return why clients failed, with the failed part unless the reason names it."""
     reason = reason_of(error)
     return reason if reason.startswith(("it ", "its ")) else f"{what}: {reason}"
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error's first sentence, for users who don't know how clients are stacked."""
+    """Return an error's first sentence, in words for users without knowledge of stacking."""
     line = said_by(error).split("\n")[0].split(". ")[0] or type(error).__name__
-    if "meta tensors" in line:  # as which a client's scalars are handed to what all clients share
+    if "meta tensors" in line:  # shared code gets clients' scalars as such
         return "it asks for the value of num_samples or another number that clients differ in"
     if "calling .item()" in line or "data-dependent" in line:
         return "it branches on values or takes a number out of a tensor, as F.one_hot does"

@@ -1,4 +1,4 @@
-"""A client alone, as it trains in the sequential engine: what a stack is measured by."""
+"""A client alone, as in the sequential engine. Stacks are compared with it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Reference:
     """A client alone.
 
     Args:
-        stacked: The client module that stands for many.
-        models: Those of the client.
+        stacked: The client module for many clients.
+        models: The client's models.
     """
 
     def __init__(self, stacked: Stack, models: LocalModels) -> None:
@@ -30,7 +30,7 @@ class Reference:
         self.setup = models.setup
 
     def enter(self, mode: Mode, state: Mapping[str, Tensor]) -> list[AloneClient]:
-        """Return the models of a client in a state, with what it is told."""
+        """Return the models of a client in a state, with the client's inputs."""
         layout, models = self.setup.layout, self.models
         frozen = state_tensors(self.stacked.module)
         start = {name: state.get(name, frozen.get(name)) for name in layout.names}
@@ -59,11 +59,11 @@ class Reference:
         """Return the gradients of the parameters in a state, and the loss.
 
         Args:
-            mode: What the client trains with.
-            state: With all that it is told.
+            mode: The inputs of the training.
+            state: The client's state and inputs.
             leaves: The tensors of a batch.
-            phase: Of the parameters that train.
-            steps: Whether the loss is that of a training step.
+            phase: The phase, with the parameters that train.
+            steps: Whether to use the loss of a training step.
         """
         assert self.setup.form is not None
         batch = self.setup.form.batch([leaf.clone() for leaf in leaves])
@@ -94,14 +94,14 @@ def alike(
     tolerance: float,
     smallest: float = 0.0,
 ) -> bool:
-    """Return whether the rows of stacked gradients and losses are those of single clients.
+    """Return whether the rows of stacked gradients and losses equal those of single clients.
 
     Args:
-        stacked: Gradients ``[C, ...]``.
-        losses: And losses ``[C]``.
-        alone: Those of the clients.
-        tolerance: Difference, as a part of a client's largest gradient.
-        smallest: What counts as the largest gradient where it is smaller than this.
+        stacked: Stacked gradients ``[C, ...]``.
+        losses: Stacked losses ``[C]``.
+        alone: Gradients and loss of each client alone.
+        tolerance: Tolerated difference, relative to a client's largest gradient.
+        smallest: Lower bound of the largest gradient in this comparison.
     """
     for row, (gradients, loss) in enumerate(alone):
         if not (losses[row] - loss).abs() <= tolerance * max(1.0, float(loss.abs())):

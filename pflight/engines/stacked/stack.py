@@ -1,4 +1,4 @@
-"""One client module that stands for many clients at once."""
+"""One client module for many clients at once."""
 
 from __future__ import annotations
 
@@ -38,30 +38,29 @@ Columns = dict[str, Tensor]
 """Tensors ``[C, ...]`` by their names in a client, one row for each of ``C`` clients."""
 
 ANCHOR, MEMORY = "anchor.", "memory."
-"""What the names of those tensors begin with that a client is told, and that are not its state."""
+"""Prefixes of a client's inputs that are not in its state."""
 
-_OFTEN = 12  # calls with the same shapes before the first record; for the second twice as many
-_RECORDS = 16  # at most
+_OFTEN = 12  # calls with the same shapes before the first record; before the second twice as many
+_RECORDS = 16  # largest number of records
 
 
 class Mode(NamedTuple):
-    """What clients train with."""
+    """The inputs of clients in training."""
 
     anchored: bool
-    """Whether they know what the server sent: in a round, and not in fine-tuning."""
+    """Whether clients know the model that the server sent: in a round, not in fine-tuning."""
     remembers: bool
-    """Whether they know what they kept."""
+    """Whether clients know their memory."""
 
 
 class Stack:
-    """A client module and its client method, whose tensors are replaced by stacks under ``vmap``.
+    """A client module and its client method. Under ``vmap``, stacks replace their tensors.
 
-    What its gradients take is recorded when it is asked for again and again, and then repeated, bit
-    for bit, without the module: Python around the operations takes longer than small ones.
+    After some calls, the operations of the gradients are recorded. They are then repeated, bit for
+    bit, without the module: the Python code takes longer than small operations.
 
     Args:
-        module: A copy of the client module that is this object's own, in the modes in which it
-            trains.
+        module: A copy of the client module in its training modes. It belongs to this object.
         client_method: The client method.
         layout: The state layout of both.
     """
@@ -84,7 +83,7 @@ class Stack:
         self.training_phase: Phase | None = None
         self._frozen = Frozen(module, layout)
         self._tied = other_places(module)
-        self._modes: Hashable = None  # of the modules and parameters
+        self._modes: Hashable = None  # modes of the modules and parameters
         self._calls: Counter[Hashable] = Counter()
         self._records: dict[Hashable, Callable[..., Any]] = {}
         self._logs: dict[Mode, bool] = {}
@@ -93,7 +92,7 @@ class Stack:
         self._after_training = vmap(self._finish, out_dims=None)
         self._remember = vmap(self._keep)
         self._training = [(part, part.training) for part in module.modules()]
-        # PyTorch's advice on what vmap runs client by client is not for users, and names this file.
+        # PyTorch's advice on slow operations under vmap is not for users. It names this file.
         warnings.filterwarnings("ignore", _ADVICE)
         module._trainer = _NoTrainer()  # type: ignore[assignment]
         self.log = StepLog()
@@ -102,7 +101,7 @@ class Stack:
 
     @property
     def changes_afterwards(self) -> bool:
-        """Whether the client method changes entries of its own when training is over."""
+        """Whether the client method changes its own entries after training."""
         client_methods = (
             [self.client_method]
             if self.client_method.personal is None
@@ -115,13 +114,13 @@ class Stack:
 
     @property
     def remembers_its_state(self) -> bool:
-        """Whether a client keeps its whole model as it is."""
+        """Whether a client keeps its whole model unchanged."""
         return self.client_method.remembers_its_state
 
     def logged(self, mode: Mode) -> Collection[str]:
         """Return the names under which a training step logs its loss.
 
-        None where the client method asks for other losses.
+        There are none if the client method uses other losses.
         """
         if not self._logs.get(mode, True):
             return ()
@@ -135,12 +134,12 @@ class Stack:
         self._note_modes()
 
     def take_frozen(self, states: Mapping[str, Tensor]) -> None:
-        """Let what never trains be as in these states ``[C]``, of which all have the same."""
+        """Set the frozen tensors from the states ``[C]``. All states have the same ones."""
         self._frozen.take({name: states[name][0] for name in self.layout.frozen})
 
     @contextmanager
     def phase(self, phase: Phase | None) -> Iterator[None]:
-        """Let parameters rest that don't train in a phase."""
+        """Freeze the parameters that don't train in a phase."""
         self.training_phase = phase
         try:
             with resting(self.module, self.layout, phase):
@@ -158,10 +157,10 @@ class Stack:
         )
 
     def optimizer(self, setup: ClientSetup) -> tuple[Any, bool]:
-        """Return what a client is trained by, and whether it is the client method that says so.
+        """Return a client's optimizer, and whether it comes from the client method.
 
         Args:
-            setup: Which knows the round.
+            setup: The setup, with the round.
         """
         module = self.module
         parameters = [p for p in module.parameters() if p.requires_grad]
@@ -171,16 +170,16 @@ class Stack:
         if setup.tells_round:
             vars(module)["round_index"] = setup.round_index
         own: Any = module.configure_optimizers()
-        if setup.tells_round:  # records of a step are for all rounds
+        if setup.tells_round:  # a recorded step is used in all rounds
             vars(module)["round_index"] = Refused("its training_step asks for round_index")
         if isinstance(own, Optimizer):
             step_extra(module, own, self.client_method.extra_options)
         return own, False
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Return the module's parameters by the names that they have in a client's state.
+        """Return the module's parameters by their names in a client's state.
 
-        Where a client trains a personal copy beside the shared model, each of them has two.
+        If a client also trains a personal copy, each parameter has two names.
         """
         parameters = dict(self.module.named_parameters())
         awake = {name: parameters[name] for name in self.parameters}
@@ -188,10 +187,10 @@ class Stack:
             return awake
         return {**awake, **{f"{PERSONAL}{name}": p for name, p in awake.items()}}
 
-    # What a client does, under vmap
+    # One client, under vmap
 
     def loss(self, state: Mapping[str, Tensor], batch: Any) -> Tensor:
-        """Return what a single client minimises, the loss of its personal model included."""
+        """Return the objective of a single client, with the loss of its personal model."""
         return self._loss_of(state, batch)[0]
 
     def _loss(
@@ -202,12 +201,12 @@ class Stack:
     def _loss_of(
         self, tensors: Mapping[str, Tensor], batch: Any, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return what a client minimises, and what its training step would log of it."""
+        """Return a client's objective, and the loss that its training step would log."""
         models = [self._client(tensors, weights)]
         with CheckedEmbeddings(), _attention_on(self.module.device):
             losses = [self.client_method.objective(models[0], batch)]
             if self.client_method.personal is not None and self.mode.anchored:
-                # The personal loss may look at the shared model, but does not train it.
+                # The personal loss may read the shared model, but does not train it.
                 shared = self._client({n: t.detach() for n, t in tensors.items()}, weights)
                 personal = StackedClient(
                     self, self.client_method.personal, tensors, weights, shared
@@ -216,7 +215,7 @@ class Stack:
                 models.append(personal)
         loss = sum(losses[1:], losses[0])
         own = [model.own_loss for model in models if model.own_loss is not None]
-        if trains_as_a_task(self.module):  # which logs what its client method makes of it
+        if trains_as_a_task(self.module):  # a task logs the client method's loss
             own = losses
         self._logs[self.mode] = bool(own)
         return loss, own[-1].detach() if own else torch.zeros_like(loss)
@@ -237,10 +236,10 @@ class Stack:
         return dict(self.client_method.remember_all(self._client(tensors)))
 
     def call(self, function: Callable[[Any], Any], tensors: Mapping[str, Tensor]) -> Any:
-        """Call a function of the module with other tensors in place of its own."""
+        """Call a function of the module with other tensors instead of its own."""
         return call_with(self.module, tensors, function, places=self._tied)
 
-    # Of all clients of a stack
+    # All clients of a stack
 
     def gradients(
         self,
@@ -251,13 +250,13 @@ class Stack:
     ) -> tuple[Columns, Tensor, Tensor]:
         """Return the gradients ``[C, ...]`` of the parameters, and the losses ``[C]``.
 
-        And thirdly what the clients' own training steps would log of these.
+        The third result are the losses that the clients' own training steps would log.
 
         Args:
             parameters: Stacked parameters.
             others: All other tensors that differ between clients; buffers are changed in place.
-            batch: What the module's ``loss`` takes, with tensors ``[C, batch, ...]``.
-            weights: Of the samples ``[C, batch]``; ``None`` if all count alike.
+            batch: The argument of the module's ``loss``, with tensors ``[C, batch, ...]``.
+            weights: Weights of the samples ``[C, batch]``; ``None`` if all are equal.
         """
         extra = () if weights is None else (weights,)
         arguments = parameters, others, batch, *extra
@@ -279,7 +278,7 @@ class Stack:
         return gradients, *losses
 
     def _record(self, parameters: Columns, others: Columns, *batch: Any) -> Callable[..., Any]:
-        """Return the operations behind :meth:`gradients` or, where they can't be had, itself."""
+        """Return the recorded operations of :meth:`gradients`; if this fails, the function."""
         copies = {name: _copy(value) for name, value in others.items()}
         try:
             return make_fx(lambda *args: self._gradients(*args))(parameters, copies, *batch)
@@ -290,26 +289,26 @@ class Stack:
             return self._gradients
 
     def outputs(self, state: Columns, x: Tensor) -> Tensor:
-        """Return what ``forward`` gives ``[C, batch, ...]`` in evaluation mode."""
+        """Return the outputs of ``forward`` ``[C, batch, ...]`` in evaluation mode."""
         self.module.eval()
         return self._outputs({name: state[name] for name in self.live}, x)
 
     def found(
         self, look: Pass, state: Columns, sizes: Sequence[int], batches: list[Any]
     ) -> Columns:
-        """Return what a pass finds of all clients ``[C, ...]``, in evaluation mode.
+        """Return a pass's results for all clients ``[C, ...]``, in evaluation mode.
 
         Args:
             look: The pass.
-            state: Their models, and what they are told.
-            sizes: How many samples each batch of a client has.
-            batches: Their batches, with tensors ``[C, batch, ...]``.
+            state: The clients' models and inputs.
+            sizes: Number of samples in each batch of a client.
+            batches: The clients' batches, with tensors ``[C, batch, ...]``.
         """
 
         def find(tensors: Columns, batches: list[Any]) -> Columns:
             with CheckedEmbeddings(), _attention_on(self.module.device):
                 client, own = self._client(tensors), {n: tensors[n] for n in self.live}
-                # Its module has the client's tensors, too, whatever the pass does with it.
+                # The client's module has the client's tensors, too: the pass may use it.
                 return dict(self.call(lambda _: look(client, Batches(sizes, batches)), own))
 
         self.prepare(Mode(anchored=False, remembers=False))
@@ -321,28 +320,28 @@ class Stack:
         self._after_training(state)
 
     def remember(self, state: Columns) -> Columns:
-        """Return what the clients keep."""
+        """Return the clients' memory."""
         return self._remember(state)
 
 
 def _input(name: str) -> Any:
-    """Return a property that looks up what a client is told, whenever it is asked for."""
+    """Return a property that reads an input of a client at each access."""
     return property(lambda row: row.tensors[name], doc="See :class:`~pflight.method.LocalClient`.")
 
 
 class StackedClient(ClientModel):
-    """One client of a stack, as a client method sees it: a :class:`~pflight.method.LocalClient`.
+    """One client of a stack, for its client method: a :class:`~pflight.method.LocalClient`.
 
     Args:
-        stacked: All of them.
+        stacked: The stack.
         client_method: The client method of this model.
-        tensors: The client's state, and what it is told, by name.
-        sample_weights: Of the samples of a batch ``[batch]``, adding up to 1, or ``None``.
-        shared: For a personal copy, the client whose model it stands beside.
+        tensors: The client's state and inputs, by name.
+        sample_weights: Weights of a batch's samples ``[batch]``, with sum 1, or ``None``.
+        shared: For a personal copy, the client with the shared model.
 
     Attributes:
-        own_loss: What :meth:`task_loss` gave, or ``None``: without gradients.
-        real: Which samples of a batch ``[batch]`` don't only fill it up; ``None`` for all.
+        own_loss: The result of :meth:`task_loss` without gradients, or ``None``.
+        real: Mask ``[batch]`` of the samples that don't just fill up the batch; ``None`` for all.
     """
 
     num_samples, mean_samples = _input("num_samples"), _input("mean_samples")
@@ -417,10 +416,10 @@ class StackedClient(ClientModel):
         return self.stacked.call(methodcaller("loss", batch), tensors)
 
     def _weighted_step(self, module: Any, batch: Any) -> Tensor:
-        """Return what the module's training step makes of its loss, here a weighted mean.
+        """Return the loss of the module's training step, with a weighted mean as ``loss``.
 
-        The step may hand its batch to ``loss`` and no more, or it would see the samples that fill
-        the batch up.
+        The step may only pass its batch to ``loss``. Otherwise it would see the samples that fill
+        up the batch.
         """
         unread = Refused("its training_step does more with a batch than hand it to loss()")
 
@@ -435,21 +434,20 @@ class StackedClient(ClientModel):
 
 
 def _attention_on(device: torch.device) -> AbstractContextManager[None]:
-    """Return where attention is computed from products of matrices, which can be stacked.
+    """Return a context with attention as matrix products, which can be stacked.
 
-    On a CPU, the kernel that PyTorch would choose has no batching rule, and runs once for each
-    client.
+    On a CPU, PyTorch's usual kernel has no batching rule. It would run once for each client.
     """
     return sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
 
 
 def _copy(stack: Tensor) -> Tensor:
-    """Copy a stack with its strides: rows may be the same memory, and are then only read."""
+    """Copy a stack with its strides. Rows may share memory; then they are only read."""
     return stack[:1].clone().expand_as(stack) if stack.stride(0) == 0 else stack.clone()
 
 
 def _step(module: LightningModule, batch: Any) -> Tensor:
-    """Return the loss that the module's own training step gives."""
+    """Return the loss of the module's own training step."""
     index: Any = Refused("its training_step asks for batch_idx")
     loss = loss_of(training_step(module, batch, index))
     if loss is None:
@@ -458,7 +456,7 @@ def _step(module: LightningModule, batch: Any) -> Tensor:
 
 
 class _NoTrainer:
-    """Stands where a module looks for its trainer, and has nothing."""
+    """Replaces a module's trainer. It has no attributes."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # it is being copied
@@ -467,10 +465,10 @@ class _NoTrainer:
 
 
 class Refused:
-    """Stands for a value in which clients differ, and raises when it is looked at.
+    """Replaces a value that differs between clients. It raises at any use.
 
     Args:
-        reason: What it says then.
+        reason: The message.
     """
 
     def __init__(self, reason: str) -> None:
@@ -493,10 +491,10 @@ class Refused:
 
 
 class StepLog:
-    """Takes the place of ``self.log`` in a stack: a step may log its loss.
+    """Replaces ``self.log`` in a stack. A step may log its loss.
 
     Attributes:
-        names: Under which it does.
+        names: The logged names of the loss.
     """
 
     def __init__(self) -> None:
@@ -514,5 +512,5 @@ class StepLog:
 
 
 def no_logs(*_: Any, **__: Any) -> NoReturn:
-    """Take the place of ``self.log`` of a client alone that is compared with a stack."""
+    """Replace ``self.log`` of a client alone in comparisons with a stack."""
     raise RuntimeError("it logs")

@@ -13,46 +13,46 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from pflight.states.state import rows
 
 ELEMENTWISE = (SGD, Adam, AdamW, RMSprop)
-"""Optimizers that treat every number by itself, so that stacking clients changes nothing."""
+"""Optimizers that treat every number by itself. So stacking clients changes nothing."""
 _FUSED = (SGD, Adam, AdamW)
-_CALL = 128  # samples that take about as long as a call with none
+_CALL = 128  # so many samples take about as long as the call itself
 
 
 class Plan(NamedTuple):
     """The batches of a client's local training."""
 
     sizes: tuple[int, ...]
-    """Of an epoch's batches."""
+    """Sizes of an epoch's batches."""
     steps: int
     """Batches in all, over as many epochs as they take."""
 
     def batch(self, step: int) -> tuple[int, int]:
-        """Return where in its epoch the batch of a step begins, and its size."""
+        """Return the first position of a step's batch in its epoch, and the batch's size."""
         index = step % len(self.sizes)
         return sum(self.sizes[:index]), self.sizes[index]
 
     def begins(self, step: int) -> int | None:
-        """Return the epoch that begins with a step, if one does."""
+        """Return the epoch that begins with this step, if any."""
         epoch, rest = divmod(step, len(self.sizes))
         return None if rest else epoch
 
     def samples(self, step: int) -> int:
-        """Return how many samples are needed from a step that begins an epoch to its end."""
+        """Return how many samples an epoch needs, if it begins with this step."""
         return sum(self.sizes[: self.steps - step])
 
     @property
     def most_samples(self) -> int:
-        """Samples that are needed of an epoch."""
+        """Largest number of samples that an epoch needs."""
         return sum(self.sizes[: self.steps])
 
     @property
     def last_begin(self) -> int:
-        """Where in its epoch the last batch begins that is needed."""
+        """First position of the last needed batch in its epoch."""
         return sum(self.sizes[: min(self.steps, len(self.sizes)) - 1])
 
     @property
     def num_seen(self) -> int:
-        """Samples that the client trains on, counted as often as it sees them."""
+        """Number of the client's training samples, counted with repetitions."""
         epochs, rest = divmod(self.steps, len(self.sizes) or 1)
         return epochs * sum(self.sizes) + sum(self.sizes[:rest])
 
@@ -66,15 +66,15 @@ class Run(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Neighbouring rows whose batches of a step are taken at once."""
+    """Neighbouring rows that share a call in a step."""
 
     rows: slice
     size: int | Tensor
-    """Of all these rows' batches; or of each row's ``[rows]``, where they are filled up."""
+    """Size of all rows' batches; or of each row's ``[rows]``, if batches are filled up."""
     leaves: list[Tensor]
-    """The tensors of their batches ``[rows, batch, ...]``."""
+    """The tensors of the batches ``[rows, batch, ...]``."""
     weights: Tensor | None = None
-    """Of the samples ``[rows, batch]``; those that fill a batch up weigh nothing."""
+    """Weights of the samples ``[rows, batch]``; 0 for samples that only fill up a batch."""
 
 
 def runs_of(plans: Sequence[Plan]) -> list[Run]:
@@ -88,16 +88,16 @@ def runs_of(plans: Sequence[Plan]) -> list[Run]:
 
 
 class Batches:
-    """The batches of some clients, one client a row, in memory that is given.
+    """The batches of some clients, one client for each row, in given memory.
 
     Args:
         plans: The rows' plans, longest training first.
-        reserve: Gets the number of samples for which a row needs room; returns where the tensors
-            of the samples are gathered, each ``[rows, samples, ...]``.
+        reserve: Gets the number of samples of a row; returns memory for the tensors of the samples,
+            each ``[rows, samples, ...]``.
         load: Gets rows, an epoch and each row's number of samples; yields for each row the tensors
-            of all of the client's samples, and which of them come first ``[number]``.
-        filled: Whether batches may be filled up where their sizes differ. Else only those of equal
-            size are taken at once.
+            of all of the client's samples, and the positions of the first ones ``[number]``.
+        filled: Whether batches of different sizes may be filled up. Otherwise only batches of equal
+            size share a call.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Batches:
         return self.runs[0].plan.steps
 
     def groups(self, step: int) -> list[Group]:
-        """Return the batches of a step, without the rows that have come to their end."""
+        """Return the batches of a step, without finished rows."""
         places = _places(self.runs, step)
         for epoch, begun in groupby(places, key=lambda place: place.run.plan.begins(step)):
             if epoch is not None:
@@ -125,7 +125,7 @@ class Batches:
         return [self._group(part) for part in _grouped(places, self.filled)]
 
     def _room(self, run: Run) -> int:
-        """Return how many samples a row needs room for."""
+        """Return the number of samples that a row must have memory for."""
         plan = run.plan
         return plan.last_begin + self._largest if self.filled else plan.most_samples
 
@@ -142,7 +142,7 @@ class Batches:
                         f"samples are {part.dtype} of shape {list(part.shape[1:])}, where "
                         f"{held.dtype} of shape {list(held.shape[2:])} are stacked"
                     )
-            if room > count:  # whatever a loss makes of them, it makes of real samples
+            if room > count:  # a real sample, since a loss may fail on others
                 order = torch.cat([order, order[:1].expand(room - count)])
             for part, held in zip(leaves, self.held, strict=True):
                 torch.index_select(part, 0, order, out=held[row, : len(order)])
@@ -164,13 +164,13 @@ class Batches:
         own = [place.size for place in places for _ in range(place.run.first, place.run.last)]
         sizes = torch.tensor(own, device=leaves[0].device)
         real = torch.arange(size, device=sizes.device) < sizes.unsqueeze(1)
-        # The same strides in every round, so that what it takes is recorded once.
+        # The same strides in every round, so that the operations are recorded once.
         leaves = [leaf.contiguous() for leaf in leaves]
         return Group(rows, sizes, leaves, real / sizes.unsqueeze(1).double())
 
 
 def rows_per_call(plans: Sequence[Plan], filled: bool) -> float:
-    """Return how many rows are taken at once, in the mean over all steps.
+    """Return how many rows share a call, on average over all steps.
 
     Args:
         plans: The rows' plans, longest training first.
@@ -186,7 +186,7 @@ def rows_per_call(plans: Sequence[Plan], filled: bool) -> float:
 
 
 class _Place(NamedTuple):
-    """Where the rows of a run have their batch of a step."""
+    """The place of a step's batch in the rows of a run."""
 
     run: Run
     begin: int
@@ -198,14 +198,14 @@ def _places(runs: Sequence[Run], step: int) -> list[_Place]:
 
 
 def _grouped(places: Sequence[_Place], filled: bool) -> list[list[_Place]]:
-    """Divide places into those whose batches are taken at once.
+    """Divide places into groups that share a call.
 
-    Batches are filled up where this takes fewer samples than another call is worth.
+    Batches are filled up if the added samples cost less than another call.
     """
     if not filled:
         return [list(part) for _, part in groupby(places, key=lambda place: place.size)]
     parts: list[list[_Place]] = []
-    rows = real = largest = 0  # of the last part
+    rows = real = largest = 0  # numbers of the last part
     for place in places:
         count = place.run.last - place.run.first
         rows, real = rows + count, real + count * place.size
@@ -219,7 +219,7 @@ def _grouped(places: Sequence[_Place], filled: bool) -> list[list[_Place]]:
 
 
 def misfit(optimizer: Any) -> str | None:
-    """Say why an optimizer can't step stacked parameters, or return ``None`` if it can."""
+    """Return why an optimizer can't step stacked parameters, or ``None`` if it can."""
     name = type(optimizer).__name__
     if type(optimizer) not in ELEMENTWISE:
         if not isinstance(optimizer, Optimizer):
@@ -237,12 +237,12 @@ def misfit(optimizer: Any) -> str | None:
 
 
 class StackedOptimizer:
-    """An optimizer's like for stacked parameters, from whose end clients drop out.
+    """An optimizer for stacked parameters, like a given one. Finished clients drop out at the end.
 
     Args:
         optimizer: The optimizer of a single client.
-        stacked: Its parameters and, in their place, the stacks ``[C, ...]``; those without a stack
-            stay as they are.
+        stacked: For each parameter of the optimizer, its stack ``[C, ...]``. Parameters without a
+            stack don't change.
 
     Example:
         >>> w, stack = torch.zeros(2), torch.zeros(3, 2)
@@ -265,14 +265,14 @@ class StackedOptimizer:
         self.optimizer = type(optimizer)(groups)  # type: ignore[call-arg]
 
     def step(self, gradients: Sequence[Tensor]) -> None:
-        """Step the first ``len(gradients[0])`` clients; the others never move again."""
+        """Step the first ``len(gradients[0])`` clients. The others never change again."""
         count = len(gradients[0])
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
             if len(leaf) > count:
                 leaf.data = leaf.data[:count]
                 state = self.optimizer.state[leaf]
                 state.update((n, v[:count]) for n, v in state.items() if _per_client(v))
-            leaf.grad = gradient.contiguous()  # like the leaf: a fused step looks at no strides
+            leaf.grad = gradient.contiguous()  # like the leaf: a fused step ignores strides
         self.optimizer.step()
         for leaf in self.leaves:
             leaf.grad = None
@@ -292,16 +292,16 @@ def _can_be_fused(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
 def _takes_fused_steps(parameter: Tensor) -> bool:
     if not parameter.is_floating_point():
         return False
-    if parameter.device.type == "cpu":  # PyTorch 2.13 leaves half precision as it was there
+    if parameter.device.type == "cpu":  # PyTorch 2.13 does not step half precision there
         return parameter.element_size() >= 4
     return parameter.device.type == "cuda"
 
 
 def clip(gradients: Sequence[Tensor], limit: float, algorithm: str) -> list[Tensor]:
-    """Return stacked gradients ``[C, ...]`` clipped, each client's by itself.
+    """Clip stacked gradients ``[C, ...]``, each client by itself, and return them.
 
     Args:
-        gradients: The gradients of a model's parameters, some of which may share their memory.
+        gradients: The gradients of a model's parameters. Some may share their memory.
         limit: The largest norm over these parameters, or the largest value.
         algorithm: ``"norm"`` or ``"value"``.
 

@@ -26,13 +26,13 @@ class StackedTraining:
 
     Args:
         setup: The client module, its client method, and its data.
-        stacked: The client module that stands for many.
-        audit: Compares clients of the stack to one alone.
-        workspace: Where their batches lie.
+        stacked: The client module for many clients.
+        audit: Compares stacked clients with the same clients alone.
+        workspace: The memory of the batches.
 
     Attributes:
-        dependence: What gradients depend on, by whether there is an anchor; to be found out before.
-        samples: Some of the form that all have, likewise.
+        dependence: Properties of the gradients, with and without an anchor; to be set first.
+        samples: Some samples in the common form; to be set first.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StackedTraining:
                 continue
             with stacked.phase(phase):
                 self._take_steps(chunk, self._batches(chunk, work, phase), phase)
-        state = self._others(chunk, (), unread=()) | chunk.inputs  # the number of steps, too
+        state = self._others(chunk, (), unread=()) | chunk.inputs  # with the number of steps
         if work.mode.anchored and stacked.changes_afterwards:
             stacked.after_training(state)
         if chunk.kept:
@@ -74,7 +74,7 @@ class StackedTraining:
                 value.copy_(keep[name])
 
     def add_gradients(self, chunk: Chunk, work: Work) -> None:
-        """Sum up the gradients of the clients of a chunk, at what they start from."""
+        """Add up the gradients of a chunk's clients at their start states."""
         stacked = self.stacked
         stacked.prepare(Mode(anchored=True, remembers=False))
         names = stacked.parameters
@@ -96,7 +96,7 @@ class StackedTraining:
                     chunk.results[name][group.rows] += gradient * share
 
     def _take_steps(self, chunk: Chunk, batches: Batches, phase: Phase | None = None) -> None:
-        """Take the steps of some batches, those of a phase."""
+        """Take the steps of a phase's batches."""
         stacked = self.stacked
         dependence = self.dependence[stacked.mode.anchored]
         single, by_method = stacked.optimizer(self.setup)
@@ -146,8 +146,8 @@ class StackedTraining:
     def _others(
         self, chunk: Chunk, parameters: Collection[str], unread: Collection[str]
     ) -> Columns:
-        """Return everything that the loss looks at beside the parameters."""
-        still = {"num_steps": torch.zeros_like(chunk.inputs["num_steps"])}  # until they are done
+        """Return all inputs of the loss besides the parameters."""
+        still = {"num_steps": torch.zeros_like(chunk.inputs["num_steps"])}  # 0 until the end
         return {
             name: value
             for name, value in (chunk.results | chunk.inputs | still).items()
@@ -163,15 +163,15 @@ class StackedTraining:
         steps: bool = False,
         last: bool = True,
     ) -> Columns:
-        """Return the gradients of a group of rows, and add up the losses that are logged.
+        """Return the gradients of a group of rows, and add up the logged losses.
 
         Args:
             group: The rows, with their batches.
-            chunk: Whose rows they are.
-            parameters: Of the chunk, by which the loss is differentiated.
-            others: Everything else that the loss looks at.
-            steps: Whether they take a step, which logs its own loss.
-            last: Whether it is their last.
+            chunk: The chunk of the rows.
+            parameters: The chunk's parameters. The gradients are with respect to them.
+            others: All other inputs of the loss.
+            steps: Whether the rows take a step. A step logs its own loss.
+            last: Whether this is the rows' last step.
         """
         rows = group.rows
         assert self.setup.form is not None
@@ -191,7 +191,7 @@ class StackedTraining:
         return gradients
 
     def _batches(self, chunk: Chunk, work: Work, phase: Phase | None = None) -> Batches:
-        """Prepare the batches of a chunk, or those of a phase, in memory that all chunks use."""
+        """Prepare the batches of a chunk or of a phase, in memory that all chunks share."""
         setup, data = self.setup, self.setup.data
         plans, first = chunk.plans, 0
         counts = data.num_samples("train")[chunk.clients].tolist()
@@ -228,6 +228,6 @@ class StackedTraining:
                 held.append(self.workspace.tensor(f"{place}", whole, leaf.dtype))
             return held
 
-        # Nothing that `load` holds may hold the batches: in a cycle, the chunk would stay in memory
-        # until Python's garbage collector comes by.
+        # `load` must not hold the batches, even indirectly. In a cycle, the chunk would stay in
+        # memory until Python's garbage collector runs.
         return Batches(plans, reserve, load, self.dependence[work.mode.anchored].weighs_samples)

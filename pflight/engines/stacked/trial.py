@@ -1,4 +1,4 @@
-"""The samples on which clients are tried before they train."""
+"""The samples for trying clients before they train."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pflight.engines.client_setup import ClientSetup
 from pflight.engines.samples import are_finite
 from pflight.states.updates import STOPS
 
-_TRIAL = 8  # samples on which a client is tried
-_SIZES, _LARGEST = 8, 64  # and the sizes of the batches that they make
+_TRIAL = 8  # samples for trying a client
+_SIZES, _LARGEST = 8, 64  # number of tried batch sizes, and the largest size
 
 
 def trial_samples(setup: ClientSetup) -> list[Tensor]:
-    """Return a few samples of the largest client, or those of which all are sure."""
+    """Return a few samples of the largest client; if they can't be used, the example."""
     data = setup.data
     clients = data.train_clients
     largest = clients[data.num_samples("train")[clients].argmax()]
@@ -22,7 +22,7 @@ def trial_samples(setup: ClientSetup) -> list[Tensor]:
         leaves = [leaf[:_TRIAL] for leaf in setup.samples(int(largest), "train")]
     except STOPS:
         raise
-    except BaseException:  # training will say why
+    except BaseException:  # training will report it
         leaves = setup.example
     if not are_finite(leaves):
         leaves = setup.example
@@ -32,12 +32,12 @@ def trial_samples(setup: ClientSetup) -> list[Tensor]:
 def trial_batches(
     setup: ClientSetup, samples: list[Tensor], counts: list[int]
 ) -> list[list[Tensor]]:
-    """Return batches of sizes that occur, small ones above all, where clients may differ.
+    """Return batches of sizes in use, mostly small ones: there clients may differ.
 
     Args:
         setup: The client module, its client method, and its data.
-        samples: Of which they are made.
-        counts: Numbers of samples that clients have.
+        samples: The samples of the batches.
+        counts: The clients' numbers of samples.
     """
     found = {min(size, _LARGEST) for count in counts for size in setup.batch_sizes(count)}
     sizes = sorted(found or {1})

@@ -1,4 +1,4 @@
-"""Sees whether a trial leaves a module and the global generators of random numbers alone."""
+"""Checks that a trial does not change a module and the global random generators."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .reasons import DRAWS
 
 @contextmanager
 def left_alone(*modules: nn.Module) -> Iterator[list[str]]:
-    """Say afterwards, in the list that is given, what has been touched.
+    """Yield a list. At the end it names all changes.
 
     Args:
-        modules: Whose attributes are to stay as they are.
+        modules: Modules with attributes that must not change.
     """
     touched: list[str] = []
     generators, attributes = _generators(), list(map(_attributes, modules))
@@ -39,9 +39,9 @@ def _generators() -> tuple[Any, ...]:
 
 
 def _attributes(client: nn.Module) -> dict[tuple[Any, str], Any]:
-    """Return the attributes of all modules, their classes and what these name of their globals.
+    """Return the attributes of all modules and their classes, and the globals that these use.
 
-    Each with what is in it: a list, a class or another object may change while it stays the same.
+    Each comes with its contents: a list or another object can change and stay the same object.
     """
     kinds = {kind for module in client.modules() for kind in type(module).__mro__}
     owners = [*client.named_modules(), *((kind, kind) for kind in kinds)]

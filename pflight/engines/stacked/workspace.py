@@ -1,4 +1,4 @@
-"""Memory that stacked tensors are put into again and again."""
+"""Memory that stacked tensors use again and again."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class Workspace:
-    """Memory for tensors, the same at every call, for it costs to get it anew.
+    """Memory for tensors. It is the same at every call, since new memory takes time.
 
     Args:
-        device: Where it lies.
+        device: The device of the memory.
 
     Example:
         >>> workspace = Workspace(torch.device("cpu"))
@@ -27,7 +27,7 @@ class Workspace:
         self.held: dict[str, Tensor] = {}
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the tensor of a name, whose values are whatever they were."""
+        """Return the tensor of a name. Its values are undefined."""
         size = math.prod(shape)
         held = self.held.get(name)
         if held is None or held.numel() < size or held.dtype != dtype:
