@@ -61,9 +61,8 @@ class Federation(L.LightningModule):
             ``"auto"`` chooses by a rule on network, batch and device.
         clients_at_once: By default as many as fit into the CPU's caches or the GPU's memory.
         on_client_error: ``"skip"`` leaves a failed client out, with a warning; ``"raise"`` stops.
-        client_timeout: Time limit of a client in seconds. A slower client is interrupted and has
-            failed. A call into a library ends first. Clients train one by one, in the main thread
-            of a POSIX system.
+        client_timeout: Time limit of a client in seconds. A slower one is interrupted and fails; a
+            call into a library ends first. Clients train one by one, in a POSIX main thread.
         client_memory: Storage of the states that clients keep between rounds. ``"ram"``: in memory,
             with a copy in each checkpoint. ``"disk"``: in the folder ``memory`` of
             ``trainer.default_root_dir``. The run's checkpoints then need this folder.

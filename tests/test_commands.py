@@ -21,7 +21,7 @@ from pflight.command.completion import offer_values
 from pflight.command.version import __version__
 from pflight.datamodules import FederatedDataModule, Partition
 
-SECTIONS = ["methods", "data", "partitions", "networks", "configs"]
+SECTIONS = ["methods", "modifiers", "data", "partitions", "networks", "configs"]
 QUICKSTART = "configs/quickstart.yaml"
 BIN = Path(sys.executable).parent
 WITHOUT_LIGHTNING = """
@@ -181,7 +181,9 @@ class TestList:
                 if "class_path" in one:
                     module, _, name = one["class_path"].rpartition(".")
                     kind = getattr(import_module(module), name)
-                    if section != "methods":
+                    if section == "modifiers":  # one class with other options
+                        assert issubclass(kind, pflight.modifiers.Modifier)
+                    elif section != "methods":
                         line = (kind.__doc__ or "").splitlines()[0]
                         assert line.replace("`", "").split()[:2] == one["summary"].split()[:2]
                 if "config" in one:
