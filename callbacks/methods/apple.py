@@ -31,15 +31,15 @@ _HELD = 2**28  # bytes of cores that clients hold at once, unless it is a single
 class MixedCores(ClientMethod):
     r"""APPLE's client, which trains its core model and how it mixes this with the others'.
 
-    Its model is :math:`w_i = \sum_j p_{ij} c_j`, of its own core :math:`c_i` and those of the
-    others as they were sent. With :math:`g = \nabla f_i(w_i)`, each step is (Luo and Wu 2022)
+    Its model is :math:`w_i = \sum_j p_{ij} c_j`, a sum of its own core :math:`c_i` and the other
+    cores as it received them. With :math:`g = \nabla f_i(w_i)`, each step is (Luo and Wu 2022)
 
     .. math:: c_i \leftarrow c_i - \eta\, p_{ii}\, g, \qquad p_{ij} \leftarrow p_{ij} -
         \eta_2 \big(\langle g, c_j \rangle + \lambda(r)\,\mu\,(p_{ij} - p^0_j)\big),
 
     the first by the module's own optimizer. It sends :math:`c_i`, keeps :math:`p_i`, and is judged
-    by :math:`w_i` as it was last trained; one that never was, by :math:`p^0` and the cores as they
-    are. Fine-tuning is plain, from there.
+    by its last trained :math:`w_i`. Before its first training it is judged by the mixture of the
+    current cores with the weights :math:`p^0`. Fine-tuning is plain, from this model.
 
     Args:
         cores: The number of cores.
@@ -119,16 +119,15 @@ class MixedCores(ClientMethod):
 class APPLE(StoredModels):
     r"""Adaptive personalized cross-silo federated learning (Luo and Wu 2022, algorithm 1).
 
-    The server stores a core model of every client and sends all of them to each, which mixes them
-    and trains as :class:`MixedCores` says; no mean is taken. Weights start at the clients' shares
-    of all samples, :math:`p^0_j = n_j / \sum_k n_k`, and are held there by a penalty that fades
-    over the rounds r = 0, 1, ... to 0 in round L: by
-    :math:`\lambda(r) = 10^{-3 r / L}` or :math:`\frac12 (\cos(\pi r / L) + 1)`.
+    The server stores a core model of every client and sends all cores to each client. Clients mix
+    the cores and train as in :class:`MixedCores`. The server takes no mean. Weights start at the
+    clients' shares of all samples, :math:`p^0_j = n_j / \sum_k n_k`. A penalty pulls them there. It
+    fades over the rounds r = 0, 1, ... to 0 in round L, by :math:`\lambda(r) = 10^{-3 r / L}` or
+    :math:`\frac12 (\cos(\pi r / L) + 1)`.
 
-    All cores start as the initial model. In the paper all clients take part in all rounds; one that
-    does not keeps core and weights, and its core stays in the others' mixtures. Buffers stay with
-    the clients. Each client is sent the cores of all others, and the server needs memory for all of
-    them, as does a client.
+    All cores start as the initial model. In the paper all clients take part in all rounds. Here a
+    client that does not take part keeps its core and weights, and its core stays in the others'
+    mixtures. Buffers stay with the clients. The server and each client need memory for all cores.
 
     Args:
         weights_lr: :math:`\eta_2`, the step of the weights.

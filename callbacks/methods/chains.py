@@ -1,8 +1,8 @@
 """Networks that are chains of layers, found by tracing them.
 
-A *chain* is the convolutions and linear layers of a network in the order in which they run, each
-with the BatchNorms that follow it. The neurons of its layers can be permuted without changing what
-the network computes, on which :mod:`pflight.callbacks.methods.matching` builds.
+A *chain* is a network's sequence of convolutions and linear layers in running order, each with the
+BatchNorms that follow it. A permutation of a layer's neurons does not change the network's
+function. :mod:`pflight.callbacks.methods.matching` uses this.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Layer:
         bias: Name of its bias ``[width]``, if it has one.
         norms: Names of the BatchNorms' vectors, with one entry for each neuron or, after a
             flattening, one block of entries.
-        width: Number of neurons, which are output channels or units.
-        convolves: Whether it is a convolution, whose neurons have an output at each position.
+        width: Number of neurons: output channels or units.
+        convolves: Whether it is a convolution. Then a neuron has an output at each position.
     """
 
     name: str

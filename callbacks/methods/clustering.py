@@ -98,7 +98,7 @@ def kmeans(points: Tensor, num_clusters: int, restarts: int, seed: int) -> Tenso
     Args:
         points: ``[M, d]``.
         num_clusters: K.
-        restarts: Number of starts, of which the one with the lowest inertia is taken.
+        restarts: Number of starts. The one with the lowest inertia is taken.
         seed: Seed of the starts.
 
     Example:
@@ -124,14 +124,14 @@ def kmeans(points: Tensor, num_clusters: int, restarts: int, seed: int) -> Tenso
 def bipartition(similarities: Tensor, linkage: Linkage = "single", seed: int = 0) -> Tensor:
     """Split M items in two by their pairwise similarities; return which are not with the first.
 
-    The most similar groups are merged until two are left; among equally similar pairs, those with
-    the smallest (i, j). With ``"single"`` linkage the largest similarity between the two groups is
-    the smallest possible.
+    The most similar groups are merged until two are left. Among equally similar pairs, the one with
+    the smallest (i, j) comes first. With ``"single"`` linkage the largest similarity between the
+    two groups is the smallest possible.
 
     Args:
         similarities: Symmetric ``[M, M]``, M at least 2.
-        linkage: The similarity of two groups is the largest of their pairs (``"single"``), the
-            smallest (``"complete"``) or the mean (``"average"``); ``"spectral"`` is spectral
+        linkage: The similarity of two groups: the largest of their pairs (``"single"``), the
+            smallest (``"complete"``) or the mean (``"average"``). ``"spectral"`` is spectral
             clustering of cosines, with the affinity ``(1 + cosine) / 2``.
         seed: Seed of spectral clustering.
 
@@ -240,8 +240,8 @@ def trimmed_kmeans(
     """Cluster points by Lloyd's algorithm, with centers that are robust to outliers.
 
     It starts from K distinct random points. A cluster that runs empty starts again from the point
-    farthest from its center. Of all starts, the one with the lowest inertia over the points that
-    trimming keeps is taken.
+    farthest from its center. The start with the lowest inertia over the points that trimming keeps
+    is taken.
 
     Args:
         points: ``[M, d]``, at least K.

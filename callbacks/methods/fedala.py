@@ -17,16 +17,16 @@ from .registry import Method
 class FedALA(FedAvg):
     r"""Federated learning with adaptive local aggregation (Zhang et al. 2023, algorithm 1).
 
-    The server is FedAvg's. Each client starts from a mixture of the server's model with its own, by
-    weights that it learns, as :class:`~pflight.models.client_methods.AdaptiveMixture` says; what is
-    trained from there is sent back. It is judged by such a mixture as well.
+    The server is FedAvg's. Each client starts from a mixture of the server's model with its own,
+    with weights that it learns as in :class:`~pflight.models.client_methods.AdaptiveMixture`. It
+    trains from there and sends the result back. It is judged by such a mixture as well.
 
     Args:
         layers: The number of last layers with parameters to mix, as in
             :class:`~pflight.models.client_methods.AdaptiveMixture`, like the three that follow.
         lr: The step of the weights; 0 is FedAvg.
-        share: Share of an epoch's batches on which weights are learned in a round.
-        start_epochs: Epochs of which this share is taken the first time.
+        share: Share of an epoch's batches for learning the weights in a round.
+        start_epochs: Epochs with this share of batches in the first participation.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 

@@ -34,13 +34,13 @@ _SMALLEST = 1e-30  # alpha, in which rounds without end would end
 class Attracted(ClientMethod):
     r"""FedAMP's client, which is pulled to the mixture :math:`u_i` that it is sent.
 
-    It minimises :math:`f_i(w) + \frac{p}{2} \|w - u_i\|^2` (Huang et al. 2021), where the
-    pull p is :math:`\lambda / \alpha_k`; the server sends it once it is another than at first.
+    It minimises :math:`f_i(w) + \frac{p}{2} \|w - u_i\|^2` (Huang et al. 2021), with the pull
+    :math:`p = \lambda / \alpha_k`. The server sends p once it has changed.
 
     Args:
         pull: The pull p at first.
-        start: Where it trains from: the mixture, ``"cloud"``, or its own last model,
-            ``"personal"``, with its own buffers.
+        start: The start of training: the mixture, ``"cloud"``, or the client's own last model and
+            buffers, ``"personal"``.
 
     Raises:
         ConfigurationError: If the pull is out of range.
@@ -91,30 +91,30 @@ class Attracted(ClientMethod):
 class FedAMP(StoredModels):
     r"""Federated attentive message passing (Huang et al. 2021, algorithm 1).
 
-    The server stores the last model :math:`w_j` of each client, and sends client i a mixture, to
-    which it is pulled as :class:`Attracted` says,
+    The server stores the last model :math:`w_j` of each client, and sends client i a mixture. As in
+    :class:`Attracted`, this mixture pulls the client:
 
     .. math:: u_i = \sum_j \xi_{ij} w_j, \qquad
         \xi_{ij} = \frac{\alpha_k}{\sigma} e^{-\|w_i - w_j\|^2 / \sigma} \;(j \ne i), \qquad
         \xi_{ii} = 1 - \sum_{j \ne i} \xi_{ij},
 
-    over all models that have been received; where the others' weights add up to over 1, they are
-    scaled to 1. They can't if :math:`\alpha_k \le \sigma / (N - 1)`. Distances are over parameters;
-    floating-point buffers are mixed like them, integer ones take the maximum. A client of which no
-    model has been received is sent the plain mean of all that have, or the initial model.
+    over all received models. If the others' weights add up to over 1, they are scaled to 1. This
+    can't happen if :math:`\alpha_k \le \sigma / (N - 1)`. Distances are over parameters.
+    Floating-point buffers are mixed like parameters, integer buffers take the maximum. A client
+    without a received model is sent the plain mean of all received ones, or the initial model.
 
-    A client is judged by its own model as it was last trained; the mixture is judged as
-    ``server/``. All mixtures of a round are of the same models.
+    A client is judged by its own last trained model. The tags ``server/`` are those of the mixture.
+    All mixtures of a round use the same models.
 
     Args:
         lam: Weight :math:`\lambda`; the pull is :math:`\lambda / \alpha_k`.
         alpha: :math:`\alpha_k` at first. With 0 nothing is mixed and there is no pull: clients
             train alone.
         sigma: :math:`\sigma`, the squared distance at which a model counts for little.
-        alpha_decay: What :math:`\alpha_k` is multiplied by every ``decay_rounds`` rounds.
+        alpha_decay: Factor of :math:`\alpha_k` every ``decay_rounds`` rounds.
         decay_rounds: See ``alpha_decay``.
-        start: Where clients train from, as in :class:`Attracted`. The pull is weak unless
-            :math:`\alpha_k` is small, so that from ``"personal"`` clients hardly collaborate.
+        start: The start of training, as in :class:`Attracted`. The pull is weak unless
+            :math:`\alpha_k` is small, so clients hardly collaborate with ``"personal"``.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
 

@@ -47,7 +47,7 @@ class Aligning(L.LightningModule):
     """Aligns the features of a client module with the means of classes, in evaluation mode.
 
     Args:
-        module: Whose copy is aligned; its head stays as it is.
+        module: The client module. A copy is aligned, with a fixed head.
         width: Number of features.
         lr: Step of SGD.
         align: As in :class:`Synchronised`.
@@ -91,20 +91,20 @@ class Aligning(L.LightningModule):
 class Synchronised(ClientMethod):
     r"""Aligns the body that a client receives with its own features, before it trains.
 
-    By its model of its last participation, a client takes the means :math:`c_{ik}` of its features
-    by class. It aligns the body that it receives, in evaluation mode and with a new SGD, on each
-    batch by a step along the gradient of
+    With its model of its last participation, a client computes the means :math:`c_{ik}` of its
+    features by class. Then it aligns the received body, in evaluation mode and with a new SGD. On
+    each batch it takes a step along the gradient of
 
     .. math:: \sum_{k \in B} \frac{1}{n_k d} \sum_{b \in k} \|z_b - c_{ik}\|^2
 
     with :math:`n_k` the batch's samples of class k (FedAS, Yang et al. 2024, eq. 4 to 6); with
     ``align="class"`` of :math:`\frac{1}{d} \sum_k \|\bar z_k - c_{ik}\|^2`. Then it trains the body
-    with its own head, and tells
+    with its own head, and sends
 
     .. math:: F_i = \sum_B \|\nabla f_i(B)\|^2
 
     over body, head and all batches, in evaluation mode (eq. 8). In its first participation there is
-    nothing to align with. It keeps its model, by which it is judged.
+    nothing to align with. It keeps its model, and is judged by it.
 
     Args:
         align: ``"sample"`` or ``"class"``.
@@ -201,15 +201,15 @@ class FedAS(FedAvg):
     r"""Federated learning with alignment and client-synchronisation (Yang et al. 2024).
 
     Heads are the clients' own. The server takes the mean of bodies with the weights
-    :math:`F_i / \sum_j F_j`, or by numbers of samples if all are 0. What clients do, and
-    :math:`F_i`, are in :class:`Synchronised`. A newcomer has the server's body with the initial
+    :math:`F_i / \sum_j F_j`, or by numbers of samples if all are 0. Clients train, and compute
+    :math:`F_i`, as in :class:`Synchronised`. A newcomer has the server's body with the initial
     head.
 
     Args:
-        align: ``"sample"``, the default, or ``"class"``; or that of the client module's own client
-            method.
+        align: ``"sample"``, the default, or ``"class"``; or the value of the client module's own
+            client method.
         align_lr: Step of the alignment, by default 0.01.
-        align_epochs: Its epochs, by default 1.
+        align_epochs: Epochs of the alignment, by default 1.
         fisher: ``"batch"``, the default, or ``"sample"``.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 

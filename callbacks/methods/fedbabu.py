@@ -20,12 +20,12 @@ from .registry import Method
 class BodyOnly(HeadFirst):
     """Trains a client's body in the federation, and a part of its choice when it is fine-tuned.
 
-    What rests has no gradient, so that neither momentum nor weight decay moves it, and is in
+    The resting part has no gradient, so momentum and weight decay don't move it. It is in
     evaluation mode.
 
     Args:
         head: The layers of the head, as of :class:`~pflight.models.client_methods.HeadFirst`.
-        finetune: What is fine-tuned: ``"full"``, ``"head"`` or ``"body"``.
+        finetune: The part to fine-tune: ``"full"``, ``"head"`` or ``"body"``.
     """
 
     algorithm = "FedBABU"
@@ -49,17 +49,17 @@ class BodyOnly(HeadFirst):
 class FedBABU(FedAvg):
     """FedBABU (Oh et al. 2022, algorithm 1): body aggregation, and no update of the head.
 
-    All clients keep the module's initial head, which neither trains nor travels; the body is that
-    of FedAvg. A client is judged after fine-tuning, with ``finetune_epochs``; before it, with the
-    initial head, it is judged as ``server/``. Newcomers are as all others.
+    All clients keep the module's initial head. It neither trains nor travels. The body is trained
+    by FedAvg. A client is judged after fine-tuning, with ``finetune_epochs``. The tags ``server/``
+    are those of the model before it, with the initial head. Newcomers are treated like all others.
 
     Args:
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`, for the body.
-        head: The layers of the head; by default those of the module that the client module names,
-            or its last layer, or what the client's own client method says.
-        finetune: What is fine-tuned: ``"full"`` for the whole network, the default, ``"head"`` or
-            ``"body"``.
+        head: The layers of the head; by default those named by the client module or its client
+            method, else the last layer.
+        finetune: The part to fine-tune: ``"full"`` for the whole network, the default, ``"head"``
+            or ``"body"``.
 
     Raises:
         ConfigurationError: If the client module names another client method, or if there is no

@@ -33,31 +33,33 @@ class Remembering(ClientMethod):
 class FedCAC(StoredModels):
     r"""Critical-parameter-aware collaboration (Wu et al. 2023, algorithm 1).
 
-    A client that started from :math:`s_i` and returned :math:`\theta_i` is sensitive to parameters
-    by :math:`|(\theta_i - s_i) \odot \theta_i|`; in each tensor, the share :math:`\tau` with the
-    largest values, as long as these are not 0, is its critical part, the mask :math:`M_i`. Changes
-    that are mere rounding count as 0, such as those of a bias before BatchNorm. Clients of a round
-    collaborate on the critical parts if the masks overlap enough: with
+    A client that started from :math:`s_i` and returned :math:`\theta_i` has the sensitivities
+    :math:`|(\theta_i - s_i) \odot \theta_i|` to its parameters. In each tensor, the share
+    :math:`\tau` of parameters with the largest values is critical, if these are not 0. The mask
+    :math:`M_i` marks them. Changes by rounding count as 0, such as those of a bias before
+    BatchNorm. Clients of a round collaborate on the critical parts if their masks overlap enough:
+    with
 
     .. math:: O_{ij} = 1 - \frac{\|M_i - M_j\|_1}{2 \|M_i\|_1}, \qquad
         O_{ij} \ge \bar O + \frac{t}{\beta} (O_{\max} - \bar O)
 
-    in round t, counted from 1, over all pairs, :math:`K_i` is the plain mean of the models of
-    client i and of those with which it collaborates, and :math:`\Theta` the mean of all, weighted
-    by samples. Next time it is sent
+    in round t, counted from 1, over all pairs. :math:`K_i` is the plain mean of the models of
+    client i and its collaborators. :math:`\Theta` is the mean of all models, weighted by samples.
+    Next time client i is sent
 
     .. math:: s_i = M_i \odot K_i + (1 - M_i) \odot \Theta,
 
-    by which it is judged. With :math:`\tau = 0` it is FedAvg. After round :math:`\beta` clients
-    collaborate only if all overlaps are equal. One that was away is sent its last :math:`K_i` with
-    the current :math:`\Theta`, and one that never returned a model :math:`\Theta` alone. Buffers
-    stay with the clients, who train as in FedAvg; the server forms masks and mixtures by itself.
+    and is judged by this model. With :math:`\tau = 0` this is FedAvg. After round :math:`\beta`
+    clients collaborate only if all overlaps are equal. A client that was away is sent its last
+    :math:`K_i` with the current :math:`\Theta`. A client that never returned a model is sent
+    :math:`\Theta` alone. Buffers stay with the clients. Clients train as in FedAvg, and the server
+    computes masks and mixtures.
 
     Args:
-        tau: :math:`\tau`, the share of parameters that are critical.
-        beta: :math:`\beta`, the round by which collaboration has become rare.
-        judged: ``"received"`` to judge clients by what they would be sent, ``"local"`` by what they
-            last returned.
+        tau: :math:`\tau`, the share of critical parameters.
+        beta: :math:`\beta`, the number of rounds after which collaboration is rare.
+        judged: ``"received"`` judges clients by the model that they would be sent, ``"local"`` by
+            their last returned one.
 
     Attributes:
         stored: :math:`K_i` of all clients, without buffers ``[num_clients, ...]``.

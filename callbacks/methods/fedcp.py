@@ -62,10 +62,10 @@ class ConditionalPolicy(nn.Module):
 class Policed(ClientMethod):
     r"""Trains body, personal head and policy, with the head of all at rest.
 
-    The policy is :class:`ConditionalPolicy`'s; its context :math:`v` is the sum of the rows of the
-    personal head's weight, as it is before the client trains. To the loss is added
-    :math:`\lambda\,\mathrm{MMD}(f_i(x), f(x))` between the batch's features and those of the body
-    that was sent, in evaluation mode and without gradients, with
+    The policy is a :class:`ConditionalPolicy`. Its context :math:`v` is the sum of the rows of the
+    personal head's weight before training. The loss gets the term
+    :math:`\lambda\,\mathrm{MMD}(f_i(x), f(x))` between the batch's features and the features of the
+    received body, in evaluation mode and without gradients, with
 
     .. math:: \mathrm{MMD}(X, Y) = \frac{1}{B^2} \sum_{b b'}
         k(X_b, X_{b'}) + k(Y_b, Y_{b'}) - 2 k(X_b, Y_{b'}), \qquad
@@ -75,8 +75,8 @@ class Policed(ClientMethod):
 
     Args:
         lam: Weight :math:`\lambda` of the discrepancy.
-        upload_head: What a client sends as its head: ``"half"``, the mean of its own and the one
-            that it was sent, or ``"personal"``, its own.
+        upload_head: The head that a client sends: ``"half"``, the mean of its own and the received
+            head, or ``"personal"``, its own.
 
 
     References:
@@ -158,14 +158,14 @@ def _kernel(one: Tensor, other: Tensor) -> Tensor:
 class FedCP(FedAvg):
     r"""Federated learning with a conditional policy (Zhang et al. 2023, algorithm 1).
 
-    The server takes the mean of bodies, policies and heads that clients send, as FedAvg does. What
-    clients do is in :class:`Policed`. A client is judged by the server's body, policy and head with
-    its personal head, which never travels whole unless that is asked for. The personal head of a
-    newcomer is the server's, so that the policy does not matter for it.
+    The server takes the mean of the sent bodies, policies and heads, as FedAvg does. Clients train
+    as in :class:`Policed`. A client is judged by the server's body, policy and head with its
+    personal head. The whole personal head travels only with ``upload_head="personal"``. A
+    newcomer's personal head is the server's, so its policy has no effect.
 
     Args:
-        lam: Weight of the discrepancy of features, by default 5; or that of the client module's own
-            client method.
+        lam: Weight of the discrepancy of features; by default 5, or the value of the client
+            module's own client method.
         upload_head: ``"half"``, the default, or ``"personal"``, as in :class:`Policed`.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.

@@ -24,8 +24,8 @@ _MEAN, _KNOWN = f"{EXTRA}.mean", f"{EXTRA}.known"
 class DomainBias(nn.Module):
     r"""Adds a client's own :math:`\bar z_i` to the features, at first 0.
 
-    Beside it are the global mean of features, whether that is known, without which there is no
-    bias, and a running mean.
+    The module also holds a running mean, the global mean of features, and whether the latter is
+    known. Until then there is no bias.
 
     Args:
         width: Number of features.
@@ -49,16 +49,16 @@ class DomainBias(nn.Module):
 class WithoutBias(ClientMethod):
     r"""Takes what is a client's own in its features out of the shared network.
 
-    With features :math:`z` of dimension d, the head gets :math:`z + \bar z_i`, where
-    :math:`\bar z_i` is the client's own and trained by plain steps with the client's learning rate,
-    without momentum and weight decay. To the loss is added
+    With features :math:`z` of dimension d, the head gets :math:`z + \bar z_i`. The bias
+    :math:`\bar z_i` is the client's own. It trains by plain steps with the client's learning rate,
+    without momentum and weight decay. The loss gets the term
 
     .. math:: \frac{\kappa}{2d} \|r - \bar z_g\|^2, \qquad
         r \leftarrow (1 - \mu)\, r + \mu \cdot \text{mean}_B\, z
 
-    (FedDBE, Zhang et al. 2023, eq. 4 to 7), with :math:`r = 0` before a participation and
-    :math:`\bar z_g` the mean feature over all clients of models that each trained once on their own
-    loss. The gradient goes through the mean of the current batch alone.
+    (FedDBE, Zhang et al. 2023, eq. 4 to 7). Before a participation :math:`r = 0`. :math:`\bar z_g`
+    is the mean feature over all clients, each with a model trained once on its own loss. The
+    gradient goes through the mean of the current batch only.
 
     Args:
         kappa: Weight :math:`\kappa` of the global mean.
@@ -127,15 +127,15 @@ def _features(c: LocalClient, batch: Any) -> dict[str, Tensor]:
 class FedDBE(FedAvg):
     r"""FedAvg with domain bias eliminator (Zhang et al. 2023, algorithm 1).
 
-    Before the first round, clients train once from the initial model on their own loss, report
-    their mean feature over all their samples, and forget the rest; the mean of these by numbers of
-    samples is the global mean from then on. Afterwards the server is FedAvg's, and clients train as
-    in :class:`WithoutBias`. A client is judged by the server's model with its own bias on the
-    features, which never travels; a newcomer's is 0, and ``finetune_epochs`` train it.
+    Before the first round, clients train once from the initial model on their own loss. They report
+    their mean feature over all their samples, and forget the rest. The global mean is the mean of
+    these features, weighted by samples. Afterwards the server is FedAvg's, and clients train as in
+    :class:`WithoutBias`. A client is judged by the server's model with its own bias. The bias never
+    travels. A newcomer's bias is 0, and ``finetune_epochs`` train it.
 
     Args:
-        kappa: Weight of the global mean, by default 50; or that of the client module's own client
-            method.
+        kappa: Weight of the global mean; by default 50, or the value of the client module's own
+            client method.
         mu: Share of a batch in the running mean, by default 1.
         bias_lr: Step of the bias, by default the client's learning rate.
         init: Who reports a mean feature: ``"all"`` clients, or the first ``"cohort"``.

@@ -35,30 +35,30 @@ class FedFomo(StoredModels):
     r"""Federated first-order model optimization (Zhang et al. 2021, section 3).
 
     The server stores the last model of each client that has answered. Client i, with model
-    :math:`\theta_i`, is sent M of the others' and compares them by the loss :math:`L_i` on training
-    samples that it holds out. The score of a model is its improvement of the loss per distance,
+    :math:`\theta_i`, is sent M models of others. It compares them by the loss :math:`L_i` on
+    held-out training samples. The score of a model is its improvement of the loss per distance,
 
     .. math:: w_n = \max\Big(0, \frac{L_i(\theta_i) - L_i(\theta_n)}{\|\theta_n - \theta_i\|}\Big),
         \qquad \theta_i \leftarrow \theta_i + \sum_n \frac{w_n}{\sum_m w_m}(\theta_n - \theta_i).
 
-    From there it trains on its other samples, and returns its model and the scores. Where no model
-    is better it starts from its own. All mixtures of a round are formed from the same stored
-    models. Norms are over parameters; losses are the client module's, in evaluation mode.
+    From there it trains on its other samples, and returns its model and the scores. If no model is
+    better, it starts from its own. All mixtures of a round use the same stored models. Norms are
+    over parameters. Losses are the client module's, in evaluation mode.
 
     The server adds the scores up, :math:`P_{in} \leftarrow P_{in} + w_n`, and next time sends
     client i the models with the largest :math:`P_{in}`; ties are broken at random. With probability
     :math:`\max(0, \varepsilon - \delta t)` in round t, each of the M is replaced by a random other
     model.
 
-    A client is judged by its own model as it was last trained, or by the common initial model if it
-    never was; the mixture from which it would start now is judged as ``server/``. Buffers stay with
-    the clients. The server stores N models; a round's traffic grows with M.
+    A client is judged by its own last trained model, at first the common initial one. The tags
+    ``server/`` are those of the mixture from which it would start now. Buffers stay with the
+    clients. The server stores N models. A round's traffic grows with M.
 
     Args:
         num_models: M; fewer are sent if fewer have been received. 0 is Local, on fewer samples.
-        held_out: Share of each client's training samples on which it compares models; a client with
-            a single sample also trains on it.
-        epsilon: :math:`\varepsilon`, the probability that a model is a random one.
+        held_out: Share of each client's training samples for comparing models. A client with a
+            single sample also trains on it.
+        epsilon: :math:`\varepsilon`, the probability of a random model.
         decay: :math:`\delta`, the decrease of that probability each round.
 
     Attributes:

@@ -29,8 +29,8 @@ from .registry import Method
 class Reporting(Prototypical):
     """Trains a client's own model from the head that it receives, and reports its prototypes.
 
-    Its body, with buffers, is the one of its last participation. Body and head train together, on
-    the client's own loss; then it takes the mean features of its classes over all its training
+    It keeps its body, with buffers, from its last participation. Body and head train together, on
+    the client's own loss. Then it computes the mean features of its classes over all its training
     samples, in evaluation mode. It keeps its model.
     """
 
@@ -64,20 +64,20 @@ class Reporting(Prototypical):
 class FedGH(ServerCallback):
     r"""Federated learning with a global header (Yi et al. 2023, algorithm 1).
 
-    Every client has a body of its own, of which nothing travels. It gets the head :math:`\varphi`,
-    trains it together with its body, and sends the mean feature :math:`\bar z_{ik}` of each class k
-    that it has. For each of these, by client and then by class, the server takes a step
+    Every client has its own body, which never travels. It gets the head :math:`\varphi`, trains it
+    together with its body, and sends the mean feature :math:`\bar z_{ik}` of each of its classes k.
+    For each mean feature, by client and then by class, the server takes a step
 
     .. math:: \varphi \leftarrow \varphi
         - \eta_s \nabla_\varphi\, \mathrm{CE}(\varphi(\bar z_{ik}), k).
 
-    A client is judged by its own model as it was trained; the tags ``received/`` are those of its
-    body with :math:`\varphi`. A newcomer has the initial body with :math:`\varphi`.
+    A client is judged by its own trained model. The tags ``received/`` are those of its body with
+    :math:`\varphi`. A newcomer has the initial body with :math:`\varphi`.
 
     Args:
-        server_lr: Step :math:`\eta_s`; with 0 nothing crosses between clients.
+        server_lr: Step :math:`\eta_s`; with 0 clients exchange nothing.
         server_batch: Pairs of a mean feature and its class in a step.
-        server_epochs: How often the server goes through them.
+        server_epochs: Number of passes over the pairs.
 
     Raises:
         ConfigurationError: If an option is out of range, or the clients' module has no classes, or

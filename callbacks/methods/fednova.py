@@ -29,9 +29,9 @@ _BITS = 32  # of a number of steps
 class Normalised(ClientMethod):
     r"""FedNova's client, which sends how far its steps would lead if all gradients were 1.
 
-    That is :math:`A_i = \|a_i\|_1` (Wang et al. 2020). With SGD of step :math:`\eta`,
-    momentum :math:`\rho` and the proximal term :math:`\frac{\mu}{2} \|w - \theta\|^2`, it is what u
-    comes to from 0 in the steps
+    This length is :math:`A_i = \|a_i\|_1` (Wang et al. 2020). With SGD of step :math:`\eta`,
+    momentum :math:`\rho` and the proximal term :math:`\frac{\mu}{2} \|w - \theta\|^2`, it is the
+    final u of the steps, from 0,
 
     .. math:: q = 1 - \eta\mu u, \qquad v \leftarrow \rho v + q, \qquad u \leftarrow u + v
 
@@ -39,7 +39,7 @@ class Normalised(ClientMethod):
     counts as part of the loss.
 
     Args:
-        mu: Weight :math:`\mu` of the proximal term, which passes through the momentum as well.
+        mu: Weight :math:`\mu` of the proximal term. The term passes through the momentum as well.
         tells_steps: Whether the client sends the number of its steps, too.
 
     Raises:
@@ -86,8 +86,8 @@ class Normalised(ClientMethod):
     def path(self, steps: Tensor) -> Tensor:
         """Return :math:`A_i` after so many steps, a scalar.
 
-        A step maps (u, v, 1) linearly, so that it is squared again and again and applied where the
-        number of steps has a bit.
+        A step is a linear map of (u, v, 1). Its power is computed by repeated squaring, with the
+        bits of the number of steps.
         """
         lr, rho, nesterov = self.descending
         q = torch.tensor([-lr * self.proximal.mu, 0.0, 1.0], dtype=torch.double)
@@ -111,9 +111,9 @@ class FedNova(FedAvg):
     .. math:: \theta \leftarrow \theta + \tau \sum_{i \in S} p_i \frac{\theta_i - \theta}{A_i},
         \qquad p_i = \frac{n_i}{\sum_{j \in S} n_j}, \qquad \tau = \sum_{i \in S} p_i A_i,
 
-    so that a client does not weigh more for taking more steps. If all :math:`A_i` are equal, it is
-    FedAvg, or FedProx. Clients are those of :class:`Normalised`. Parameters alone are normalised;
-    buffers are averaged with the weights :math:`p_i`. A client that took no step takes no part.
+    so that more steps don't give a client more weight. If all :math:`A_i` are equal, this is
+    FedAvg, or FedProx. Clients train as in :class:`Normalised`. Only parameters are normalised.
+    Buffers are averaged with the weights :math:`p_i`. A client without steps is left out.
 
     Args:
         mu: Weight of the clients' proximal term.

@@ -54,22 +54,22 @@ class Statistics(Prototypes):
 class Aligned(Prototypical):
     r"""Trains a client's head first and then its body, with features pulled to prototypes.
 
-    At the body that it receives, a client takes the means :math:`\mu_{ic}` of its features by class
-    and, with class shares :math:`p_{ic}`, (FedPAC, Xu et al. 2023, eq. 9 to 12)
+    With the received body, a client computes the means :math:`\mu_{ic}` of its features by class.
+    With its class shares :math:`p_{ic}` it also computes (FedPAC, Xu et al. 2023, eq. 9 to 12)
 
     .. math:: h_{ic} = p_{ic} \mu_{ic}, \qquad
         v_i = \frac{1}{n_i} \Big(\sum_c p_{ic} \overline{\|z\|^2}_{ic}
         - \sum_c p_{ic}^2 \|\mu_{ic}\|^2\Big).
 
-    It trains the head for some epochs while the body rests, and then the body while the head rests,
-    with :math:`\frac{\lambda}{B d} \sum_b \|z_b - \bar c_{y_b}\|^2` added to the loss
-    (eq. 6). For a class without global prototype it takes its own, :math:`\mu_{ic}`; in the first
-    round, without any, nothing is added. Then its prototypes are the means by the new body.
+    It trains first the head with a fixed body, then the body with a fixed head. In the second phase
+    the loss gets the term :math:`\frac{\lambda}{B d} \sum_b \|z_b - \bar c_{y_b}\|^2` (eq. 6). A
+    class without global prototype uses the client's own, :math:`\mu_{ic}`. In the first round there
+    are no prototypes and no term. Then the client's prototypes are the means with the new body.
 
     Args:
         lam: Weight :math:`\lambda` of the distance.
-        head_lr: Learning rate of the head, in place of the client's own; ``None`` for that.
-        head_epochs: Epochs in which the head is trained.
+        head_lr: Learning rate of the head; ``None`` for the client's own.
+        head_epochs: Epochs of the head.
 
 
     References:
@@ -138,24 +138,24 @@ def _moments(c: LocalClient, batch: Any) -> dict[str, Tensor]:
 class FedPAC(FedAvg):
     r"""Personalized federated learning with feature alignment and classifier combination.
 
-    The server takes the mean of the bodies, as FedAvg does, and that of the prototypes by numbers
-    of samples. Of the heads :math:`V_j` that it got in a round, each client that sent one gets a
-    combination of its own, :math:`\sum_j a_{ij} V_j`, with the weights
+    The server takes the mean of the bodies, as FedAvg does, and the mean of the prototypes,
+    weighted by samples. Each client that sent a head :math:`V_i` gets its own combination
+    :math:`\sum_j a_{ij} V_j` of the round's heads, with the weights
 
     .. math:: a_i = \arg\min_{a \ge 0, \sum a = 1} a^\top P_i\, a, \qquad P_i = \mathrm{diag}(v_j) +
         \Big(\sum_c \langle h_{ic} - h_{jc},\, h_{ic} - h_{kc} \rangle\Big)_{jk}
 
-    (Xu et al. 2023, eq. 13 and 14); those below 0.001 are left out. What clients do, and what they
-    tell, is in :class:`Aligned`. A client is judged by the server's body with its combined head,
-    which stays until it takes part again; the tags ``local/`` are those of its trained model.
-    A newcomer's head is the mean of the last heads that were returned, weighted as bodies are.
+    (Xu et al. 2023, eq. 13 and 14). Weights below 0.001 are left out. Clients train as in
+    :class:`Aligned`. A client is judged by the server's body with its combined head. It keeps this
+    head until it takes part again. The tags ``local/`` are those of its trained model. A newcomer's
+    head is the mean of the last returned heads, with the weights of the bodies.
 
     Args:
-        lam: Weight of the distance to the prototypes, by default 1; or that of the client module's
-            own client method.
+        lam: Weight of the distance to the prototypes; by default 1, or the value of the client
+            module's own client method.
         head_lr: Learning rate of the head, by default 0.1.
-        head_epochs: Epochs of the head before the local epochs, which train the body; by default 1.
-            In fine-tuning they are the first of its epochs.
+        head_epochs: Epochs of the head before the local epochs of the body; by default 1.
+            Fine-tuning begins with them.
         weighting: As in :class:`FedAvg`, for the body.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 
@@ -253,10 +253,10 @@ def combinations(shared: Vector, spread: Vector, counts: Vector) -> Vector:
     """Return the weights of clients' heads for each of them ``[S, S]``.
 
     Args:
-        shared: Their means of features times class shares ``[S, K d]``.
-        spread: And the variances of these ``[S]``. That of a single sample says nothing:
-            the largest takes its place.
-        counts: Their numbers of samples ``[S]``.
+        shared: Means of features times class shares, by client ``[S, K d]``.
+        spread: Their variances ``[S]``. For a client with a single sample, the largest variance is
+            used.
+        counts: Numbers of samples ``[S]``.
     """
     spread = np.where(counts > 1, spread, spread.max(initial=0)).clip(min=0)
     weights = np.zeros((len(shared), len(shared)))

@@ -42,7 +42,7 @@ class NearestPrototype(Prototypes):
     def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         """Return what the head gives, or less the farther the features are from a prototype.
 
-        Prototypes of the client's own classes count, or all where it has none of them.
+        The prototypes of the client's own classes count, or all prototypes if it has none.
         """
         logits = head(z)
         known = self.counts > 0
@@ -84,20 +84,20 @@ class ByPrototypes(Prototypical):
 class FedProto(Local):
     r"""Federated prototype learning (Tan et al. 2022, algorithm 1).
 
-    Every client has a model of its own, all of which start from a common one. It sends the mean
+    Every client has its own model. All models start from a common one. A client sends the mean
     features :math:`c_{ik}` of its classes, with their numbers of samples, and gets
 
     .. math:: \bar c_k = \frac{\sum_i n_{ik} c_{ik}}{\sum_i n_{ik}}
 
-    over the clients of the last round with the class that answered; a class that nobody has sent
-    keeps its prototype. What clients do with them is in
-    :class:`~pflight.callbacks.methods.prototypes.Prototypical`. A client is judged by
-    its own model; the tags ``prototype/`` are those of the nearest prototype among the classes of
-    its training samples.
+    over the clients of the last round that have the class and answered. A class without new means
+    keeps its prototype. Clients train as in
+    :class:`~pflight.callbacks.methods.prototypes.Prototypical`. A client is judged by its own
+    model. The tags ``prototype/`` are those of predictions by the nearest prototype among the
+    classes of its training samples.
 
     Args:
-        lam: Weight of the distance to the prototypes, by default 1; or that of the client module's
-            own client method. With 0 this is :class:`Local`.
+        lam: Weight of the distance to the prototypes; by default 1, or the value of the client
+            module's own client method. With 0 this is :class:`Local`.
         align: ``"sample"`` or ``"class"``, as in
             :class:`~pflight.callbacks.methods.prototypes.Prototypical`.
         weighting: ``"samples"`` as above, or ``"uniform"`` for the plain mean over the clients that

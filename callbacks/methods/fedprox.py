@@ -19,7 +19,8 @@ class FedProx(FedAvg):
     :math:`\theta` is the model that the server sent. With ``mu=0`` it is FedAvg.
 
     Args:
-        mu: Weight of the penalty; by default 0.1, or that of the client module's own client method.
+        mu: Weight of the penalty; by default 0.1, or the value of the client module's own client
+            method.
         scaling: ``"plain"``, the default, or ``"eq7"``, as in
             :class:`~pflight.models.client_methods.Proximal`.
         weighting: As in :class:`FedAvg`.

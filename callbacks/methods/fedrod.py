@@ -45,7 +45,7 @@ class PersonalHead(nn.Module):
 class HyperHead(nn.Module):
     r"""The same with :math:`\Phi_i = H(p_i; \nu)`, a network of the client's class shares.
 
-    Without shares, all of which are 0, it is 0.
+    If all shares are 0, it is 0.
 
     Args:
         width: Number of features.
@@ -80,16 +80,16 @@ class TwoHeads(ClientMethod):
     .. math:: \mathrm{CE}(V z + \gamma \ln n_i,\, y)
         + \mathrm{CE}(\mathrm{sg}(V z) + \Phi_i\,\mathrm{sg}(z),\, y)
 
-    where :math:`n_i` are its numbers of samples by class; a class that it does not have is left out
-    of the first softmax. So the body and :math:`V` learn from the balanced loss alone, and
-    :math:`\Phi_i` from the other. Predictions are those of :math:`V + \Phi_i`. Fine-tuning trains
-    only :math:`\Phi_i` where that is the client's own.
+    with its numbers of samples by class :math:`n_i`. Classes without samples are left out of the
+    first softmax. So the body and :math:`V` learn only from the balanced loss, and :math:`\Phi_i`
+    only from the plain loss. Predictions use :math:`V + \Phi_i`. Fine-tuning trains only
+    :math:`\Phi_i` if it is the client's own.
 
     Args:
         gamma: Exponent :math:`\gamma` of the class counts; 0 gives the plain loss.
-        personal: ``"linear"``, a head of the client's own, or ``"hyper"``, one that a common
-            network makes of the client's class shares.
-        hidden: Width of that network's hidden layer.
+        personal: ``"linear"``, the client's own head, or ``"hyper"``, a head that a common network
+            makes from the client's class shares.
+        hidden: Width of this network's hidden layer.
 
 
     References:
@@ -156,14 +156,14 @@ class FedRoD(FedAvg):
     r"""Federated robust decoupling (Chen and Chao 2022, algorithm 1).
 
     The server takes the mean of bodies and generic heads, as FedAvg does. Clients train as in
-    :class:`TwoHeads`. With ``personal="linear"`` each has a personal head of its own, which never
-    travels; with ``"hyper"`` the network that makes personal heads is averaged like the rest, and
+    :class:`TwoHeads`. With ``personal="linear"`` each client has its own personal head, which never
+    travels. With ``"hyper"`` a network makes the personal heads. It is averaged like the rest, and
     the class shares stay with the clients. A client is judged by the server's model with its
-    personal head, and the tags ``server/`` are the generic model's: the personal head of a newcomer
-    is 0, or what the network makes of its class shares.
+    personal head. The tags ``server/`` are those of the generic model. A newcomer's personal head
+    is 0, or made by the network from its class shares.
 
     Args:
-        gamma: Exponent of the class counts in the balanced loss, by default 1; or that of the
+        gamma: Exponent of the class counts in the balanced loss; by default 1, or the value of the
             client module's own client method.
         personal: ``"linear"`` or ``"hyper"``.
         hidden: Width of the hidden layer with ``"hyper"``, by default 16.

@@ -23,12 +23,12 @@ class FedSGD(FedAvg):
     r"""Federated SGD (McMahan et al. 2017): :math:`\theta \leftarrow \theta - \eta \sum_i w_i g_i`.
 
     :math:`g_i` is the gradient of client i's loss at the server's model, in training mode, clipped
-    as the client module does. It is the same as FedAvg with one full-batch local step.
+    as in the client module. This equals FedAvg with one full-batch local step.
 
     Args:
         lr: Step size :math:`\eta` of the default server optimizer, SGD.
         weighting: As in :class:`FedAvg`.
-        batches: Number of mini-batches over which a gradient is taken, by default all samples.
+        batches: Number of mini-batches for a gradient, by default all samples.
         buffers: As in :class:`ServerCallback`.
     """
 

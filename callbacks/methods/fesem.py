@@ -46,18 +46,17 @@ Distance = Callable[[TensorDict, Mapping[str, Tensor]], Tensor]
 class FeSEM(ClusteredMethod):
     r"""Multi-center federated learning by stochastic EM (Long et al. 2022, algorithm 1).
 
-    The server keeps K models, the centers. Each client starts from the center it is assigned to;
-    with ``mu`` a penalty keeps it near the center (eq. 7). When an update :math:`W_i` arrives, the
-    E-step assigns the client to the nearest of the centers that were sent,
-    :math:`r_i = \arg\min_k \|W_i - C_k\|^2` over parameters (eq. 8). At the end of the round, the
-    M-step sets each center to the plain mean of its members that answered (eq. 9); a center without
-    such members stays as it is. Updates are streamed: memory grows with K, not with the number of
-    clients.
+    The server keeps K models, the centers. Each client starts from the center of its cluster. With
+    ``mu`` a penalty keeps it near the center (eq. 7). When an update :math:`W_i` arrives, the
+    E-step assigns the client to the nearest sent center, :math:`r_i = \arg\min_k \|W_i - C_k\|^2`
+    over parameters (eq. 8). At the end of the round, the M-step sets each center to the plain mean
+    of its members that answered (eq. 9). A center without such members stays unchanged. Updates are
+    streamed: memory grows with K, not with the number of clients.
 
-    The first round is the initialisation: up to ``init_clients`` clients train once from the common
-    initial model, and k-means on their models, the best of ``num_restarts`` starts by inertia,
-    gives the first centers; their updates are kept until then. A client that has not trained yet is
-    sent the mean of the centers, weighted by the samples of their members.
+    The first round is the initialisation. Up to ``init_clients`` clients train once from the common
+    initial model. K-means on their models gives the first centers: the best of ``num_restarts``
+    starts by inertia. Their updates are kept until then. A client that has not trained yet is sent
+    the mean of the centers, weighted by the samples of their members.
 
     With ``matching`` this is FeSEM-MA: the M-step is
     :func:`~pflight.callbacks.methods.matching.matched_mean` of the members, and the E-step takes
@@ -71,10 +70,9 @@ class FeSEM(ClusteredMethod):
             :func:`select_num_clusters` before the first round, on ``init_clients`` clients.
         num_restarts: Random starts of k-means.
         init_clients: Number of randomly drawn clients that train in the first round; all if fewer.
-        matching: How neurons are aligned: ``None`` does not align them, ``"bbp_map"`` matches them,
-            and a :class:`~pflight.callbacks.methods.matching.BBPMAP` does so with other options.
-            Its ``grow`` is not allowed: clients can't start from centers that are wider than their
-            network.
+        matching: How neurons are aligned. ``None`` does not align them. ``"bbp_map"`` matches them.
+            A :class:`~pflight.callbacks.methods.matching.BBPMAP` matches them with other options.
+            Its ``grow`` is not allowed, since centers can't be wider than the clients' networks.
         centers: K states, as from ``federation.server_states()``, that replace the initialisation.
         buffers: As in :class:`ServerCallback`.
         distance: Distance in the E-step: ``"l2"`` for :math:`\|W_i - C_k\|^2`, or a function of a
@@ -82,14 +80,14 @@ class FeSEM(ClusteredMethod):
             uses k-means.
         candidates: Numbers of clusters that ``"auto"`` tries.
         criterion: How ``"auto"`` chooses, by ``"accuracy"`` or by ``"distance"``.
-        mu: The paper's :math:`\lambda`, the weight of the penalty (eq. 7); by default 0, or that of
-            a :class:`~pflight.models.ProximalClient`.
+        mu: The paper's :math:`\lambda`, the weight of the penalty (eq. 7); by default 0, or the
+            value of a :class:`~pflight.models.ProximalClient`.
         scaling: Scaling of the penalty, as in :class:`~pflight.models.client_methods.Proximal`.
 
     Attributes:
         assignments: LongTensor ``[num_clients]``, each client's cluster; -1 if it has none yet.
-        selection: With ``"auto"``, the :class:`ClusterSelection` by which ``num_clusters`` was
-            chosen; until then ``num_clusters`` is 0.
+        selection: With ``"auto"``, the :class:`ClusterSelection` that gave ``num_clusters``. Until
+            then ``num_clusters`` is 0.
 
     Raises:
         ConfigurationError: On more clusters than clients, options out of range, or a network that
@@ -233,11 +231,11 @@ def select_num_clusters(
     """Compare numbers of clusters for :class:`FeSEM` in short runs on the same sample of clients.
 
     For each candidate a new federation is trained, with the client module, options and seed of the
-    one given, on up to ``callback.init_clients`` clients, all of which take part in every round.
-    They are judged on their validation samples or, if the sample has none, on a random fifth of
-    their training samples, which is held out. ``"distance"`` also tries one cluster fewer than the
-    smallest candidate, to see how the distance falls. The federation given and the global random
-    generators are not changed.
+    given one. It has up to ``callback.init_clients`` clients. All of them take part in every round.
+    They are judged on their validation samples. If none has any, a random fifth of the training
+    samples is held out instead. ``"distance"`` also tries one cluster fewer than the smallest
+    candidate, to see how the distance falls. The given federation and the global random generators
+    are not changed.
 
     Args:
         federation: The federation to choose for; it need not have been set up.

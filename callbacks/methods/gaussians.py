@@ -45,7 +45,7 @@ class Gaussians(NamedTuple):
         """Return weight ``[K, d]`` and bias ``[K]`` of the linear discriminant.
 
         Args:
-            prior: Of the classes ``[K]``.
+            prior: Prior of the classes ``[K]``.
             eps: Share of a multiple of the identity in the covariance.
         """
         weight = torch.linalg.solve(self._regular(eps), self.means.T).T
@@ -54,8 +54,8 @@ class Gaussians(NamedTuple):
     def axes(self, local: Gaussians, eps: float) -> tuple[Tensor, Tensor]:
         """Return axes ``[d, d]`` of features that make both covariances diagonal.
 
-        Along these, the common one is the identity, and the variances of the local one are
-        returned, too ``[d]``. What is mixed of both is diagonal for every share.
+        Along these axes, the common covariance is the identity. The variances of the local one
+        ``[d]`` are returned, too. Every mixture of both is diagonal.
         """
         variances, turned = torch.linalg.eigh(self._regular(eps))
         least = torch.finfo(variances.dtype).eps * variances.amax()
@@ -94,8 +94,8 @@ class Judged(NamedTuple):
         """Return the discriminant's mean cross-entropy, and its derivatives ``[2]``.
 
         Args:
-            share: Of the local means.
-            spread: Of the local covariance.
+            share: Share of the local means.
+            spread: Share of the local covariance.
         """
         apart, wider = self.local - self.common, self.variances - 1
         means, variances = self.common + share * apart, 1 + spread * wider

@@ -29,8 +29,8 @@ class ConditionalValve(nn.Module):
 
     .. math:: T_c(h) = \mathrm{ReLU}((\gamma(c) + 1) \odot h + \beta(c)),
 
-    with :math:`\gamma` and :math:`\beta` each a linear layer, ReLU and LayerNorm. Beside it are
-    embeddings of the classes, the two conditions, and the client's class shares.
+    where :math:`\gamma` and :math:`\beta` are each a linear layer, ReLU and LayerNorm. The module
+    also holds embeddings of the classes, the two conditions, and the client's class shares.
 
     Args:
         classes: Number of classes.
@@ -67,9 +67,9 @@ class Valved(ClientMethod):
     .. math:: \mathrm{CE}(\mathrm{head}(T_{p_i}(h)), y) + \mathrm{CE}(\cos(T_g(h), Q), y)
         + \frac{\lambda}{B} \sum_b \|T_g(h_b) - \hat Q_{y_b}\|
 
-    over its body, its head, the embeddings :math:`Q` and the valve of :class:`ConditionalValve`,
-    the last two with weight decay :math:`\mu` in place of the optimizer's own. The second term has
-    the cosines with all rows as logits. Fine-tuning has the first term alone.
+    over its body, its head, the embeddings :math:`Q` and the valve of :class:`ConditionalValve`.
+    Embeddings and valve have the weight decay :math:`\mu` in place of the optimizer's own. The
+    logits of the second term are the cosines with all rows. Fine-tuning uses the first term only.
 
     Args:
         lam: Weight :math:`\lambda` of the distance.
@@ -141,12 +141,12 @@ def unit(rows: Tensor) -> Tensor:
 class GPFL(FedAvg):
     r"""Global and personalized feature information (Zhang et al. 2023, algorithm 1).
 
-    The server takes the mean of bodies, embeddings and valves, as FedAvg does; heads and class
-    shares stay with the clients. What they do is in :class:`Valved`. A client is judged by the
-    server's model with its own head, on its personal features; a newcomer has the initial head.
+    The server takes the mean of bodies, embeddings and valves, as FedAvg does. Heads and class
+    shares stay with the clients. Clients train as in :class:`Valved`. A client is judged by the
+    server's model with its own head, on its personal features. A newcomer has the initial head.
 
     Args:
-        lam: Weight of the distance to the embeddings, by default 0.01; or that of the client
+        lam: Weight of the distance to the embeddings; by default 0.01, or the value of the client
             module's own client method.
         mu: Weight decay of embeddings and valve, by default 0.1.
         weighting: As in :class:`FedAvg`.

@@ -87,9 +87,9 @@ def mixture(share: Tensor, votes: Tensor, probabilities: Tensor) -> Tensor:
 class Nearest(ClientMethod):
     r"""Has clients predict with their nearest training samples; training is plain.
 
-    A client stores the features :math:`h_j` of its training samples, by the model that it is sent.
-    For a sample with features h, the k nearest (of equal ones the first) vote for their classes
-    with weights :math:`e^{-\|h - h_j\|^2 / (d s)}`, which gives :math:`q`, and the prediction is
+    A client stores the features :math:`h_j` of its training samples, computed with the received
+    model. For a sample with features h, the k nearest (the first on ties) vote for their classes
+    with the weights :math:`e^{-\|h - h_j\|^2 / (d s)}`. With the votes :math:`q`, the prediction is
     :math:`\lambda_i q + (1 - \lambda_i)\,\mathrm{softmax}(\text{logits})` (kNN-Per, Marfoq et al.
     2022, eq. 6 to 8). :math:`\lambda_i` is the first of 0, 0.1, ..., 1 with the highest accuracy on
     the client's validation samples, and 0.5 if it has none. A client without training samples
@@ -99,7 +99,8 @@ class Nearest(ClientMethod):
         k: Neighbours.
         scale: :math:`s`.
         lam: :math:`\lambda_i` of all clients, or ``None`` to choose it for each.
-        capacity: Samples in the store, at most; of more, some are drawn by seed, round and client.
+        capacity: Maximum number of samples in the store. Of more, some are drawn by seed, round and
+            client.
         kernel: ``"squared"`` as above, or ``"distance"`` for :math:`e^{-\|h - h_j\| / s}`.
 
 
@@ -184,15 +185,15 @@ def _outputs(c: LocalClient, batch: Any) -> dict[str, Tensor]:
 class KNNPer(FedAvg):
     r"""FedAvg with local memorisation (Marfoq et al. 2022, algorithm 1).
 
-    Training is FedAvg's. A client is judged by the server's model together with its nearest
-    training samples, as :class:`Nearest` says, and so is a newcomer; nothing of them travels. The
-    tags ``server/`` are those of the model alone.
+    Training is FedAvg's. Clients, newcomers included, are judged by the server's model together
+    with their nearest training samples, as in :class:`Nearest`. The store never travels. The tags
+    ``server/`` are those of the model alone.
 
     Args:
-        k: Neighbours, by default 7; or that of the client module's own client method.
-        scale: Of the kernel, by default 1.
+        k: Neighbours; by default 7, or the value of the client module's own client method.
+        scale: Scale of the kernel, by default 1.
         lam: Share of the neighbours in a prediction; by default it is chosen for each client.
-        capacity: Samples that a client stores, at most; by default 1000.
+        capacity: Maximum number of stored samples of a client, by default 1000.
         kernel: ``"squared"``, the default, or ``"distance"``.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.

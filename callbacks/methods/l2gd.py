@@ -27,18 +27,18 @@ class L2GD(FedAvg):
 
     The objective is
     :math:`\frac{1}{N} \sum_i f_i(x_i) + \frac{\lambda}{2N} \sum_i \|x_i - \bar x\|^2`, where every
-    client has a model of its own. In each iteration a coin shows, with probability :math:`1 - p`, a
-    local step, and else the step
+    client has its own model. In each iteration a coin selects a local step with probability
+    :math:`1 - p`, or else the step
 
     .. math:: x_i \leftarrow (1 - c)\,x_i + c\,\bar x, \qquad c = \frac{\alpha\lambda}{N p}.
 
-    A round here is one local training with all steps to the mean that come before it: they leave
-    the mean as it is, so that m in a row are one step of :math:`1 - (1 - c)^m`. Clients send their
-    models at the end of a round if the next one begins with such steps, for which they are then
-    sent the mean; nothing else travels after the initial model. The paper's local step is a single
-    one of SGD with ``lr`` :math:`\alpha / (N (1 - p))` on all samples (``local_steps=1``).
+    Here a round is one local training, after all steps to the mean that come before it. These steps
+    don't change the mean, so m of them are one step of :math:`1 - (1 - c)^m`. If the next round
+    begins with such steps, clients send their models, and are then sent the mean. Nothing else
+    travels after the initial model. The paper's local step is a single SGD step with ``lr``
+    :math:`\alpha / (N (1 - p))` on all samples (``local_steps=1``).
 
-    Where not all clients take part, which is outside the paper, only those that do take steps, and
+    In the paper all clients take part. Here only clients that take part take steps, and
     :math:`\bar x` is the mean of the models that clients sent last. Buffers stay with the clients.
     Newcomers start at :math:`\bar x`.
 

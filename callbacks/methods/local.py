@@ -16,9 +16,9 @@ from .registry import Method
 class Local(ServerCallback):
     """Every client trains its own model; nothing is ever aggregated.
 
-    All clients start from one common model, which is sent once to each client; nothing else
-    travels. In each round the cohort trains as in other methods, so that budgets are comparable.
-    Held-out clients use the common initial model.
+    All clients start from one common model. It is sent once to each client. Nothing else travels.
+    In each round the cohort trains as in other methods, so that budgets are comparable. Held-out
+    clients use the common initial model.
     """
 
     sends_model = False

@@ -12,7 +12,7 @@ from pflight.method import ClientMethod, LocalClient
 class AdjustedLogits(ClientMethod):
     """Trains a client on its task's loss of adjusted logits, in fine-tuning as well.
 
-    Predictions are by the logits as they are. A subclass says what the adjustment is.
+    Predictions use the unadjusted logits. A subclass defines the adjustment.
     """
 
     needs_head = True

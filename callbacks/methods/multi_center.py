@@ -29,9 +29,9 @@ class MultiCenter(ServerCallback):
 
     The server has a model for each cluster, its center. A subclass assigns clients in
     :meth:`receive`, with :meth:`assign`. A round then sets each center to the mean of the clients
-    that were assigned to its cluster in this round; a center without any stays as it is. A client
-    that has no cluster yet is sent the mean of the centers, weighted by the samples of their
-    members, unless a subclass overrides :meth:`centers_of`.
+    assigned to its cluster in this round. A center without such clients stays unchanged. A client
+    without a cluster is sent the mean of the centers, weighted by the samples of their members,
+    unless a subclass overrides :meth:`centers_of`.
 
     Args:
         num_clusters: K; 0 if a subclass calls :meth:`add_centers` before the first round.

@@ -45,9 +45,9 @@ class ClusterSelection:
     """The results of trial runs with several numbers of clusters, and the best number.
 
     Attributes:
-        criterion: ``"accuracy"`` takes the number with the highest accuracy; ``"distance"`` the one
-            at which the distance falls most, relative to that of the next smaller number. The
-            smaller number wins a tie.
+        criterion: ``"accuracy"`` takes the number with the highest accuracy. ``"distance"`` takes
+            the number with the largest relative fall of the distance from the next smaller number.
+            The smaller number wins a tie.
         accuracy: Macro accuracy on validation samples, by number of clusters.
         distance: Mean distance of a client's trained model to its center, by number of clusters.
 

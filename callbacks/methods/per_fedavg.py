@@ -15,15 +15,15 @@ from .registry import Method
 class PerFedAvg(FedAvg):
     r"""Personalized FedAvg (Fallah et al. 2020, algorithm 1): model-agnostic meta-learning.
 
-    The server is FedAvg; what clients train for, and by what they are judged, is
-    :class:`~pflight.models.client_methods.Adapted`'s.
+    The server is FedAvg's. Clients train and are judged as in
+    :class:`~pflight.models.client_methods.Adapted`.
 
     Args:
         alpha: Step :math:`\alpha`, as in :class:`~pflight.models.client_methods.Adapted`; by
-            default 0.01, or what the client's own client method says.
+            default 0.01, or the value of the client's own client method.
         hessian: Whether to differentiate through the adaptation; by default not.
-        steps: Steps of adaptation before a client is judged; by default 1, or what the client's own
-            client method says.
+        steps: Steps of adaptation before a client is judged; by default 1, or the value of the
+            client's own client method.
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`~pflight.callbacks.ServerCallback`.
 

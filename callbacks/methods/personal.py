@@ -11,8 +11,8 @@ from pflight.states.state import StateLayout
 class PersonalFedAvg(FedAvg):
     """FedAvg of the clients' shared models; what their method adds to these stays with them.
 
-    These may be a personal model, as of :class:`~pflight.models.client_methods.Personal`, which
-    also says what a client does with it and which model it is judged by.
+    For example, :class:`~pflight.models.client_methods.Personal` adds a personal model. The client
+    method defines its training and the judged model.
 
     Args:
         weighting: As in :class:`FedAvg`.

@@ -55,21 +55,21 @@ class Discriminant(nn.Module):
 class Discriminating(ClientMethod):
     r"""Trains a body under the linear discriminant of Gaussian features, at rest.
 
-    Features of class :math:`c` are taken for :math:`\mathcal N(\mu_c, \Sigma)`, so that
+    Features of class :math:`c` are modelled as :math:`\mathcal N(\mu_c, \Sigma)`. This gives
     (pFedFDA, Mclaughlin and Su 2024, eq. 3 to 8)
 
     .. math:: w_c = S^{-1} \mu_c, \qquad b_c = \ln \pi_{ic} - \tfrac12 \mu_c^\top w_c, \qquad
         S = (1 - \epsilon) \Sigma + \epsilon \tfrac{\mathrm{tr} \Sigma}{d} I, \qquad
         \pi_{ic} \propto p_{ic} + \epsilon
 
-    with class shares :math:`p_{ic}`. A client trains by those that it receives. Then it takes its
-    own means, those received for classes that it does not have, and the covariance
-    :math:`\Sigma_i = \frac{1}{\max(n_i - 1, 1)} \sum_b (z_b - \mu_{i y_b})(z_b - \mu_{i
-    y_b})^\top + r I`, and sends :math:`\beta` of these with :math:`1 - \beta` of the received
-    ones. :math:`\beta` in [0, 1] minimises the cross-entropy over two stratified halves of its
-    samples, each judged by the statistics of the other, without classes of a single sample; it is
-    searched from places on a grid, and 0 if there is no other class. A client is judged by the body
-    that it is sent, and statistics that it takes in this way.
+    with class shares :math:`p_{ic}`. A client trains with the received statistics. Then it computes
+    its own means, with the received ones for missing classes, and the covariance :math:`\Sigma_i =
+    \frac{1}{\max(n_i - 1, 1)} \sum_b (z_b - \mu_{i y_b})(z_b - \mu_{i y_b})^\top + r
+    I`. It sends :math:`\beta` of these plus :math:`1 - \beta` of the received ones. :math:`\beta`
+    in [0, 1] minimises the cross-entropy over two stratified halves of its samples. Each half is
+    judged by the statistics of the other. Classes of a single sample are left out. If no class is
+    left, :math:`\beta` is 0. The search starts from points on a grid. A client is judged by the
+    received body, with statistics computed in this way.
 
     Args:
         ridge: :math:`r`.
@@ -156,11 +156,11 @@ class Discriminating(ClientMethod):
         r"""Return :math:`\beta` of a client: of means and covariance, or of both.
 
         Args:
-            z: Features of its samples ``[n, d]``.
+            z: Features of the client's samples ``[n, d]``.
             y: Their classes ``[n]``.
-            folds: In which half they are ``[n]``; those that are negative are left out.
-            sent: The statistics that it received.
-            prior: Of the classes ``[K]``.
+            folds: The half of each sample ``[n]``; negative ones are left out.
+            sent: The received statistics.
+            prior: Prior of the classes ``[K]``.
         """
         if not (folds >= 0).any():
             return torch.zeros(self.betas).to(z)
@@ -192,7 +192,7 @@ def halves(y: Tensor, random: torch.Generator) -> Tensor:
         random: Draws the halves.
 
     Returns:
-        0 or 1 for each sample, and -1 for one that is the only one of its class ``[n]``.
+        0 or 1 for each sample, -1 for the only sample of a class ``[n]``.
     """
     folds = torch.full_like(y, -1)
     order = torch.randperm(len(y), generator=random).to(y.device)
@@ -210,13 +210,13 @@ def _features(c: LocalClient, batch: Any) -> dict[str, Tensor]:
 class PFedFDA(FedAvg):
     r"""Personalisation by feature distribution adaptation (Mclaughlin and Su 2024, algorithm 1).
 
-    The server takes the means of bodies and of the statistics of features, as FedAvg does; the head
-    of the network is not used and does not travel. What clients do is in :class:`Discriminating`;
-    a client is judged by the server's body under the discriminant of statistics that it adapts to
-    its samples, and newcomers as well. Without data there are only the server's statistics.
+    The server takes the means of bodies and of the statistics of features, as FedAvg does. The head
+    of the network is not used and does not travel. Clients train as in :class:`Discriminating`.
+    Clients, newcomers included, are judged by the server's body, with a discriminant adapted to
+    their samples. A client without data uses the server's statistics.
 
     Args:
-        ridge: Multiple of the identity in a client's covariance, by default 1; or that of the
+        ridge: Multiple of the identity in a client's covariance; by default 1, or the value of the
             client module's own client method.
         eps: Regularisation of covariance and class shares, by default 1e-4.
         betas: 2, the default, or 1.

@@ -34,36 +34,35 @@ class PFedLA(StoredModels):
     .. math:: \bar\theta_i^l = \sum_{j=1}^N \alpha_i^{l,j} \theta_j^l,
         \qquad \alpha_i^l = HN_i^l(v_i; \psi_i)
 
-    (eq. 3 to 6), and returns its change :math:`\Delta\theta_i`. The mixtures of a round are all
-    formed from the same stored models; then :math:`\theta_i = \bar\theta_i + \Delta\theta_i`.
-    The change takes the place of the negative gradient of the client's loss; the hypernetwork moves
-    along
+    (eq. 3 to 6), and returns its change :math:`\Delta\theta_i`. All mixtures of a round use the
+    same stored models. Then :math:`\theta_i = \bar\theta_i + \Delta\theta_i`. The change replaces
+    the negative gradient of the client's loss. The hypernetwork moves along
 
     .. math:: \nabla_{v_i, \psi_i} \sum_l \langle \bar\theta_i^l, \Delta\theta_i^l \rangle
         = \sum_{l, j} \langle \theta_j^l, \Delta\theta_i^l \rangle \nabla \alpha_i^{l,j}
 
-    (eq. 10 and 11), for which inner products of models are enough. Only the models and
-    hypernetworks of clients that answered are updated, whatever the server optimizer; the others'
-    models stay in the mixtures.
+    (eq. 10 and 11). This needs only inner products of models. Only the models and hypernetworks of
+    clients that answered are updated, with any server optimizer. The others' models stay in the
+    mixtures.
 
-    A newcomer, or a client without training samples, gets the mean of the N models, to which its
-    own does not belong. A layer is a module with parameters of its own. Buffers stay with the
-    clients, start as in the client module, and never travel. The server's memory grows linearly
-    with N for the models, and with the square of N for the hypernetworks.
+    A newcomer, or a client without training samples, gets the mean of the N models. Its own is not
+    among them. A layer is a module with its own parameters. Buffers stay with the clients, start as
+    in the client module, and never travel. The server's memory grows linearly with N for the
+    models, and with the square of N for the hypernetworks.
 
-    With ``retain=k`` it is HeurpFedLA(k): a client keeps the k layers in which its own model has
-    the largest weight. It starts these from its own last values, which are sent only at its first
-    participation, and they don't train its hypernetwork. Clients always return all layers.
+    With ``retain=k`` it is HeurpFedLA(k): a client keeps the k layers with the largest weights of
+    its own model. It starts them from its own last values. They are sent only at its first
+    participation, and don't train its hypernetwork. Clients always return all layers.
 
-    The products grow with the square of the change, so that the right step size depends on the
-    data. With ``scale_free``, which is not in the paper, they are those of each layer divided by
-    :math:`\|\Delta\theta_i^l\|^2`: the difference between two models then counts in units of the
+    The products grow with the square of the change, so the right step size depends on the data.
+    ``scale_free``, which is not in the paper, divides each layer's products by
+    :math:`\|\Delta\theta_i^l\|^2`. Then the difference between two models counts in units of the
     client's change.
 
     Args:
         retain: k, the number of layers that a client keeps.
-        weights: How logits become weights: ``"softmax"``, starting from the uniform mean, or
-            ``"relu_norm"``, positive parts divided by their sum, starting from random weights; a
+        weights: How logits become weights. ``"softmax"`` starts from the uniform mean.
+            ``"relu_norm"`` divides positive parts by their sum, and starts from random weights. A
             client without positive logits keeps the layer.
         embedding_dim: Size of a client's embedding :math:`v_i`.
         hidden_dim: Width of the hypernetworks' hidden layers.

@@ -44,15 +44,15 @@ class Prototypes(nn.Module):
 class Prototypical(ClientMethod):
     r"""Pulls a client's features towards the global prototypes of their classes.
 
-    To the loss is added, over a batch of B samples with features :math:`z` of dimension d,
+    For a batch of B samples with features :math:`z` of dimension d, the loss gets the term
 
     .. math:: \frac{\lambda}{B d} \sum_b \|z_b - \bar c_{y_b}\|^2
 
     where samples of a class without prototype :math:`\bar c` add nothing (FedProto, Tan et al.
-    2022, eq. 7, as in its authors' code). With ``align="class"`` it is
-    :math:`\frac{\lambda}{d} \sum_k \|\hat z_k - \bar c_k\|^2`, where :math:`\hat z_k` are the
-    means of the batch's classes. After training, the client's prototypes are its classes' mean
-    features over all its training samples, in evaluation mode (eq. 3).
+    2022, eq. 7, as in its authors' code). With ``align="class"`` the term is
+    :math:`\frac{\lambda}{d} \sum_k \|\hat z_k - \bar c_k\|^2`, with the means :math:`\hat z_k` of
+    the batch's classes. After training, the client's prototypes are its classes' mean features over
+    all its training samples, in evaluation mode (eq. 3).
 
     Args:
         lam: Weight :math:`\lambda` of the distance.
@@ -115,8 +115,8 @@ class ClassMeans:
     """Means over clients of vectors by class, which replace those of before.
 
     Args:
-        means: Those of before ``[K, d]``; a class that nobody sends keeps its own.
-        weights: Their weights ``[K]``, 0 where there is none.
+        means: The previous means ``[K, d]``. A class without new vectors keeps its mean.
+        weights: The weights of the previous means ``[K]``, 0 for a class without a mean.
     """
 
     def __init__(self, means: Tensor, weights: Tensor) -> None:
@@ -149,10 +149,10 @@ def own_prototypes(
     """Return clients' mean features by class ``[C, K, d]``, or 0, and counts ``[C, K]``.
 
     Args:
-        work: What the clients can do.
+        work: The clients' possible work.
         clients: Ids ``[C]``.
-        states: Their models ``[C]``.
-        like: A tensor ``[K, d]`` of their type.
+        states: The clients' models ``[C]``.
+        like: A tensor ``[K, d]`` of the prototypes' type.
     """
     sums = work.sums(clients, states, class_sums, {"z": like, "n": like[:, 0]})
     return sums["z"] / sums["n"].clamp(min=1).unsqueeze(2), sums["n"]

@@ -28,8 +28,8 @@ class SharedPart(FedAvg):
     together and sends :math:`\theta_i`; the server takes the mean
     :math:`\theta \leftarrow \sum_{i \in S} w_i \theta_i`. All private parts start as in the client
     module and never travel; buffers belong to their layer. A client is judged by the server's
-    :math:`\theta` together with its :math:`v_i`. A newcomer has the initial private part, which it
-    trains with ``finetune_epochs``.
+    :math:`\theta` together with its :math:`v_i`. A newcomer has the initial private part, and
+    trains it with ``finetune_epochs``.
 
     - FedPer (Arivazhagan et al. 2019): the head is private, ``private=Layers(head=True)``, or the
       last layers, ``private=Layers(last=2)``.
@@ -181,15 +181,15 @@ class FedRep(SharedPart):
 
     The head :math:`h_i` is private, the body :math:`\phi` shared. A client trains first its head
     and then the body, as in :class:`~pflight.models.client_methods.HeadFirst`. A newcomer has the
-    initial head; with ``finetune_epochs`` up to ``head_epochs`` it trains only that, as the authors
-    do before they test.
+    initial head. With ``finetune_epochs`` up to ``head_epochs`` it trains only the head, as the
+    authors do before they test.
 
     Args:
         weighting: As in :class:`FedAvg`.
         buffers: As in :class:`ServerCallback`, for the body.
-        head: The layers of the head; by default the one of :func:`~pflight.states.head.head_of`,
-            or those of the client module's own client method.
-        head_epochs: Local epochs in which the head is trained; by default 1.
+        head: The layers of the head; by default as in :func:`~pflight.states.head.head_of`, or as
+            in the client module's own client method.
+        head_epochs: Local epochs of the head; by default 1.
 
     Raises:
         ConfigurationError: If the client module names another client method, if ``local_epochs`` is

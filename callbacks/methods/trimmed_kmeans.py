@@ -28,15 +28,15 @@ class TrimmedKMeans(MultiCenter):
     1. In the first round all clients, whatever the cohort, train for ``init_epochs`` epochs from
        the common initial model, and send their models once.
     2. The server clusters these models by
-       :func:`~pflight.callbacks.methods.clustering.trimmed_kmeans`: Lloyd's algorithm, in which
-       each center is the trimmed mean or the median of its members. Assignments are final.
-    3. From then on clients train from their cluster's model, which becomes the trimmed mean or the
-       median of its members that answered, coordinate by coordinate; the model of a cluster without
-       such members stays as it is. Floating-point buffers are averaged in the same way, integer
+       :func:`~pflight.callbacks.methods.clustering.trimmed_kmeans`: Lloyd's algorithm with the
+       trimmed mean or the median of a cluster's members as its center. Assignments are final.
+    3. From then on clients train from their cluster's model. It becomes the trimmed mean or the
+       median of its members that answered, coordinate by coordinate. The model of a cluster without
+       such members stays unchanged. Floating-point buffers are averaged in the same way, integer
        buffers take their maximum.
 
-    A client that missed the first round goes through stage 1 when it first answers; one that was
-    held out does so when it is judged. It is assigned to the nearest center of stage 2.
+    A client that missed the first round goes through stage 1 when it first answers. A held-out
+    client does so when it is judged. Both are assigned to the nearest center of stage 2.
 
     With ``beta = cluster_beta = 0`` and one cluster this is FedAvg with uniform weights.
 
@@ -45,8 +45,8 @@ class TrimmedKMeans(MultiCenter):
         beta: Share that stage 3 leaves out at either end of a coordinate: ``floor(beta * m)`` of m
             values, but always less than half of them.
         cluster_beta: The same for stage 2.
-        trim: ``"coordinate"``, or ``"radius"`` to leave out the ``floor(beta * m)`` models that are
-            farthest from the median of all.
+        trim: ``"coordinate"``, or ``"radius"`` to leave out the ``floor(beta * m)`` models farthest
+            from the median of all.
         estimate: ``"mean"`` or ``"median"`` of the rest.
         init_epochs: Local epochs of stage 1.
         num_restarts: Number of random starts of k-means.
