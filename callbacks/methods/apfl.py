@@ -1,4 +1,4 @@
-"""APFL: FedAvg beside personal models that are mixtures with its model."""
+"""APFL: FedAvg, and personal models mixed with its model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CFL: clusters of clients whose updates disagree are split in two."""
+"""CFL: a cluster of clients is split in two if their updates disagree."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Split(NamedTuple):
     new: int
     """Index of the second half."""
     state: dict[str, Tensor]
-    """The cluster's model before the split, as its clients were sent it, by name."""
+    """The cluster's model before the split, as sent to its clients, by name."""
     directions: Tensor
     """For each half, the mean of its members' updates scaled to length 1, ``[2, d]``."""
 

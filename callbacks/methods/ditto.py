@@ -1,4 +1,4 @@
-"""Ditto: FedAvg beside personal models that are pulled to its model."""
+"""Ditto: FedAvg, and personal models pulled to its model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .registry import Method
 
 @checked
 class Ditto(PersonalFedAvg):
-    r"""Ditto (Li et al. 2021, algorithm 1): FedAvg whose clients keep personal models.
+    r"""Ditto (Li et al. 2021, algorithm 1): FedAvg with personal models of its clients.
 
     The shared model is FedAvg's. Personal models don't influence it. On the same batches each
     client trains a copy of its module, :math:`v_i`, on

@@ -1,4 +1,4 @@
-"""FedALA: each client learns how much of the server's model to take, number by number."""
+"""FedALA: each client learns its share of the server's model, number by number."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class FedALA(FedAvg):
         )
 
     def setup_server(self) -> None:
-        """Make the server's model, and check that there are losses, and so many layers to mix."""
+        """Make the server's model, and check the losses and the number of layers to mix."""
         check_losses(self.clients.module, "FedALA")
         super().setup_server()
         self.outer_method.mixed(self.clients.layout)
 
     @property
     def bytes_kept(self) -> int:
-        """Bytes that a client keeps: the layers that it mixes, and a weight for each number."""
+        """Bytes that a client keeps: the mixed layers, and a weight for each number."""
         layout = self.clients.layout
         mixed = self.outer_method.mixed(layout)
         return super().bytes_kept + 2 * sum(layout.template[name].nbytes for name in mixed)

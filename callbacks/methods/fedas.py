@@ -1,4 +1,4 @@
-"""FedAS: bodies that are aligned with clients' own features, and weighted by their gradients."""
+"""FedAS: clients align the body with their own features; gradients give the weights."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from .prototypes import own_prototypes
 from .registry import Method
 
 _FISHER = f"{EXTRA}.fisher"
-_LEAST = 1e-30  # weight of a sample, which counts where nobody has a gradient
+_LEAST = 1e-30  # weight of a sample; matters only if no client has a gradient
 
 Align = Literal["sample", "class"]
 
 
 class Information(nn.Module):
-    """Says how large a client's gradients are; the head predicts."""
+    """Holds the size of a client's gradients. The head predicts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("fisher", torch.zeros(()))
 
     def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what the head gives."""
+        """Return the head's output."""
         return head(z)
 
 
@@ -139,11 +139,11 @@ class Synchronised(ClientMethod):
         return "its Fisher information is negative" if bool(sent[_FISHER] < 0) else ""
 
     def extra(self, module: L.LightningModule, head: Head) -> nn.Module:
-        """Return room for what a client tells."""
+        """Return room for the sent size of gradients."""
         return Information()
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the bodies that were sent, aligned, with the clients' own heads."""
+        """Return the received bodies, aligned, with the clients' own heads."""
         states = super().before_training(work, clients, sent)
         kept = work.remembered(clients, states)
         seen = kept.seen.to(clients.device)
@@ -170,14 +170,14 @@ class Synchronised(ClientMethod):
         return aligned
 
     def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Return the models that clients had after their last training."""
+        """Return the clients' models after their last training."""
         states = super().judged(work, clients, sent)
         return states.update(work.remembered(clients, states).states)
 
     def finish(
         self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
     ) -> TensorDict:
-        """Put how large the clients' gradients are."""
+        """Store the size of the clients' gradients."""
         alone = self.fisher == "sample"
         size, like = 1 if alone else work.batch_size, {"fisher": trained[_FISHER][0]}
         layout, head = work.layout, f"{work.head.name}."
@@ -238,11 +238,11 @@ class FedAS(FedAvg):
         self.use_client_method(Synchronised, **how, fisher=fisher)
 
     def private_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
-        """Return the names of what stays with the clients, with those of the head."""
+        """Return the names of the private entries, including the head."""
         return super().private_names(module, layout) | head_entries(module, layout)
 
     def receive(self, updates: ClientUpdates) -> None:
-        """Add a chunk's bodies to the mean, by their gradients."""
+        """Add a chunk's bodies to the mean, weighted by gradients."""
         counts = updates.num_samples.to(updates.states[_FISHER].device)
         self.mean.add(updates.states, updates.states[_FISHER].double() + _LEAST * counts)
 

@@ -1,4 +1,4 @@
-"""FedBABU: the federation trains the body alone, under one head that nobody trains."""
+"""FedBABU: the federation trains only the body, under a fixed head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .registry import Method
 
 @checked
 class BodyOnly(HeadFirst):
-    """Trains a client's body in the federation, and a part of its choice when it is fine-tuned.
+    """Trains a client's body in the federation, and a chosen part in fine-tuning.
 
     The resting part has no gradient, so momentum and weight decay don't move it. It is in
     evaluation mode.
@@ -41,13 +41,13 @@ class BodyOnly(HeadFirst):
         self.check_parts(module, "body", self.finetune)
 
     def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase]:
-        """Return a single phase, of the body or of what is fine-tuned."""
+        """Return a single phase, of the body or of the part to fine-tune."""
         return [Phase(0, epochs, self.parts(module)["body" if anchored else self.finetune])]
 
 
 @checked
 class FedBABU(FedAvg):
-    """FedBABU (Oh et al. 2022, algorithm 1): body aggregation, and no update of the head.
+    """FedBABU (Oh et al. 2022, algorithm 1): aggregated bodies, and a fixed head.
 
     All clients keep the module's initial head. It neither trains nor travels. The body is trained
     by FedAvg. A client is judged after fine-tuning, with ``finetune_epochs``. The tags ``server/``
@@ -85,12 +85,12 @@ class FedBABU(FedAvg):
 
     @property
     def name_in_results(self) -> str:
-        """FedBABU, of which fine-tuning is a part."""
+        """FedBABU; fine-tuning is part of the method."""
         return self.algorithm_name
 
     @property
     def sent_names(self) -> tuple[str, ...]:
-        """Names of the entries of a state that travel, those of the body."""
+        """Names of the entries that travel: the body's."""
         client_method: Any = self.clients.client_method
         body = client_method.parts(self.clients.module)["body"]
         return tuple(name for name in super().sent_names if name in body)

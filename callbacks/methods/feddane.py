@@ -66,7 +66,7 @@ class FedDANE(FedAvg):
     def round(self, cohort: Tensor) -> None:
         """Collect gradients from the cohort, then models from the second set."""
         parameters = self.shared_parameters
-        self.informed = cohort[:0]  # the clients that have been sent the model
+        self.informed = cohort[:0]  # clients that have been sent the model
         self.mean = WeightedMean(self.server.tensors(0, parameters))
         for updates in self.clients.gradients(cohort, self.broadcast, returns=parameters):
             self.receive(updates)

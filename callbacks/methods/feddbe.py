@@ -1,4 +1,4 @@
-"""FedDBE: FedAvg whose clients each have a bias of their own on their features."""
+"""FedDBE: FedAvg with a private bias on each client's features."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class DomainBias(nn.Module):
         self.register_buffer("running", torch.zeros(width))
 
     def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what the head gives for features with the bias."""
+        """Return the head's output for features with the bias."""
         return head(z + self.known * self.bias)
 
 
 @checked
 class WithoutBias(ClientMethod):
-    r"""Takes what is a client's own in its features out of the shared network.
+    r"""Moves the client-specific part of the features from the shared network into a bias.
 
     With features :math:`z` of dimension d, the head gets :math:`z + \bar z_i`. The bias
     :math:`\bar z_i` is the client's own. It trains by plain steps with the client's learning rate,
@@ -86,7 +86,7 @@ class WithoutBias(ClientMethod):
 
     @property
     def extra_options(self) -> Mapping[str, Any]:  # type: ignore[override]
-        """Options by which SGD takes plain steps, and others take steps without weight decay."""
+        """Options for plain steps of SGD, and for steps without weight decay of others."""
         plain = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
         return plain if self.bias_lr is None else {**plain, "lr": self.bias_lr}
 
@@ -95,7 +95,7 @@ class WithoutBias(ClientMethod):
         return DomainBias(head.width)
 
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
-        """Return the client's own loss plus the distance of the means, but for fine-tuning."""
+        """Return the client's own loss plus, except in fine-tuning, the distance of the means."""
         if c.received is None:
             return c.task_loss(batch)
         loss, z, _ = c.task_loss_and_features(batch)
@@ -109,7 +109,7 @@ class WithoutBias(ClientMethod):
     def finish(
         self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
     ) -> TensorDict:
-        """Put each client's mean feature where the global one is not known yet."""
+        """Store each client's mean feature if the global one is not known yet."""
         if starts[_KNOWN].any():
             return trained
         like = {"z": trained[_MEAN][0], "n": trained[_KNOWN][0]}
@@ -118,7 +118,7 @@ class WithoutBias(ClientMethod):
 
 
 def _features(c: LocalClient, batch: Any) -> dict[str, Tensor]:
-    """Return the sum of a batch's features, and of how many."""
+    """Return the sum of a batch's features, and their number."""
     _, z, _ = c.task_loss_and_features(batch)
     return {"z": c.batch_sum(z), "n": c.batch_sum(torch.ones_like(z[:, 0]))}
 
@@ -168,13 +168,13 @@ class FedDBE(FedAvg):
         self.use_client_method(WithoutBias, kappa=kappa, mu=mu, bias_lr=bias_lr)
 
     def private_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
-        """Return the names of what stays with the clients, with that of the bias."""
+        """Return the names of the private entries, including the bias."""
         return super().private_names(module, layout) | {f"{EXTRA}.bias"}
 
     def round(self, cohort: Tensor) -> None:
-        """Run one round, the first of which begins with the global mean."""
+        """Run one round. The first round begins with the global mean."""
         state = self.server.tensors(0, (_MEAN, _KNOWN))
-        self._informed = cohort[:0].cpu()  # the clients that have the model from before
+        self._informed = cohort[:0].cpu()  # clients that already have the model
         if not state[_KNOWN]:
             clients = self.clients.trainable if self.init == "all" else cohort
             mean = WeightedMean({_MEAN: state[_MEAN]})
@@ -200,7 +200,7 @@ class FedDBE(FedAvg):
         self.mean = WeightedMean(self.server.tensors(0, self.returned))
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
-        """Return the bytes of the model, if they lack it, and once those of the global mean."""
+        """Return the bytes of the model, if clients lack it, and once of the global mean."""
         lacking = clients[~torch.isin(clients.cpu(), self._informed).to(clients.device)]
         size = super().bytes_down(lacking, sent.select(*self.returned))
         known, new = bool(self.server.tensors(0)[_KNOWN]), ~self.clients.has_memory(clients)

@@ -1,4 +1,4 @@
-"""FedDyn: every client's loss is regularised by what it learned before."""
+"""FedDyn: every client's earlier changes regularise its loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .registry import Method
 
 @checked
 class Dynamic(Corrected):
-    r"""FedDyn's client: a proximal one, led by the sum of all that its earlier trainings moved.
+    r"""FedDyn's client: a proximal client, led by the sum of its earlier changes.
 
     It minimises :math:`f_i(w) - \langle g_i, w \rangle + \frac{a_i}{2} \|w - \theta\|^2` with the
     server's model :math:`\theta`, and then (Acar et al. 2021, algorithm 1)
@@ -45,7 +45,7 @@ class Dynamic(Corrected):
         self.size = size
 
     def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return :math:`g_i`, which is 0."""
+        """Return the initial :math:`g_i`: 0."""
         return {f"g.{name}": torch.zeros_like(weight) for name, weight in weights.items()}
 
     @property
@@ -65,7 +65,7 @@ class Dynamic(Corrected):
         return linear + self._weight(c) / 2 * squared_distance(c.weights, c.anchor)
 
     def after_training(self, c: LocalClient) -> None:
-        """Move :math:`g_i` by how far this training moved the model."""
+        """Move :math:`g_i` by this training's change of the model."""
         assert c.anchor is not None
         for name, sent in c.anchor.items():
             c.own[f"g.{name}"].sub_(self._weight(c) * (c.weights[name] - sent))
@@ -158,18 +158,18 @@ class FedDyn(PersonalFedAvg):
 
     @property
     def bytes_kept(self) -> int:
-        """Bytes that are kept for each client, with the model that it returned last."""
+        """Bytes kept for each client, including its last returned model."""
         layout = self.clients.layout
         last = sum(layout.template[name].nbytes for name in self.shared_parameters)
         return super().bytes_kept + last * (self.judged == "mean")
 
     @property
     def judges_otherwise(self) -> bool:
-        """Whether clients are judged by another model than the one that they are sent."""
+        """Whether clients are judged by another model than the sent one."""
         return self.judged == "mean"
 
     def on_round_start(self) -> None:
-        """Start a new mean, also of how far clients' last models have moved."""
+        """Start a new mean, also of the changes of clients' last models."""
         super().on_round_start()
         self._moved = WeightedMean(self.lead.tensors())
 
@@ -184,7 +184,7 @@ class FedDyn(PersonalFedAvg):
         super().receive(updates)
 
     def personalize(self, clients: Tensor) -> TensorDict:
-        """Return the server's model or, in its place, the mean of the clients' last models."""
+        """Return the server's model, or the mean of the clients' last models."""
         sent = self.broadcast(clients)
         if self.judged == "mean":
             sent.update(expand_state(self.last.tensors(), len(clients)))

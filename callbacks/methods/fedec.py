@@ -1,4 +1,4 @@
-"""FedEC: Reptile with clients that are constrained to stay near their own historical model."""
+"""FedEC: Reptile with a constraint that keeps clients near their own historical models."""
 
 from __future__ import annotations
 

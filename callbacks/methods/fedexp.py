@@ -1,4 +1,4 @@
-"""FedExP: the server's step is the longer, the more the clients' changes cancel."""
+"""FedExP: the more the clients' changes cancel out, the longer the server's step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .registry import Method
 
 @checked
 class FedExP(FedAvg):
-    r"""FedAvg with a server step that is extrapolated (Jhunjhunwala et al. 2023, algorithm 1).
+    r"""FedAvg with an extrapolated server step (Jhunjhunwala et al. 2023, algorithm 1).
 
     The clients that answered have the changes :math:`D_i = \theta_i - \theta`, with the mean
     :math:`\bar D = \sum w_i D_i`. The server's model moves by
@@ -68,7 +68,7 @@ class FedExP(FedAvg):
         self.eps_decay = eps_decay
 
     def setup_server(self) -> None:
-        """Make the server's model, and room for the one before."""
+        """Make the server's model, and room for the previous one."""
         super().setup_server()
         self.add_state("steps", 0)
         self.add_state("previous", StateModule(self.server.tensors(0, self.shared_parameters)))
@@ -87,7 +87,7 @@ class FedExP(FedAvg):
         self._squares += (squares * weights.to(squares)).sum()
 
     def aggregate(self, mean: TensorDict) -> TensorDict:
-        """Return the mean, with the parameters where the longer step leads."""
+        """Return the mean, with the parameters after the longer step."""
         models = self.server.tensors(0, self.shared_parameters)
         spread = all_sum(self._squares) / self.mean.weights[0]
         changes = {name: mean[name] - theta for name, theta in models.items()}
@@ -102,7 +102,7 @@ class FedExP(FedAvg):
         return mean
 
     def personalize(self, clients: Tensor) -> TensorDict:
-        """Return the mean of the last two models, from which fine-tuning starts, too."""
+        """Return the mean of the last two models. Fine-tuning starts from it, too."""
         sent = self.broadcast(clients)
         if self.steps > 1:
             previous = expand_state(self.previous.tensors(), len(clients))

@@ -1,4 +1,4 @@
-"""FedFomo: each client mixes its model with those of others that do better on its samples."""
+"""FedFomo: each client mixes in other models that do better on its samples."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class FedFomo(StoredModels):
         return {"scores": 3 * self.clients.num_clients**2 * torch.double.itemsize}
 
     def round(self, cohort: Tensor) -> None:
-        """Run one round; no stored model changes before all clients have trained."""
+        """Run one round. No stored model changes before all clients have trained."""
         self.on_round_start()
         for updates in self.clients.train(cohort, self.send):
             asked, scores = self._asked
@@ -117,7 +117,7 @@ class FedFomo(StoredModels):
         self.set_pseudo_gradients()
 
     def send(self, clients: Tensor) -> TensorDict:
-        """Return the mixtures from which the clients ``[C]`` train, and keep their scores."""
+        """Return the clients' initial mixtures ``[C]``, and keep their scores."""
         self._asked = clients, self.scores(clients)
         return self.mixtures(*self._asked)
 
@@ -142,7 +142,7 @@ class FedFomo(StoredModels):
         return TensorDict(mixtures, batch_size=[len(clients)])
 
     def scores(self, clients: Tensor) -> Tensor:
-        """Return each client's scores of the models it is sent ``[C, num_clients]``, else 0."""
+        """Return each client's scores of its received models, else 0 ``[C, num_clients]``."""
         scores = torch.zeros(len(clients), len(self.received), device=clients.device).double()
         sent = self.choose(clients)
         if not sent.shape[1]:
@@ -159,7 +159,7 @@ class FedFomo(StoredModels):
         return scores
 
     def choose(self, clients: Tensor) -> Tensor:
-        """Return whose models each client is sent ``[C, M]``, its own if there are no others."""
+        """Return the ids of the models for each client ``[C, M]``, its own if no others exist."""
         now = self.clients.rounds
         epsilon = max(0.0, self.epsilon - self.decay * now)
         known = self.received.nonzero().flatten()
@@ -183,11 +183,11 @@ class FedFomo(StoredModels):
         self.affinity += self._scores
 
     def personalize(self, clients: Tensor) -> TensorDict:
-        """Return each client's model as it was last trained."""
+        """Return each client's last trained model."""
         return self.clients.judged(clients, self.models_of(clients))
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
-        """Return the bytes of the models sent, and of the initial one until a client answers."""
+        """Return the bytes of the sent models, and of the initial one until a client answers."""
         received = self.received[clients.cpu()].long()
         models = (self.received.sum() - received).clamp(max=self.num_models)
         return int((models + 1 - received).sum()) * state_bytes(sent)

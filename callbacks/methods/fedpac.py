@@ -1,4 +1,4 @@
-"""FedPAC: clients whose features are aligned, and whose heads are combined for each of them."""
+"""FedPAC: clients align their features, and each gets its own combination of heads."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from .registry import Method
 
 _SHARED, _SPREAD = f"{EXTRA}.shared", f"{EXTRA}.spread"
 _HEAD = Layers(head=True)
-_SMALLEST = 1e-3  # weight of a head that is not left out
-_RIDGE = 1e-12  # so that equal clients have equal weights
+_SMALLEST = 1e-3  # heads with smaller weights are left out
+_RIDGE = 1e-12  # gives equal clients equal weights
 
 Vector = NDArray[np.float64]
 
 
 class Statistics(Prototypes):
-    """Prototypes of classes, and what a client tells of its features.
+    """Prototypes of classes, and the sent statistics of a client's features.
 
     Args:
         classes: Number of classes.
@@ -52,7 +52,7 @@ class Statistics(Prototypes):
 
 @checked
 class Aligned(Prototypical):
-    r"""Trains a client's head first and then its body, with features pulled to prototypes.
+    r"""Trains a client's head first, then its body, with features pulled to prototypes.
 
     With the received body, a client computes the means :math:`\mu_{ic}` of its features by class.
     With its class shares :math:`p_{ic}` it also computes (FedPAC, Xu et al. 2023, eq. 9 to 12)
@@ -98,7 +98,7 @@ class Aligned(Prototypical):
         return [first, *phases[1:]]
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Take the statistics at the body that is received, and own prototypes as a stopgap."""
+        """Compute the statistics with the received body, and own prototypes for missing ones."""
         states = super().before_training(work, clients, sent)
         means = states[MEANS]
         like = {"z": means[0], "n": means[0, :, 0], "squares": means[0, 0, 0]}
@@ -128,7 +128,7 @@ class Aligned(Prototypical):
 
 
 def _moments(c: LocalClient, batch: Any) -> dict[str, Tensor]:
-    """Return sums of a batch's features and samples by class, and of the features' squares."""
+    """Return a batch's sums of features and samples by class, and of squared features."""
     sums = class_sums(c, batch)
     _, z, _ = c.task_loss_and_features(batch)
     return {**sums, "squares": c.batch_sum(z.square().sum(1))}
@@ -196,7 +196,7 @@ class FedPAC(FedAvg):
         self._head = [name for name in self.clients.layout.parameters if name in head]
 
     def round(self, cohort: Tensor) -> None:
-        """Run one round, of the head's epochs and then the local epochs of the body."""
+        """Run one round: the head's epochs, then the local epochs of the body."""
         client_method = self.clients.client_method
         assert isinstance(client_method, Aligned)
         self.on_round_start()
@@ -227,7 +227,7 @@ class FedPAC(FedAvg):
         self._told.append(replace(updates, states=told, kept=None))
 
     def set_pseudo_gradients(self) -> None:
-        """Step the body, update the prototypes, and combine heads for those that sent one."""
+        """Step the body, update the prototypes, and combine heads for clients that sent one."""
         super().set_pseudo_gradients()
         self._means.update()
         clients, states = gather_states(self._told, self.clients.device)
@@ -250,7 +250,7 @@ class FedPAC(FedAvg):
 
 
 def combinations(shared: Vector, spread: Vector, counts: Vector) -> Vector:
-    """Return the weights of clients' heads for each of them ``[S, S]``.
+    """Return the weights of all heads for each client ``[S, S]``.
 
     Args:
         shared: Means of features times class shares, by client ``[S, K d]``.
@@ -264,7 +264,7 @@ def combinations(shared: Vector, spread: Vector, counts: Vector) -> Vector:
         distances = shared - own
         matrix = distances @ distances.T + np.diag(spread)
         size = np.trace(matrix) or 1.0
-        # The weights are those of min u'Pu + (1'u - 1)^2, u >= 0, but for their sum.
+        # Up to their sum, the weights solve min u'Pu + (1'u - 1)^2, u >= 0.
         values, vectors = np.linalg.eigh(matrix / size + _RIDGE * np.eye(len(shared)))
         factor = np.sqrt(values.clip(min=0))[:, None] * vectors.T
         found, _ = nnls(np.vstack([factor, np.ones(len(shared))]), np.append(0 * spread, 1))

@@ -1,4 +1,4 @@
-"""FedProto: clients with models of their own, which share the mean features of their classes."""
+"""FedProto: clients have their own models, and share the mean features of their classes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class NearestPrototype(Prototypes):
         self.register_buffer("nearest", torch.zeros(()))  # whether the nearest one predicts
 
     def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what the head gives, or less the farther the features are from a prototype.
+        """Return the head's output, or negative distances of the features to prototypes.
 
         The prototypes of the client's own classes count, or all prototypes if it has none.
         """
@@ -56,7 +56,7 @@ class NearestPrototype(Prototypes):
 
 @checked
 class ByPrototypes(Prototypical):
-    """Has clients judged by the nearest prototype as well as by their head.
+    """Judges clients by the nearest prototype as well as by their head.
 
     Args:
         lam: As in :class:`~pflight.callbacks.methods.prototypes.Prototypical`.
@@ -75,7 +75,7 @@ class ByPrototypes(Prototypical):
     def further(
         self, work: LocalWork, clients: Tensor, sent: TensorDict, used: TensorDict, model: str
     ) -> TensorDict:
-        """Return the clients' own models, which predict by the nearest prototype."""
+        """Return the clients' own models, with predictions by the nearest prototype."""
         own = work.class_counts_of(clients).to(used[_OWN])
         return used.copy().update({_OWN: own, _NEAREST: torch.ones_like(used[_NEAREST])})
 
@@ -127,7 +127,7 @@ class FedProto(Local):
         self.use_client_method(ByPrototypes, lam=lam, align=align)
 
     def private_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
-        """Return the names of all entries but for those of the prototypes."""
+        """Return the names of all entries except the prototypes."""
         return super().private_names(module, layout) - {MEANS, COUNTS, _OWN, _NEAREST}
 
     @property
@@ -145,11 +145,11 @@ class FedProto(Local):
         self._means.add(means, counts if self.weighting == "samples" else counts > 0)
 
     def set_pseudo_gradients(self) -> None:
-        """Take the means of the classes that somebody has sent."""
+        """Update the means of the sent classes."""
         self._means.update()
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
-        """Return the bytes of the known prototypes, and once those of the initial model."""
+        """Return the bytes of the known prototypes, and once of the initial model."""
         known, row = int((sent[COUNTS][:1] > 0).sum()), sent[MEANS][0, 0].nbytes
         return super().bytes_down(clients, sent) + len(clients) * known * row
 

@@ -1,4 +1,4 @@
-"""FedRoD: a generic head on a balanced loss, and a personal one beside it."""
+"""FedRoD: a generic head on a balanced loss, and a personal head beside it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pflight.states.state import StateLayout
 
 from .registry import Method
 
-_ABSENT = -1e4  # takes the place of ln 0, and leaves nothing of a class in the softmax
+_ABSENT = -1e4  # replaces ln 0, and removes a class from the softmax
 _SHARES = f"{EXTRA}.shares"
 
 
 class PersonalHead(nn.Module):
-    r"""Adds :math:`\Phi_i z` to what the head gives for features :math:`z`, at first 0.
+    r"""Adds :math:`\Phi_i z`, at first 0, to the head's output for features :math:`z`.
 
     Args:
         width: Number of features.
@@ -43,7 +43,7 @@ class PersonalHead(nn.Module):
 
 
 class HyperHead(nn.Module):
-    r"""The same with :math:`\Phi_i = H(p_i; \nu)`, a network of the client's class shares.
+    r"""A personal head :math:`\Phi_i = H(p_i; \nu)` from a network of the client's class shares.
 
     If all shares are 0, it is 0.
 
@@ -111,14 +111,14 @@ class TwoHeads(ClientMethod):
         self.hidden = hidden
 
     def extra(self, module: LightningModule, head: Head) -> nn.Module:
-        """Return the personal head, or the network that makes it."""
+        """Return the personal head, or the network for personal heads."""
         bias = getattr(module.get_submodule(head.name), "bias", None) is not None
         if self.kind == "linear":
             return PersonalHead(head.width, head.outputs, bias)
         return HyperHead(head.width, head.outputs, bias, self.hidden)
 
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
-        """Return the sum of both losses; in fine-tuning that of the prediction."""
+        """Return the sum of both losses, or in fine-tuning the prediction's loss."""
         if c.received is None:
             return c.task_loss(batch)
         counts = c.class_counts
@@ -129,18 +129,18 @@ class TwoHeads(ClientMethod):
         return balanced + c.losses(personal, batch)
 
     def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase] | None:
-        """Have fine-tuning train the client's own head alone."""
+        """Fine-tune only the client's own head."""
         if anchored or self.kind == "hyper":
             return None
         own = [name for name, _ in module.named_parameters() if name.startswith(f"{EXTRA}.")]
         return [Phase(0, epochs, own)]
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Lay the class shares into the states."""
+        """Write the class shares into the states."""
         return self._with_shares(work, clients, super().before_training(work, clients, sent))
 
     def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Lay the class shares into the states."""
+        """Write the class shares into the states."""
         return self._with_shares(work, clients, super().judged(work, clients, sent))
 
     def _with_shares(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
@@ -204,7 +204,7 @@ class FedRoD(FedAvg):
         return "FedRoD" + " (hyper)" * (client_method.kind == "hyper")
 
     def private_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
-        """Return the names of what stays with the clients, with personal head or class shares."""
+        """Return the names of the private entries, including personal head or class shares."""
         own = {_SHARES} if _SHARES in layout.extra else {*layout.extra}
         return super().private_names(module, layout) | own
 

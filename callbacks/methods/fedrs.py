@@ -1,4 +1,4 @@
-"""FedRS: clients hold back the logits of classes that they don't have."""
+"""FedRS: clients scale down the logits of their missing classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .registry import Method
 
 @checked
 class RestrictedSoftmax(AdjustedLogits):
-    r"""FedRS' client, which minimises :math:`\mathrm{CE}(s_i \odot z, y)` of its logits :math:`z`.
+    r"""FedRS' client: it minimises :math:`\mathrm{CE}(s_i \odot z, y)` of its logits :math:`z`.
 
     Without scaling, every step of a client lowers the logits of its missing classes, for all
     inputs. A smaller :math:`s_{ic}` reduces this (Li and Zhan 2021).
@@ -43,9 +43,10 @@ class RestrictedSoftmax(AdjustedLogits):
 
 @checked
 class FedRS(FedAvg):
-    r"""Federated learning with a restricted softmax (Li and Zhan 2021): FedAvg of such clients.
+    r"""Federated learning with a restricted softmax (Li and Zhan 2021).
 
-    Clients train as in :class:`RestrictedSoftmax`, and are judged by unscaled logits.
+    The server is FedAvg's. Clients train as in :class:`RestrictedSoftmax`, and are judged by
+    unscaled logits.
 
     Args:
         a: :math:`\alpha`, the scale of the logits of missing classes; by default 0.5, or the value

@@ -46,7 +46,7 @@ class FedSGD(FedAvg):
         self.batches = batches
 
     def setup_server(self) -> None:
-        """Make the server's model; raise for clients with manual optimization."""
+        """Make the server's model, and raise for clients with manual optimization."""
         super().setup_server()
         check_gradients(self.clients.module, "FedSGD")
         if "proximal" in self.modifiers:

@@ -1,4 +1,4 @@
-"""FeSEM: several server models, clients clustered by the distance of their weights."""
+"""FeSEM: several server models, with clients clustered by distances of weights."""
 
 from __future__ import annotations
 
@@ -159,13 +159,13 @@ class FeSEM(ClusteredMethod):
         self.add_state("selection", None, kind=ClusterSelection)
 
     def on_before_configure_optimizers(self, trainer: L.Trainer) -> None:
-        """Choose the number of clusters if it is not known yet, and make as many models."""
+        """Choose an unknown number of clusters, and make as many models."""
         if not self.num_clusters:
             self.selection = choose_for(trainer, self)
             self.add_centers(self.selection.num_clusters)
 
     def round(self, cohort: Tensor) -> None:
-        """Run one round; the first is the initialisation, with clients of its own."""
+        """Run one round. The first is the initialisation, with its own clients."""
         if self.initialized:
             super().round(cohort)
         else:
@@ -173,7 +173,7 @@ class FeSEM(ClusteredMethod):
             self.log_sizes()
 
     def receive(self, updates: ClientUpdates) -> None:
-        """E-step: assign each client to the nearest of the centers sent, and add it to the mean."""
+        """E-step: assign each client to the nearest sent center, and add it to the mean."""
         distances = [self.distances(updates.states, k) for k in range(self.num_clusters)]
         self.assign(updates, torch.stack(distances, dim=1).argmin(dim=1))
 
@@ -185,7 +185,7 @@ class FeSEM(ClusteredMethod):
     def _initialize(self) -> None:
         """Train a sample of clients once and cluster their models by k-means."""
         index = self.clients.current.entry.index
-        seed = self.clients.seed + index  # another sample after a round with too few answers
+        seed = self.clients.seed + index  # a new sample after a round with too few answers
         sample = sample_clients(self.clients.trainable, self.init_clients, seed)
         send = partial(ServerCallback.broadcast, self)
         updates = list(self.clients.train(sample, send))
@@ -213,7 +213,7 @@ class FeSEM(ClusteredMethod):
         self.initialized = True
 
     def on_state_loaded(self) -> None:
-        """Make as many models as were chosen."""
+        """Make the chosen number of models."""
         if self.automatic:
             self.resize(self.num_clusters)
 

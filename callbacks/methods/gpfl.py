@@ -1,4 +1,4 @@
-"""GPFL: a valve on the features gives each client global and personal ones at once."""
+"""GPFL: a valve turns each client's features into global and personal ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SMALLEST = 1e-8  # length of a row
 
 
 class ConditionalValve(nn.Module):
-    r"""Lets through features :math:`h` as a condition :math:`c` says, to the head.
+    r"""Passes features :math:`h` on to the head, depending on a condition :math:`c`.
 
     .. math:: T_c(h) = \mathrm{ReLU}((\gamma(c) + 1) \odot h + \beta(c)),
 
@@ -51,14 +51,14 @@ class ConditionalValve(nn.Module):
         self.register_buffer("shares", torch.zeros(classes))
 
     def forward(self, h: Tensor, head: Callable[[Tensor], Tensor], general: bool = False) -> Tensor:
-        """Return what the head gives for the personal features, or the general ones."""
+        """Return the head's output for the personal features, or the general ones."""
         condition = self.general if general else self.personal
         return head(((self.gamma(condition) + 1) * h + self.beta(condition)).relu())
 
 
 @checked
 class Valved(ClientMethod):
-    r"""Trains a client on its personal features, with general ones held to classes' embeddings.
+    r"""Trains a client on its personal features, with general ones pulled to class embeddings.
 
     With the embeddings :math:`\hat Q` that it receives and its class shares :math:`p_{ic}`, the
     conditions of a client are :math:`g = \frac{1}{C} \sum_c \hat Q_c` and
@@ -111,15 +111,15 @@ class Valved(ClientMethod):
         return loss + c.mean(angle + self.lam * torch.linalg.vector_norm(general - targets, dim=1))
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Lay the conditions into the states."""
+        """Write the conditions into the states."""
         return self._with_conditions(work, clients, super().before_training(work, clients, sent))
 
     def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Lay the conditions into the states."""
+        """Write the conditions into the states."""
         return self._with_conditions(work, clients, super().judged(work, clients, sent))
 
     def as_sent(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Lay the conditions into the states."""
+        """Write the conditions into the states."""
         return self._with_conditions(work, clients, states.copy())
 
     def _with_conditions(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
@@ -133,7 +133,7 @@ class Valved(ClientMethod):
 
 
 def unit(rows: Tensor) -> Tensor:
-    """Return rows of length 1; a row of zeros stays."""
+    """Return rows of length 1; a row of zeros stays zero."""
     return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp(min=_SMALLEST)
 
 
@@ -178,7 +178,7 @@ class GPFL(FedAvg):
         self.use_client_method(Valved, lam=lam, mu=mu)
 
     def private_names(self, module: LightningModule, layout: StateLayout) -> set[str]:
-        """Return the names of what stays with the clients, with those of head and class shares."""
+        """Return the names of the private entries, including head and class shares."""
         return super().private_names(module, layout) | {_SHARES} | head_entries(module, layout)
 
 

@@ -1,4 +1,4 @@
-"""Hypernetworks that give each client its weights of all clients' models, layer by layer."""
+"""Hypernetworks: each computes a client's weights of all models, layer by layer."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class HyperNetwork(nn.Module):
 
 
 class HyperNetworks(nn.Module):
-    """The hypernetworks of all N clients, computed together, and the weights that they give.
+    """The hypernetworks of all N clients, computed together, and their weights.
 
     The parameters of each hypernetwork are one vector, padded with zeros. If a client does not take
     part, its hypernetwork has no gradient. So no optimizer moves it, not even by momentum or weight
@@ -98,10 +98,10 @@ class HyperNetworks(nn.Module):
             if not len(self.vectors):
                 self._shapes = {name: p.shape for name, p in network.named_parameters()}
                 self._sizes = [shape.numel() for shape in self._shapes.values()]
-                # In a tuple, so that it is not a submodule: only its forward pass is used.
+                # A tuple keeps it from being a submodule: only its forward pass is used.
                 self._network = (copy.deepcopy(network).to("meta"),)
-            # Stacked rows have one alignment, so that a client's weights are the same to the last
-            # bit, whichever other clients are computed with it.
+            # Stacked rows have one alignment. So the other clients don't change a client's
+            # weights, not even in the last bit.
             padding = -sum(self._sizes) % _ALIGNED
             self.vectors.append(F.pad(parameters_to_vector(network.parameters()), (0, padding)))
         everyone = torch.ones(len(self), dtype=torch.bool)

@@ -128,18 +128,18 @@ class IFCA(MultiCenter):
                 )
 
     def on_round_start(self) -> None:
-        """Start a round, in which no client has chosen yet."""
+        """Start a round without choices."""
         super().on_round_start()
         self._chosen = torch.full_like(self.assignments, -1)
 
     def centers_of(self, clients: Tensor) -> Tensor:
-        """Return the cluster that each of the clients ``[C]`` chooses, or first its group."""
+        """Return the cluster that each client ``[C]`` chooses, or in first rounds its group."""
         chosen = self._groups[clients.cpu()] if self._grouping else self._choose(clients)
         self._chosen[clients.cpu()] = chosen
         return chosen
 
     def receive(self, updates: ClientUpdates) -> None:
-        """Add a chunk's models to the means of the clusters that they chose."""
+        """Add a chunk's models to the means of their chosen clusters."""
         self.assign(updates, self._chosen[updates.clients.cpu()])
 
     def means(self) -> dict[int, TensorDict]:
@@ -170,7 +170,7 @@ class IFCA(MultiCenter):
         self._chosen.fill_(-1)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take over the clusters that all clients have chosen."""
+        """Store the choices of all clients."""
         self.update_assignments(self._chosen)
 
     on_test_epoch_start = on_validation_epoch_start

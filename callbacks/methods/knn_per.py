@@ -1,4 +1,4 @@
-"""kNN-Per: FedAvg whose clients look at their nearest own samples when they predict."""
+"""kNN-Per: FedAvg, with predictions by the client's nearest own samples."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Kernel = Literal["squared", "distance"]
 
 
 class Neighbours(nn.Module):
-    r"""Mixes what the head gives with the classes of the nearest features in a store.
+    r"""Mixes the head's output with the classes of the nearest features in a store.
 
     Args:
         classes: Number of classes.
         width: Number of features.
         capacity: Samples in the store.
         k: Neighbours.
-        scale: Of the kernel.
+        scale: Scale of the kernel.
         kernel: As in :class:`Nearest`.
     """
 
@@ -53,7 +53,7 @@ class Neighbours(nn.Module):
         self.register_buffer("share", torch.zeros(()))
 
     def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return logarithms of probabilities; what the head gives if the share is 0."""
+        """Return logarithms of probabilities, or the head's output if the share is 0."""
         logits = head(z)
         votes = self.votes(z)
         mixed = mixture(self.share, votes, logits.softmax(1).to(votes)).log()
@@ -78,14 +78,14 @@ class Neighbours(nn.Module):
 
 
 def mixture(share: Tensor, votes: Tensor, probabilities: Tensor) -> Tensor:
-    """Return mixed probabilities, none of which is 0."""
+    """Return mixed probabilities, all above 0."""
     mixed = share * votes + (1 - share) * probabilities
     return mixed.clamp(min=torch.finfo(mixed.dtype).tiny)
 
 
 @checked
 class Nearest(ClientMethod):
-    r"""Has clients predict with their nearest training samples; training is plain.
+    r"""Predicts with a client's nearest training samples. Training is plain.
 
     A client stores the features :math:`h_j` of its training samples, computed with the received
     model. For a sample with features h, the k nearest (the first on ties) vote for their classes
@@ -134,16 +134,16 @@ class Nearest(ClientMethod):
         return Neighbours(int(classes), head.width, *how)
 
     def loss(self, c: LocalClient, batch: Any) -> Tensor:
-        """Return the loss of what the head alone gives."""
+        """Return the loss of the head's output alone."""
         return c.task_loss_and_features(batch, lambda _, logits: logits)[0]
 
     def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Fill the stores by what is sent."""
+        """Fill the stores with features of the received models."""
         states = super().judged(work, clients, sent)
         return self.after_finetuning(work, clients, states) if work.has_samples else states
 
     def after_finetuning(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Fill the stores by the clients' models, and choose their shares."""
+        """Fill the stores with features of the clients' models, and choose their shares."""
         store, labels, share = (states[name].clone() for name in (_STORE, _LABELS, _SHARE))
         held_out: list[Any] = [{} for _ in clients]
         if self.lam is None:

@@ -1,4 +1,4 @@
-"""Matched averaging: the neurons of several networks are aligned before their weights are averaged.
+"""Matched averaging: align the neurons of several networks, then average their weights.
 
 A permutation of hidden neurons does not change a network's function. So neuron 3 of one client may
 do the work of neuron 7 of another. FedMA (Wang et al. 2020) matches the neurons layer by layer, by
@@ -82,7 +82,7 @@ class BBPMAP:
 def permute(
     state: State, chain: Chain, places: Sequence[Tensor], widths: Sequence[int] | None = None
 ) -> dict[str, Tensor]:
-    """Return a copy of a state with permuted neurons, which computes the same function.
+    """Return a copy of a state with permuted neurons and the same function.
 
     Args:
         state: The state of one network.
@@ -275,7 +275,7 @@ def _move_inputs(weight: Tensor, place: Tensor, width: int) -> Tensor:
 
 
 def align(state: State, center: State, chain: Chain) -> dict[str, Tensor]:
-    """Return a copy of a state with its neurons permuted to be nearest to those of another state.
+    """Return a copy of a state with its neurons permuted to be nearest to another state's.
 
     In each layer, the sum of squared distances between rows is minimal.
     """

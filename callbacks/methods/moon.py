@@ -1,4 +1,4 @@
-"""MOON: FedAvg with clients that hold their features to the server's, away from their old ones."""
+"""MOON: FedAvg, with features pulled to the server's and away from the client's old ones."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Contrastive(ClientMethod):
 
 
 def _cosine(one: Tensor, other: Tensor) -> Tensor:
-    """Return the cosine similarity ``[n]`` of rows, 0 without a gradient if one of them is 0."""
+    """Return the cosine similarity ``[n]`` of rows. Zero rows give 0 without a gradient."""
     norms = torch.linalg.vector_norm(one, dim=1) * torch.linalg.vector_norm(other, dim=1)
     cosines = (one * other).sum(1) / norms.clamp(min=_SMALLEST)
     return torch.where(norms > 0, cosines, 0)

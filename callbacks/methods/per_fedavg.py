@@ -1,4 +1,4 @@
-"""Per-FedAvg: FedAvg of models that are a step of adaptation away from good ones."""
+"""Per-FedAvg: FedAvg of models that are good after one step of adaptation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PerFedAvg(FedAvg):
 
     @property
     def algorithm_name(self) -> str:
-        """Per-FedAvg, and how it takes its second derivatives."""
+        """Per-FedAvg, with its treatment of second derivatives."""
         client_method: Any = self.clients.client_method
         return f"Per-FedAvg ({'HF' if client_method.hessian else 'FO'})"
 

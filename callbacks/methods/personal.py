@@ -1,4 +1,4 @@
-"""The server callback of methods whose clients keep what is added to the shared model."""
+"""FedAvg for client methods that add private entries to the shared model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pflight.states.state import StateLayout
 
 
 class PersonalFedAvg(FedAvg):
-    """FedAvg of the clients' shared models; what their method adds to these stays with them.
+    """FedAvg of the clients' shared models. Entries added by the client method stay private.
 
     For example, :class:`~pflight.models.client_methods.Personal` adds a personal model. The client
     method defines its training and the judged model.
@@ -21,5 +21,5 @@ class PersonalFedAvg(FedAvg):
     """
 
     def private_names(self, module: L.LightningModule, layout: StateLayout) -> set[str]:
-        """Return the names of all that the client method adds."""
+        """Return the names of all entries added by the client method."""
         return super().private_names(module, layout) | {*layout.own}

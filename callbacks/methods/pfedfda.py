@@ -29,7 +29,7 @@ _STARTS = np.linspace(0, 1, 11)
 
 
 class Discriminant(nn.Module):
-    """Means and covariance of features, and the linear discriminant that predicts.
+    """Means and covariance of features, and their linear discriminant, which predicts.
 
     Args:
         classes: Number of classes.
@@ -47,13 +47,13 @@ class Discriminant(nn.Module):
         self.register_buffer("bias", torch.zeros(classes))
 
     def forward(self, z: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what the discriminant gives, in place of the head."""
+        """Return the discriminant's output in place of the head's."""
         return nn.functional.linear(z, self.weight, self.bias)
 
 
 @checked
 class Discriminating(ClientMethod):
-    r"""Trains a body under the linear discriminant of Gaussian features, at rest.
+    r"""Trains a body under the fixed linear discriminant of Gaussian features.
 
     Features of class :math:`c` are modelled as :math:`\mathcal N(\mu_c, \Sigma)`. This gives
     (pFedFDA, Mclaughlin and Su 2024, eq. 3 to 8)
@@ -98,30 +98,30 @@ class Discriminating(ClientMethod):
         return Discriminant(int(module.num_classes), head.width)  # type: ignore[arg-type]
 
     def phases(self, module: LightningModule, epochs: int, anchored: bool) -> list[Phase]:
-        """Have the body train alone."""
+        """Train only the body."""
         return [Phase(0, epochs, body_names(module))]
 
     def before_training(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Lay the discriminants of what is sent into the states."""
+        """Write the discriminants of the received statistics into the states."""
         return self._discriminating(work, clients, super().before_training(work, clients, sent))
 
     def finish(
         self, work: LocalWork, clients: Tensor, starts: TensorDict, trained: TensorDict
     ) -> TensorDict:
-        """Put the clients' shares of their own statistics."""
+        """Store the mixtures of the clients' own and the received statistics."""
         return self._adapted(work, clients, trained)
 
     def judged(self, work: LocalWork, clients: Tensor, sent: TensorDict) -> TensorDict:
-        """Lay the discriminants of the clients' own statistics into the states."""
+        """Write the discriminants of the clients' own statistics into the states."""
         lay = self.after_finetuning if work.has_samples else self._discriminating
         return lay(work, clients, super().judged(work, clients, sent))
 
     def as_sent(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Lay the discriminants of what is sent into the states."""
+        """Write the discriminants of the received statistics into the states."""
         return self._discriminating(work, clients, states.copy())
 
     def after_finetuning(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
-        """Take the statistics anew."""
+        """Compute the statistics again."""
         return self._discriminating(work, clients, self._adapted(work, clients, states))
 
     def _discriminating(self, work: LocalWork, clients: Tensor, states: TensorDict) -> TensorDict:
@@ -153,7 +153,7 @@ class Discriminating(ClientMethod):
         return states.update({_MEANS: means, _COVARIANCE: covariances})
 
     def share(self, z: Tensor, y: Tensor, folds: Tensor, sent: Gaussians, prior: Tensor) -> Tensor:
-        r"""Return :math:`\beta` of a client: of means and covariance, or of both.
+        r"""Return :math:`\beta` of a client: one for means and covariance each, or one for both.
 
         Args:
             z: Features of the client's samples ``[n, d]``.
@@ -174,7 +174,7 @@ class Discriminating(ClientMethod):
             values, slopes = zip(*(half.loss(at[0], at[-1]) for half in judged), strict=True)
             return sum(values), np.sum(slopes, axis=(0,) if len(at) == 2 else None)
 
-        # There may be several minima: on each edge of the covariance's share, from the best place.
+        # There may be several minima: search on each edge of the covariance's share, from its best.
         edges = [()] if self.betas == 1 else [(0.0,), (1.0,)]
         how = {"jac": True, "bounds": [(0.0, 1.0)] * self.betas, "method": "L-BFGS-B", "tol": 1e-12}
         found = []
@@ -185,7 +185,7 @@ class Discriminating(ClientMethod):
 
 
 def halves(y: Tensor, random: torch.Generator) -> Tensor:
-    """Divide samples of classes ``[n]`` into two halves, with about as many of each class in both.
+    """Divide samples of classes ``[n]`` into two halves with about equal numbers of each class.
 
     Args:
         y: The classes.
@@ -261,7 +261,7 @@ class PFedFDA(FedAvg):
         return tuple(name for name in super().sent_names if not name.startswith(head))
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
-        """Return the bytes of bodies and statistics; a covariance is symmetric."""
+        """Return the bytes of bodies and statistics, of a symmetric covariance only half."""
         return super().bytes_down(clients, sent) - len(clients) * self._spared
 
     def bytes_up(self, updates: ClientUpdates) -> int:

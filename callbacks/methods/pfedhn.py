@@ -114,7 +114,7 @@ class PFedHN(ServerCallback):
 
     @property
     def algorithm_name(self) -> str:
-        """pFedHN, or pFedHN-PC where the clients keep a classifier of their own."""
+        """pFedHN, or pFedHN-PC if clients keep their own classifiers."""
         return "pFedHN" + "-PC" * (self.private_layers > 0)
 
     def setup_server(self) -> None:
@@ -190,7 +190,7 @@ class PFedHN(ServerCallback):
         return [{**initial, **self.generate(embedding)} for embedding in self.embeddings]
 
     def round(self, cohort: Tensor) -> None:
-        """Run one round, client by client: the optimizer steps after each of them."""
+        """Run one round, client by client, with a step of the optimizer after each."""
         self._found = {}
         answers, mine = self.clients.train(cohort, self.send, max_chunk=1), owned(cohort)
         for client in cohort.split(1):
@@ -209,7 +209,7 @@ class PFedHN(ServerCallback):
         return self._sent
 
     def change(self, updates: ClientUpdates) -> dict[str, Tensor]:
-        """Return the change of a single client by name, nothing if it did not answer."""
+        """Return the change of a single client by name, empty if it did not answer."""
         if not len(updates.clients):
             return {}
         states, sent = updates.states, self._sent
@@ -230,7 +230,7 @@ class PFedHN(ServerCallback):
         optimizer.zero_grad()
 
     def personalize(self, clients: Tensor) -> TensorDict:
-        """Return the generated models of the clients; newcomers find their embedding first."""
+        """Return the clients' generated models. Newcomers find their embedding first."""
         states = super().personalize(clients)
         known = self.clients.trainable.to(clients.device)
         new = (~torch.isin(clients, known)).nonzero().flatten().tolist()

@@ -168,14 +168,14 @@ class PFedLA(StoredModels):
         return dict(zip(self.layers, weights.unbind(dim=1), strict=True))
 
     def round(self, cohort: Tensor) -> None:
-        """Run one round; no stored model changes before all clients have trained."""
+        """Run one round. No stored model changes before all clients have trained."""
         self.on_round_start()
         for updates in self.clients.train(cohort, self.send, multiple_of=BLOCK):
             self.receive(updates)
         self.set_pseudo_gradients()
 
     def send(self, clients: Tensor) -> TensorDict:
-        """Return what each of the clients ``[C]`` is sent, and keep it for the update."""
+        """Return the models to send to the clients ``[C]``, and keep them for the update."""
         self._sent = clients, self.broadcast(clients)
         return self._sent[1]
 
@@ -187,7 +187,7 @@ class PFedLA(StoredModels):
         self._squares = self._products.new_zeros(self._products.shape[:2])
 
     def broadcast(self, clients: Tensor) -> TensorDict:
-        """Return each client's mixture, with its own last values in the layers that it retains."""
+        """Return each client's mixture, with its own last values in its retained layers."""
         weights = self.hypernetworks(clients)
         own = F.one_hot(clients, weights.shape[2]).unsqueeze(1).to(weights)
         retained = self._retained(clients, weights).unsqueeze(2)
@@ -212,7 +212,7 @@ class PFedLA(StoredModels):
         super().receive(updates)
 
     def set_pseudo_gradients(self) -> None:
-        """Set the hypernetworks' gradients and store the models, of the clients that answered."""
+        """Set the hypernetworks' gradients and store the models of clients that answered."""
         clients = self.store_models().to(self._products.device)
         if not len(clients):
             return
@@ -228,7 +228,7 @@ class PFedLA(StoredModels):
             self.hypernetworks.set_gradients(part, weights, gradients)
 
     def bytes_down(self, clients: Tensor, sent: TensorDict) -> int:
-        """Return the bytes of the layers that are sent; retained ones are sent only once."""
+        """Return the bytes of the sent layers. Retained layers are sent only once."""
         if not self.retain:
             return super().bytes_down(clients, sent)
         sizes = torch.zeros(len(self.layers), dtype=torch.long)
@@ -239,7 +239,7 @@ class PFedLA(StoredModels):
         return int((travels * sizes).sum())
 
     def _retained(self, clients: Tensor, weights: Tensor) -> Tensor:
-        """Return which layers the clients keep ``[C, layers]``; ties go to the lower index.
+        """Return a mask of the layers that clients keep ``[C, layers]``; ties go to lower indices.
 
         Clients that never train keep none.
         """

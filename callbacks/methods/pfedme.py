@@ -1,4 +1,4 @@
-"""pFedMe: the server averages models that clients hold their personal ones to."""
+"""pFedMe: personal models stay near local models, and the server averages the local models."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class PFedMe(FedAvg):
         return torch.optim.SGD(parameters, lr=self.beta)
 
     def round(self, cohort: Tensor) -> None:
-        """Run a round, in which all others may train for themselves."""
+        """Run a round. All other clients may train for themselves."""
         if self.train_all:
             everybody = self.clients.trainable.to(cohort.device)
             others = everybody[~torch.isin(everybody, cohort)]

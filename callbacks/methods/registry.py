@@ -1,4 +1,4 @@
-"""What is said of each shipped method, apart from its class.
+"""The entry of each shipped method, in addition to its class.
 
 The module of a method ends with its entries, ``METHODS``. ``python benchmarks/ship.py`` writes
 lists and tables from them without an import, so all values but ``tested`` are literals.

@@ -64,7 +64,7 @@ class SCAFFOLD(FedAvg):
         return torch.optim.SGD(parameters, lr=self.lr)
 
     def aggregate(self, mean: TensorDict) -> TensorDict:
-        """Return the mean, with the control variate as it has moved."""
+        """Return the mean, with the moved control variate."""
         share = self.mean.weights[0] / len(self.clients.trainable)
         for name, control in self.server.tensors(0, self.controls).items():
             mean[name] = control + share * mean[name]

@@ -103,7 +103,7 @@ class SharedPart(FedAvg):
 
     @property
     def needs_head(self) -> bool:
-        """Whether the head is among the layers that are named."""
+        """Whether the head is among the named layers."""
         given = self.private_layers, self.shared_layers
         return super().needs_head or any(layers is not None and layers.head for layers in given)
 
@@ -114,11 +114,11 @@ class SharedPart(FedAvg):
         return super().private_names(module, layout).union(*private)
 
     def layers_in(self, module: L.LightningModule) -> tuple[Layers | None, Layers | None]:
-        """Return the layers of a client module that are private, and those that are shared."""
+        """Return the private and the shared layers of a client module."""
         return self.private_layers, self.shared_layers
 
     def _warn_if_it_is_fedavg(self) -> None:
-        """Warn if layers are named, and none of the parameters that stay is trained."""
+        """Warn if layers are named, but no private parameter is trained."""
         if all(layers in (None, Layers()) for layers in self.layers_in(self.clients.module)):
             return
         layout, parts = self.clients.layout, self.parts
@@ -148,7 +148,7 @@ class SharedPart(FedAvg):
         Console().print(table)
 
     def setup_server(self) -> None:
-        """Make the server's model, and note what is private."""
+        """Make the server's model, and note the private layers."""
         super().setup_server()
         self.add_state("_kept", [*self.private])
 
@@ -213,12 +213,12 @@ class FedRep(SharedPart):
 
     @property
     def needs_head(self) -> bool:
-        """Whether it is the head that is private, and not other layers."""
+        """Whether the head is private, and not other layers."""
         layers = getattr(self.client_method, "head", None)
         return layers is None or layers.head
 
     def layers_in(self, module: L.LightningModule) -> tuple[Layers | None, Layers | None]:
-        """Return the client's head as what is private."""
+        """Return the client's head as the private layers."""
         client_method = chosen_client_method(self, module)
         assert isinstance(client_method, HeadFirst)
         return client_method.head_in(module), None

@@ -1,4 +1,4 @@
-"""The base class of methods whose server keeps the last model of every client."""
+"""The base class of methods with a server that stores the last model of every client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pflight.states.updates import ClientUpdates
 
 
 class StoredModels(ServerCallback):
-    """Keeps a model for every client, at first the initial one, then what it returned last.
+    """Stores a model for every client: at first the initial one, then its last returned one.
 
     No stored model changes before all clients of a round have trained. A subclass defines the model
     that a client is sent, and calls :meth:`store_models` in its step.

@@ -1,4 +1,4 @@
-"""TrimmedKMeans: clusters by trimmed k-means, and trimmed means inside them."""
+"""TrimmedKMeans: clusters by trimmed k-means, with trimmed means inside them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .registry import Method
 
 @checked
 class TrimmedKMeans(MultiCenter):
-    r"""Federated learning with trimmed k-means, which is robust to outliers (Ghosh et al. 2019).
+    r"""Federated learning with trimmed k-means, robust to outliers (Ghosh et al. 2019).
 
     It has three stages:
 
@@ -101,7 +101,7 @@ class TrimmedKMeans(MultiCenter):
         self.add_state("_centers", None)  # centers of stage 2 [K, d]
 
     def round(self, cohort: Tensor) -> None:
-        """Run one round; the first is stages 1 and 2, with all clients."""
+        """Run one round. The first runs stages 1 and 2, with all clients."""
         if self._centers is None:
             self._cluster()
         else:
@@ -129,7 +129,7 @@ class TrimmedKMeans(MultiCenter):
             self.server.set_pseudo_gradient(k, mean)
 
     def centers_of(self, clients: Tensor) -> Tensor:
-        """Return each client's cluster; newcomers with samples find the nearest center."""
+        """Return each client's cluster. Newcomers with samples find the nearest center."""
         clusters = super().centers_of(clients)
         if self._centers is None or (clusters >= 0).all():
             return clusters
