@@ -49,7 +49,7 @@ class Mixed(ClientMethod):
         self.alpha_lr = alpha_lr
 
     def state(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        r"""Return :math:`\alpha`, and whether it is still to be adapted in this round."""
+        r"""Return :math:`\alpha`, and whether it still has to adapt in this round."""
         like = next(iter(weights.values()))
         return {"alpha": like.new_tensor(self.alpha), "alpha_due": like.new_tensor(1.0)}
 

@@ -246,8 +246,8 @@ def bars_figure(
         label: Returns a client's name.
 
     Returns:
-        A figure without a window, ready for a logger or ``savefig``. The five largest weights are
-        shown separately, the others as a sum.
+        A figure without a window, ready for a logger or ``savefig``. The client and the five other
+        clients with the largest weights have their own bars. All others are added up.
     """
     named = _heaviest(weights, client)
     values = weights.numpy()
